@@ -72,6 +72,10 @@ def _is_raise(text: str) -> bool:
     return ("end", "raise").index(text) == 1
 
 
+def _is_full(text: str) -> bool:
+    return ("program", "full").index(text) == 1
+
+
 def _folder(text: str) -> str | None:
     return os.path.abspath(text) if text else None
 
@@ -104,6 +108,16 @@ raises_on_stall = Setting(
     "`mpistrat.errors.StallError` on the ranks that wait.",
     parse=_is_raise,
     expected="end or raise",
+)
+full_tracebacks = Setting(
+    name="MPISTRAT_TRACEBACK",
+    default="program",
+    unit="`program` or `full`",
+    read_by="each rank, when an error ends the job",
+    meaning="How the error that ends a job is shown: `program` leaves out the frames of mpistrat and of torch's data "
+    "loaders; `full` shows all frames.",
+    parse=_is_full,
+    expected="program or full",
 )
 shared_bytes = Setting(
     name="MPISTRAT_SHARED_MB",
@@ -142,7 +156,7 @@ rank_pid = Setting(
 )
 
 SETTINGS: tuple[Setting[Any], ...] = (
-    *(start_seconds, stall_seconds, raises_on_stall, shared_bytes),
+    *(start_seconds, stall_seconds, raises_on_stall, full_tracebacks, shared_bytes),
     *(_cache, _trace, rank_pid),
 )
 

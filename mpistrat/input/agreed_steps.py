@@ -11,7 +11,15 @@ import numpy as np
 from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.input.batches import spec_of
-from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt, examples_in
+from mpistrat.input.readers import (
+    EMPTY,
+    MISSING,
+    Reader,
+    Step,
+    StepAt,
+    check_all_have_some,
+    examples_in,
+)
 from mpistrat.replicas.input_plan import StepExamples
 
 # In the place of a number of steps: of a rank that has failed, and of one that knows of no failure to come.
@@ -138,6 +146,8 @@ class AgreedSteps(Iterator[Step]):
             largest, failure = (max(mine[i] for mine, _, _ in first_steps) for i in range(2))
             counts = [count for _, count, _ in first_steps if count is not None]
             if largest != _FAILED:
+                if not partial and not self._steps_done:
+                    check_all_have_some([abs(mine[0]) for mine, _, _ in first_steps])
                 self._learn_from_others([spec for _, _, spec in first_steps])
                 if self._reader.steps_agreed or (partial and len(counts) == communicator.size):
                     self._steps_left = max(counts) - self._steps_done - 1

@@ -27,6 +27,8 @@ import numpy as np
 import torch
 import torch.utils.data as data
 
+from mpistrat.cluster_resolver.mpi import EXIT_CODE_OF_REFUSED_WORKER, GUARD_THE_PROGRAM
+
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -99,6 +101,20 @@ def _blocked_in_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def batches_of_workers(batches: Iterator[Any]) -> Iterator[Any]:
+    """`batches` of a DataLoader. Raises: RuntimeError that says so where the program would have started MPI in workers."""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        codes = [worker.exitcode for worker in getattr(batches, "_workers", ())]
+        code = EXIT_CODE_OF_REFUSED_WORKER
+        if code in codes or f"exit code {code}." in str(error):
+            raise RuntimeError(
+                f"a DataLoader's worker processes could not start. {GUARD_THE_PROGRAM}"
+            ) from None
+        raise
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Where Python and what was installed for it are; "<frozen runpy>" starts modules.
 _INSTALLED = (sys.prefix + os.sep, sys.base_prefix + os.sep, "<frozen ")
 
@@ -22,7 +22,7 @@ _OF_DECORATORS = (
 )  # the latter two mark what is deprecated
 
 # Whose a frame is. Between the program's and us: of this package, torch, and what calls torch.
-_BETWEEN, _OF_LIBRARY, _OF_PROGRAM = range(3)
+_BETWEEN, _OF_LIBRARY, OF_PROGRAM = range(3)
 
 _owners: dict[str, int] = {}  # by file name; each collective looks at several frames
 
@@ -65,8 +65,8 @@ def outside(frame: FrameType | Place) -> FrameType | Place:
         file = frame.f_code.co_filename
         owner = _owners.get(file)
         if owner is None:
-            owner = _owners[file] = _owner_of(file)
-        if owner == _OF_PROGRAM:
+            owner = _owners[file] = owner_of(file)
+        if owner == OF_PROGRAM:
             return frame
         if owner == _OF_LIBRARY and of_library is None:
             of_library = frame
@@ -77,8 +77,8 @@ def outside(frame: FrameType | Place) -> FrameType | Place:
 
 def raised_at(error: BaseException) -> str:
     """Where the user's program stood when `error` was raised: "train.py:33 in main"; "" if no frame is the user's."""
-    places = [(_owner_of(place.partition(":")[0]), place) for place in places_of(error)]
-    for wanted in (_OF_PROGRAM, _OF_LIBRARY):
+    places = [(owner_of(place.partition(":")[0]), place) for place in places_of(error)]
+    for wanted in (OF_PROGRAM, _OF_LIBRARY):
         own = [place for owner, place in places if owner == wanted]
         if own:
             return own[-1]
@@ -91,16 +91,16 @@ def places_of(error: BaseException) -> list[str]:
     return [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in stack]
 
 
-def _owner_of(file: str) -> int:
+def owner_of(file: str) -> int:
     # A library is loaded by the time that a frame of it is seen.
-    folders = [os.path.dirname(library) + os.sep for library in _files_of("torch", "torch_xla")]
-    if file in _files_of(*_OF_DECORATORS) or file.startswith((_PACKAGE, *folders)):
+    folders = [os.path.dirname(library) + os.sep for library in files_of("torch", "torch_xla")]
+    if file in files_of(*_OF_DECORATORS) or file.startswith((PACKAGE, *folders)):
         return _BETWEEN
     installed = file.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in file
-    return _OF_LIBRARY if installed else _OF_PROGRAM
+    return _OF_LIBRARY if installed else OF_PROGRAM
 
 
-def _files_of(*modules: str) -> list[str]:
+def files_of(*modules: str) -> list[str]:
     """Of those that are loaded."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
     return [file for file in files if file is not None]

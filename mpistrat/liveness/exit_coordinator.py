@@ -32,12 +32,17 @@ class Left:
 
 @dataclass(frozen=True)
 class Waits:
-    """A rank is in its `call`-th collective on a communicator, and has been for a while."""
+    """A rank is in its `call`-th collective on a communicator, and has been for a while.
+
+    Attributes: traceback, advice: of the error of which it tells the others there.
+    """
 
     who: str
     communicator: str
     call: int
     collective: str
+    traceback: str = ""
+    advice: str = ""
 
 
 class ExitCoordinator:
@@ -88,8 +93,12 @@ def _never_comes(missing: list[Left], waits: Waits) -> str:
     if len(missing) > 1:
         ranks = ", ".join(str(left.rank) for left in missing[1:9])
         others = f" (so did rank{'s' * (len(missing) > 2)} {ranks}{', …' * (len(missing) > 9)})"
-    return (
+    text = (
         f"{first.who} {first.how}{others}, but another rank waits for it in a collective.\n"
         f"  rank {first.rank}: left after collective number {first.calls[waits.communicator]}\n"
-        f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n{_ADVICE}"
+        f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n"
     )
+    if waits.traceback:
+        failed = f"{waits.who} failed\n{waits.traceback}"
+        return f"{failed}mpistrat: ending the job: {text}mpistrat: {waits.advice}"
+    return text + _ADVICE

@@ -13,6 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpistrat.liveness.error_text import told_of
 from mpistrat.liveness.exit_coordinator import ExitCoordinator, Left, Waits
 from mpistrat.liveness.failure_log import Failure
 from mpistrat.liveness.other_nodes import Answer, Ask, OtherNodes, Raise
@@ -84,7 +85,9 @@ class ExitGroup:
             if self._reported.get(calls.name) != call:
                 self._reported[calls.name], stuck = call, True
                 where = f"{collective}\n      at {calls.called_at}"
-                self._send(Waits(self._who, calls.name, call, where))
+                error = calls.raising
+                told = ("", "") if error is None else told_of(error, self._comm.rank)
+                self._send(Waits(self._who, calls.name, call, where, *told))
         self._receive()
         return stuck
 

@@ -1,7 +1,8 @@
 """The errors that the ranks of a job end with: one that several ranks have in common is printed once.
 
 Each rank notes its error in a file of the job's folder, under a lock. The first prints the error before it notes that,
-so that no error is lost, whatever ends the ranks meanwhile. Nodes tell each other what they note, once they have a way
+so that no error is lost, whatever ends the ranks meanwhile. Ranks that only hear of another's error leave it time to
+print that. Nodes tell each other what they note, once they have a way
 to; the others leave the first one time to speak for all.
 """
 
@@ -28,7 +29,8 @@ SECONDS_FOR_FIRST_NODE = 0.4
 SECONDS_TO_TELL = 0.2
 SECONDS_TO_LOCK = 0.5  # one may hang while it prints
 SECONDS_TO_LAST = 5.0  # under a fault tolerant MPI, the job and its folder outlive a rank
-_FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
+_FAILED, _SAID, _SUMMED_UP, _ADVISED = "failed", "said", "summed-up", "advised"
+OF_ANOTHER_RANK = "-"  # in place of an error: any that was said explains it
 # "on rank 3", "PMI_RANK=3"
 _NUMBER_OF_RANK = re.compile(r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\d+)\b")
 
@@ -82,12 +84,15 @@ class FailureLog:
         with self._locked() as file:
             _write(file, failure)
 
-    def add(self, error: str, say: Callable[[], object], patience: float = 0.0) -> None:
+    def add(
+        self, error: str, say: Callable[[], object], patience: float = 0.0, advice: str = ""
+    ) -> None:
         """Note that this rank ends with `error`, and call `say` unless another rank has said it.
 
         Args:
-            error: what errors are compared by, in one word.
+            error: what errors are compared by, in one word; or OF_ANOTHER_RANK.
             patience: how many seconds to leave to another rank to say it.
+            advice: what to do about it, for the last line.
         Raises: OSError, before `say` is called.
         """
         with self._locked() as file:
@@ -97,9 +102,11 @@ class FailureLog:
             if error not in self._said():
                 say()
                 self._note(file, _SAID, error)
+                if advice:
+                    self._note(file, _ADVISED, advice.encode(errors="replace").hex())
 
     def sum_up(self) -> str:
-        """Which ranks have an error in common, in lines; "" if none have, or another rank says so.
+        """In lines: which ranks have an error in common, and advice; "" if there is neither, or another rank says so.
 
         Waits a moment for ranks that are about to fail. Raises: OSError.
         """
@@ -111,12 +118,13 @@ class FailureLog:
             self._note(file, _SUMMED_UP, "-")
         said = {entry.error: entry.rank for entry in entries if entry.kind == _SAID}
         lines = []
+        advice = [bytes.fromhex(entry.error).decode() for entry in entries if entry.kind == _ADVISED]
         for error, first in said.items():
             ranks = {e.rank for e in entries if (e.kind, e.error) == (_FAILED, error)}
             if len(ranks) > 1:
                 which = "the same error" if len(said) == 1 else f"the error of rank {first}:"
                 lines.append(f"mpistrat: {which} on {ranks_in_words(ranks)}\n")
-        return "".join(lines)
+        return "".join([*lines, *(f"mpistrat: {text}\n" for text in advice[:1])])
 
     def _is_complete(self) -> bool:
         """Whether all ranks of the job have failed, or no other does; and all errors have been said."""
@@ -126,7 +134,8 @@ class FailureLog:
         return (all_failed or quiet) and {entry.error for entry in failed} <= self._said()
 
     def _said(self) -> set[str]:
-        return {entry.error for entry in self._entries() if entry.kind == _SAID}
+        said = {entry.error for entry in self._entries() if entry.kind == _SAID}
+        return said and {OF_ANOTHER_RANK, *said}
 
     def _entries(self) -> list[_Entry]:
         """Those of the last seconds, in their order."""

@@ -22,8 +22,14 @@ from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
 from mpistrat.errors import CollectiveMismatchError, DivergenceError, TopologyError
 from mpistrat.liveness import observation
 from mpistrat.liveness.borrowed_stderr import say_on_launcher
+from mpistrat.liveness.error_text import advice_for, blamed, of_the_program
 from mpistrat.liveness.failure_detector import Rank, find_ranks
-from mpistrat.liveness.failure_log import FailureLog, Nodes, as_of_any_rank
+from mpistrat.liveness.failure_log import (
+    OF_ANOTHER_RANK,
+    FailureLog,
+    Nodes,
+    as_of_any_rank,
+)
 from mpistrat.liveness.interrupts import unheeded
 from mpistrat.liveness.processes import DEAD, launched, state_of
 from mpistrat.liveness.program_exit import exit_status, program_exit, remember_exits
@@ -83,9 +89,9 @@ class RankEnd:
             of_torch = str(getattr(previous, "__module__", "")).startswith("torch.")
             if previous is sys.__excepthook__ or of_torch:  # which writes the rank before each line
                 # Written in one piece: other ranks may write at the same time.
-                text = io.StringIO()
+                text, error = io.StringIO(), blamed(error)
                 with contextlib.redirect_stderr(text):
-                    previous(kind, error, trace)
+                    previous(type(error), error, error.__traceback__)
                 with unheeded():  # a launcher may pass on Ctrl-C twice
                     self.end_job_for(error, text.getvalue(), code)
             # It may end the process, or the job, itself.
@@ -119,26 +125,36 @@ class RankEnd:
         @functools.cache
         def say_it() -> None:
             self._is_ending()  # before the observer can wonder why ranks die
-            self.say_last(f"{self.who} failed; ending the job\n{traceback}")
+            self.say_last(f"{self.who} failed; ending the job\n{of_the_program(traceback)}".rstrip())
 
         log, observed = None, observation.observed()
         if observed is not None:
             log = FailureLog(observed.folder.path, self.rank, self._size, self.other_nodes)
+        advice = advice_for(error, self.rank)
+        summary = advice and f"mpistrat: {advice}\n"
         try:
             if log is None:
                 say_it()
             else:
-                of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
-                word = as_of_any_rank(traceback, self.rank)
-                if of_all and isinstance(error, CollectiveMismatchError):
-                    word = type(error).__name__  # by whatever way the ranks came to it
-                log.add(word, say_it, SECONDS_FOR_RANK_0 if of_all and self.rank else 0.0)
+                word, patience = self._compared_by(error, traceback)
+                log.add(word, say_it, patience, advice)
                 self._is_ending()
-                if summary := log.sum_up():
-                    self._say_last(summary)
+                summary = log.sum_up()
         except (OSError, ValueError):  # no space, or half a line
             say_it()
+        if summary:
+            self._say_last(summary)
         self.abort(code)
+
+    def _compared_by(self, error: BaseException, traceback: str) -> tuple[str, float]:
+        """A word by which `error` is known on other ranks, and how many seconds these have to speak for it."""
+        if getattr(error, "_mpistrat_of_another_rank", False):
+            return OF_ANOTHER_RANK, SECONDS_FOR_RANK_0
+        of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
+        patience = SECONDS_FOR_RANK_0 if of_all and self.rank else 0.0
+        if of_all and isinstance(error, CollectiveMismatchError):
+            return type(error).__name__, patience  # by whatever way the ranks came to it
+        return as_of_any_rank(traceback, self.rank), patience
 
     def say_last(self, text: str) -> None:
         """Say `text` wherever it can be said, once: this process is about to end."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 from mpistrat.liveness.record import text_of
 
 # The rest of a word of 64 bits is the call's number.
 DIGEST_BITS = 56
+_OF_MEAN = re.compile("MEAN|SUM of mean ")  # in the label of a sum
 # Places whose texts a signature keeps; if a program makes a call at more places, texts are made again.
 _MOST_SITES = 256
 
@@ -52,6 +54,8 @@ def describe(words: tuple[Any, ...]) -> str:
     operation, *rest = words
     if operation == "raise":
         return f"raised {': '.join(rest)}"
+    if rest[:1] == ["sum"] and any(_OF_MEAN.match(str(part)) for part in rest):
+        rest[0] = "mean"  # which the program asked for: a sum that each rank divides
     return f"{operation}({', '.join(str(part) for part in rest if part != '')})"
 
 
@@ -65,8 +69,10 @@ def explain_difference(everyone: list[tuple[tuple[Any, ...], str]], rank: int) -
             words, site = everyone[start]
             lines.append(f"  {ranks}: {describe(words)}\n      at {site}")
             start = r
+    advice = "Every rank must make the same calls, in the same order, with the same shapes and dtypes."
+    if any(words[0] == "raise" for words, _ in everyone):
+        advice = "Correct the error that was raised; the other ranks end with it."
     return (
         f"the ranks did not call the same collective (this is rank {rank} of {len(everyone)}):\n"
-        + "\n".join(lines)
-        + "\nEvery rank must make the same calls, in the same order, with the same shapes and dtypes."
+        + "\n".join([*lines, advice])
     )

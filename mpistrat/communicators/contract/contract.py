@@ -15,10 +15,11 @@ from mpistrat.communicators.contract.call_signature import (
     explain_difference,
     signature_of,
 )
-from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
+from mpistrat.communicators.contract.joint_errors import mark_of_another_rank, mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.call_site import call_site, outside
+from mpistrat.liveness.error_text import own_text
 from mpistrat.liveness.record import ABORT
 from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -97,11 +98,13 @@ class Contract(Unchecked):
         return self._abandoned is not None
 
     def raise_together(self, error: Exception) -> NoReturn:
+        self.raising = error
         try:
             with self.enter(signature_of(("raise", type(error).__name__)), cause=error):
                 mark_raised_by_all(error)
                 raise error
         finally:
+            self.raising = None
             del error  # it refers to this frame, and so to all that the program had in its own
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Contract:
@@ -158,9 +161,7 @@ class Contract(Unchecked):
                 if spans is not None:
                     spans.together()
             if not agreed:
-                words = signature.words if cause is None else (*signature.words, str(cause))
-                everyone = self._mpi.comm.allgather((words, call_site(frame)))
-                raise CollectiveMismatchError(explain_difference(everyone, self.rank)) from cause
+                raise self._mismatch(signature.words, call_site(frame), cause) from cause
         except BaseException as error:
             if not isinstance(error, CollectiveMismatchError):
                 self._abandoned = error
@@ -168,6 +169,19 @@ class Contract(Unchecked):
             self.__exit__()
             raise
         return self
+
+    def _mismatch(
+        self, words: tuple[Any, ...], site: str, cause: Exception | None
+    ) -> CollectiveMismatchError:
+        """Of this rank's call, and all others'. Collective."""
+        if cause is not None:
+            text = own_text(cause)
+            words = ("raise", text) if words[0] == "raise" else (*words, text)
+        everyone = self._mpi.comm.allgather((words, site))
+        error = CollectiveMismatchError(explain_difference(everyone, self.rank))
+        if cause is None and any(called[0] == "raise" for called, _ in everyone):
+            mark_of_another_rank(error)
+        return error
 
     def __enter__(self) -> None:
         """A contract surrounds the call that this rank is in."""

@@ -38,6 +38,7 @@ def refuse_wrapping(wrapper: str, module: torch.nn.Module, rank: int) -> None:
     )
     raise ValueError(
         f"rank {rank}: {wrapper} is put around a {type(module).__name__} that the strategy mirrors: gradients would be "
-        f"reduced twice, by it and by backward() inside strategy.run. Leave {wrapper} out, and call the module itself; "
-        f"or keep the model out of scope(), mirror() and run{sharded}"
+        "reduced twice, by it and by backward() inside strategy.run or a replica. Leave "
+        f"{wrapper} out, and call the module itself; or keep the model out of prepare(), mirror(), scope() and "
+        f"run{sharded}"
     )
