@@ -354,7 +354,7 @@ def check_all_have_some(steps: Sequence[int]) -> None:
     if 0 < len(without) < len(steps):
         raise ValueError(
             f"{ranks_in_words(without)} of {len(steps)} {'has' if len(without) == 1 else 'have'} no data for a step, "
-            "and an epoch ends with the shortest rank: nothing would be trained. Give each rank data: cut them into "
+            "and an epoch ends with the shortest rank: nothing would be trained. Give each rank data: cut it into "
             f"{len(steps)} shards or more, or start {len(steps) - len(without)} ranks; or, if those ranks have some "
             "data, use smaller batches, or drop_last=False"
         )

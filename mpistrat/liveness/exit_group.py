@@ -86,7 +86,7 @@ class ExitGroup:
                 self._reported[calls.name], stuck = call, True
                 where = f"{collective}\n      at {calls.called_at}"
                 error = calls.raising
-                told = ("", "") if error is None else told_of(error, self._comm.rank)
+                told = ("", "") if error is None else told_of(error, MPI.COMM_WORLD.rank)
                 self._send(Waits(self._who, calls.name, call, where, *told))
         self._receive()
         return stuck

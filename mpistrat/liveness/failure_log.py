@@ -90,16 +90,17 @@ class FailureLog:
         """Note that this rank ends with `error`, and call `say` unless another rank has said it.
 
         Args:
-            error: what errors are compared by, in one word; or OF_ANOTHER_RANK.
+            error: what errors are compared by, in one word, or in parts, "a.b", of which one has to be equal; or
+                OF_ANOTHER_RANK.
             patience: how many seconds to leave to another rank to say it.
             advice: what to do about it, for the last line.
         Raises: OSError, before `say` is called.
         """
         with self._locked() as file:
             self._note(file, _FAILED, error)
-        soon(lambda: error in self._said(), max(patience, self._patience))
+        soon(lambda: self._is_said(error), max(patience, self._patience))
         with self._locked() as file:
-            if error not in self._said():
+            if not self._is_said(error):
                 say()
                 self._note(file, _SAID, error)
                 if advice:
@@ -120,7 +121,8 @@ class FailureLog:
         lines = []
         advice = [bytes.fromhex(entry.error).decode() for entry in entries if entry.kind == _ADVISED]
         for error, first in said.items():
-            ranks = {e.rank for e in entries if (e.kind, e.error) == (_FAILED, error)}
+            failed = (entry for entry in entries if entry.kind == _FAILED)
+            ranks = {entry.rank for entry in failed if _are_alike(entry.error, error)}
             if len(ranks) > 1:
                 which = "the same error" if len(said) == 1 else f"the error of rank {first}:"
                 lines.append(f"mpistrat: {which} on {ranks_in_words(ranks)}\n")
@@ -131,11 +133,11 @@ class FailureLog:
         failed = [entry for entry in self._entries() if entry.kind == _FAILED]
         all_failed = len({entry.rank for entry in failed}) == self._size and not self._patience
         quiet = all(time.monotonic() - entry.at > self._pause for entry in failed)
-        return (all_failed or quiet) and {entry.error for entry in failed} <= self._said()
+        return (all_failed or quiet) and all(self._is_said(entry.error) for entry in failed)
 
-    def _said(self) -> set[str]:
-        said = {entry.error for entry in self._entries() if entry.kind == _SAID}
-        return said and {OF_ANOTHER_RANK, *said}
+    def _is_said(self, error: str) -> bool:
+        said = [entry.error for entry in self._entries() if entry.kind == _SAID]
+        return any(error == OF_ANOTHER_RANK or _are_alike(error, other) for other in said)
 
     def _entries(self) -> list[_Entry]:
         """Those of the last seconds, in their order."""
@@ -156,6 +158,10 @@ class FailureLog:
         with open(self._path, "a", encoding="utf-8", opener=private) as file:
             soon(lambda: _is_locked_now(file), SECONDS_TO_LOCK)
             yield file
+
+
+def _are_alike(first: str, second: str) -> bool:
+    return any(map(str.__eq__, first.split("."), second.split(".")))
 
 
 def _write(file: Any, failure: Failure) -> None:

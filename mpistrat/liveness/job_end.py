@@ -25,6 +25,7 @@ from mpi4py import MPI
 
 from mpistrat.liveness import observation
 from mpistrat.liveness.call_site import call_site
+from mpistrat.liveness.error_text import told_of
 from mpistrat.liveness.exit_group import ExitGroup
 from mpistrat.liveness.interrupts import Interrupts
 from mpistrat.liveness.node_records import NodeRecords
@@ -135,7 +136,7 @@ class JobEnd:
             if observation.has_lost_files():
                 self._end_without_files()
             if action == END:  # the observer has reported a failure
-                self._rank.abort(self.records.own.code)
+                self._end_as_reported()
             stand_in.look()
             for group in list(self._groups):
                 try:
@@ -155,6 +156,14 @@ class JobEnd:
                     f"ending the job: {self._rank.who} was interrupted, but stays in a call at {site}",
                     130,
                 )
+
+    def _end_as_reported(self) -> NoReturn:
+        """Tell the errors of which this rank could not tell the others: they may be why it waited."""
+        for error in [call.raising for group in self._groups for call in group.calls()]:
+            if error is not None:
+                told, advice = told_of(error, self._rank.rank)
+                self._rank.say_last(f"{self._rank.who} failed\n{told}mpistrat: {advice}")
+        self._rank.abort(self.records.own.code)
 
     def _end_without_files(self) -> NoReturn:
         """MPI has lost its launcher: it may write about that for ever, and MPI_Abort cannot be heard."""

@@ -154,7 +154,8 @@ class RankEnd:
         patience = SECONDS_FOR_RANK_0 if of_all and self.rank else 0.0
         if of_all and isinstance(error, CollectiveMismatchError):
             return type(error).__name__, patience  # by whatever way the ranks came to it
-        return as_of_any_rank(traceback, self.rank), patience
+        # All ranks may name one of them, or each itself.
+        return ".".join(as_of_any_rank(traceback, rank) for rank in (-1, self.rank)), patience
 
     def say_last(self, text: str) -> None:
         """Say `text` wherever it can be said, once: this process is about to end."""
