@@ -72,10 +72,6 @@ def _is_raise(text: str) -> bool:
     return ("end", "raise").index(text) == 1
 
 
-def _is_full(text: str) -> bool:
-    return ("program", "full").index(text) == 1
-
-
 def _folder(text: str) -> str | None:
     return os.path.abspath(text) if text else None
 
@@ -114,10 +110,8 @@ full_tracebacks = Setting(
     default="program",
     unit="`program` or `full`",
     read_by="each rank, when an error ends the job",
-    meaning="How the error that ends a job is shown: `program` leaves out the frames of mpistrat and of torch's data "
-    "loaders; `full` shows all frames.",
-    parse=_is_full,
-    expected="program or full",
+    meaning="What is shown of the error that ends a job: `full` has the frames of mpistrat and torch's loaders.",
+    parse="full".__eq__,
 )
 shared_bytes = Setting(
     name="MPISTRAT_SHARED_MB",

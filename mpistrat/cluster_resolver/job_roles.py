@@ -134,28 +134,22 @@ def _own_claim(
         check_num_ps(num_ps)
         if resolver is not None:
             raise ValueError(
-                f"num_ps={num_ps} and a {_name_of(resolver)}, whose cluster lists the parameter servers, were "
-                "given: leave one of them out"
+                f"num_ps={num_ps} and a {resolver.made_of or type(resolver).__name__}, whose cluster lists the "
+                "parameter servers, were given: leave one of them out"
             )
         return _Claim(num_ps=num_ps, chief=chief)
     if resolver is None and names_cluster(environ):
         resolver = TFConfigClusterResolver(environ=environ)
-        resolver.made_of = TF_CONFIG
     if resolver is None:
         return _Claim(chief=chief, component=own_component(environ))
     spec = resolver.cluster_spec()  # before the task: SlurmClusterResolver knows it then
     return _Claim(
         chief=chief,
-        source=_name_of(resolver),
+        source=resolver.made_of or type(resolver).__name__,
         cluster_spec=spec,
         task_type=resolver.task_type,
         task_id=resolver.task_id,
     )
-
-
-def _name_of(resolver: ClusterResolver) -> str:
-    """As the program knows it."""
-    return resolver.made_of or type(resolver).__name__
 
 
 def _check_arguments(claims: Sequence[_Claim]) -> None:

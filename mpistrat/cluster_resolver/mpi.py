@@ -22,8 +22,7 @@ from mpistrat.topology import Topology
 # Of a worker that would have started MPI while it imported the main program.
 EXIT_CODE_OF_REFUSED_WORKER = 78  # EX_CONFIG of sysexits.h
 GUARD_THE_PROGRAM = (
-    "Workers import the main program when they start: put what it does into a function, and call that under "
-    '`if __name__ == "__main__":`'
+    'Workers import the main program: put what it does under `if __name__ == "__main__":`'
 )
 
 _started: Any = None  # mpi4py.MPI, once it is initialized and agrees with the launcher
@@ -142,26 +141,14 @@ def _refuse_in_worker() -> None:
     child = multiprocessing.parent_process() or getattr(process, "_inheriting", False)
     of_rank = rank_pid()
     if child and of_rank not in ("", str(os.getpid())):
-        refusal = RuntimeError(
+        text = (
             f"MPI was to be started in a worker process (pid {os.getpid()}) of a rank (pid {of_rank}), where no "
             f"strategy can be built. {GUARD_THE_PROGRAM}"
         )
-        _say_in_a_line(refusal)
-        raise refusal
-
-
-def _say_in_a_line(refusal: RuntimeError) -> None:
-    """Have `refusal`, if it ends this worker, leave no traceback: there may be many workers, and the rank tells why."""
-    previous = sys.excepthook
-
-    def excepthook(kind: Any, error: BaseException, trace: Any) -> None:
-        if error is not refusal:
-            previous(kind, error, trace)
-            return
-        say(f"mpistrat: {refusal}\n")
-        os._exit(EXIT_CODE_OF_REFUSED_WORKER)
-
-    sys.excepthook = excepthook
+        if not multiprocessing.parent_process():  # of many workers the tracebacks would hide why
+            say(f"mpistrat: {text}\n")
+            os._exit(EXIT_CODE_OF_REFUSED_WORKER)
+        raise RuntimeError(text)
 
 
 def _import_mpi() -> tuple[Any, str]:

@@ -8,15 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.contract.joint_errors import (
-    RaisingTogether,
-    mark_of_another_rank,
-    mark_raised_by_all,
-)
+from mpistrat.communicators.contract.joint_errors import RaisingTogether, mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import UNCHECKED, Unchecked
 from mpistrat.communicators.node.memory import NO_MEMORY, NodeMemory
 from mpistrat.communicators.reduction import SUM, Reduction
-from mpistrat.liveness.error_text import own_text
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
@@ -181,7 +176,7 @@ class Communicator(abc.ABC):
 
         Collective. `what` is what the rank did not manage: "could not read its part".
         """
-        text = None if error is None else own_text(error)
+        text = None if error is None else f"{type(error).__name__}: {error}"
         everyone = self.all_gather_object(text, label="errors")
         if error is not None:
             mark_raised_by_all(error)
@@ -189,7 +184,7 @@ class Communicator(abc.ABC):
         for rank, theirs in enumerate(everyone):
             if theirs is not None:
                 failed = RuntimeError(f"rank {rank} {what}: {theirs}")
-                mark_of_another_rank(failed)
+                failed.raised = str(failed)  # type: ignore[attr-defined]
                 raise failed
 
 

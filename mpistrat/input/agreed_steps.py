@@ -11,15 +11,8 @@ import numpy as np
 from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.input.batches import spec_of
-from mpistrat.input.readers import (
-    EMPTY,
-    MISSING,
-    Reader,
-    Step,
-    StepAt,
-    check_all_have_some,
-    examples_in,
-)
+from mpistrat.input.local_batches import check_all_have_some
+from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt, examples_in
 from mpistrat.replicas.input_plan import StepExamples
 
 # In the place of a number of steps: of a rank that has failed, and of one that knows of no failure to come.

@@ -103,17 +103,15 @@ def _blocked_in_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def batches_of_workers(batches: Iterator[Any]) -> Iterator[Any]:
-    """`batches` of a DataLoader. Raises: RuntimeError that says so where the program would have started MPI in workers."""
+def guarded(batches: Iterator[Any]) -> Iterator[Any]:
+    """`batches` of a DataLoader. Raises: RuntimeError that says so where its workers would have started MPI."""
     try:
         yield from batches
-    except RuntimeError as error:
+    except RuntimeError:
         codes = [worker.exitcode for worker in getattr(batches, "_workers", ())]
-        code = EXIT_CODE_OF_REFUSED_WORKER
-        if code in codes or f"exit code {code}." in str(error):
-            raise RuntimeError(
-                f"a DataLoader's worker processes could not start. {GUARD_THE_PROGRAM}"
-            ) from None
+        if EXIT_CODE_OF_REFUSED_WORKER in codes:
+            text = f"a DataLoader's worker processes could not start. {GUARD_THE_PROGRAM}"
+            raise RuntimeError(text) from None
         raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import traceback
@@ -22,7 +23,10 @@ _OF_DECORATORS = (
 )  # the latter two mark what is deprecated
 
 # Whose a frame is. Between the program's and us: of this package, torch, and what calls torch.
-_BETWEEN, _OF_LIBRARY, OF_PROGRAM = range(3)
+_BETWEEN, _OF_LIBRARY, _OF_PROGRAM = range(3)
+
+# A frame in a traceback: its line, and the lines of code below it, which are indented further.
+FRAME = re.compile(r'(?m)^( *)File "(.+)", line (\d+), in (.+)\n(?:\1 {2,}.*\n|\1\[Previous.*\n)*')
 
 _owners: dict[str, int] = {}  # by file name; each collective looks at several frames
 
@@ -65,8 +69,8 @@ def outside(frame: FrameType | Place) -> FrameType | Place:
         file = frame.f_code.co_filename
         owner = _owners.get(file)
         if owner is None:
-            owner = _owners[file] = owner_of(file)
-        if owner == OF_PROGRAM:
+            owner = _owners[file] = _owner_of(file)
+        if owner == _OF_PROGRAM:
             return frame
         if owner == _OF_LIBRARY and of_library is None:
             of_library = frame
@@ -75,14 +79,24 @@ def outside(frame: FrameType | Place) -> FrameType | Place:
         frame = frame.f_back
 
 
-def raised_at(error: BaseException) -> str:
-    """Where the user's program stood when `error` was raised: "train.py:33 in main"; "" if no frame is the user's."""
-    places = [(owner_of(place.partition(":")[0]), place) for place in places_of(error)]
-    for wanted in (OF_PROGRAM, _OF_LIBRARY):
-        own = [place for owner, place in places if owner == wanted]
-        if own:
-            return own[-1]
-    return ""
+def raised_at(error: BaseException, otherwise: str = "") -> str:
+    """Where the user's program stood when `error` was raised: "train.py:33 in main".
+
+    Of an error in a DataLoader's worker, whose traceback is in the message, the place there. Where no frame is the
+    user's, `otherwise`, or the innermost of an installed library, or "".
+    """
+    in_worker = [f"{file}:{line} in {name}" for _, file, line, name in FRAME.findall(str(error))]
+    places = {_OF_PROGRAM: "", _OF_LIBRARY: ""}
+    for place in places_of(error) + in_worker:
+        places[_owner_of(place.partition(":")[0])] = place
+    return places[_OF_PROGRAM] or otherwise or places[_OF_LIBRARY]
+
+
+def message_of(error: BaseException) -> str:
+    """Of an error in a DataLoader's worker, the message there."""
+    message = str(error)
+    after_frames = [message[frame.end() :].strip() for frame in FRAME.finditer(message)]
+    return "".join(after_frames[-1:]).removeprefix(f"{type(error).__name__}: ") or message
 
 
 def places_of(error: BaseException) -> list[str]:
@@ -91,16 +105,16 @@ def places_of(error: BaseException) -> list[str]:
     return [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in stack]
 
 
-def owner_of(file: str) -> int:
+def _owner_of(file: str) -> int:
     # A library is loaded by the time that a frame of it is seen.
-    folders = [os.path.dirname(library) + os.sep for library in files_of("torch", "torch_xla")]
-    if file in files_of(*_OF_DECORATORS) or file.startswith((PACKAGE, *folders)):
+    folders = [os.path.dirname(library) + os.sep for library in _files_of("torch", "torch_xla")]
+    if file in _files_of(*_OF_DECORATORS) or file.startswith((PACKAGE, *folders)):
         return _BETWEEN
     installed = file.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in file
-    return _OF_LIBRARY if installed else OF_PROGRAM
+    return _OF_LIBRARY if installed else _OF_PROGRAM
 
 
-def files_of(*modules: str) -> list[str]:
+def _files_of(*modules: str) -> list[str]:
     """Of those that are loaded."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
     return [file for file in files if file is not None]

@@ -34,15 +34,14 @@ class Left:
 class Waits:
     """A rank is in its `call`-th collective on a communicator, and has been for a while.
 
-    Attributes: traceback, advice: of the error of which it tells the others there.
+    Attributes: raised: the error of which it tells the others there, with traceback and advice.
     """
 
     who: str
     communicator: str
     call: int
     collective: str
-    traceback: str = ""
-    advice: str = ""
+    raised: str = ""
 
 
 class ExitCoordinator:
@@ -93,12 +92,8 @@ def _never_comes(missing: list[Left], waits: Waits) -> str:
     if len(missing) > 1:
         ranks = ", ".join(str(left.rank) for left in missing[1:9])
         others = f" (so did rank{'s' * (len(missing) > 2)} {ranks}{', …' * (len(missing) > 9)})"
-    text = (
+    return (
         f"{first.who} {first.how}{others}, but another rank waits for it in a collective.\n"
         f"  rank {first.rank}: left after collective number {first.calls[waits.communicator]}\n"
-        f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n"
+        f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n{waits.raised or _ADVICE}"
     )
-    if waits.traceback:
-        failed = f"{waits.who} failed\n{waits.traceback}"
-        return f"{failed}mpistrat: ending the job: {text}mpistrat: {waits.advice}"
-    return text + _ADVICE

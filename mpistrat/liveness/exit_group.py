@@ -85,9 +85,8 @@ class ExitGroup:
             if self._reported.get(calls.name) != call:
                 self._reported[calls.name], stuck = call, True
                 where = f"{collective}\n      at {calls.called_at}"
-                error = calls.raising
-                told = ("", "") if error is None else told_of(error, MPI.COMM_WORLD.rank)
-                self._send(Waits(self._who, calls.name, call, where, *told))
+                raised = calls.raising and told_of(calls.raising, MPI.COMM_WORLD.rank)
+                self._send(Waits(self._who, calls.name, call, where, raised or ""))
         self._receive()
         return stuck
 

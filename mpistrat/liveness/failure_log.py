@@ -29,7 +29,7 @@ SECONDS_FOR_FIRST_NODE = 0.4
 SECONDS_TO_TELL = 0.2
 SECONDS_TO_LOCK = 0.5  # one may hang while it prints
 SECONDS_TO_LAST = 5.0  # under a fault tolerant MPI, the job and its folder outlive a rank
-_FAILED, _SAID, _SUMMED_UP, _ADVISED = "failed", "said", "summed-up", "advised"
+_FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
 OF_ANOTHER_RANK = "-"  # in place of an error: any that was said explains it
 # "on rank 3", "PMI_RANK=3"
 _NUMBER_OF_RANK = re.compile(r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\d+)\b")
@@ -84,16 +84,13 @@ class FailureLog:
         with self._locked() as file:
             _write(file, failure)
 
-    def add(
-        self, error: str, say: Callable[[], object], patience: float = 0.0, advice: str = ""
-    ) -> None:
+    def add(self, error: str, say: Callable[[], object], patience: float = 0.0) -> None:
         """Note that this rank ends with `error`, and call `say` unless another rank has said it.
 
         Args:
             error: what errors are compared by, in one word, or in parts, "a.b", of which one has to be equal; or
                 OF_ANOTHER_RANK.
             patience: how many seconds to leave to another rank to say it.
-            advice: what to do about it, for the last line.
         Raises: OSError, before `say` is called.
         """
         with self._locked() as file:
@@ -103,11 +100,9 @@ class FailureLog:
             if not self._is_said(error):
                 say()
                 self._note(file, _SAID, error)
-                if advice:
-                    self._note(file, _ADVISED, advice.encode(errors="replace").hex())
 
-    def sum_up(self) -> str:
-        """In lines: which ranks have an error in common, and advice; "" if there is neither, or another rank says so.
+    def sum_up(self, last_line: str = "") -> str:
+        """In lines, which ranks have an error in common, then `last_line`; "" if another rank says so.
 
         Waits a moment for ranks that are about to fail. Raises: OSError.
         """
@@ -119,14 +114,12 @@ class FailureLog:
             self._note(file, _SUMMED_UP, "-")
         said = {entry.error: entry.rank for entry in entries if entry.kind == _SAID}
         lines = []
-        advice = [bytes.fromhex(entry.error).decode() for entry in entries if entry.kind == _ADVISED]
         for error, first in said.items():
-            failed = (entry for entry in entries if entry.kind == _FAILED)
-            ranks = {entry.rank for entry in failed if _are_alike(entry.error, error)}
+            ranks = {e.rank for e in entries if e.kind == _FAILED and _are_alike(e.error, error)}
             if len(ranks) > 1:
                 which = "the same error" if len(said) == 1 else f"the error of rank {first}:"
                 lines.append(f"mpistrat: {which} on {ranks_in_words(ranks)}\n")
-        return "".join([*lines, *(f"mpistrat: {text}\n" for text in advice[:1])])
+        return "".join([*lines, last_line])
 
     def _is_complete(self) -> bool:
         """Whether all ranks of the job have failed, or no other does; and all errors have been said."""

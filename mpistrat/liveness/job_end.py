@@ -159,10 +159,8 @@ class JobEnd:
 
     def _end_as_reported(self) -> NoReturn:
         """Tell the errors of which this rank could not tell the others: they may be why it waited."""
-        for error in [call.raising for group in self._groups for call in group.calls()]:
-            if error is not None:
-                told, advice = told_of(error, self._rank.rank)
-                self._rank.say_last(f"{self._rank.who} failed\n{told}mpistrat: {advice}")
+        for error in filter(None, [c.raising for group in self._groups for c in group.calls()]):
+            self._rank.say_last(f"{self._rank.who} failed\n{told_of(error, self._rank.rank)}")
         self._rank.abort(self.records.own.code)
 
     def _end_without_files(self) -> NoReturn:

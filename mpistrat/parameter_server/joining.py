@@ -14,7 +14,6 @@ from mpistrat.cluster_resolver import (
 )
 from mpistrat.cluster_resolver.job_roles import JobRoles, job_roles
 from mpistrat.cluster_resolver.task_roles import Cluster, normalize_cluster_spec
-from mpistrat.cluster_resolver.tf_config import TF_CONFIG
 from mpistrat.communicators.communicator import RaisingOnAll
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.devices import accelerator, check_devices
@@ -116,14 +115,12 @@ def resolver_of_task(
     """
     if cluster_spec:
         spec = normalize_cluster_spec(cluster_spec)
-        resolver: ClusterResolver = SimpleClusterResolver(spec, "", task_type, task_id)
+        resolver = SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
         resolver.made_of = "cluster_spec"
         return resolver
     if task_type is None and task_id is None:
         return None
-    resolver = TFConfigClusterResolver(task_type, task_id)
-    resolver.made_of = TF_CONFIG
-    return resolver
+    return TFConfigClusterResolver(task_type, task_id)
 
 
 def devices_of_worker(num_gpus_per_worker: int) -> list[str]:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from mpistrat.errors import StallError
-from mpistrat.liveness.error_text import blamed
 from mpistrat.liveness.rank_end import rank_end
 
 
@@ -144,6 +143,6 @@ class Steps(DoneWork):
 
 def end_job_for(error: BaseException) -> None:
     """End the job for an error that nobody would see, with its traceback."""
-    text, error = io.StringIO(), blamed(error)
+    text = io.StringIO()
     traceback.print_exception(error, file=text)
     rank_end().end_job_for(error, text.getvalue(), 1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
+from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.record import text_of
 
 # The rest of a word of 64 bits is the call's number.
 DIGEST_BITS = 56
-_OF_MEAN = re.compile("MEAN|SUM of mean ")  # in the label of a sum
 # Places whose texts a signature keeps; if a program makes a call at more places, texts are made again.
 _MOST_SITES = 256
 
@@ -54,25 +53,27 @@ def describe(words: tuple[Any, ...]) -> str:
     operation, *rest = words
     if operation == "raise":
         return f"raised {': '.join(rest)}"
-    if rest[:1] == ["sum"] and any(_OF_MEAN.match(str(part)) for part in rest):
+    if rest[:1] == ["sum"] and any(str(w).startswith(("MEAN", "SUM of mean ")) for w in rest):
         rest[0] = "mean"  # which the program asked for: a sum that each rank divides
     return f"{operation}({', '.join(str(part) for part in rest if part != '')})"
 
 
-def explain_difference(everyone: list[tuple[tuple[Any, ...], str]], rank: int) -> str:
-    """One line for each group of consecutive ranks that made the same call at the same place."""
+def mismatch(everyone: list[tuple[tuple[Any, ...], str]], rank: int) -> CollectiveMismatchError:
+    """With one line for each group of consecutive ranks that made the same call at the same place."""
     lines = []
-    start = 0
+    start, raised = 0, ""
     for r in range(1, len(everyone) + 1):
         if r == len(everyone) or everyone[r] != everyone[start]:
             ranks = f"rank {start}" if r == start + 1 else f"ranks {start}-{r - 1}"
             words, site = everyone[start]
             lines.append(f"  {ranks}: {describe(words)}\n      at {site}")
+            if words[0] == "raise":
+                raised = raised or f"{site} ({ranks}): {': '.join(words[1:])}"
             start = r
-    advice = "Every rank must make the same calls, in the same order, with the same shapes and dtypes."
-    if any(words[0] == "raise" for words, _ in everyone):
-        advice = "Correct the error that was raised; the other ranks end with it."
-    return (
+    error = CollectiveMismatchError(
         f"the ranks did not call the same collective (this is rank {rank} of {len(everyone)}):\n"
-        + "\n".join([*lines, advice])
+        + "\n".join(lines)
+        + "\nEvery rank must make the same calls, in the same order, with the same shapes and dtypes."
     )
+    error.raised = raised
+    return error

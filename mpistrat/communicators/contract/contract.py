@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat.communicators.contract.agreement import BoardAgreement, MessageAgreement
 from mpistrat.communicators.contract.call_signature import (
     CallSignature,
-    explain_difference,
+    mismatch,
     signature_of,
 )
-from mpistrat.communicators.contract.joint_errors import mark_of_another_rank, mark_raised_by_all
+from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness.call_site import call_site, outside
-from mpistrat.liveness.error_text import own_text
+from mpistrat.liveness.call_site import call_site, message_of, outside, raised_at
 from mpistrat.liveness.record import ABORT
 from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -161,7 +160,10 @@ class Contract(Unchecked):
                 if spans is not None:
                     spans.together()
             if not agreed:
-                raise self._mismatch(signature.words, call_site(frame), cause) from cause
+                words, place = signature.words, call_site(frame)
+                if cause is not None:
+                    words, place = (*words, message_of(cause)), raised_at(cause, place)
+                raise mismatch(self._mpi.comm.allgather((words, place)), self.rank) from cause
         except BaseException as error:
             if not isinstance(error, CollectiveMismatchError):
                 self._abandoned = error
@@ -169,19 +171,6 @@ class Contract(Unchecked):
             self.__exit__()
             raise
         return self
-
-    def _mismatch(
-        self, words: tuple[Any, ...], site: str, cause: Exception | None
-    ) -> CollectiveMismatchError:
-        """Of this rank's call, and all others'. Collective."""
-        if cause is not None:
-            text = own_text(cause)
-            words = ("raise", text) if words[0] == "raise" else (*words, text)
-        everyone = self._mpi.comm.allgather((words, site))
-        error = CollectiveMismatchError(explain_difference(everyone, self.rank))
-        if cause is None and any(called[0] == "raise" for called, _ in everyone):
-            mark_of_another_rank(error)
-        return error
 
     def __enter__(self) -> None:
         """A contract surrounds the call that this rank is in."""

@@ -34,8 +34,3 @@ def is_raised_by_all(error: BaseException) -> bool:
 def mark_raised_by_all(error: BaseException) -> None:
     with contextlib.suppress(AttributeError):  # a class with slots
         error._mpistrat_raised_by_all = True  # type: ignore[attr-defined]
-
-
-def mark_of_another_rank(error: BaseException) -> None:
-    """An error of another rank is why `error` is raised here: where both end the job, that rank shows its own."""
-    error._mpistrat_of_another_rank = True  # type: ignore[attr-defined]
