@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpistrat.communicators import Communicator
+from mpistrat.input.agreed_steps import check_all_have_some
 from mpistrat.input.readers import UNKNOWN_CARDINALITY, FunctionReader, StepAt, length_of
-from mpistrat.machine.notices import ranks_in_words, tell
-
-
-def check_all_have_some(steps: Sequence[int]) -> None:
-    """Args: steps: that each rank has, at least. Raises: ValueError when some ranks have none, and others have some."""
-    without = [rank for rank, count in enumerate(steps) if not count]
-    if 0 < len(without) < len(steps):
-        raise ValueError(
-            f"{ranks_in_words(without)} of {len(steps)} {'has' if len(without) == 1 else 'have'} no data for a step, "
-            "and an epoch ends with the shortest rank: nothing would be trained. Give each rank data: cut it into "
-            f"{len(steps)} shards or more, use smaller batches, or start {len(steps) - len(without)} ranks"
-        )
+from mpistrat.machine.notices import tell
 
 
 class LocalReader(FunctionReader):

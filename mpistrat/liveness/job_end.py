@@ -136,7 +136,12 @@ class JobEnd:
             if observation.has_lost_files():
                 self._end_without_files()
             if action == END:  # the observer has reported a failure
-                self._end_as_reported()
+                # Errors of which this rank could not tell the others may be why it waited.
+                for error in filter(None, [c.raising for g in self._groups for c in g.calls()]):
+                    self._rank.say_last(
+                        f"{self._rank.who} failed\n{told_of(error, self._rank.rank)}"
+                    )
+                self._rank.abort(self.records.own.code)
             stand_in.look()
             for group in list(self._groups):
                 try:
@@ -156,12 +161,6 @@ class JobEnd:
                     f"ending the job: {self._rank.who} was interrupted, but stays in a call at {site}",
                     130,
                 )
-
-    def _end_as_reported(self) -> NoReturn:
-        """Tell the errors of which this rank could not tell the others: they may be why it waited."""
-        for error in filter(None, [c.raising for group in self._groups for c in group.calls()]):
-            self._rank.say_last(f"{self._rank.who} failed\n{told_of(error, self._rank.rank)}")
-        self._rank.abort(self.records.own.code)
 
     def _end_without_files(self) -> NoReturn:
         """MPI has lost its launcher: it may write about that for ever, and MPI_Abort cannot be heard."""
