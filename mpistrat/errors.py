@@ -90,7 +90,11 @@ class CollectiveMismatchError(RuntimeError):
     """The ranks called different collectives, or the same one with different operands.
 
     Raised by every rank of the group, before any bytes move.
+
+    Attributes: raised: place and text of the error that a rank has raised in place of a collective; "" if none has.
     """
+
+    raised = ""
 
 
 class DivergenceError(RuntimeError):

@@ -105,6 +105,14 @@ raises_on_stall = Setting(
     parse=_is_raise,
     expected="end or raise",
 )
+full_tracebacks = Setting(
+    name="MPISTRAT_TRACEBACK",
+    default="program",
+    unit="`program` or `full`",
+    read_by="each rank, when an error ends the job",
+    meaning="What is shown of the error that ends a job: `full` has the frames of mpistrat and torch's loaders.",
+    parse="full".__eq__,
+)
 shared_bytes = Setting(
     name="MPISTRAT_SHARED_MB",
     default="inf",
@@ -142,7 +150,7 @@ rank_pid = Setting(
 )
 
 SETTINGS: tuple[Setting[Any], ...] = (
-    *(start_seconds, stall_seconds, raises_on_stall, shared_bytes),
+    *(start_seconds, stall_seconds, raises_on_stall, full_tracebacks, shared_bytes),
     *(_cache, _trace, rank_pid),
 )
 

@@ -20,6 +20,7 @@ class ClusterResolver(ABC):
     """
 
     launcher = "cluster_spec"  # how `topology` names what started the job
+    made_of = ""  # the argument or variable of which the package has made it, for messages
 
     def __init__(
         self,

@@ -134,8 +134,8 @@ def _own_claim(
         check_num_ps(num_ps)
         if resolver is not None:
             raise ValueError(
-                f"num_ps={num_ps} and a {type(resolver).__name__}, whose cluster lists the parameter servers, were "
-                "given: leave one of them out"
+                f"num_ps={num_ps} and a {resolver.made_of or type(resolver).__name__}, whose cluster lists the "
+                "parameter servers, were given: leave one of them out"
             )
         return _Claim(num_ps=num_ps, chief=chief)
     if resolver is None and names_cluster(environ):
@@ -145,7 +145,7 @@ def _own_claim(
     spec = resolver.cluster_spec()  # before the task: SlurmClusterResolver knows it then
     return _Claim(
         chief=chief,
-        source=type(resolver).__name__,
+        source=resolver.made_of or type(resolver).__name__,
         cluster_spec=spec,
         task_type=resolver.task_type,
         task_id=resolver.task_id,

@@ -15,8 +15,15 @@ from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.errors import TopologyError
 from mpistrat.liveness import rank_end
 from mpistrat.liveness.start_deadline import init_deadline, start_deadline
+from mpistrat.machine.notices import say
 from mpistrat.settings import rank_pid
 from mpistrat.topology import Topology
+
+# Of a worker that would have started MPI while it imported the main program.
+EXIT_CODE_OF_REFUSED_WORKER = 78  # EX_CONFIG of sysexits.h
+GUARD_THE_PROGRAM = (
+    'Workers import the main program: put what it does under `if __name__ == "__main__":`'
+)
 
 _started: Any = None  # mpi4py.MPI, once it is initialized and agrees with the launcher
 # The key of the MPI attribute that holds a communicator's Topology.
@@ -133,11 +140,14 @@ def _refuse_in_worker() -> None:
     child = multiprocessing.parent_process() or getattr(process, "_inheriting", False)
     of_rank = rank_pid()
     if child and of_rank not in ("", str(os.getpid())):
-        raise RuntimeError(
+        text = (
             f"MPI was to be started in a worker process (pid {os.getpid()}) of a rank (pid {of_rank}), where no "
-            "strategy can be built. Workers import the main program when they start: put what it does into a "
-            'function, and call that under `if __name__ == "__main__":`'
+            f"strategy can be built. {GUARD_THE_PROGRAM}"
         )
+        if not multiprocessing.parent_process():  # of many workers the tracebacks would hide why
+            say(f"mpistrat: {text}\n")
+            os._exit(EXIT_CODE_OF_REFUSED_WORKER)
+        raise RuntimeError(text)
 
 
 def _import_mpi() -> tuple[Any, str]:

@@ -183,7 +183,9 @@ class Communicator(abc.ABC):
             raise error
         for rank, theirs in enumerate(everyone):
             if theirs is not None:
-                raise RuntimeError(f"rank {rank} {what}: {theirs}")
+                failed = RuntimeError(f"rank {rank} {what}: {theirs}")
+                failed.raised = str(failed)  # type: ignore[attr-defined]
+                raise failed
 
 
 class RaisingOnAll(contextlib.AbstractContextManager[None]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.input.batches import spec_of
 from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt, examples_in
+from mpistrat.machine.notices import ranks_in_words
 from mpistrat.replicas.input_plan import StepExamples
 
 # In the place of a number of steps: of a rank that has failed, and of one that knows of no failure to come.
@@ -138,6 +139,8 @@ class AgreedSteps(Iterator[Step]):
             largest, failure = (max(mine[i] for mine, _, _ in first_steps) for i in range(2))
             counts = [count for _, count, _ in first_steps if count is not None]
             if largest != _FAILED:
+                if not partial and not self._steps_done:
+                    check_all_have_some([abs(mine[0]) for mine, _, _ in first_steps])
                 self._learn_from_others([spec for _, _, spec in first_steps])
                 if self._reader.steps_agreed or (partial and len(counts) == communicator.size):
                     self._steps_left = max(counts) - self._steps_done - 1
@@ -160,6 +163,17 @@ class AgreedSteps(Iterator[Step]):
             )
         if known:
             self.template = nest.map_structure(lambda spec: spec.empty(), known[0])
+
+
+def check_all_have_some(steps: Sequence[int]) -> None:
+    """Args: steps: that each rank has, at least. Raises: ValueError when some ranks have none, and others have some."""
+    without = [rank for rank, count in enumerate(steps) if not count]
+    if 0 < len(without) < len(steps):
+        raise ValueError(
+            f"{ranks_in_words(without)} of {len(steps)} {'has' if len(without) == 1 else 'have'} no data for a step, "
+            "and an epoch ends with the shortest rank: nothing would be trained. Give each rank data: cut it into "
+            f"{len(steps)} shards or more, use smaller batches, or start {len(steps) - len(without)} ranks"
+        )
 
 
 def has_examples(entry: Any) -> bool:

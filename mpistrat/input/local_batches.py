@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpistrat.communicators import Communicator
+from mpistrat.input.agreed_steps import check_all_have_some
 from mpistrat.input.readers import UNKNOWN_CARDINALITY, FunctionReader, StepAt, length_of
 from mpistrat.machine.notices import tell
 
@@ -29,6 +30,7 @@ class LocalReader(FunctionReader):
         self._steps = None if None in everyone else min(everyone)
         self.steps_agreed = self._steps is not None
         if self.steps_agreed:
+            check_all_have_some(everyone)
             self._tell([f"rank {rank}: {steps}" for rank, steps in enumerate(everyone)], everyone)
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:

@@ -35,7 +35,7 @@ from mpistrat.input.readers import (
     set_epoch,
 )
 from mpistrat.input.splitting import Lists
-from mpistrat.input.worker_processes import WorkerInit, starting_workers, worker_context
+from mpistrat.input.worker_processes import WorkerInit, guarded, starting_workers, worker_context
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 
@@ -122,7 +122,8 @@ class WholeLoader(Restartable):
 
     def __iter__(self) -> Iterator[Any]:
         with self.random.of_epoch(), starting_workers(self._user):
-            batches = iter(self._loader if self._whole_on is None else self._whole(self._whole_on))
+            loader = self._loader if self._whole_on is None else self._whole(self._whole_on)
+            batches = guarded(iter(loader))
             first = list(itertools.islice(batches, 1))  # samplers draw their seed now
         return itertools.chain(first, batches)
 
@@ -295,7 +296,7 @@ class LoaderReader(GlobalReader):
         with self._random.of_epoch():
             pieces.begin(self._steps_of(self._index_batches(pieces), Lists(), start))
             with starting_workers(self._user):
-                batches = iter(loader)
+                batches = guarded(iter(loader))
             if not loader.num_workers:  # otherwise the workers have their first indices
                 pieces.draw()
         began = self._random.began

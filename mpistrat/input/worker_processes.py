@@ -27,6 +27,8 @@ import numpy as np
 import torch
 import torch.utils.data as data
 
+from mpistrat.cluster_resolver.mpi import EXIT_CODE_OF_REFUSED_WORKER, GUARD_THE_PROGRAM
+
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -99,6 +101,18 @@ def _blocked_in_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def guarded(batches: Iterator[Any]) -> Iterator[Any]:
+    """`batches` of a DataLoader. Raises: RuntimeError that says so where its workers would have started MPI."""
+    try:
+        yield from batches
+    except RuntimeError:
+        codes = [worker.exitcode for worker in getattr(batches, "_workers", ())]
+        if EXIT_CODE_OF_REFUSED_WORKER in codes:
+            text = f"a DataLoader's worker processes could not start. {GUARD_THE_PROGRAM}"
+            raise RuntimeError(text) from None
+        raise
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import traceback
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Where Python and what was installed for it are; "<frozen runpy>" starts modules.
 _INSTALLED = (sys.prefix + os.sep, sys.base_prefix + os.sep, "<frozen ")
 
@@ -20,6 +21,9 @@ _CALL_TORCH = "contextlib", "typing_extensions", "warnings", "mpistrat_torch"
 
 # Whose a frame is. Between the program's and us: of this package, torch, and what calls torch.
 _BETWEEN, _OF_LIBRARY, _OF_PROGRAM = range(3)
+
+# A frame in a traceback: its line, and the lines of code below it, which are indented further.
+FRAME = re.compile(r'(?m)^( *)File "(.+)", line (\d+), in (.+)\n(?:\1 {2,}.*\n|\1\[Previous.*\n)*')
 
 _owners: dict[str, int] = {}  # by file name; each collective looks at several frames
 
@@ -74,14 +78,24 @@ def outside(frame: FrameType | Place) -> FrameType | Place:
         frame = frame.f_back
 
 
-def raised_at(error: BaseException) -> str:
-    """Where the user's program stood when `error` was raised: "train.py:33 in main"; "" if no frame is the user's."""
-    places = [(_owner_of(place.partition(":")[0]), place) for place in places_of(error)]
-    for wanted in (_OF_PROGRAM, _OF_LIBRARY):
-        own = [place for owner, place in places if owner == wanted]
-        if own:
-            return own[-1]
-    return ""
+def raised_at(error: BaseException, otherwise: str = "") -> str:
+    """Where the user's program stood when `error` was raised: "train.py:33 in main".
+
+    Of an error in a DataLoader's worker, whose traceback is in the message, the place there. Where no frame is the
+    user's, `otherwise`, or the innermost of an installed library, or "".
+    """
+    in_worker = [f"{file}:{line} in {name}" for _, file, line, name in FRAME.findall(str(error))]
+    places = {_OF_PROGRAM: "", _OF_LIBRARY: ""}
+    for place in places_of(error) + in_worker:
+        places[_owner_of(place.partition(":")[0])] = place
+    return places[_OF_PROGRAM] or otherwise or places[_OF_LIBRARY]
+
+
+def message_of(error: BaseException) -> str:
+    """Of an error in a DataLoader's worker, the message there."""
+    message = str(error)
+    after_frames = [message[frame.end() :].strip() for frame in FRAME.finditer(message)]
+    return "".join(after_frames[-1:]).removeprefix(f"{type(error).__name__}: ") or message
 
 
 def places_of(error: BaseException) -> list[str]:
@@ -93,7 +107,7 @@ def places_of(error: BaseException) -> list[str]:
 def _owner_of(file: str) -> int:
     # A library is loaded by the time that a frame of it is seen.
     folders = [os.path.dirname(library) + os.sep for library in _files_of("torch", "torch_xla")]
-    if file in _files_of(*_CALL_TORCH) or file.startswith((_PACKAGE, *folders)):
+    if file in _files_of(*_CALL_TORCH) or file.startswith((PACKAGE, *folders)):
         return _BETWEEN
     installed = file.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in file
     return _OF_LIBRARY if installed else _OF_PROGRAM

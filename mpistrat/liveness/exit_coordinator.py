@@ -32,12 +32,16 @@ class Left:
 
 @dataclass(frozen=True)
 class Waits:
-    """A rank is in its `call`-th collective on a communicator, and has been for a while."""
+    """A rank is in its `call`-th collective on a communicator, and has been for a while.
+
+    Attributes: raised: the error of which it tells the others there, with traceback and advice.
+    """
 
     who: str
     communicator: str
     call: int
     collective: str
+    raised: str = ""
 
 
 class ExitCoordinator:
@@ -91,5 +95,5 @@ def _never_comes(missing: list[Left], waits: Waits) -> str:
     return (
         f"{first.who} {first.how}{others}, but another rank waits for it in a collective.\n"
         f"  rank {first.rank}: left after collective number {first.calls[waits.communicator]}\n"
-        f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n{_ADVICE}"
+        f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n{waits.raised or _ADVICE}"
     )

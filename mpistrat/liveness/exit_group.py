@@ -13,6 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpistrat.liveness.error_text import told_of
 from mpistrat.liveness.exit_coordinator import ExitCoordinator, Left, Waits
 from mpistrat.liveness.failure_log import Failure
 from mpistrat.liveness.other_nodes import Answer, Ask, OtherNodes, Raise
@@ -83,7 +84,8 @@ class ExitGroup:
             if self._reported.get(calls.name) != call:
                 self._reported[calls.name], stuck = call, True
                 where = f"{collective}\n      at {calls.called_at}"
-                self._send(Waits(self._who, calls.name, call, where))
+                raised = calls.raising and told_of(calls.raising, MPI.COMM_WORLD.rank)
+                self._send(Waits(self._who, calls.name, call, where, raised or ""))
         self._receive()
         return stuck
 

@@ -1,7 +1,8 @@
 """The errors that the ranks of a job end with: one that several ranks have in common is printed once.
 
 Each rank notes its error in a file of the job's folder, under a lock. The first prints the error before it notes that,
-so that no error is lost, whatever ends the ranks meanwhile. Nodes tell each other what they note, once they have a way
+so that no error is lost, whatever ends the ranks meanwhile. Ranks that only hear of another's error leave it time to
+print that. Nodes tell each other what they note, once they have a way
 to; the others leave the first one time to speak for all.
 """
 
@@ -29,6 +30,7 @@ SECONDS_TO_TELL = 0.2
 SECONDS_TO_LOCK = 0.5  # one may hang while it prints
 SECONDS_TO_LAST = 5.0  # under a fault tolerant MPI, the job and its folder outlive a rank
 _FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
+OF_ANOTHER_RANK = "-"  # in place of an error: any that was said explains it
 # "on rank 3", "PMI_RANK=3"
 _NUMBER_OF_RANK = re.compile(r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\d+)\b")
 
@@ -86,20 +88,21 @@ class FailureLog:
         """Note that this rank ends with `error`, and call `say` unless another rank has said it.
 
         Args:
-            error: what errors are compared by, in one word.
+            error: what errors are compared by, in one word, or in parts, "a.b", of which one has to be equal; or
+                OF_ANOTHER_RANK.
             patience: how many seconds to leave to another rank to say it.
         Raises: OSError, before `say` is called.
         """
         with self._locked() as file:
             self._note(file, _FAILED, error)
-        soon(lambda: error in self._said(), max(patience, self._patience))
+        soon(lambda: self._is_said(error), max(patience, self._patience))
         with self._locked() as file:
-            if error not in self._said():
+            if not self._is_said(error):
                 say()
                 self._note(file, _SAID, error)
 
-    def sum_up(self) -> str:
-        """Which ranks have an error in common, in lines; "" if none have, or another rank says so.
+    def sum_up(self, last_line: str = "") -> str:
+        """In lines, which ranks have an error in common, then `last_line`; "" if another rank says so.
 
         Waits a moment for ranks that are about to fail. Raises: OSError.
         """
@@ -112,21 +115,22 @@ class FailureLog:
         said = {entry.error: entry.rank for entry in entries if entry.kind == _SAID}
         lines = []
         for error, first in said.items():
-            ranks = {e.rank for e in entries if (e.kind, e.error) == (_FAILED, error)}
+            ranks = {e.rank for e in entries if e.kind == _FAILED and _are_alike(e.error, error)}
             if len(ranks) > 1:
                 which = "the same error" if len(said) == 1 else f"the error of rank {first}:"
                 lines.append(f"mpistrat: {which} on {ranks_in_words(ranks)}\n")
-        return "".join(lines)
+        return "".join([*lines, last_line])
 
     def _is_complete(self) -> bool:
         """Whether all ranks of the job have failed, or no other does; and all errors have been said."""
         failed = [entry for entry in self._entries() if entry.kind == _FAILED]
         all_failed = len({entry.rank for entry in failed}) == self._size and not self._patience
         quiet = all(time.monotonic() - entry.at > self._pause for entry in failed)
-        return (all_failed or quiet) and {entry.error for entry in failed} <= self._said()
+        return (all_failed or quiet) and all(self._is_said(entry.error) for entry in failed)
 
-    def _said(self) -> set[str]:
-        return {entry.error for entry in self._entries() if entry.kind == _SAID}
+    def _is_said(self, error: str) -> bool:
+        said = [entry.error for entry in self._entries() if entry.kind == _SAID]
+        return any(error == OF_ANOTHER_RANK or _are_alike(error, other) for other in said)
 
     def _entries(self) -> list[_Entry]:
         """Those of the last seconds, in their order."""
@@ -147,6 +151,10 @@ class FailureLog:
         with open(self._path, "a", encoding="utf-8", opener=private) as file:
             soon(lambda: _is_locked_now(file), SECONDS_TO_LOCK)
             yield file
+
+
+def _are_alike(first: str, second: str) -> bool:
+    return any(map(str.__eq__, first.split("."), second.split(".")))
 
 
 def _write(file: Any, failure: Failure) -> None:

@@ -25,6 +25,7 @@ from mpi4py import MPI
 
 from mpistrat.liveness import observation
 from mpistrat.liveness.call_site import call_site
+from mpistrat.liveness.error_text import told_of
 from mpistrat.liveness.exit_group import ExitGroup
 from mpistrat.liveness.interrupts import Interrupts
 from mpistrat.liveness.job_folder import report_of
@@ -147,6 +148,11 @@ class JobEnd:
             if observation.has_lost_files():
                 self._end_without_files()
             if action == END:  # the observer has reported a failure
+                # Errors of which this rank could not tell the others may be why it waited.
+                for error in filter(None, [c.raising for g in self._groups for c in g.calls()]):
+                    self._rank.say_last(
+                        f"{self._rank.who} failed\n{told_of(error, self._rank.rank)}"
+                    )
                 self._rank.abort(self.records.own.code)
             stand_in.look()
             for group in list(self._groups):

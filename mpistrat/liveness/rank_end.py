@@ -22,8 +22,9 @@ from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
 from mpistrat.errors import CollectiveMismatchError, DivergenceError, TopologyError
 from mpistrat.liveness import observation
 from mpistrat.liveness.borrowed_stderr import say_on_launcher
+from mpistrat.liveness.error_text import advice_for, of_the_program
 from mpistrat.liveness.failure_detector import Rank, find_ranks
-from mpistrat.liveness.failure_log import FailureLog, Nodes, as_of_any_rank
+from mpistrat.liveness.failure_log import OF_ANOTHER_RANK, FailureLog, Nodes, as_of_any_rank
 from mpistrat.liveness.interrupts import unheeded
 from mpistrat.liveness.processes import DEAD, launched
 from mpistrat.liveness.program_exit import exit_status, program_exit, remember_exits
@@ -121,24 +122,35 @@ class RankEnd:
             self._is_ending()  # before the observer can wonder why ranks die
             self.say_last(f"{self.who} failed; ending the job\n{traceback}")
 
+        traceback = of_the_program(traceback)
         log, observed = None, observation.observed()
         if observed is not None:
             log = FailureLog(observed.folder.path, self.rank, self._size, self.other_nodes)
+        summary = "" if isinstance(error, KeyboardInterrupt) else advice_for(error, self.rank)
         try:
             if log is None:
                 say_it()
             else:
-                of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
-                word = as_of_any_rank(traceback, self.rank)
-                if of_all and isinstance(error, CollectiveMismatchError):
-                    word = type(error).__name__  # by whatever way the ranks came to it
-                log.add(word, say_it, SECONDS_FOR_RANK_0 if of_all and self.rank else 0.0)
+                word, is_common = self._known_as(error, traceback)
+                waits = word == OF_ANOTHER_RANK or (is_common and self.rank)
+                log.add(word, say_it, SECONDS_FOR_RANK_0 if waits else 0.0)
                 self._is_ending()
-                if summary := log.sum_up():
-                    self._say_last(summary)
+                summary = log.sum_up(summary)
         except (OSError, ValueError):  # no space, or half a line
             say_it()
+        if summary:
+            self._say_last(summary)
         self.abort(code)
+
+    def _known_as(self, error: BaseException, traceback: str) -> tuple[str, bool]:
+        """A word for `error`, equal on the ranks that have it in common; and whether all have."""
+        of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
+        if getattr(error, "raised", "") and not error.__cause__:
+            return OF_ANOTHER_RANK, of_all
+        if of_all and isinstance(error, CollectiveMismatchError):
+            return type(error).__name__, of_all  # by whatever way the ranks came to it
+        # All ranks may name one of them, or each itself.
+        return ".".join(as_of_any_rank(traceback, rank) for rank in (-1, self.rank)), of_all
 
     def say_last(self, text: str) -> None:
         """Say `text` wherever it can be said, once: this process is about to end."""

@@ -81,6 +81,7 @@ class WatchedCalls(Protocol):
         calls: how many collectives this rank has entered.
         waiting_in: the one that it is inside of, in words; None outside.
         called_at: where the program called it.
+        raising: the error of which this rank waits to tell the others; None where there is none.
         watch: where the calls are recorded.
         parts: the communicators that were made of this one.
     """
@@ -96,6 +97,9 @@ class WatchedCalls(Protocol):
 
     @property
     def called_at(self) -> str: ...
+
+    @property
+    def raising(self) -> BaseException | None: ...
 
     @property
     def watch(self) -> CommunicatorWatch: ...

@@ -115,7 +115,9 @@ def resolver_of_task(
     """
     if cluster_spec:
         spec = normalize_cluster_spec(cluster_spec)
-        return SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
+        resolver = SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
+        resolver.made_of = "cluster_spec"
+        return resolver
     if task_type is None and task_id is None:
         return None
     return TFConfigClusterResolver(task_type, task_id)

@@ -81,6 +81,19 @@ def replace_sync_batch_norm(replacement: Callable[[Any, torch.Tensor], torch.Ten
     torch.nn.SyncBatchNorm.forward = replacement  # type: ignore[method-assign, assignment]
 
 
+def before_data_parallel(see: Callable[[torch.nn.Module, str, Any], None]) -> None:
+    """Have a `DistributedDataParallel` call `see` with itself, "module" and its module, before it looks for a group."""
+    cls = torch.nn.parallel.DistributedDataParallel
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        see(self, "module", module)
+        original(self, module, *args, **kwargs)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+
+
 def replace_data(getter: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
     """Have `.data` of parameters be what `getter` returns; what is assigned to it goes to torch."""
     torch.nn.Parameter.data = property(getter, torch.Tensor.data.__set__)  # type: ignore

@@ -10,6 +10,7 @@ import pytest
 from launch.fault_jobs import HOST_AND_PID
 from launch.signalled_jobs import signalled
 from support.harness.mpi_launcher import Job, Launcher
+from support.last_lines import assert_mended_by
 
 pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
 
@@ -49,6 +50,7 @@ def test_an_uncaught_exception(launcher: Launcher, tmp_path: Path) -> None:
     assert re.search(rf"mpistrat: rank 1 of 3{HOST_AND_PID} failed; ending the job\nTrace", output)
     assert re.search(r'File ".*endings.py", line \d+, in raises\n', output)
     assert output.count("\nValueError: wrong on this rank only\n") == 1
+    assert_mended_by(output, r"\S+:\d+ in raises \(rank 1\): ValueError: wrong on this rank only")
 
 
 def test_an_uncaught_exception_while_the_others_compute(launcher: Launcher, tmp_path: Path) -> None:
@@ -60,6 +62,9 @@ def test_an_uncaught_mismatch(launcher: Launcher, tmp_path: Path) -> None:
     output = ended(launcher, tmp_path, "mismatch", 1)
     assert output.count("CollectiveMismatchError: the ranks did not call the same collective") == 1
     assert "rank 1: all_reduce(sum, float64, (4,))" in output
+    assert_mended_by(
+        output, r"\S+:\d+ in mismatch \(rank \d\): Every rank must make the same calls.*"
+    )
 
 
 def test_an_excepthook_of_the_user_s_prints(launcher: Launcher, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.harness.mpi_launcher import Job, Launcher
+from support.last_lines import assert_mended_by
 
 pytestmark = pytest.mark.both_mpis("launching")
 
@@ -35,6 +36,9 @@ def test_what_cannot_be_sent_to_a_worker_is_named(launcher: Launcher) -> None:
     assert job.returncode != 0
     assert "TypeError: the DataLoader's collate_fn cannot be sent to its 1 worker" in job.output
     assert "no lambda" in job.output
+    assert_mended_by(
+        job.stderr, r"\S+:\d+ in .* \(.*Define functions and classes at the top level.*"
+    )
 
 
 @pytest.mark.parametrize("case", ["no guard", "strategy"])
@@ -43,3 +47,6 @@ def test_a_strategy_in_a_worker(launcher: Launcher, case: str) -> None:
     assert job.returncode != 0
     assert "in a worker process (pid " in job.output, job.output
     assert 'if __name__ == "__main__":' in job.output
+    if case == "no guard":
+        advice = 'put what it does under `if __name__ == "__main__":`'
+        assert_mended_by(job.stderr, rf"\S+:\d+ in <module> \(rank \d\): .*{advice}")

@@ -12,6 +12,7 @@ from launch.fault_jobs import HOST_AND_PID, LIMIT, SECONDS_TO_END, assert_says_w
 from support.clusters import two_nodes
 from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Job, Launcher
+from support.last_lines import assert_mended_by
 
 PROGRAMS = Path(__file__).parent / "programs"
 TORCHRUN_SCRIPT = PROGRAMS / "torchrun_script.py"
@@ -165,6 +166,8 @@ def test_a_rank_of_ddp_that_goes_astray(launcher: Launcher, tmp_path: Path, name
         )
         says(job.stderr, rf'File "{DDP}", line {line_of("raises")}, in goes_wrong\n')
         assert job.stderr.count("\nValueError: wrong on this rank only\n") == 1
+        advice = r"goes_wrong \(rank 1\): ValueError: wrong on this rank only"
+        assert_mended_by(job.stderr, rf"{DDP}:{line_of('raises')} in {advice}")
     else:
         says(job.stderr, r"CollectiveMismatchError: the ranks did not call the same collective")
         sides = (("72,", "gradients", "main"), ("5,", "shape", "goes_wrong"))

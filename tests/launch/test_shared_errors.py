@@ -8,6 +8,7 @@ import pytest
 
 from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Job, Launcher
+from support.last_lines import assert_mended_by
 
 pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
 
@@ -31,6 +32,9 @@ def test_of_all_ranks(launcher: Launcher, tmp_path: Path) -> None:
     assert job.stderr.count("Traceback") == 1, job.stderr
     assert job.stderr.count("\nValueError: wrong on rank ") == 1
     assert job.stderr.count("mpistrat: the same error on ranks 0-3\n") == 1
+    assert_mended_by(
+        job.stderr, rf"{PROGRAM}:\d+ in fail \(rank \d\): ValueError: wrong on rank \d"
+    )
 
 
 def test_two_errors(launcher: Launcher, tmp_path: Path) -> None:
@@ -41,6 +45,7 @@ def test_two_errors(launcher: Launcher, tmp_path: Path) -> None:
     assert job.stderr.count("Traceback") == 2
     for first, ranks in (("[02]", "0, 2"), ("[13]", "1, 3")):
         assert re.search(rf"mpistrat: the error of rank {first}: on ranks {ranks}\n", job.stderr)
+    assert_mended_by(job.stderr, rf"{PROGRAM}:\d+ in fail \(.*an (odd|even) error", tracebacks=2)
 
 
 def test_of_one_rank_while_the_others_hang(launcher: Launcher, tmp_path: Path) -> None:
@@ -48,6 +53,7 @@ def test_of_one_rank_while_the_others_hang(launcher: Launcher, tmp_path: Path) -
     assert job.stderr.count("Traceback") == 1, job.stderr
     assert job.stderr.count("\nValueError: wrong alone\n") == 1
     assert "the same error" not in job.stderr
+    assert_mended_by(job.stderr, rf"{PROGRAM}:\d+ in fail \(rank 1\): ValueError: wrong alone")
 
 
 def test_interrupted_twice(launcher: Launcher, tmp_path: Path) -> None:
@@ -63,6 +69,7 @@ def test_no_mpi_library(launcher: Launcher, tmp_path: Path) -> None:
     assert job.stderr.count("/nowhere/libmpi.so cannot be used") == 1, job.stderr
     assert job.stderr.count("\nmpistrat.errors.TopologyError: ") == 1
     assert job.stderr.count("mpistrat: the same error on ranks 0-1\n") == 1
+    assert_mended_by(job.stderr, rf"{PROGRAM}:\d+ in <module> \(rank \d\): .+")
 
 
 @pytest.mark.slurm

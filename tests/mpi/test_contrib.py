@@ -67,3 +67,4 @@ def test_a_task_that_one_rank_lacks_is_an_error_on_all():
     errors = errors_of_ranks(lambda: contrib.ParameterServerStrategy(0, CLUSTER, *task.values()))
     assert {kind for kind, _, _ in errors} == {"ValueError"}
     assert all(text.startswith("rank 0: ") and "give both" in text for _, text, _ in errors)
+    assert all("rank 0: cluster_spec names task_type=" in text for _, text, _ in errors)

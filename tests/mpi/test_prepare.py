@@ -216,6 +216,25 @@ def test_local_batches_end_with_the_shortest_rank(
     assert_usable(strategy)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("known", [True, False], ids=["known lengths", "streams"])
+def test_a_rank_without_local_batches_is_an_error_on_all(strategy, known):
+    own = [np.zeros(2)] * (0 if RANK == SIZE - 1 else 2)
+
+    class Stream:
+        def __iter__(self):
+            return iter(own)
+
+    def train():
+        for _ in strategy.prepare(own if known else Stream(), local_batches=True):
+            raise AssertionError("a rank has no data")
+
+    for kind, text, _ in errors_of_ranks(train):
+        assert kind == "ValueError"
+        assert f"rank {SIZE - 1} of {SIZE} has no data for a step" in text
+        assert f"cut it into {SIZE} shards or more" in text
+
+
 def test_a_rank_that_has_fewer_local_batches_than_it_says(strategy: ms.Strategy) -> None:
     class Short(list[Any]):
         def __iter__(self) -> Iterator[Any]:

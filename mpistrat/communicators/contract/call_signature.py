@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.record import text_of
 
 # The rest of a word of 64 bits is the call's number.
@@ -54,21 +55,27 @@ def describe(words: tuple[Any, ...]) -> str:
         return f"raised {': '.join(rest)}"
     if f"{operation}()" in rest:  # the program's call, which has no operands
         return f"{operation}()"
+    if rest[:1] == ["sum"] and any(str(w).startswith(("MEAN", "SUM of mean ")) for w in rest):
+        rest[0] = "mean"  # which the program asked for: a sum that each rank divides
     return f"{operation}({', '.join(str(part) for part in rest if part != '')})"
 
 
-def explain_difference(everyone: list[tuple[tuple[Any, ...], str]], rank: int) -> str:
-    """One line for each group of consecutive ranks that made the same call at the same place."""
+def mismatch(everyone: list[tuple[tuple[Any, ...], str]], rank: int) -> CollectiveMismatchError:
+    """With one line for each group of consecutive ranks that made the same call at the same place."""
     lines = []
-    start = 0
+    start, raised = 0, ""
     for r in range(1, len(everyone) + 1):
         if r == len(everyone) or everyone[r] != everyone[start]:
             ranks = f"rank {start}" if r == start + 1 else f"ranks {start}-{r - 1}"
             words, site = everyone[start]
             lines.append(f"  {ranks}: {describe(words)}\n      at {site}")
+            if words[0] == "raise":
+                raised = raised or f"{site} ({ranks}): {': '.join(words[1:])}"
             start = r
-    return (
+    error = CollectiveMismatchError(
         f"the ranks did not call the same collective (this is rank {rank} of {len(everyone)}):\n"
         + "\n".join(lines)
         + "\nEvery rank must make the same calls, in the same order, with the same shapes and dtypes."
     )
+    error.raised = raised
+    return error

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat.communicators.contract.agreement import BoardAgreement, MessageAgreement
 from mpistrat.communicators.contract.call_signature import (
     CallSignature,
-    explain_difference,
+    mismatch,
     signature_of,
 )
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all, mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness.call_site import call_site, outside
+from mpistrat.liveness.call_site import call_site, message_of, outside, raised_at
 from mpistrat.liveness.record import ABORT, GROUP
 from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -97,11 +97,13 @@ class Contract(Unchecked):
         return self._abandoned is not None
 
     def raise_together(self, error: Exception) -> NoReturn:
+        self.raising = error
         try:
             with self.enter(signature_of(("raise", type(error).__name__)), cause=error):
                 mark_raised_by_all(error)
                 raise error
         finally:
+            self.raising = None
             del error  # it refers to this frame, and so to all that the program had in its own
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Contract:
@@ -158,9 +160,10 @@ class Contract(Unchecked):
                 if spans is not None:
                     spans.together()
             if not agreed:
-                words = signature.words if cause is None else (*signature.words, str(cause))
-                everyone = self._mpi.comm.allgather((words, call_site(frame)))
-                raise CollectiveMismatchError(explain_difference(everyone, self.rank)) from cause
+                words, place = signature.words, call_site(frame)
+                if cause is not None:
+                    words, place = (*words, message_of(cause)), raised_at(cause, place)
+                raise mismatch(self._mpi.comm.allgather((words, place)), self.rank) from cause
         except BaseException as error:
             if not isinstance(error, CollectiveMismatchError):
                 self._abandoned = error

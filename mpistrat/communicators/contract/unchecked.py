@@ -27,6 +27,7 @@ class Unchecked:
         agreement: how the ranks compare their calls; None where they do not.
         calls: how many collectives this rank has entered.
         waiting_in: the signature of the collective that this rank is in, or None. A thread of `JobEnd` reads it.
+        raising: the error that this rank is about to raise on all, as long as it waits for the others to hear of it.
         parts: the contracts of the communicators that were made of this one.
         recorded: the text of that collective in the rank's record, and how many bytes of it name the call.
         called_at: where the program called the last collective: "train.py:33 in main". The same thread reads it, and
@@ -40,6 +41,7 @@ class Unchecked:
     agreement: Agreement | None = None
     calls = 0
     waiting_in: CallSignature | None = None
+    raising: Exception | None = None
     parts: Sequence[Unchecked] = ()
     recorded = b"", 0
     called_at = "an unknown place"

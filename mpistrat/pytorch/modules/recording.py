@@ -15,6 +15,7 @@ import torch
 from torch.nn.modules import module as hooks
 
 from mpistrat.context import AnyStrategy, per_thread
+from mpistrat.pytorch.hooks import before_data_parallel
 from mpistrat.pytorch.modules.data_parallel import refuse_wrapping, wrapper_of
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -28,6 +29,7 @@ def _watch_registrations() -> None:
     """
     hooks.register_module_parameter_registration_hook(_see)
     hooks.register_module_buffer_registration_hook(_see)
+    before_data_parallel(_see)
     hooks.register_module_module_registration_hook(_see)
 
 

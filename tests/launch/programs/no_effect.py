@@ -65,7 +65,9 @@ CALLS = {
     "protocol of a Server": (lambda: server(protocol="grpc"),),
     "config of a Server": (lambda: server(config=object()),),
     "configure": (lambda: strategy.configure(cluster_spec={"worker": ["a", "b", "c"]}),),
-    "update_config_proto": (lambda: strategy.update_config_proto(types.SimpleNamespace()),),
+    "the copy that update_config_proto returns": (
+        lambda: strategy.update_config_proto(types.SimpleNamespace()),
+    ),
     "session of experimental_make_numpy_dataset": (
         lambda: strategy.experimental_make_numpy_dataset(np.ones(2), session=object()),
     ),

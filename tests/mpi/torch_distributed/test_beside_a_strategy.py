@@ -203,6 +203,18 @@ def test_data_parallelism_around_a_mirrored_module_is_an_error() -> None:
     assert own.weight.grad.tolist() == [[(SIZE + 1) / 2] * 2]
 
 
+def test_data_parallelism_around_a_prepared_module_without_a_group_is_an_error() -> None:
+    """Torch alone would ask for a group, with which gradients were reduced twice."""
+    model = ms.MultiWorkerMirroredStrategy().prepare(torch.nn.Linear(2, 1))
+    for kind, text, _ in errors_of_ranks(lambda: DistributedDataParallel(module=model)):
+        if SIZE > 1:
+            assert kind == "ValueError"
+            assert "Leave DistributedDataParallel out" in text
+            assert "keep the model out of prepare()" in text
+    with pytest.raises(ValueError, match="init_process_group"):  # torch's own
+        DistributedDataParallel(torch.nn.Linear(2, 1))
+
+
 class Shard(BatchSampler):
     """As accelerate's."""
 

@@ -28,7 +28,8 @@ def test_local_training(cluster):
 @pytest.mark.parametrize("task", [{}, {"task_type": "worker"}, {"task_id": 0}])
 def test_a_cluster_needs_a_task(kind, task):
     with pytest.raises(
-        ValueError, match=r"task_type=.* and task_id=.*, which is no task: give both"
+        ValueError,
+        match=r"cluster_spec names task_type=.* and task_id=.*, which is no task: give both",
     ):
         kind(cluster_spec=CLUSTER, **task)
 

@@ -86,3 +86,14 @@ def test_a_failing_exit_is_a_reason_unless_all_leave() -> None:
     exit_coordinator.receive(left(2, {"a": 4}), 3.0)
     assert exit_coordinator.all_left()
     assert exit_coordinator.verdict(1000.0) is None
+
+
+def test_what_a_rank_would_raise_on_all_is_told() -> None:
+    exit_coordinator = ExitCoordinator(2)
+    raising = Waits(
+        "rank 0 of 2", "a", 5, "raised E\n      at x.py:1 in f", "E: why\nmpistrat: mend it"
+    )
+    for message in (raising, left(1, {"a": 4})):
+        exit_coordinator.receive(message, 0.0)
+    text, _ = exit_coordinator.verdict(0.0) or ("", 0)
+    assert text.endswith("raised E\n      at x.py:1 in f\nE: why\nmpistrat: mend it")

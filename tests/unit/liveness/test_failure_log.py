@@ -80,6 +80,25 @@ def test_different_errors_of_two_nodes(tmp_path: Path) -> None:
     ]
 
 
+def test_ranks_that_name_one_of_them_or_each_itself(tmp_path: Path) -> None:
+    errors = {0: "raw.of-0", 1: "raw.of-1", 2: "raw.own", 3: "other.own"}
+    said, summaries = ended(tmp_path, 4, errors)
+    assert said == [0, 3]
+    assert summaries[0].startswith("mpistrat: the error of rank 0: on ranks 0-2\n")
+
+
+def test_a_rank_that_has_heard_of_an_error_leaves_it_to_that_rank(tmp_path: Path) -> None:
+    said: list[int] = []
+    second = FailureLog(str(tmp_path), 1, 2)
+    arguments = [failure_log.OF_ANOTHER_RANK, lambda: said.append(1), 10.0]
+    thread = threading.Thread(target=second.add, args=arguments)
+    thread.start()
+    first = FailureLog(str(tmp_path), 0, 2)
+    first.add("a.b", lambda: said.append(0))
+    thread.join()
+    assert (said, first.sum_up("mend it\n"), second.sum_up("mend it\n")) == ([0], "mend it\n", "")
+
+
 def test_a_rank_alone(tmp_path: Path) -> None:
     started = time.monotonic()
     assert ended(tmp_path, 4, {2: "a"}) == ([2], [])

@@ -1,0 +1,103 @@
+"""What is shown of an error, and what is advised."""
+
+import os
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch._utils import ExceptionWrapper
+
+import mpistrat as ms
+from mpistrat.errors import CollectiveMismatchError
+from mpistrat.liveness.error_text import advice_for, of_the_program, told_of
+
+PACKAGE = os.path.dirname(ms.__file__)
+LOADER = os.path.join(os.path.dirname(torch.__file__), "utils", "data", "_utils", "fetch.py")
+
+
+def inside(file: str, line: int, function: str, call: Any) -> Any:
+    """A function that calls `call` at this place."""
+    names = {"call": call}
+    code = "\n" * (line - 2) + f"def {function}():\n call()"
+    exec(compile(code, file, "exec"), names)
+    return names[function]
+
+
+def missing() -> None:
+    raise FileNotFoundError("no such file: img5.npy")
+
+
+def error_of(call: Any) -> BaseException:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def read() -> None:
+    """As a data set of the program's that torch's loader asks, which we ask."""
+    at_fault = inside("/home/me/train.py", 3, "__getitem__", missing)
+    inside(f"{PACKAGE}/input/x.py", 9, "_read", inside(LOADER, 54, "fetch", at_fault))()
+
+
+def read_in_worker() -> None:
+    try:
+        read()
+    except Exception:
+        wrapper = ExceptionWrapper(where="in DataLoader worker process 1")
+    inside(LOADER, 99, "next", wrapper.reraise)()
+
+
+@pytest.mark.parametrize("call", [read, read_in_worker])
+def test_frames_between_lines_of_the_program_are_left_out(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = error_of(call)
+    text = told_of(error, 1)
+    assert text.count("Traceback") == 1
+    assert 'File "/home/me/train.py", line 3, in __getitem__\n' in text
+    assert (PACKAGE in text, LOADER in text) == (False, False), text
+    *_, own, last = text.splitlines()
+    assert own == "FileNotFoundError: no such file: img5.npy"
+    assert last.startswith("mpistrat: correct ")
+    assert last.endswith(f" (rank 1): {own}")
+    monkeypatch.setenv("MPISTRAT_TRACEBACK", "full")
+    assert LOADER in told_of(error, 1)
+
+
+def test_an_error_of_ours_alone_is_shown_whole() -> None:
+    text = (
+        f'Traceback (most recent call last):\n  File "{PACKAGE}/x.py", line 1, in f\nKeyError: 1\n'
+    )
+    assert of_the_program(text) == text
+
+
+def mismatch() -> None:
+    try:
+        read()
+    except Exception as cause:
+        error = CollectiveMismatchError("the ranks did not call the same:\n  rank 1: raised it")
+        error.raised = "train.py:3 in f (rank 1): FileNotFoundError: img5\nmore"
+        raise error from cause
+
+
+def test_a_mismatch_for_an_error_of_this_rank_is_that_error() -> None:
+    error = error_of(mismatch)
+    text = of_the_program("".join(traceback.format_exception(error)))
+    assert text.count("Traceback") == 1
+    assert "Mismatch" not in text
+    assert text.index("in mismatch\n") < text.index("/home/me/train.py")
+    assert text.endswith("\nFileNotFoundError: no such file: img5.npy")
+    assert advice_for(error, 0) == (
+        "mpistrat: correct train.py:3 in f (rank 1): FileNotFoundError: img5\n"
+    )
+
+
+def test_what_to_do_about_an_error_of_ours_is_its_last_sentence() -> None:
+    error = error_of(lambda: ms.MultiWorkerMirroredStrategy().prepare(5))
+    assert "prepare takes torch modules" in advice_for(error, 0)
+    with pytest.raises(ValueError, match="Leave") as raised:
+        exec(compile('raise ValueError("It is wrong. Leave it out")', f"{PACKAGE}/x.py", "exec"))
+    assert advice_for(raised.value, 2).endswith(" (rank 2): Leave it out\n")
