@@ -49,7 +49,7 @@ class Rank:
     lost: bool = False  # dead, and the others went on without it
     closed: int = 0  # when it closed its files: counts from 1
     closed_alive: bool = False  # and lived on
-    became: str = ""  # the other program for which it closed them
+    became: str = ""  # the command of the other program that closed them, by exec
 
     @property
     def number(self) -> int:
@@ -68,7 +68,7 @@ class Rank:
     def other_program(self) -> str:
         """The command of the program that the process has become, by exec; "" if it is still the rank's.
 
-        It no longer catches the signal by which the rank is asked for its stack.
+        Such a process no longer catches the signal that asks a rank for its stack.
         """
         number = self.record.stack_signal
         is_the_rank = not number or self.letter in DEAD or catches(self.pid, number)

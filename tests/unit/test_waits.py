@@ -36,7 +36,7 @@ BLOCKS = {
     "start_deadline": "liveness/start_deadline.py::start_deadline",
     "init_deadline": "liveness/start_deadline.py::init_deadline",
     "meeting": "torch_distributed/communicator_pool.py::CommunicatorPools.meeting",
-    "told_as": "fault_tolerance/survivors.py::Survivors.told_as",
+    "reported_as": "fault_tolerance/survivors.py::Survivors.reported_as",
     "enter": "communicators/contract/contract.py::Contract.enter",
     "_enter": "communicators/router.py::_entering",
 }
