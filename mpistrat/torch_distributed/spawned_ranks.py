@@ -42,9 +42,9 @@ def _look(seconds: float) -> None:
         elif now - since >= seconds and used - before < _IDLE * pause:
             tell(
                 f"rank 0 has waited {now - since:.0f} s for processes that it started, at {call_site(frame)}, and "
-                "these are idle. Under `mpistrat run` the ranks are started already, by mpiexec, mpirun or srun. In place "
-                "of torch.multiprocessing.spawn, call the function once in each rank, with RANK and WORLD_SIZE from the "
-                "environment; or start the program with `python`, without mpiexec and `mpistrat run`"
+                "these are idle. Under `mpistrat run` the ranks are started already, by mpiexec, mpirun or srun. "
+                "In place of torch.multiprocessing.spawn, call the function once in each rank, with RANK and WORLD_SIZE "
+                "from the environment; or start the program with `python`, without mpiexec and `mpistrat run`"
             )
             return
 
