@@ -106,7 +106,7 @@ def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Surv
                 remember_raised(error)  # for an end without MPI_Finalize
                 raise
             noticed = time.monotonic()
-            with survivors.told_as("going on without the ranks that were lost"):
+            with survivors.reported_as("going on without the ranks that were lost"):
                 if survivors.all_done(bool(results)):
                     return results[0]
                 elastic._recover(survivors, noticed)
@@ -217,7 +217,7 @@ class Elastic:
         if not self._num_kept:
             check_whole(state["common"], "run_elastic")
         ranks = {rank: pickle.dumps(own) for rank, own in state["ranks"].items()}
-        with survivors.told_as("exchange of states", survivors.communicator.contract.calls):
+        with survivors.reported_as("exchange of states", survivors.communicator.contract.calls):
             survivors.exchange(ranks)
         self._states.keep(self.step, {**state, "ranks": ranks})
         self._seconds.append(time.perf_counter() - started)

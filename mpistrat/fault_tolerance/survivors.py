@@ -109,7 +109,7 @@ class Survivors:
             job_end().end_without_finalize()
 
     @contextlib.contextmanager
-    def told_as(self, what: str, call: int = _LAST_CALL) -> Iterator[None]:
+    def reported_as(self, what: str, call: int = _LAST_CALL) -> Iterator[None]:
         """Those that do not come to the block are reported as if it were a collective.
 
         Args: call: its number among the calls on `communicator`; that of the last one, where more are made after it.

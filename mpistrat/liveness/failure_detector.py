@@ -49,7 +49,7 @@ class Rank:
     lost: bool = False  # dead, and the others went on without it
     closed: int = 0  # when it closed its files: counts from 1
     closed_alive: bool = False  # and lived on
-    became: str = ""  # the other program for which it closed them
+    became: str = ""  # the command of the other program that closed them, by exec
 
     @property
     def number(self) -> int:
@@ -68,7 +68,7 @@ class Rank:
     def other_program(self) -> str:
         """The command of the program that the process has become, by exec; "" if it is still the rank's.
 
-        It no longer catches the signal by which the rank is asked for its stack.
+        Such a process no longer catches the signal that asks a rank for its stack.
         """
         number = self.record.stack_signal
         is_the_rank = not number or self.letter in DEAD or catches(self.pid, number)
@@ -151,7 +151,7 @@ class Wait:
     first: int  # the number in the job of its communicator's rank 0
     timeout: float  # after so many seconds the waiting ranks raise an error; 0: never
     elsewhere: int  # how many of its communicator's ranks are on other nodes
-    members: set[int]  # by numbers in the job; empty where they were not noted
+    members: set[int]  # by numbers in the job; empty where they were not numbers
 
     @property
     def limit(self) -> float:
@@ -193,8 +193,8 @@ def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
         inside = {rank: board for rank, board in alive if board.since and board.calls == call}
         if inside:
             missing, board = [rank for rank, board in members if board.calls < call], members[0][1]
-            noted = members_of(members[0][0].record.folder, group)
-            strangers = [r for r in ranks if r.number in noted and r not in dict(members)]
+            numbers = members_of(members[0][0].record.folder, group)
+            strangers = [r for r in ranks if r.number in numbers and r not in dict(members)]
             found.append(
                 Wait(
                     call,
@@ -207,7 +207,7 @@ def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
                     board.first,
                     min((each.timeout for each in inside.values() if each.timeout), default=0.0),
                     board.size - len(members) - len(strangers),
-                    noted,
+                    numbers,
                 )
             )
     return sorted(found, key=lambda wait: wait.since)

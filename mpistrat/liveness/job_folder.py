@@ -54,13 +54,13 @@ def report_of(folder: str) -> str:
 
 
 def note_members(folder: str, group: int, ranks: Sequence[int]) -> None:
-    """Note who is in a group, by numbers in the job: those who never come to it say nothing of it."""
+    """Note the members of a group, by their numbers in the job: a rank that never comes has no record of the group."""
     with create(os.path.join(folder, f"members-{group:x}")) as file:
         file.write(" ".join(map(str, ranks)))
 
 
 def members_of(folder: str, group: int) -> set[int]:
-    """What was noted; empty where nothing was."""
+    """The members by `note_members`; empty where no rank has noted them."""
     path = os.path.join(folder, f"members-{group:x}")
     with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
         return set(map(int, file.read().split()))

@@ -52,12 +52,12 @@ class NodeRecords:
         node.Free()
         return CommunicatorWatch(record, board, peers, crowded, revocable_group_of(comm))
 
-    def watch_of_some(
+    def watch_of_members(
         self, watch: CommunicatorWatch, ranks: Sequence[int], name: str
     ) -> CommunicatorWatch:
-        """This rank's watch in a group of those that `watch` is of, who have no communicator yet. Not collective.
+        """This rank's watch in a group of some ranks of `watch`, who have no communicator yet. Not collective.
 
-        Args: ranks: of the group, by their numbers in the job.
+        Args: ranks: the group's, by their numbers in the job.
         """
         board = self.own.new_board(_hash(name), len(ranks), ranks[0])
         if board is None:  # the record is full: nobody observes the group

@@ -34,7 +34,7 @@ _DAEMONS = re.compile(r"(hydra_pmi_proxy|hydra_bstrap_pr\w*|prted|orted|slurmste
 def state_of(pid: int, began: int = 0) -> str:
     """Its letter in /proc/PID/stat; "" when it is gone.
 
-    Args: began: as of `began_at`: a process that began at another time has got the number since. 0: any.
+    Args: began: as of `began_at`. A process that began at another time has the number of an ended one. 0: any time.
     """
     fields = _stat(pid)
     return fields[0] if fields and began in (0, int(fields[19])) else ""
@@ -128,10 +128,12 @@ def exit_code(status: int | None) -> int:
 
 
 class StackRequest:
-    """Asks a process for the Python frames of its main thread. `sent`: whether it was asked.
+    """Asks a process for the Python frames of its main thread.
 
     The process must have registered `stack_signal` with faulthandler, to the file `stacks`: the C handler speaks even
-    while the GIL is held. It is not asked if it no longer catches the signal, by which it would be killed.
+    while the GIL is held. A process that no longer catches the signal is not asked: the signal would kill it.
+
+    Attributes: sent: whether the process was asked.
     """
 
     def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:

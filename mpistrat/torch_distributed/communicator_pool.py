@@ -98,7 +98,7 @@ class CommunicatorPools:
         self._numbers = self._private.allgather(MPI.COMM_WORLD.rank)  # in the job
         mpi, name = MpiTransport(self._private), self._private.bcast(uuid.uuid4().hex)
         watch = job_end().records.watch_of(self._private, name)
-        # Of meetings, by who meets.
+        # Of meetings, by the members.
         self._contracts = {self._all: Contract(mpi, name, watch, "never")}
         job_end().watch(self._contracts[self._all], self._private)
 
@@ -128,12 +128,12 @@ class CommunicatorPools:
 
     @contextlib.contextmanager
     def meeting(self, timeout: Any, call: str, members: tuple[int, ...] = ()) -> Iterator[None]:
-        """Collective over `members`: in the block, all have come. Whoever does not come is reported as if the block
-        were a collective.
+        """Collective over `members`. The block begins when all have come; it is recorded as a collective is, so that
+        the observer reports a member that does not come.
 
         Args:
-            timeout: a `datetime.timedelta`, after which the ranks that wait raise StallError; None: as of the settings.
-            call: of the program, for that report.
+            timeout: a `datetime.timedelta`. Ranks that have waited so long raise StallError. None: the settings' limit.
+            call: the program's call, for the report.
             members: their ranks in `comm`; none: all.
         """
         contract = self._contract_of(members if 0 < len(members) < self.comm.size else self._all)
@@ -144,11 +144,11 @@ class CommunicatorPools:
             yield
 
     def _contract_of(self, members: tuple[int, ...]) -> Contract:
-        """For meetings of `members`, who may have no communicator yet. Not collective."""
+        """The record of meetings of `members`, who may have no communicator yet. Not collective."""
         if members not in self._contracts:
             of_all, numbers = self._contracts[self._all], [self._numbers[each] for each in members]
             name = f"{of_all.name}/{members}"
-            watch = job_end().records.watch_of_some(of_all.watch, numbers, name)
+            watch = job_end().records.watch_of_members(of_all.watch, numbers, name)
             self._contracts[members] = of_all.of_part(MpiTransport(self._private), name, watch)
         return self._contracts[members]
 
@@ -163,7 +163,10 @@ class CommunicatorPools:
 
 
 def _come_together(comm: MPI.Intracomm, members: Sequence[int], watch: CommunicatorWatch) -> None:
-    """Return once all `members` have called this: each tells the first, and that one tells each that all have."""
+    """Return once all `members` have called this.
+
+    Each sends the first member a message. The first member answers when it has all messages.
+    """
     is_first = comm.rank == members[0]
     for begin in (comm.Irecv, comm.Isend) if is_first else (comm.Isend, comm.Irecv):
         whom = members[1:] if is_first else members[:1]

@@ -30,8 +30,8 @@ def run_program(
     _share_cores()
     # Only here, for torch reads OMP_NUM_THREADS when it is imported.
     from mpistrat.torch_distributed.default_backend import replace_default_backend
-    from mpistrat.torch_distributed.own_ranks import look_for_own_ranks
     from mpistrat.torch_distributed.rendezvous import base, start_agent_store
+    from mpistrat.torch_distributed.spawned_ranks import look_for_spawned_ranks
 
     default_group.make_known_to_torch()
     ranks = base()
@@ -42,7 +42,7 @@ def run_program(
         replace_default_backend()
         default_group.with_every_strategy = True
     if ranks.rank == 0:
-        look_for_own_ranks()
+        look_for_spawned_ranks()
     sys.argv = [program, *arguments]
     if not getattr(sys.flags, "safe_path", False):  # of Python 3.11: -P, PYTHONSAFEPATH
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program))

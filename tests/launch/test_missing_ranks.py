@@ -147,12 +147,12 @@ def test_a_program_that_starts_ranks_of_its_own(launcher: Launcher, tmp_path: Pa
     """Once, and by one rank; nothing ends for it."""
     job = run(launcher, tmp_path, OWN_RANKS, *RUN, "", **LIMIT)
     line = OWN_RANKS.splitlines().index(OWN_RANKS.splitlines()[-1]) + 1
-    told = (
+    notice = (
         rf"mpistrat: rank 0 has waited 1 s for processes that it started, at \S*program\.py:{line} "
     )
     says(
         job,
-        told,
+        notice,
         r".* the ranks are started already, by mpiexec, mpirun or srun\..*`mpistrat run`\n",
     )
     assert job.stderr.count("are started already") == 1

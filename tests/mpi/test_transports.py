@@ -153,7 +153,7 @@ def test_a_call_is_checked_and_recorded_once(monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_root_is_told_as_a_number_whatever_its_class():
+def test_a_root_is_reported_as_a_number_whatever_its_class():
     """A rank that has given a NumPy integer, alone, must not be told from the others by that later."""
     communicator = communicator_for(WORLD)
     alone = communicator_for(WORLD.Split(WORLD.rank))
@@ -165,7 +165,7 @@ def test_a_root_is_told_as_a_number_whatever_its_class():
         assert communicator.broadcast_object("x", root) == "x"
 
 
-def test_a_scale_is_told_as_a_number_whatever_its_class():
+def test_a_scale_is_reported_as_a_number_whatever_its_class():
     assert communicators.reducing(scale=1).scale == 1.0
     assert repr(communicators.Reduction(scale=1).scale) == "1.0"
 

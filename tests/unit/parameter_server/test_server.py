@@ -305,7 +305,7 @@ def test_each_worker_hears_once_that_a_round_failed_and_the_server_lives(rpc) ->
     assert value(rpc).tolist() == [-2] * 3
 
 
-def test_an_error_of_any_class_is_told_as_one_that_all_know(rpc, monkeypatch) -> None:
+def test_an_error_of_any_class_is_reported_as_one_that_all_know(rpc, monkeypatch) -> None:
     class Odd(Exception):
         pass
 

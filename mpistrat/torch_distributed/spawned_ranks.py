@@ -1,6 +1,6 @@
-"""Under `mpistrat run`: tells of a program that starts ranks of its own, as by `torch.multiprocessing.spawn`.
+"""A notice for programs that start ranks themselves, by `torch.multiprocessing.spawn`, under `mpistrat run`.
 
-Those wait for ever: each is a client of a store at the address that the program names, where nobody has one.
+Such ranks wait for ever: each is a client of a store at the program's address, and no process opens that store.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _JOIN = "multiprocessing/process.py", "torch/multiprocessing/spawn.py"
 _IDLE = 0.1  # of a core, all of the processes together
 
 
-def look_for_own_ranks() -> None:
-    """From now on, in a thread. Called by: the main thread of rank 0."""
+def look_for_spawned_ranks() -> None:
+    """Start the thread that gives the notice. Called by: rank 0."""
     if seconds := stall_seconds():
-        threading.Thread(target=_look, args=(seconds,), name="mpistrat own", daemon=True).start()
+        threading.Thread(target=_look, args=(seconds,), name="mpistrat spawn", daemon=True).start()
 
 
 def _look(seconds: float) -> None:
-    """Until this process is in a group, or has waited so long for processes that do nothing."""
+    """Ends when this process is in a group, or has waited so long for idle processes, and has given the notice."""
     since, used, pause = time.monotonic(), 0.0, seconds / 4
     while not has_default_group():
         time.sleep(pause)
@@ -41,16 +41,16 @@ def _look(seconds: float) -> None:
             since = now
         elif now - since >= seconds and used - before < _IDLE * pause:
             tell(
-                f"rank 0 has waited {now - since:.0f} s for processes that it started, at {call_site(frame)}, and they "
-                "do nothing. Under `mpistrat run` the ranks are started already, by mpiexec, mpirun or srun. In place "
-                "of torch.multiprocessing.spawn, call its function once in each rank, with RANK and WORLD_SIZE of the "
-                "environment; or start the program with `python`, without mpiexec and `mpistrat run`"
+                f"rank 0 has waited {now - since:.0f} s for processes that it started, at {call_site(frame)}, and "
+                "these are idle. Under `mpistrat run` the ranks are started already, by mpiexec, mpirun or srun. "
+                "In place of torch.multiprocessing.spawn, call the function once in each rank, with RANK and "
+                "WORLD_SIZE from the environment; or start the program with `python`, without `mpistrat run`"
             )
             return
 
 
 def _used_by_children() -> float:
-    """Seconds of CPUs, by processes that the main thread has started and not waited for."""
+    """CPU seconds of the processes that the main thread has started; not of those that have ended."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
         return sum(map(cpu_seconds, map(int, file.read().split())))
     return 0.0
