@@ -61,7 +61,8 @@ class DeadlineExceededError(OpError):
 class StallError(DeadlineExceededError):
     """Other ranks did not come to a collective within MPISTRAT_STALL_SECONDS; says which, and what they do instead.
 
-    Raised with MPISTRAT_ON_STALL=raise, by the ranks that wait. The communicator cannot be used any more.
+    Raised with MPISTRAT_ON_STALL=raise, by the ranks that wait; and by those that wait for a rank that
+    an error has made leave the collective. The communicator cannot be used any more.
     """
 
 

@@ -190,9 +190,10 @@ class Contract(Unchecked):
             return  # which tells them
         if watch.peers is None or self.agreement is None:
             self._abandoned = error  # its next message would be taken for one of this call
+        text = " ".join(str(error).split())  # in a line
         watch.tell_others(
             f"rank {self.rank} of {self.size} left collective number {self.calls}, {call}, for "
-            f"{type(error).__name__}: {error}\n      at {self.called_at}\nThe others cannot go on without its part: "
+            f"{type(error).__name__}: {text}\n      at {self.called_at}\nThe others cannot go on without its part: "
             "mend the error of that rank",
             self._record.words[self._board + GROUP],
             self.calls,

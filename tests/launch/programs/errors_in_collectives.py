@@ -26,7 +26,7 @@ def left_by_an_error() -> None:
             window.smallest = smallest
 
     def failing(*_: Any) -> None:
-        raise MemoryError("no memory for 3 GB of messages")
+        raise MemoryError("no memory\nfor 3 GB of messages")
 
     if rank == 0:
         Blocks.all_reduce = MpiTransport.all_reduce = failing  # type: ignore[method-assign]
