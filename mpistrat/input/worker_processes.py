@@ -108,8 +108,8 @@ def guarded(batches: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from batches
     except RuntimeError:
-        codes = [worker.exitcode for worker in getattr(batches, "_workers", ())]
-        if EXIT_CODE_OF_REFUSED_WORKER in codes:
+        workers = getattr(batches, "_workers", ())
+        if EXIT_CODE_OF_REFUSED_WORKER in [worker.exitcode for worker in workers]:
             text = f"a DataLoader's worker processes could not start. {GUARD_THE_PROGRAM}"
             raise RuntimeError(text) from None
         raise

@@ -11,8 +11,7 @@ from mpistrat.settings import full_tracebacks
 _LEFT_OUT = re.compile(rf"{re.escape(PACKAGE)}|.*/(torch/(utils/data/|_utils\.py)|contextlib\.py)")
 # An error of this rank, and the mismatch that all ranks raise for it; the mismatch has passed the callers.
 _BY_CAUSE = re.compile(
-    r"(?s)(Traceback \(most recent call last\):\n)(.*)\n+"
-    r"The above exception was the direct cause of the following exception:\n\n"
+    r"(?s)(Traceback \(most recent call last\):\n)(.*)\n+The above exception was the direct cause [^\n]*\n\n"
     r"\1(.*?)mpistrat\.errors\.CollectiveMismatchError: .*"
 )
 _BETWEEN_SENTENCES = re.compile(r"(?<=[.)]) (?=[A-Z])")

@@ -138,8 +138,7 @@ class RankEnd:
                 summary = log.sum_up(summary)
         except (OSError, ValueError):  # no space, or half a line
             say_it()
-        if summary:
-            self._say_last(summary)
+        self._say_last(summary)
         self.abort(code)
 
     def _known_as(self, error: BaseException, traceback: str) -> tuple[str, bool]:
