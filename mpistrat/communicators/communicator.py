@@ -185,7 +185,7 @@ class Communicator(abc.ABC):
         for rank, theirs in enumerate(everyone):
             if theirs is not None:
                 failed: Any = RuntimeError(f"rank {rank} {what}: {theirs[1]}")
-                failed.raised = f"{theirs[0]} (rank {rank}): {theirs[1]}"
+                failed.raised_by_rank = f"{theirs[0]} (rank {rank}): {theirs[1]}"
                 raise failed
 
 

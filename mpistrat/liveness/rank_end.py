@@ -144,7 +144,7 @@ class RankEnd:
     def _known_as(self, error: BaseException, traceback: str) -> tuple[str, bool]:
         """A word for `error`, equal on the ranks that have it in common; and whether all have."""
         of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
-        if getattr(error, "raised", "") and not error.__cause__:
+        if getattr(error, "raised_by_rank", "") and not error.__cause__:
             return OF_ANOTHER_RANK, of_all
         if of_all and isinstance(error, CollectiveMismatchError):
             return type(error).__name__, of_all  # by whatever way the ranks came to it
