@@ -40,7 +40,7 @@ def error_of(call: Any) -> BaseException:
 def read() -> None:
     """As a data set of the program's that torch's loader asks, which we ask."""
     at_fault = inside("/home/me/train.py", 3, "__getitem__", missing)
-    inside(f"{PACKAGE}/input/x.py", 9, "_read", inside(LOADER, 54, "fetch", at_fault))()
+    inside(f"{PACKAGE}/input/x.py", 9, "reading", inside(LOADER, 54, "fetch", at_fault))()
 
 
 def read_in_worker() -> None:
