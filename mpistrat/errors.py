@@ -92,10 +92,10 @@ class CollectiveMismatchError(RuntimeError):
 
     Raised by every rank of the group, before any bytes move.
 
-    Attributes: raised: place and text of the error that a rank has raised in place of a collective; "" if none has.
+    Attributes: raised_by_rank: place and text of each error that ranks have raised in place of a collective, in lines.
     """
 
-    raised = ""
+    raised_by_rank = ""
 
 
 class DivergenceError(RuntimeError):

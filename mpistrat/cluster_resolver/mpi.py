@@ -21,9 +21,7 @@ from mpistrat.topology import Topology
 
 # Of a worker that would have started MPI while it imported the main program.
 EXIT_CODE_OF_REFUSED_WORKER = 78  # EX_CONFIG of sysexits.h
-GUARD_THE_PROGRAM = (
-    'Workers import the main program: put what it does under `if __name__ == "__main__":`'
-)
+GUARD_PROGRAM = 'Workers import the program: put what it does under `if __name__ == "__main__":`'
 
 _started: Any = None  # mpi4py.MPI, once it is initialized and agrees with the launcher
 # The key of the MPI attribute that holds a communicator's Topology.
@@ -142,10 +140,11 @@ def _refuse_in_worker() -> None:
     if child and of_rank not in ("", str(os.getpid())):
         text = (
             f"MPI was to be started in a worker process (pid {os.getpid()}) of a rank (pid {of_rank}), where no "
-            f"strategy can be built. {GUARD_THE_PROGRAM}"
+            f"strategy can be built. {GUARD_PROGRAM}"
         )
         if not multiprocessing.parent_process():  # of many workers the tracebacks would hide why
-            say(f"mpistrat: {text}\n")
+            if process.name.endswith("-1"):
+                say(f"mpistrat: {text}\n")
             os._exit(EXIT_CODE_OF_REFUSED_WORKER)
         raise RuntimeError(text)
 

@@ -12,6 +12,7 @@ from mpistrat.communicators.contract.joint_errors import RaisingTogether, mark_r
 from mpistrat.communicators.contract.unchecked import UNCHECKED, Unchecked
 from mpistrat.communicators.node.memory import NO_MEMORY, NodeMemory
 from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.liveness.call_site import message_of, raised_at
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
@@ -176,15 +177,15 @@ class Communicator(abc.ABC):
 
         Collective. `what` is what the rank did not manage: "could not read its part".
         """
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        everyone = self.all_gather_object(text, label="errors")
+        own = error and (raised_at(error), f"{type(error).__name__}: {message_of(error)}")
+        everyone = self.all_gather_object(own, label="errors")
         if error is not None:
             mark_raised_by_all(error)
             raise error
         for rank, theirs in enumerate(everyone):
             if theirs is not None:
-                failed = RuntimeError(f"rank {rank} {what}: {theirs}")
-                failed.raised = str(failed)  # type: ignore[attr-defined]
+                failed: Any = RuntimeError(f"rank {rank} {what}: {theirs[1]}")
+                failed.raised_by_rank = f"{theirs[0]} (rank {rank}): {theirs[1]}"
                 raise failed
 
 

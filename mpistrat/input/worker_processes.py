@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.utils.data as data
 
-from mpistrat.cluster_resolver.mpi import EXIT_CODE_OF_REFUSED_WORKER, GUARD_THE_PROGRAM
+from mpistrat.cluster_resolver.mpi import EXIT_CODE_OF_REFUSED_WORKER, GUARD_PROGRAM
 
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -108,9 +108,9 @@ def guarded(batches: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from batches
     except RuntimeError:
-        codes = [worker.exitcode for worker in getattr(batches, "_workers", ())]
-        if EXIT_CODE_OF_REFUSED_WORKER in codes:
-            text = f"a DataLoader's worker processes could not start. {GUARD_THE_PROGRAM}"
+        workers = getattr(batches, "_workers", ())
+        if EXIT_CODE_OF_REFUSED_WORKER in [worker.exitcode for worker in workers]:
+            text = f"a DataLoader's worker processes could not start. {GUARD_PROGRAM}"
             raise RuntimeError(text) from None
         raise
 
@@ -131,5 +131,5 @@ def starting_workers(loader: data.DataLoader[Any]) -> Iterator[None]:
                 f"the DataLoader's {part} cannot be sent to its {loader.num_workers} worker processes: {error}. Define "
                 "functions and classes at the top level of a module (no lambda), or use num_workers=0, or, where the "
                 'network allows it, DataLoader(multiprocessing_context="fork")'
-            ) from error
+            ) from None
         raise

@@ -84,7 +84,8 @@ def raised_at(error: BaseException, otherwise: str = "") -> str:
     Of an error in a DataLoader's worker, whose traceback is in the message, the place there. Where no frame is the
     user's, `otherwise`, or the innermost of an installed library, or "".
     """
-    in_worker = [f"{file}:{line} in {name}" for _, file, line, name in FRAME.findall(str(error))]
+    text = "".join(traceback.format_exception_only(error))
+    in_worker = [f"{file}:{line} in {name}" for _, file, line, name in FRAME.findall(text)]
     places = {_OF_PROGRAM: "", _OF_LIBRARY: ""}
     for place in places_of(error) + in_worker:
         places[_owner_of(place.partition(":")[0])] = place
@@ -93,7 +94,7 @@ def raised_at(error: BaseException, otherwise: str = "") -> str:
 
 def message_of(error: BaseException) -> str:
     """Of an error in a DataLoader's worker, the message there."""
-    message = str(error)
+    message = "".join(traceback.format_exception_only(error)).partition(": ")[2].strip()
     after_frames = [message[frame.end() :].strip() for frame in FRAME.finditer(message)]
     return "".join(after_frames[-1:]).removeprefix(f"{type(error).__name__}: ") or message
 

@@ -11,12 +11,10 @@ from mpistrat.settings import full_tracebacks
 _LEFT_OUT = re.compile(rf"{re.escape(PACKAGE)}|.*/(torch/(utils/data/|_utils\.py)|contextlib\.py)")
 # An error of this rank, and the mismatch that all ranks raise for it; the mismatch has passed the callers.
 _BY_CAUSE = re.compile(
-    r"(?s)(Traceback \(most recent call last\):\n)(.*)\n+"
-    r"The above exception was the direct cause of the following exception:\n\n"
+    r"(?s)(Traceback \(most recent call last\):\n)(.*)\n+The above exception was the direct cause [^\n]*\n\n"
     r"\1(.*?)mpistrat\.errors\.CollectiveMismatchError: .*"
 )
 _BETWEEN_SENTENCES = re.compile(r"(?<=[.)]) (?=[A-Z])")
-_MOST_CHARACTERS = 300  # of an advice
 
 
 def of_the_program(text: str) -> str:
@@ -24,6 +22,7 @@ def of_the_program(text: str) -> str:
 
     A mismatch that an error of this rank has caused is left out, too.
     """
+    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", text)  # torch writes it before each line
     short = FRAME.sub(lambda frame: "" if _LEFT_OUT.match(frame[2]) else frame[0], text)
     if full_tracebacks() or not FRAME.search(short):
         return text
@@ -34,17 +33,17 @@ def of_the_program(text: str) -> str:
 
 def advice_for(error: BaseException, rank: int) -> str:
     """What to do about `error` of this rank: the last line, which names the program's own."""
-    advice = getattr(error, "raised", "")
+    advice = getattr(error, "raised_by_rank", "")
     if not advice:
         name, lines = type(error).__name__, message_of(error).splitlines() or [""]
         text = f"{name}: {lines[0]}"
         if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
             text = _BETWEEN_SENTENCES.split(lines[-1])[-1]  # our messages end with what to do
         advice = f"{raised_at(error, 'the error above')} (rank {rank}): {text}"
-    return f"mpistrat: correct {advice.splitlines()[0]:.{_MOST_CHARACTERS}}\n"
+    return f"mpistrat: correct {advice.splitlines()[0]:.300}\n"
 
 
 def told_of(error: BaseException, rank: int) -> str:
     """The traceback and the advice."""
-    text = "".join(traceback.format_exception(error))
-    return f"{of_the_program(text)}\n{advice_for(error, rank)}".rstrip()
+    text = of_the_program("".join(traceback.format_exception(error)))
+    return f"{text}\n{advice_for(error, rank)}".rstrip()

@@ -150,9 +150,8 @@ class JobEnd:
             if action == END:  # the observer has reported a failure
                 # Errors of which this rank could not tell the others may be why it waited.
                 for error in filter(None, [c.raising for g in self._groups for c in g.calls()]):
-                    self._rank.say_last(
-                        f"{self._rank.who} failed\n{told_of(error, self._rank.rank)}"
-                    )
+                    text = told_of(error, self._rank.rank)
+                    self._rank.say_last(f"{self._rank.who} failed\n{text}")
                 self._rank.abort(self.records.own.code)
             stand_in.look()
             for group in list(self._groups):

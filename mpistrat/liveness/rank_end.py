@@ -131,26 +131,15 @@ class RankEnd:
             if log is None:
                 say_it()
             else:
-                word, is_common = self._known_as(error, traceback)
+                word, is_common = _known_as(error, traceback, self.rank)
                 waits = word == OF_ANOTHER_RANK or (is_common and self.rank)
                 log.add(word, say_it, SECONDS_FOR_RANK_0 if waits else 0.0)
                 self._is_ending()
                 summary = log.sum_up(summary)
         except (OSError, ValueError):  # no space, or half a line
             say_it()
-        if summary:
-            self._say_last(summary)
+        self._say_last(summary)
         self.abort(code)
-
-    def _known_as(self, error: BaseException, traceback: str) -> tuple[str, bool]:
-        """A word for `error`, equal on the ranks that have it in common; and whether all have."""
-        of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
-        if getattr(error, "raised", "") and not error.__cause__:
-            return OF_ANOTHER_RANK, of_all
-        if of_all and isinstance(error, CollectiveMismatchError):
-            return type(error).__name__, of_all  # by whatever way the ranks came to it
-        # All ranks may name one of them, or each itself.
-        return ".".join(as_of_any_rank(traceback, rank) for rank in (-1, self.rank)), of_all
 
     def say_last(self, text: str) -> None:
         """Say `text` wherever it can be said, once: this process is about to end."""
@@ -252,6 +241,17 @@ def announce_exits() -> None:
 
     exit_once_announced.is_announced = True  # type: ignore[attr-defined]
     setattr(os, original.__name__, exit_once_announced)
+
+
+def _known_as(error: BaseException, traceback: str, own: int) -> tuple[str, bool]:
+    """A word for `error`, equal on the ranks that have it in common; and whether all have. Args: own: rank."""
+    of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
+    if getattr(error, "raised_by_rank", "") and not error.__cause__:
+        return OF_ANOTHER_RANK, of_all
+    if of_all and isinstance(error, CollectiveMismatchError):
+        return type(error).__name__, of_all  # by whatever way the ranks came to it
+    # All ranks may name one of them, or each itself.
+    return ".".join(as_of_any_rank(traceback, rank) for rank in (-1, own)), of_all
 
 
 def _is_gone(rank: Rank) -> bool:

@@ -49,4 +49,4 @@ def test_a_strategy_in_a_worker(launcher: Launcher, case: str) -> None:
     assert 'if __name__ == "__main__":' in job.output
     if case == "no guard":
         advice = 'put what it does under `if __name__ == "__main__":`'
-        assert_mended_by(job.stderr, rf"\S+:\d+ in <module> \(rank \d\): .*{advice}")
+        assert_mended_by(job.stderr, rf"\S+:\d+ in main \(rank \d\): .*{advice}")

@@ -69,13 +69,13 @@ def mismatch(everyone: list[tuple[tuple[Any, ...], str]], rank: int) -> Collecti
             ranks = f"rank {start}" if r == start + 1 else f"ranks {start}-{r - 1}"
             words, site = everyone[start]
             lines.append(f"  {ranks}: {describe(words)}\n      at {site}")
-            if words[0] == "raise":
-                raised = raised or f"{site} ({ranks}): {': '.join(words[1:])}"
+            # Without "raised "
+            raised += f"{site} ({ranks}): {describe(words)[7:]}\n" * (words[0] == "raise")
             start = r
     error = CollectiveMismatchError(
         f"the ranks did not call the same collective (this is rank {rank} of {len(everyone)}):\n"
         + "\n".join(lines)
         + "\nEvery rank must make the same calls, in the same order, with the same shapes and dtypes."
     )
-    error.raised = raised
+    error.raised_by_rank = raised
     return error

@@ -145,7 +145,7 @@ class StrategyV1(Strategy):
         return self.extended.communicator.rank
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """A copy of `config_proto`, any object, as TensorFlow changes it. Nothing reads it, and a warning says so."""
+        """A copy of `config_proto`, any object, as TensorFlow changes it. Nothing reads that, and a warning says so."""
         warn_of_no_effect("the copy that update_config_proto returns", _NO_SESSIONS, self._rank)
         updated = copy.deepcopy(config_proto)
         if self.extended.wraps_values:

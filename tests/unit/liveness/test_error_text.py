@@ -1,6 +1,7 @@
 """What is shown of an error, and what is advised."""
 
 import os
+import re
 import traceback
 from typing import Any
 
@@ -39,7 +40,7 @@ def error_of(call: Any) -> BaseException:
 def read() -> None:
     """As a data set of the program's that torch's loader asks, which we ask."""
     at_fault = inside("/home/me/train.py", 3, "__getitem__", missing)
-    inside(f"{PACKAGE}/input/x.py", 9, "_read", inside(LOADER, 54, "fetch", at_fault))()
+    inside(f"{PACKAGE}/input/x.py", 9, "reading", inside(LOADER, 54, "fetch", at_fault))()
 
 
 def read_in_worker() -> None:
@@ -79,7 +80,7 @@ def mismatch() -> None:
         read()
     except Exception as cause:
         error = CollectiveMismatchError("the ranks did not call the same:\n  rank 1: raised it")
-        error.raised = "train.py:3 in f (rank 1): FileNotFoundError: img5\nmore"
+        error.raised_by_rank = "train.py:3 in f (rank 1): FileNotFoundError: img5\nmore"
         raise error from cause
 
 
@@ -101,3 +102,15 @@ def test_what_to_do_about_an_error_of_ours_is_its_last_sentence() -> None:
     with pytest.raises(ValueError, match="Leave") as raised:
         exec(compile('raise ValueError("It is wrong. Leave it out")', f"{PACKAGE}/x.py", "exec"))
     assert advice_for(raised.value, 2).endswith(" (rank 2): Leave it out\n")
+
+
+def test_an_error_that_cannot_be_read_has_an_advice_all_the_same() -> None:
+    class Unreadable(Exception):
+        def __str__(self) -> str:
+            raise KeyError
+
+    def fail() -> None:
+        raise Unreadable
+
+    text = told_of(error_of(fail), 0)
+    assert re.search(r"\nmpistrat: correct \S+ in fail \(rank 0\): Unreadable: <.*failed>$", text)
