@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpistrat.errors import TopologyError
+from mpistrat.settings import rank_pid
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"  # families: MPICH is also Intel MPI, Cray MPICH and MVAPICH
 
@@ -40,6 +41,11 @@ _CHILD_CONFUSING = re.compile(
     r"(PMI_|PMI2_|PMIX_(?!MCA_|PREFIX$|INSTALL_PREFIX$)|OMPI_COMM_WORLD_|OMPI_WORLD_|MV2_COMM_WORLD_|JSM_NAMESPACE_|PALS_)"
     r"|(OMPI_UNIVERSE_SIZE|OMPI_APP_CTX_NUM_PROCS|OMPI_FIRST_RANKS|OMPI_NUM_APP_CTX|OMPI_FILE_LOCATION|OMPI_MCA_num_procs"
     r"|HYDI_CONTROL_FD|MPI_LOCALNRANKS|MPI_LOCALRANKID|PRTE_LAUNCHED)$"
+)
+
+# Of these, what says a rank or a size: programs name their log files by it, and no library joins a job by it.
+_SAYS_RANK = re.compile(
+    r"PMI_(RANK|SIZE)|(OMPI|MV2)_COMM_WORLD_((LOCAL_|NODE_)?RANK|(LOCAL_)?SIZE)|MPI_LOCAL(NRANKS|RANKID)"
 )
 
 _FIX = """\
@@ -108,7 +114,7 @@ def _claims(environ: Mapping[str, str], family: str) -> Iterator[Claim]:
     for size, rank, launcher, of_family in sorted(
         SIZE_AND_RANK, key=lambda row: not (family and row[3] == family)
     ):
-        if size in environ:
+        if size in environ and not _is_inherited(environ, of_family):
             yield _claim(environ, size, rank, launcher, of_family)
     size, rank, launcher, of_family = SLURM_STEP
     if size in environ and rank in environ and "PRTE_LAUNCHED" not in environ:
@@ -118,6 +124,12 @@ def _claims(environ: Mapping[str, str], family: str) -> Iterator[Claim]:
     for rank, launcher in RANK_ONLY:
         if rank in environ:
             yield Claim(None, _number(environ, rank), f"{rank}={environ[rank]}", launcher)
+
+
+def _is_inherited(environ: Mapping[str, str], family: str) -> bool:
+    """Whether the variables of a launcher are those of a rank that has started MPI, and no launcher has come since."""
+    by_pmix = {name.startswith("PMIX_") for name in environ if joins_job(name)}
+    return rank_pid.name in environ and (family == OPEN_MPI) not in by_pmix
 
 
 def describes_daemons(environ: Mapping[str, str]) -> bool:
@@ -130,6 +142,12 @@ def describes_daemons(environ: Mapping[str, str]) -> bool:
             step = environ.get(size), environ.get(rank)
             return (environ.get(other_size), environ.get(other_rank)) != step
     return "PRTE_LAUNCHED" in environ
+
+
+def step_of_srun(environ: Mapping[str, str] = os.environ) -> str:
+    """The step of Slurm whose ranks srun itself has started: "7.0"; "" where there is none."""
+    by_srun = SLURM_STEP[0] in environ and not describes_daemons(environ)
+    return f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}" if by_srun else ""
 
 
 # What numbers the ranks of a node: "0" for the first
@@ -263,6 +281,11 @@ def why_not_fault_tolerant(version: str, environ: Mapping[str, str] | None = Non
 def confuses_children(variable: str) -> bool:
     """Whether a child process that inherits `variable` would take itself for a rank of this job."""
     return _CHILD_CONFUSING.match(variable) is not None
+
+
+def joins_job(variable: str) -> bool:
+    """Whether an MPI program that inherits `variable` would try to join this job: it would abort, or hang."""
+    return confuses_children(variable) and not _SAYS_RANK.fullmatch(variable)
 
 
 def environment_of_children(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -13,7 +13,7 @@ from mpistrat.cluster_resolver import launcher
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.errors import TopologyError
-from mpistrat.liveness import rank_end
+from mpistrat.liveness import observation, rank_end
 from mpistrat.liveness.start_deadline import init_deadline, start_deadline
 from mpistrat.settings import rank_pid
 from mpistrat.topology import Topology
@@ -84,8 +84,7 @@ class MPIClusterResolver(ClusterResolver):
 def start_mpi() -> Any:
     """mpi4py.MPI, initialized and checked against the launcher; None for a single rank without MPI.
 
-    Called by: every rank, as MPI_Init is. Takes the launcher's variables out of os.environ, so that child processes
-    do not take themselves for ranks.
+    Called by: every rank, as MPI_Init is. Takes out of os.environ by what a child process would join the job.
     Raises: TopologyError when the launcher and the MPI library contradict each other; RuntimeError in a rank's worker.
     """
     global _started
@@ -109,7 +108,7 @@ def start_mpi() -> Any:
     launcher.check_world(os.environ, version, world.Get_size(), world.Get_rank(), path)
     alone = world.Get_size() == 1 and launcher.read_claim() is None
     misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(os.environ) else ()
-    for name in [*filter(launcher.confuses_children, os.environ), *misleading]:
+    for name in [*filter(launcher.joins_job, os.environ), *misleading]:
         os.environ.pop(name, None)
     os.environ[rank_pid.name] = str(os.getpid())
     if alone:
@@ -184,6 +183,7 @@ def _topology_of(comm: Any) -> Topology:
     topology: Topology | None = comm.Get_attr(_kept_with_comm)
     if topology is None:
         topology = _ask_ranks_of(comm, mpi)
+        observation.remember_mappings()  # which are there once the ranks have spoken
         comm.Set_attr(_kept_with_comm, topology)
     return topology
 
