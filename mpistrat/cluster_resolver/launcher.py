@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpistrat.errors import TopologyError
-from mpistrat.settings import rank_pid
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"  # families: MPICH is also Intel MPI, Cray MPICH and MVAPICH
 
@@ -114,7 +113,7 @@ def _claims(environ: Mapping[str, str], family: str) -> Iterator[Claim]:
     for size, rank, launcher, of_family in sorted(
         SIZE_AND_RANK, key=lambda row: not (family and row[3] == family)
     ):
-        if size in environ and not _is_inherited(environ, of_family):
+        if size in environ:
             yield _claim(environ, size, rank, launcher, of_family)
     size, rank, launcher, of_family = SLURM_STEP
     if size in environ and rank in environ and "PRTE_LAUNCHED" not in environ:
@@ -124,12 +123,6 @@ def _claims(environ: Mapping[str, str], family: str) -> Iterator[Claim]:
     for rank, launcher in RANK_ONLY:
         if rank in environ:
             yield Claim(None, _number(environ, rank), f"{rank}={environ[rank]}", launcher)
-
-
-def _is_inherited(environ: Mapping[str, str], family: str) -> bool:
-    """Whether the variables of a launcher are those of a rank that has started MPI, and no launcher has come since."""
-    by_pmix = {name.startswith("PMIX_") for name in environ if joins_job(name)}
-    return rank_pid.name in environ and (family == OPEN_MPI) not in by_pmix
 
 
 def describes_daemons(environ: Mapping[str, str]) -> bool:
@@ -142,12 +135,6 @@ def describes_daemons(environ: Mapping[str, str]) -> bool:
             step = environ.get(size), environ.get(rank)
             return (environ.get(other_size), environ.get(other_rank)) != step
     return "PRTE_LAUNCHED" in environ
-
-
-def step_of_srun(environ: Mapping[str, str] = os.environ) -> str:
-    """The step of Slurm whose ranks srun itself has started: "7.0"; "" where there is none."""
-    by_srun = SLURM_STEP[0] in environ and not describes_daemons(environ)
-    return f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}" if by_srun else ""
 
 
 # What numbers the ranks of a node: "0" for the first
@@ -286,6 +273,13 @@ def confuses_children(variable: str) -> bool:
 def joins_job(variable: str) -> bool:
     """Whether an MPI program that inherits `variable` would try to join this job: it would abort, or hang."""
     return confuses_children(variable) and not _SAYS_RANK.fullmatch(variable)
+
+
+def without_inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` of a rank's child, without what says a rank, unless a launcher has started the child since."""
+    by_pmix = {name.startswith("PMIX_") for name in environ if joins_job(name)}
+    inherited = {n for n in environ if n.startswith("OMPI_") not in by_pmix}
+    return {n: environ[n] for n in environ if not (n in inherited and _SAYS_RANK.fullmatch(n))}
 
 
 def environment_of_children(environ: Mapping[str, str] | None = None) -> dict[str, str]:

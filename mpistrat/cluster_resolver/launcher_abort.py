@@ -9,24 +9,24 @@ import socket
 import struct
 import time
 
+from mpistrat.cluster_resolver.launcher import SLURM_STEP, describes_daemons
+
 _SECONDS_TO_ANSWER = 0.5
 _SECONDS_TO_BE_KILLED = 2.0
 
 
-def abort_by_launcher(code: int, step: str = "") -> None:
+def abort_by_launcher(code: int) -> None:
     """Have the launcher end all processes of the job with exit code `code`; return if it does not.
 
     Open MPI's launcher does so by itself when a process ends with an exit code other than 0. MPICH's and Slurm's wait
     for the other processes, which may wait for this one in MPI_Init.
-
-    Args: step: as `launcher.step_of_srun` has it.
     """
     environ = os.environ
     # Of MPICH's launcher and those that come from it, and of srun --mpi=pmi2
     if environ.get("PMI_FD", "").isdecimal():
         asked = _abort_by_pmi(int(environ["PMI_FD"]), code)
-    elif step:
-        asked = _cancel(step)
+    elif SLURM_STEP[0] in environ and not describes_daemons(environ):
+        asked = _cancel(f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
     else:
         asked = False
     if asked:

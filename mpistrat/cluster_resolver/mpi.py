@@ -89,9 +89,11 @@ def start_mpi() -> Any:
     """
     global _started
     _refuse_in_worker()
+    of_child = rank_pid() and not _started
+    environ = launcher.without_inherited(os.environ) if of_child else os.environ
     mpi, why_not = (_started, "") if _started else _import_mpi()
     if mpi is None:
-        launcher.check_alone(os.environ, why_not)
+        launcher.check_alone(environ, why_not)
         _warn_if_left_alone()
         return None
     if mpi.Is_finalized():
@@ -102,12 +104,12 @@ def start_mpi() -> Any:
         return mpi
     version, path = mpi.Get_library_version(), library_path()
     if not mpi.Is_initialized():
-        launcher.check_library(os.environ, version, path)
-        _initialize(mpi, launcher.read_claim(family=launcher.library_family(version)))
+        launcher.check_library(environ, version, path)
+        _initialize(mpi, launcher.read_claim(environ, launcher.library_family(version)))
     world = mpi.COMM_WORLD
-    launcher.check_world(os.environ, version, world.Get_size(), world.Get_rank(), path)
-    alone = world.Get_size() == 1 and launcher.read_claim() is None
-    misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(os.environ) else ()
+    launcher.check_world(environ, version, world.Get_size(), world.Get_rank(), path)
+    alone = world.Get_size() == 1 and launcher.read_claim(environ) is None
+    misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(environ) else ()
     for name in [*filter(launcher.joins_job, os.environ), *misleading]:
         os.environ.pop(name, None)
     os.environ[rank_pid.name] = str(os.getpid())

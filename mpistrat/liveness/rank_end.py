@@ -17,7 +17,7 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn
 
-from mpistrat.cluster_resolver.launcher import certain_rank, step_of_srun, why_not_fault_tolerant
+from mpistrat.cluster_resolver.launcher import certain_rank, why_not_fault_tolerant
 from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
 from mpistrat.errors import CollectiveMismatchError, DivergenceError, TopologyError
 from mpistrat.liveness import observation
@@ -156,7 +156,7 @@ class RankEnd:
         observation.remember_mappings()  # of a program that has no strategy
         mpi = _running_mpi()
         if mpi is None:
-            abort_by_launcher(code, step_of_srun())
+            abort_by_launcher(code)
         elif not why_not_fault_tolerant(mpi.Get_library_version()):
             # After MPI_Abort, a fault tolerant mpirun (PRRTE 3.0) now and then waits for ever for a lock that it has
             # freed; an exit code other than 0 ends the job there, too.
