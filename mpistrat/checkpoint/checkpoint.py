@@ -20,6 +20,7 @@ from mpistrat.cluster_resolver.launcher import read_claim
 from mpistrat.context import get_strategy, merge_call
 from mpistrat.input.distributed_dataset import DistributedDataset
 from mpistrat.input.distributed_iterator import DistributedIterator
+from mpistrat.settings import rank_pid
 from mpistrat.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def _ranks_of_job() -> int:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         return mpi.COMM_WORLD.size
-    claim = read_claim()
+    claim = None if rank_pid() else read_claim()  # in a child: of the rank that has started it
     return (claim and claim.size) or 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import operator
 import os
 import time
@@ -26,6 +27,8 @@ from mpistrat.machine.notices import tell
 
 SECONDS_TO_BE_SEEN = 5.0
 _LONGEST_PAUSE = 0.05
+
+_managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
 _Restored = tuple[str | None, dict[str, Any] | None]  # a checkpoint's path, and what followers load
 
@@ -63,7 +66,8 @@ class CheckpointManager:
         self._claimed = False
         self._open: OpenDirectory | None = None  # where this rank completes checkpoints
         self._seconds_to_save = 0.0  # of those before
-        atexit.register(_report_unraised, weakref.ref(self))
+        _managers.add(self)
+        _report_unraised_at_exit()
 
     @property
     def directory(self) -> str:
@@ -362,13 +366,18 @@ def _wait_to_see(folder: str) -> None:
         time.sleep(0.05)
 
 
-def _report_unraised(reference: weakref.ref[CheckpointManager]) -> None:
+@functools.cache
+def _report_unraised_at_exit() -> None:
+    """Once for all managers: a handler for each would stay when its manager is gone."""
+    atexit.register(_report_unraised)
+
+
+def _report_unraised() -> None:
     """At exit, when the threads have ended."""
-    manager = reference()
-    saving = None if manager is None else manager._saving
-    if saving is not None and saving.error is not None:
-        tell(
-            f"the checkpoint {saving.checkpoint.path} was not written: {type(saving.error).__name__}: "
-            f"{saving.error}",
-            "ERROR",
-        )
+    for saving in [manager._saving for manager in _managers]:
+        if saving is not None and saving.error is not None:
+            tell(
+                f"the checkpoint {saving.checkpoint.path} was not written: {type(saving.error).__name__}: "
+                f"{saving.error}",
+                "ERROR",
+            )

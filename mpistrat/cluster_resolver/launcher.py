@@ -42,6 +42,11 @@ _CHILD_CONFUSING = re.compile(
     r"|HYDI_CONTROL_FD|MPI_LOCALNRANKS|MPI_LOCALRANKID|PRTE_LAUNCHED)$"
 )
 
+# Of these, what says a rank or a size: programs name their log files by it, and no library joins a job by it.
+_SAYS_RANK = re.compile(
+    r"PMI_(RANK|SIZE)|(OMPI|MV2)_COMM_WORLD_((LOCAL_|NODE_)?RANK|(LOCAL_)?SIZE)|MPI_LOCAL(NRANKS|RANKID)"
+)
+
 _FIX = """\
 Fix, one of:
   - start with the mpiexec (mpirun) that belongs to {library}, or load the site's MPI module before starting;
@@ -263,6 +268,18 @@ def why_not_fault_tolerant(version: str, environ: Mapping[str, str] | None = Non
 def confuses_children(variable: str) -> bool:
     """Whether a child process that inherits `variable` would take itself for a rank of this job."""
     return _CHILD_CONFUSING.match(variable) is not None
+
+
+def joins_job(variable: str) -> bool:
+    """Whether an MPI program that inherits `variable` would try to join this job: it would abort, or hang."""
+    return confuses_children(variable) and not _SAYS_RANK.fullmatch(variable)
+
+
+def without_inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` of a rank's child, without what says a rank, unless a launcher has started the child since."""
+    by_pmix = {name.startswith("PMIX_") for name in environ if joins_job(name)}
+    inherited = {n for n in environ if n.startswith("OMPI_") not in by_pmix}
+    return {n: environ[n] for n in environ if not (n in inherited and _SAYS_RANK.fullmatch(n))}
 
 
 def environment_of_children(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -13,7 +13,7 @@ from mpistrat.cluster_resolver import launcher
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.errors import TopologyError
-from mpistrat.liveness import rank_end
+from mpistrat.liveness import observation, rank_end
 from mpistrat.liveness.start_deadline import init_deadline, start_deadline
 from mpistrat.machine.notices import say
 from mpistrat.settings import rank_pid
@@ -88,15 +88,16 @@ class MPIClusterResolver(ClusterResolver):
 def start_mpi() -> Any:
     """mpi4py.MPI, initialized and checked against the launcher; None for a single rank without MPI.
 
-    Called by: every rank, as MPI_Init is. Takes the launcher's variables out of os.environ, so that child processes
-    do not take themselves for ranks.
+    Called by: every rank, as MPI_Init is. Takes out of os.environ by what a child process would join the job.
     Raises: TopologyError when the launcher and the MPI library contradict each other; RuntimeError in a rank's worker.
     """
     global _started
     _refuse_in_worker()
+    of_child = rank_pid() and not _started
+    environ = launcher.without_inherited(os.environ) if of_child else os.environ
     mpi, why_not = (_started, "") if _started else _import_mpi()
     if mpi is None:
-        launcher.check_alone(os.environ, why_not)
+        launcher.check_alone(environ, why_not)
         _warn_if_left_alone()
         return None
     if mpi.Is_finalized():
@@ -107,13 +108,13 @@ def start_mpi() -> Any:
         return mpi
     version, path = mpi.Get_library_version(), library_path()
     if not mpi.Is_initialized():
-        launcher.check_library(os.environ, version, path)
-        _initialize(mpi, launcher.read_claim(family=launcher.library_family(version)))
+        launcher.check_library(environ, version, path)
+        _initialize(mpi, launcher.read_claim(environ, launcher.library_family(version)))
     world = mpi.COMM_WORLD
-    launcher.check_world(os.environ, version, world.Get_size(), world.Get_rank(), path)
-    alone = world.Get_size() == 1 and launcher.read_claim() is None
-    misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(os.environ) else ()
-    for name in [*filter(launcher.confuses_children, os.environ), *misleading]:
+    launcher.check_world(environ, version, world.Get_size(), world.Get_rank(), path)
+    alone = world.Get_size() == 1 and launcher.read_claim(environ) is None
+    misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(environ) else ()
+    for name in [*filter(launcher.joins_job, os.environ), *misleading]:
         os.environ.pop(name, None)
     os.environ[rank_pid.name] = str(os.getpid())
     if alone:
@@ -192,6 +193,7 @@ def _topology_of(comm: Any) -> Topology:
     topology: Topology | None = comm.Get_attr(_kept_with_comm)
     if topology is None:
         topology = _ask_ranks_of(comm, mpi)
+        observation.remember_mappings()  # which are there once the ranks have spoken
         comm.Set_attr(_kept_with_comm, topology)
     return topology
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from mpistrat.liveness import early_signals
 from mpistrat.liveness.interrupts import raises_keyboard_interrupt
 from mpistrat.liveness.rank_end import rank_end
 
@@ -26,7 +27,7 @@ class SignalFlag:
     in the middle of a step; a signal that is handled outside Python is left to that, with a warning.
 
     Attributes:
-        number: of the last signal that came; 0 while none has.
+        number: of the last signal that came, since a strategy was made; 0 while none has.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
@@ -42,6 +43,7 @@ class SignalFlag:
         for number in signals:
             _take(number)
         _flags.add(self)
+        self.number = self.number or early_signals.heard(self.signals)
 
 
 _flags: weakref.WeakSet[SignalFlag] = weakref.WeakSet()
@@ -52,7 +54,7 @@ _forks_are_seen = False
 
 def _take(number: int) -> None:
     global _forks_are_seen
-    before = signal.getsignal(number)
+    before = early_signals.previous(number)
     if before is _arrived:
         return
     if before is None:

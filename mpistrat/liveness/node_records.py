@@ -103,7 +103,7 @@ class NodeRecords:
                         held_folder = folder if folder and folder.path == path else JobFolder(path)
                         world = MPI.COMM_WORLD
                         observed = observation.join(held_folder, world.rank, world.size)
-                    observed.folder.remember_mappings(observed.record.rank)
+                    observation.remember_mappings()
                     self.own = observed.record
             _start(self.own)
             self._has_joined = True

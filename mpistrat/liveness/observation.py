@@ -121,6 +121,13 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
     return _observed
 
 
+def remember_mappings() -> None:
+    """Have the files in memory that MPI has mapped here removed when the job has ended, however it ends."""
+    if _observed is not None:
+        with contextlib.suppress(OSError):
+            _observed.folder.remember_mappings(_observed.record.rank)
+
+
 def wait_until_observed() -> None:
     """Return once an observer watches this process, or after a while: it could not tell how one died before."""
     record = _observed and _observed.record

@@ -154,6 +154,7 @@ class RankEnd:
         self._is_ending()
         self.flush()
         time.sleep(SECONDS_TO_BE_READ)  # MPICH's launcher drops what it has not read by then
+        observation.remember_mappings()  # of a program that has no strategy
         mpi = _running_mpi()
         if mpi is None:
             abort_by_launcher(code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from mpistrat.liveness import early_signals
 from mpistrat.machine.notices import tell
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import StepExamples
@@ -23,6 +24,7 @@ class FirstStep:
             examples: of the step; None if they are not known.
             batch_size: those that a global batch was to have, of which some may not have come; None: as many as came.
         """
+        early_signals.release()
         if self._is_told:
             return
         self._is_told = True

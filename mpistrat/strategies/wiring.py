@@ -13,6 +13,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.liveness import early_signals
 from mpistrat.options import CommunicationOptions, implementation_of
 from mpistrat.pytorch.metrics import warn_of_metrics_of
 from mpistrat.replicas.checkpoint_role import CheckpointRole
@@ -79,6 +80,7 @@ def agree(
     sharing = ", shared_parameters=True" if shared_parameters else ""
     sharing += ", torch_distributed=True" if torch_distributed else ""
     wire = "" if options is None or options.wire_format is None else name_of(options.wire_format)
+    early_signals.keep()
     communicator.barrier(
         label=f"constructor of {what}, gradients={gradients!r}{sharing}, {options} {wire}".rstrip()
     )

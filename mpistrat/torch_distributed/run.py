@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import io
 import os
+import pkgutil
 import runpy
 import sys
 import types
@@ -44,13 +48,8 @@ def run_program(
     if ranks.rank == 0:
         look_for_spawned_ranks()
     sys.argv = [program, *arguments]
-    if not getattr(sys.flags, "safe_path", False):  # of Python 3.11: -P, PYTHONSAFEPATH
-        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program))
     try:
-        if is_module:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(program, run_name="__main__")
+        _run_as_main(program, is_module)
     except SystemExit as error:
         remember_raised(error)
         raise
@@ -58,6 +57,32 @@ def run_program(
         _show_only(_of_the_program(error.__traceback__))
         raise
     raise SystemExit  # not by sys.exit, which would be taken for the program's
+
+
+def _run_as_main(program: str, is_module: bool) -> None:
+    """As `python` does: `__main__` stays the program's, for exit handlers and threads that outlive its last line."""
+    path = os.path.join(os.getcwd(), program)
+    is_archive = not is_module and pkgutil.get_importer(path) is not None  # or a folder
+    safe = bool(getattr(sys.flags, "safe_path", False))  # of Python 3.11: -P, PYTHONSAFEPATH
+    if is_archive or not safe:
+        folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
+        sys.path[: 1 - safe] = [path if is_archive else folder]
+    if is_archive:
+        del sys.modules["__main__"]  # the importer would take it for the program's
+    if is_module or is_archive:
+        name = program if is_module else "__main__"
+        _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
+        main = importlib.util.module_from_spec(spec)
+        sys.argv[0] = spec.origin if is_module else program
+    else:
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        source = loader.get_data(path)
+        code = pkgutil.read_code(io.BytesIO(source))  # None: no .pyc
+        code = code or compile(source, path, "exec", dont_inherit=True)
+        main = types.ModuleType("__main__")
+        main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+    main.__name__, sys.modules["__main__"] = "__main__", main
+    exec(code, vars(main))
 
 
 @start_deadline("the start of `mpistrat run`")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import signalled_jobs
 from launch.preempted_runs import PROGRAM, check_resumed, starts_of, steps_done, until
 from launch.signalled_jobs import signalled_command
 from support.harness.mpi_launcher import Job, Launcher
@@ -103,3 +104,31 @@ def left_together(job: Job, folder: Path) -> None:
     ours.remove("mpistrat: 2 ranks on 1 node; a global batch of 12 is 2 x 6")  # of the first step
     assert len(ours) == 1, job.output
     assert "Traceback" not in job.output
+
+
+EARLY = """
+import sys, time
+from pathlib import Path
+import mpistrat as ms
+strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
+with strategy.scope():
+    variable = ms.Variable(0.0)
+folder = Path(sys.argv[1])
+(folder / f"ready{strategy.rank}").touch()
+time.sleep(1)  # it reads its data, and is signalled
+checkpoint = ms.checkpoint.Checkpoint(variable=variable)
+handler = ms.experimental.PreemptionCheckpointHandler(strategy.cluster_resolver, checkpoint, folder)
+while True:
+    handler.run(strategy.run, lambda: None)
+"""
+
+
+def test_a_signal_before_there_is_a_handler(launcher: Launcher, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(EARLY)
+    job, _ = signalled_jobs.signalled(
+        launcher, tmp_path, [program], signal.SIGUSR1, "launcher", ranks=RANKS
+    )
+    assert job.returncode == 42, job.output
+    assert "SIGUSR1 has come: saved" in job.stderr
+    assert "after 1 steps" in job.stderr, job.output

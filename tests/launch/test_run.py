@@ -4,11 +4,13 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from launch.fault_jobs import HOST_AND_PID, LIMIT, SECONDS_TO_END, assert_says_who, reports_in
+from launch.preempted_runs import until
 from support.clusters import two_nodes
 from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Job, Launcher
@@ -35,6 +37,80 @@ def test_a_script_for_torchrun(launcher: Launcher, tmp_path: Path) -> None:
     assert job.returncode == 0, job.output
     for rank in range(2):
         assert f"rank {rank} is content with ['--lr', '-m', '--keep-backend']\n" in job.stdout
+
+
+AS_UNDER_PYTHON = """
+'The documentation.'
+import atexit, pickle, sys, threading, time
+class State:
+    pass
+def save(when):
+    print(when, type(pickle.loads(pickle.dumps(State()))) is State, flush=True)
+def late():
+    time.sleep(0.2)
+    save("thread")
+print(__name__, __doc__, __file__, __package__, __cached__, __spec__ and __spec__.name)
+print(type(__loader__).__name__, sys.argv, sys.path[0], sys.flags, sys.modules[__name__].State is State)
+atexit.register(save, "exit handler")
+threading.Thread(target=late).start()
+"""
+
+
+def test_a_program_finds_itself_as_under_python(tmp_path: Path) -> None:
+    """As a file and as a module. Its `__main__` stays until exit handlers have run."""
+    (tmp_path / "program.py").write_text(AS_UNDER_PYTHON)
+    ways = (("./program.py", "a", "-m"), ("-m", "program", "a"))
+    with ThreadPoolExecutor() as pool:
+        runs = pool.map(lambda words: alone(tmp_path, *RUN, *words), ways)
+        plain = [alone(tmp_path, *words) for words in ways]
+    for run, expected in zip(runs, plain, strict=True):
+        assert (run.returncode, run.stderr, run.stdout) == (0, "", expected.stdout)
+        assert run.stdout.endswith("thread True\nexit handler True\n")
+
+
+BEFORE_A_GROUP = """
+import os, re, subprocess, sys, time
+from pathlib import Path
+rank = os.environ["RANK"]
+for name, value in zip(sys.argv[1::2], sys.argv[2::2]):
+    assert os.environ[name] == value.replace("RANK", rank), (name, os.environ[name])
+mpi, ours = "from mpi4py import MPI", "import mpistrat; mpistrat.MultiWorkerMirroredStrategy()"
+for program, env in ((f"{mpi}; {ours}", None), (mpi, dict(os.environ))):
+    command = [sys.executable, "-c", f"{program}; print(MPI.COMM_WORLD.allreduce(1))"]
+    child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "1\\n", ""), child
+mapped = re.findall(r"/dev/shm/(?!mpistrat)\\S+", Path("/proc/self/maps").read_text())
+Path(f"mapped{rank}.part").write_text(" ".join(mapped))
+Path(f"mapped{rank}.part").rename(f"mapped{rank}")
+while not Path("mapped0").exists() or rank == "0":
+    time.sleep(0.05)
+raise ValueError("my own error")
+"""
+RANK_AND_SIZE = {
+    "MPICH": {
+        **{"PMI_RANK": "RANK", "PMI_SIZE": "2"},
+        **{"MPI_LOCALRANKID": "RANK", "MPI_LOCALNRANKS": "2"},
+    },
+    "Open MPI": {
+        **{"OMPI_COMM_WORLD_RANK": "RANK", "OMPI_COMM_WORLD_SIZE": "2"},
+        **{"OMPI_COMM_WORLD_LOCAL_RANK": "RANK", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    },
+}
+
+
+def test_a_program_without_a_group(launcher: Launcher, tmp_path: Path) -> None:
+    """It reads its rank from MPI's variables, its children are jobs of one rank, and nothing stays when it fails."""
+    (tmp_path / "program.py").write_text(BEFORE_A_GROUP)
+    variables = [word for row in RANK_AND_SIZE[launcher.name].items() for word in row]
+    job = launcher.run_python(2, *RUN, "program.py", *variables, cwd=tmp_path)
+    assert job.returncode != 0, job.output
+    assert "ValueError: my own error" in job.stderr, job.output
+    assert "AssertionError" not in job.stderr, job.output
+    mapped = {
+        Path(file) for rank in range(2) for file in (tmp_path / f"mapped{rank}").read_text().split()
+    }
+    assert mapped
+    until(lambda: not any(map(Path.exists, mapped)), f"{mapped} gone", 20)
 
 
 KEPT = """

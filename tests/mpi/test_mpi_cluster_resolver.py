@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 from mpistrat.cluster_resolver import MPIClusterResolver
-from mpistrat.cluster_resolver.launcher import confuses_children
+from mpistrat.cluster_resolver.launcher import joins_job
 from mpistrat.errors import TopologyError
 
 WORLD = MPI.COMM_WORLD
@@ -107,7 +107,7 @@ def test_what_is_no_communicator_of_this_rank_is_refused():
 
 def test_children_do_not_take_themselves_for_ranks():
     MPIClusterResolver().topology()
-    assert not [name for name in os.environ if confuses_children(name)]
+    assert not [name for name in os.environ if joins_job(name)]
 
 
 @pytest.mark.slow

@@ -28,9 +28,10 @@ def snapshot(registry: Registry) -> Snapshot:
     Torch's batch norm writes its statistics without counting that as a write, but counts its batches in another buffer:
     if one buffer of a module was written, the others may be, too.
     """
-    tensors = [(slot, slot.tensor()) for slot in registry.buffers]
-    written = {slot.module for slot, tensor in tensors if slot.changed(tensor)}
-    return [(tensor, slot.module in written) for slot, tensor in tensors]
+    # The modules themselves: a reference to a module that is gone has no hash.
+    found = [(slot, slot.module(), slot.tensor()) for slot in registry.buffers]
+    written = {id(module) for slot, module, tensor in found if slot.changed(tensor)}
+    return [(tensor, id(module) in written) for _, module, tensor in found]
 
 
 FLAGS_PER_BUFFER = 3
@@ -46,7 +47,9 @@ def flag_written(snapshots: Sequence[Snapshot], flags: np.ndarray) -> None:
     rows[:, 1:] = np.iinfo(flags.dtype).min
     for taken in snapshots:
         for row, (tensor, written) in zip(rows, taken, strict=True):
-            if tensor is not None:
+            if tensor is None:
+                row[1] = np.iinfo(flags.dtype).max  # a rank without it has no part in an average
+            else:
                 checksum = zlib.crc32(repr(tuple(tensor.shape)).encode()) >> 1
                 row[:] = np.maximum(row, (written, checksum, -checksum))
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import mpistrat as ms
-from mpistrat.cluster_resolver.launcher import confuses_children
+from mpistrat.cluster_resolver.launcher import joins_job
 
 case = sys.argv[1]
 
@@ -20,8 +20,8 @@ class Numbers(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         assert get_worker_info() is not None
-        confusing = [name for name in os.environ if confuses_children(name)]
-        assert not confusing, confusing
+        joining = [name for name in os.environ if joins_job(name)]
+        assert not joining, joining
         return index, os.getppid(), torch.initial_seed() % 2**32
 
 

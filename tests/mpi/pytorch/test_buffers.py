@@ -1,5 +1,7 @@
 """Buffers that a forward writes: a replica's own in the forward, one value for whoever reads afterwards."""
 
+import copy
+import gc
 from typing import Any
 
 import pytest
@@ -435,3 +437,49 @@ def test_two_forwards_may_wait_for_two_backwards(strategy: ms.Strategy) -> None:
 
     strategy.run(step)
     assert model.state_dict()["0.num_batches_tracked"] == 2
+
+
+class WithAuxiliary(torch.nn.Module):
+    """As classifiers have one that only helps while they are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.auxiliary = normalized(), normalized()
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.body(x)
+        return result if self.auxiliary is None else result + self.auxiliary(x)
+
+
+def without_auxiliary(model: Any) -> Any:
+    model.auxiliary = None
+    return model
+
+
+def test_modules_that_are_let_go_before_a_backward(one_per_rank: ms.Strategy) -> None:
+    strategy = one_per_rank
+    again = lambda model: strategy.prepare(copy.deepcopy(model))  # noqa: E731
+    for let_go in (without_auxiliary, ms.convert_sync_batchnorm, again):
+        model = let_go(build(strategy, WithAuxiliary))
+        gc.collect()
+        strategy.run(lambda model=model: model(mine(strategy)).sum().backward())
+        assert equal_on_all_ranks(strategy, model.state_dict()["body.0.running_mean"])
+
+
+def test_a_module_that_one_rank_alone_still_has(one_per_rank: ms.Strategy) -> None:
+    """Python frees what refers to itself when it likes: here after a forward, and before its backward."""
+    strategy = one_per_rank
+    model: Any = build(strategy, WithAuxiliary)
+    kept = [model.auxiliary] if strategy.is_first else []
+
+    def step() -> None:
+        loss = model(mine(strategy)).sum()
+        model.auxiliary = None
+        gc.collect()
+        loss.backward()
+
+    strategy.run(step)
+    assert len(kept) == strategy.is_first
+    mean, _ = averaged_statistics(strategy)
+    torch.testing.assert_close(model.state_dict()["body.0.running_mean"], mean)

@@ -1,5 +1,6 @@
 """What one process saves and restores: which checkpoints count, what is damaged, who may write."""
 
+import atexit
 import errno
 import gc
 import os
@@ -54,6 +55,14 @@ class Holder:
 
 def names(manager: CheckpointManager) -> list[str]:
     return [Path(path).name for path in manager.checkpoints]
+
+
+def test_managers_leave_no_exit_handlers_behind(tmp_path: Path) -> None:
+    CheckpointManager(Checkpoint(counter=Counter()), tmp_path)
+    before = atexit._ncallbacks()
+    for _ in range(3):
+        CheckpointManager(Checkpoint(counter=Counter()), tmp_path)
+    assert atexit._ncallbacks() == before
 
 
 def test_all_kinds_of_objects_come_back(tmp_path: Path) -> None:

@@ -236,6 +236,23 @@ def test_what_children_keep(name):
     assert not launcher.confuses_children(name)
 
 
+def test_what_says_a_rank_stays_readable_and_what_joins_a_job_does_not():
+    says = "PMI_RANK PMI_SIZE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALRANKID SLURM_PROCID"
+    joins = "PMI_FD PMI_PORT PMIX_NAMESPACE PMIX_RANK HYDI_CONTROL_FD OMPI_UNIVERSE_SIZE"
+    assert [name for name in f"{says} {joins}".split() if launcher.joins_job(name)] == joins.split()
+
+
+def test_a_child_is_not_the_rank_whose_variables_it_has_inherited():
+    rank = {**HYDRA, **PRTERUN}
+    child = {name: value for name, value in rank.items() if not launcher.joins_job(name)}
+    assert {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE"} < child.keys()
+    assert launcher.read_claim(launcher.without_inherited(child)) is None
+    for mpi in (HYDRA, PRTERUN):  # a launcher that the child has started
+        claim = launcher.read_claim(launcher.without_inherited({**child, **mpi}))
+        assert claim is not None
+        assert claim.variables.partition("=")[0] in mpi
+
+
 def test_one_rank_in_a_job_of_several_tasks_is_told_so():
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
     assert "this job has 4 tasks" in launcher.left_alone(job)

@@ -158,6 +158,38 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 100)
     assert returncode_of(program) == 100 - signal.SIGTERM
 
 
+EARLY = """
+from mpistrat.liveness import early_signals
+early_signals.keep()
+signal.raise_signal(10)
+"""
+
+
+def test_signals_that_came_before_there_was_a_flag() -> None:
+    """Of these it notes its own; others, and later ones, do at the first step what they do without it."""
+    program = f"{EARLY}assert SignalFlag([10]).number == 10\nearly_signals.release()\n"
+    assert returncode_of(program + "assert SignalFlag([10]).number == 0") == 0
+    for later in (
+        "assert SignalFlag([12]).number == 0\nearly_signals.release()",
+        "flag = SignalFlag([10])\ndel flag\nsignal.raise_signal(10)",
+    ):
+        assert returncode_of(EARLY + later) == -USR1
+
+
+def test_handlers_of_others_stay() -> None:
+    program = """
+import faulthandler
+from mpistrat.liveness import early_signals
+signal.signal(10, signal.SIG_IGN)
+faulthandler.register(12)
+early_signals.keep()
+assert signal.getsignal(10) == signal.SIG_IGN
+signal.raise_signal(12)
+assert faulthandler.unregister(12)
+"""
+    assert returncode_of(program) == 0
+
+
 def test_a_signal_from_another_process_is_noted() -> None:
     flag = SignalFlag([USR1])
     subprocess.run([sys.executable, "-c", f"import os; os.kill({os.getpid()}, {int(USR1)})"])
