@@ -40,7 +40,7 @@ def advice_for(error: BaseException, rank: int) -> str:
         if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
             text = _BETWEEN_SENTENCES.split(lines[-1])[-1]  # our messages end with what to do
         advice = f"{raised_at(error, 'the error above')} (rank {rank}): {text}"
-    return f"mpistrat: correct {advice.splitlines()[0]:.300}\n"
+    return f"mpistrat: correct {advice.splitlines()[0].rstrip('.'):.300}.\n"
 
 
 def told_of(error: BaseException, rank: int) -> str:

@@ -18,7 +18,7 @@ def assert_mended_by(
     lines = stderr.splitlines()
     # What MPI's launcher prints after it is not ours.
     ours = lines[: 1 + max(i for i, line in enumerate(lines) if line.startswith("mpistrat: "))]
-    assert re.fullmatch(rf"mpistrat: correct {advice}", ours[-1]), stderr
+    assert re.fullmatch(rf"mpistrat: correct {advice}", ours[-1].removesuffix(".")), stderr
     assert stderr.count("Traceback") == tracebacks, stderr
     assert PACKAGE not in stderr, stderr
     assert not re.search(rf'File ".*{LOADERS}', stderr), stderr

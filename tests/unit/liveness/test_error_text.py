@@ -63,7 +63,7 @@ def test_frames_between_lines_of_the_program_are_left_out(
     *_, own, last = text.splitlines()
     assert own == "FileNotFoundError: no such file: img5.npy"
     assert last.startswith("mpistrat: correct ")
-    assert last.endswith(f" (rank 1): {own}")
+    assert last.endswith(f" (rank 1): {own}.")
     monkeypatch.setenv("MPISTRAT_TRACEBACK", "full")
     assert LOADER in told_of(error, 1)
 
@@ -92,7 +92,7 @@ def test_a_mismatch_for_an_error_of_this_rank_is_that_error() -> None:
     assert text.index("in mismatch\n") < text.index("/home/me/train.py")
     assert text.endswith("\nFileNotFoundError: no such file: img5.npy")
     assert advice_for(error, 0) == (
-        "mpistrat: correct train.py:3 in f (rank 1): FileNotFoundError: img5\n"
+        "mpistrat: correct train.py:3 in f (rank 1): FileNotFoundError: img5.\n"
     )
 
 
@@ -101,7 +101,7 @@ def test_what_to_do_about_an_error_of_ours_is_its_last_sentence() -> None:
     assert "prepare takes torch modules" in advice_for(error, 0)
     with pytest.raises(ValueError, match="Leave") as raised:
         exec(compile('raise ValueError("It is wrong. Leave it out")', f"{PACKAGE}/x.py", "exec"))
-    assert advice_for(raised.value, 2).endswith(" (rank 2): Leave it out\n")
+    assert advice_for(raised.value, 2).endswith(" (rank 2): Leave it out.\n")
 
 
 def test_an_error_that_cannot_be_read_has_an_advice_all_the_same() -> None:
@@ -113,4 +113,4 @@ def test_an_error_that_cannot_be_read_has_an_advice_all_the_same() -> None:
         raise Unreadable
 
     text = told_of(error_of(fail), 0)
-    assert re.search(r"\nmpistrat: correct \S+ in fail \(rank 0\): Unreadable: <.*failed>$", text)
+    assert re.search(r"\nmpistrat: correct \S+ in fail \(rank 0\): Unreadable: <.*failed>\.$", text)
