@@ -217,8 +217,7 @@ class Elastic:
         if not self._num_kept:
             check_whole(state["common"], "run_elastic")
         ranks = {rank: pickle.dumps(own) for rank, own in state["ranks"].items()}
-        with survivors.reported_as("exchange of states", survivors.communicator.contract.calls):
-            survivors.exchange(ranks)
+        survivors.exchange(ranks)
         self._states.keep(self.step, {**state, "ranks": ranks})
         self._seconds.append(time.perf_counter() - started)
         self._num_kept += 1

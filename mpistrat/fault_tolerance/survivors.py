@@ -59,9 +59,10 @@ class Survivors:
         """
         comm = self.comm
         rank, size = comm.rank, comm.size
-        for away in {1, 2 if size == 3 else size // 2} if size > 1 else ():
-            to, of = (rank + away) % size, (rank - away) % size
-            states[of] = comm.sendrecv(states[rank], to, source=of)
+        with self.reported_as("exchange of states", self.communicator.contract.calls):
+            for away in {1, 2 if size == 3 else size // 2} if size > 1 else ():
+                to, of = (rank + away) % size, (rank - away) % size
+                states[of] = comm.sendrecv(states[rank], to, source=of)
 
     def all_done(self, done: bool) -> bool:
         """Whether all ranks that are left are done. Called by: each of them, whatever it has seen. Waits for all."""

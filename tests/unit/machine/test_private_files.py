@@ -40,6 +40,7 @@ ALLOWED = {
         "machine/addresses.py",
         "socket",
     ): "asks for the addresses of interfaces, and is bound to none",
+    ("torch_distributed/run.py", "exec"): "the user's program, as `python` runs it",
     ("torch_distributed/rendezvous.py", "listen"): "at 127.0.0.1 on one node, else at one address",
     ("communicators/torch_store.py", "listen"): "the same",
     ("communicators/torch_store.py", "TCPStore"): "as torchrun's; what it holds is not unpickled",
