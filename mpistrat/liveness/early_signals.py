@@ -14,7 +14,7 @@ from typing import Any
 # SIGTERM is none of them: it ends whatever has no handler, at once.
 NUMBERS = (signal.SIGUSR1, signal.SIGUSR2)
 
-# By signal that is kept: what it did before. SIG_IGN stands for MPI's handler: that signal is kept for good.
+# By signal that is kept: SIG_DFL, or a function that calls the handler of MPI, which calls the one before it.
 _previous: dict[int, Any] = {}
 _come: set[int] = set()
 
@@ -24,8 +24,8 @@ def keep() -> None:
     for number in NUMBERS:
         if (before := _action(number)) is not None:
             with contextlib.suppress(ValueError):  # on another thread
-                signal.signal(number, _note)
                 _previous[number] = before
+                signal.signal(number, _note)
 
 
 def previous(number: int) -> Any:
@@ -53,14 +53,19 @@ def release() -> None:
 
 def _note(number: int, frame: Any) -> None:
     _come.add(number)
+    if callable(before := _previous[number]):
+        before(number, frame)
 
 
 def _action(number: int) -> Any:
-    """SIG_DFL; SIG_IGN where MPI handles the signal, which does nothing for the program; None where another does."""
+    """SIG_DFL; a function that calls MPI's handler, where MPI has one; None where the program handles the signal."""
+    if signal.getsignal(number) != signal.SIG_DFL:  # MPI's handler calls the program's
+        return None
     libc, action, owner = ctypes.CDLL(None), (ctypes.c_void_p * 32)(), (ctypes.c_char_p * 4)()
     # A struct sigaction begins with the handler, whoever has set it; a Dl_info with the file that has it.
     libc.sigaction(number, None, action)
     libc.dladdr(ctypes.c_void_p(action[0]), owner)
     if b"/libmpi" in (owner[0] or b""):
-        return signal.SIG_IGN
+        of_mpi = ctypes.CFUNCTYPE(None, ctypes.c_int)(action[0] or 0)
+        return lambda number, frame: of_mpi(number)
     return None if action[0] else signal.SIG_DFL

@@ -8,7 +8,9 @@ import traceback
 from mpistrat.liveness.call_site import FRAME, PACKAGE, message_of, places_of, raised_at
 from mpistrat.settings import full_tracebacks
 
-_LEFT_OUT = re.compile(rf"{re.escape(PACKAGE)}|.*/(torch/(utils/data/|_utils\.py)|contextlib\.py)")
+_LEFT_OUT = re.compile(
+    rf"{re.escape(PACKAGE)}|.*/(mpistrat_torch\.py|torch/(utils/data/|_utils\.py)|contextlib\.py)"
+)
 # An error of this rank, and the mismatch that all ranks raise for it; the mismatch has passed the callers.
 _BY_CAUSE = re.compile(
     r"(?s)(Traceback \(most recent call last\):\n)(.*)\n+The above exception was the direct cause [^\n]*\n\n"
@@ -36,7 +38,7 @@ def advice_for(error: BaseException, rank: int) -> str:
     advice = getattr(error, "raised_by_rank", "")
     if not advice:
         name, lines = type(error).__name__, message_of(error).splitlines() or [""]
-        text = f"{name}: {lines[0]}"
+        text = ": ".join(filter(None, (name, lines[0])))
         if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
             text = _BETWEEN_SENTENCES.split(lines[-1])[-1]  # our messages end with what to do
         advice = f"{raised_at(error, 'the error above')} (rank {rank}): {text}"

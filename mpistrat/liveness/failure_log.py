@@ -27,6 +27,7 @@ SECONDS_FOR_ALL = 0.8
 SECONDS_TO_HEAR = 0.3  # of other nodes, for which a rank listens five times a second
 SECONDS_FOR_FIRST_NODE = 0.4
 SECONDS_TO_TELL = 0.2
+SECONDS_TO_BE_PASSED_ON = 0.1  # Open MPI's launcher reads ranks in no order
 SECONDS_TO_LOCK = 0.5  # one may hang while it prints
 SECONDS_TO_LAST = 5.0  # under a fault tolerant MPI, the job and its folder outlive a rank
 _FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
@@ -126,6 +127,9 @@ class FailureLog:
         failed = [entry for entry in self._entries() if entry.kind == _FAILED]
         all_failed = len({entry.rank for entry in failed}) == self._size and not self._patience
         quiet = all(time.monotonic() - entry.at > self._pause for entry in failed)
+        of_others = (e for e in self._entries() if (e.kind, e.rank != self._rank) == (_SAID, True))
+        if any(time.monotonic() - entry.at < SECONDS_TO_BE_PASSED_ON for entry in of_others):
+            return False
         return (all_failed or quiet) and all(self._is_said(entry.error) for entry in failed)
 
     def _is_said(self, error: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from mpistrat.cluster_resolver.launcher import certain_rank, why_not_fault_tolerant
 from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
-from mpistrat.errors import CollectiveMismatchError, DivergenceError, TopologyError
+from mpistrat.errors import CollectiveMismatchError, DivergenceError, StallError, TopologyError
 from mpistrat.liveness import observation
 from mpistrat.liveness.borrowed_stderr import say_on_launcher
 from mpistrat.liveness.error_text import advice_for, of_the_program
@@ -249,6 +249,8 @@ def _known_as(error: BaseException, traceback: str, own: int) -> tuple[str, bool
     of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
     if getattr(error, "raised_by_rank", "") and not error.__cause__:
         return OF_ANOTHER_RANK, of_all
+    if isinstance(error, StallError):
+        return type(error).__name__, True  # each tells how long it has waited
     if of_all and isinstance(error, CollectiveMismatchError):
         return type(error).__name__, of_all  # by whatever way the ranks came to it
     # All ranks may name one of them, or each itself.

@@ -20,7 +20,7 @@ _MOST_FRAMES = 12
 _MOST_RANKS = 24  # that are described one by one
 _SECONDS_OF_CPU = 0.3
 _BUSY = 0.1  # of a core, which it may have to share
-_STARTS_PROGRAMS = "run_program"  # of `mpistrat run`, through runpy
+_STARTS_PROGRAMS = "_run_as_main"  # of `mpistrat run`, through runpy
 _RUNPY = re.compile(r"\brunpy(\.py)?>?:\d+ in ")
 
 

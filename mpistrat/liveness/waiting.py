@@ -63,7 +63,7 @@ def wait_until(
         if timeout and waited > timeout and _is_noticed(watch, waited - timeout):
             raise StallError(
                 f"rank {record.rank} waited {waited:.1f} s for the other ranks, and the timeout of its group is "
-                f"{timeout:g} s. Find out why they do not come, or pass a longer timeout= where the group is made"
+                f"{timeout:g} s. Find out why the others do not come, or pass a longer timeout= where the group is made"
             )
         observed = now - record.looked / 1e9 < limit + patience
         if limit and waited > limit + patience and not observed:

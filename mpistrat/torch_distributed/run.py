@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import io
 import os
 import pkgutil
@@ -66,15 +67,23 @@ def _run_as_main(program: str, is_module: bool) -> None:
     if is_archive or not safe:
         folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
         sys.path[: 1 - safe] = [path if is_archive else folder]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    if is_module or is_archive:  # by the function that `python` itself calls
-        runpy._run_module_as_main(program if is_module else "__main__", alter_argv=is_module)  # type: ignore[attr-defined]
-        return
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
-    source = loader.get_data(path)
-    # read_code is for a .pyc, and returns None where the file is none.
-    code = pkgutil.read_code(io.BytesIO(source)) or compile(source, path, "exec", dont_inherit=True)
+    if is_archive:
+        del sys.modules["__main__"]  # the importer would take it for the program's
+    if is_module or is_archive:
+        name = program if is_module else "__main__"
+        _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
+        main = importlib.util.module_from_spec(spec)
+        sys.argv[0] = spec.origin if is_module else program
+    else:
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        source = loader.get_data(path)
+        code = pkgutil.read_code(io.BytesIO(source))  # None: no .pyc
+        code = code or compile(source, path, "exec", dont_inherit=True)
+        main = types.ModuleType("__main__")
+        main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+    main.__name__ = "__main__"
+    # Processes that the program spawns know its classes by the second name.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(code, vars(main))
 
 

@@ -107,12 +107,16 @@ def left_together(job: Job, folder: Path) -> None:
 
 
 EARLY = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 import mpistrat as ms
+own = []
+signal.signal(signal.SIGUSR2, lambda number, _: own.append(number))
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
 with strategy.scope():
     variable = ms.Variable(0.0)
+signal.raise_signal(signal.SIGUSR2)
+assert own == [signal.SIGUSR2]
 folder = Path(sys.argv[1])
 (folder / f"ready{strategy.rank}").touch()
 time.sleep(1)  # it reads its data, and is signalled

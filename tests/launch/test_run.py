@@ -41,7 +41,7 @@ def test_a_script_for_torchrun(launcher: Launcher, tmp_path: Path) -> None:
 
 AS_UNDER_PYTHON = """
 'The documentation.'
-import atexit, pickle, sys, threading, time
+import atexit, multiprocessing, pickle, sys, threading, time
 class State:
     pass
 def save(when):
@@ -51,6 +51,7 @@ def late():
     save("thread")
 print(__name__, __doc__, __file__, __package__, __cached__, __spec__ and __spec__.name)
 print(type(__loader__).__name__, sys.argv, sys.path[0], sys.flags, sys.modules[__name__].State is State)
+print("spawned", sys.modules["__mp_main__"].State is State)
 atexit.register(save, "exit handler")
 threading.Thread(target=late).start()
 """

@@ -3,6 +3,7 @@
 Imports as little as it can.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -30,7 +31,7 @@ def main() -> int:
     connection.sendall(text)
     rank = int.from_bytes(_receive(connection), "little")
     for number in FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(rank, number))
+        signal.signal(number, lambda number, _: _pass_on(number, rank))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     status = int.from_bytes(_receive(connection), "little")
     if os.WIFSIGNALED(status):
@@ -39,6 +40,11 @@ def main() -> int:
             signal.signal(ended_by, signal.SIG_DFL)
         os.kill(os.getpid(), ended_by)
     return os.waitstatus_to_exitcode(status)
+
+
+def _pass_on(number: int, rank: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        os.kill(rank, number)
 
 
 def _receive(connection: socket.socket) -> bytes:
