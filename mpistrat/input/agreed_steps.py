@@ -172,7 +172,7 @@ def check_all_have_some(steps: Sequence[int]) -> None:
         raise ValueError(
             f"{ranks_in_words(without)} of {len(steps)} {'has' if len(without) == 1 else 'have'} no data for a step, "
             "and an epoch ends with the shortest rank: nothing would be trained. Give each rank data: cut it into "
-            f"{len(steps)} shards or more, use smaller batches, or start {len(steps) - len(without)} ranks"
+            f"{len(steps)} shards or more, use smaller batches, or start fewer ranks ({len(steps) - len(without)})"
         )
 
 
