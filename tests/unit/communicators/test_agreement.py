@@ -154,6 +154,7 @@ def test_where_ranks_outnumber_cores_one_look_and_the_core_is_given_away(
         yielded = next(yields)
 
     monkeypatch.setattr("os.sched_yield", give_away)
+    monkeypatch.setattr(waiting, "YIELD_SECONDS", 60.0)  # others may have the core meanwhile
     words: Any = dict.fromkeys(range(100), 0)
     record = RecordIn(words)
     peers: Any = [(Late(), 0)]

@@ -41,12 +41,17 @@ def test_a_process_that_would_be_killed_is_not_asked_for_its_stack(tmp_path: Pat
     stacks = tmp_path / "stacks"
     stacks.touch()
     with subprocess.Popen(["sleep", "600"]) as child:
-        request = processes.StackRequest(child.pid, signal.SIGRTMAX - 1, str(stacks))
-        assert not request.sent
-        assert request.frames() == []
-        assert child.poll() is None
-        assert processes.command_of(child.pid) == "sleep 600"
-        child.kill()
+        try:
+            until = time.monotonic() + 20
+            while processes.command_of(child.pid) != "sleep 600":  # it may be in exec still
+                assert time.monotonic() < until
+                time.sleep(0.001)
+            request = processes.StackRequest(child.pid, signal.SIGRTMAX - 1, str(stacks))
+            assert not request.sent
+            assert request.frames() == []
+            assert child.poll() is None
+        finally:
+            child.kill()
 
 
 @pytest.mark.parametrize(
