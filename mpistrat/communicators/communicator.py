@@ -177,15 +177,16 @@ class Communicator(abc.ABC):
 
         Collective. `what` is what the rank did not manage: "could not read its part".
         """
-        own = error and (raised_at(error), f"{type(error).__name__}: {message_of(error)}")
+        own = error and (raised_at(error), type(error).__name__, message_of(error))
         everyone = self.all_gather_object(own, label="errors")
         if error is not None:
             mark_raised_by_all(error)
             raise error
         for rank, theirs in enumerate(everyone):
             if theirs is not None:
-                failed: Any = RuntimeError(f"rank {rank} {what}: {theirs[1]}")
-                failed.raised_by_rank = f"{theirs[0]} (rank {rank}): {theirs[1]}"
+                place, kind, text = theirs
+                failed: Any = RuntimeError(f"rank {rank} {what}: {kind}: {text}")
+                failed.raised_by_rank = f"{place} (rank {rank}): {text or kind}"
                 raise failed
 
 

@@ -37,8 +37,8 @@ def advice_for(error: BaseException, rank: int) -> str:
     """What to do about `error` of this rank: the last line, which names the program's own."""
     advice = getattr(error, "raised_by_rank", "")
     if not advice:
-        name, lines = type(error).__name__, message_of(error).splitlines() or [""]
-        text = ": ".join(filter(None, (name, lines[0])))
+        lines = message_of(error).splitlines() or [""]
+        text = lines[0] or type(error).__name__
         if any(place.startswith(PACKAGE) for place in places_of(error)[-1:]):
             text = _BETWEEN_SENTENCES.split(lines[-1])[-1]  # our messages end with what to do
         advice = f"{raised_at(error, 'the error above')} (rank {rank}): {text}"

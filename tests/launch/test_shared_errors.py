@@ -32,9 +32,7 @@ def test_of_all_ranks(launcher: Launcher, tmp_path: Path) -> None:
     assert job.stderr.count("Traceback") == 1, job.stderr
     assert job.stderr.count("\nValueError: wrong on rank ") == 1
     assert job.stderr.count("mpistrat: the same error on ranks 0-3\n") == 1
-    assert_mended_by(
-        job.stderr, rf"{PROGRAM}:\d+ in fail \(rank \d\): ValueError: wrong on rank \d"
-    )
+    assert_mended_by(job.stderr, rf"{PROGRAM}:\d+ in fail \(rank \d\): wrong on rank \d")
 
 
 def test_two_errors(launcher: Launcher, tmp_path: Path) -> None:
@@ -53,7 +51,7 @@ def test_of_one_rank_while_the_others_hang(launcher: Launcher, tmp_path: Path) -
     assert job.stderr.count("Traceback") == 1, job.stderr
     assert job.stderr.count("\nValueError: wrong alone\n") == 1
     assert "the same error" not in job.stderr
-    assert_mended_by(job.stderr, rf"{PROGRAM}:\d+ in fail \(rank 1\): ValueError: wrong alone")
+    assert_mended_by(job.stderr, rf"{PROGRAM}:\d+ in fail \(rank 1\): wrong alone")
 
 
 def test_interrupted_twice(launcher: Launcher, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_frames_between_lines_of_the_program_are_left_out(
     *_, own, last = text.splitlines()
     assert own == "FileNotFoundError: no such file: img5.npy"
     assert last.startswith("mpistrat: correct ")
-    assert last.endswith(f" (rank 1): {own}.")
+    assert last.endswith(" (rank 1): no such file: img5.npy.")
     monkeypatch.setenv("MPISTRAT_TRACEBACK", "full")
     assert LOADER in told_of(error, 1)
 
@@ -113,4 +113,4 @@ def test_an_error_that_cannot_be_read_has_an_advice_all_the_same() -> None:
         raise Unreadable
 
     text = told_of(error_of(fail), 0)
-    assert re.search(r"\nmpistrat: correct \S+ in fail \(rank 0\): Unreadable: <.*failed>\.$", text)
+    assert re.search(r"\nmpistrat: correct \S+ in fail \(rank 0\): <.*failed>\.$", text)
