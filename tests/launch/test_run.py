@@ -63,7 +63,7 @@ def test_a_program_finds_itself_as_under_python(tmp_path: Path) -> None:
     ways = (("./program.py", "a", "-m"), ("-m", "program", "a"))
     with ThreadPoolExecutor() as pool:
         runs = pool.map(lambda words: alone(tmp_path, *RUN, *words), ways)
-        plain = [alone(tmp_path, *words) for words in ways]
+        plain = pool.map(lambda words: alone(tmp_path, *words), ways)
     for run, expected in zip(runs, plain, strict=True):
         assert (run.returncode, run.stderr, run.stdout) == (0, "", expected.stdout)
         assert run.stdout.endswith("thread True\nexit handler True\n")

@@ -189,7 +189,7 @@ def test_calls_in_callbacks_are_in_one_order(
             optimizer.zero_grad()
             outputs = wrapped(torch.ones(2, 16) + dist.get_rank())
             if slow and last and step == 2:
-                module[1].weight.register_hook(lambda _: time.sleep(0.2))
+                module[1].weight.register_hook(lambda _: time.sleep(0.1))
             outputs.square().mean().backward()
             optimizer.step()
         dist.destroy_process_group(group)

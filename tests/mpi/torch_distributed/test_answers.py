@@ -123,13 +123,14 @@ def train_and_save(folder: Path) -> None:
         functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", group))
         backend: Any = group._get_backend(CPU)
         assert backend.options._timeout == datetime.timedelta(minutes=30)
-        assert not backend.supports_shrinking
+        # torch 2.9 has neither.
+        assert not getattr(backend, "supports_shrinking", False)
         assert not backend.supports_tensor_alloc(CPU)
         for name in ("backend", "global_ranks_in_group", "group_name"):
             getattr(backend.options, name)
         group._get_sequence_number_for_group()  # type: ignore[attr-defined]
         group._set_sequence_number_for_group()
-        assert not group.use_pg_for_symm_mem_rendezvous
+        assert not getattr(group, "use_pg_for_symm_mem_rendezvous", False)
         assert isinstance(group.get_group_store(), dist.Store)
     dist.barrier()
 
