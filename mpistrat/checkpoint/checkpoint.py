@@ -44,10 +44,10 @@ class Checkpoint:
         RuntimeError: the job has several ranks, and none of the objects is a strategy's.
 
     Attributes:
-        objects: those of Args, "random" (generators of torch, Python and NumPy), "strategy" (what must stay the same
-            for a deterministic job) and, with a wire format, "residuals" (what it holds back). Others may be added, on
-            all ranks, and any may be deleted.
-        strategy: theirs.
+        objects: the objects of Args; "random", the generators of torch, Python and NumPy; "strategy", the settings of a
+            deterministic job; and, with a wire format, "residuals", the rests that it holds back. Others may be added,
+            on all ranks, and any may be deleted.
+        strategy: the strategy of the objects.
     """
 
     def __init__(self, **objects: Any) -> None:

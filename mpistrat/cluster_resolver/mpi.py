@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from mpistrat.cluster_resolver import launcher
@@ -93,8 +94,7 @@ def start_mpi() -> Any:
     """
     global _started
     _refuse_in_worker()
-    of_child = rank_pid() and not _started
-    environ = launcher.without_inherited(os.environ) if of_child else os.environ
+    environ = _environment()
     mpi, why_not = (_started, "") if _started else _import_mpi()
     if mpi is None:
         launcher.check_alone(environ, why_not)
@@ -121,6 +121,12 @@ def start_mpi() -> Any:
         _warn_if_left_alone()
     _started = mpi
     return mpi
+
+
+def _environment() -> Mapping[str, str]:
+    """The environment, in a rank's child without the rank's own number."""
+    is_child = rank_pid() and not _started
+    return launcher.without_inherited(os.environ) if is_child else os.environ
 
 
 def _warn_if_left_alone() -> None:

@@ -22,9 +22,9 @@ from mpistrat.liveness.rank_end import rank_end
 class SignalFlag:
     """Notes signals for as long as it exists; then they do what they did before.
 
-    Made by: the main thread, since Python gives signals to that one; RuntimeError elsewhere. What handled a signal
-    before is called as well, after it was noted, unless it is what Python itself does, which raises KeyboardInterrupt
-    in the middle of a step; a signal that is handled outside Python is left to that, with a warning.
+    Made by: the main thread, to which Python gives signals; RuntimeError elsewhere. A signal is noted, and then the
+    handler from before is called. Python's own handler is not called: it would raise KeyboardInterrupt in the middle
+    of a step. A signal with a handler outside Python is left to that handler, with a warning.
 
     Attributes:
         number: of the last signal that came, since a strategy was made; 0 while none has.

@@ -139,8 +139,7 @@ class AgreedSteps(Iterator[Step]):
             largest, failure = (max(mine[i] for mine, _, _ in first_steps) for i in range(2))
             counts = [count for _, count, _ in first_steps if count is not None]
             if largest != _FAILED:
-                if not partial and not self._steps_done:
-                    check_all_have_some([abs(mine[0]) for mine, _, _ in first_steps])
+                self._check_all_have_some(first_steps)
                 self._learn_from_others([spec for _, _, spec in first_steps])
                 if self._reader.steps_agreed or (partial and len(counts) == communicator.size):
                     self._steps_left = max(counts) - self._steps_done - 1
@@ -149,6 +148,10 @@ class AgreedSteps(Iterator[Step]):
         sure = min(abs(largest), -failure)
         self._sure = max(0, sure - 1)
         return sure > 0
+
+    def _check_all_have_some(self, first_steps: Sequence[Any]) -> None:
+        if not self._partial and not self._steps_done:
+            check_all_have_some([abs(steps) for (steps, _), _, _ in first_steps])
 
     def _learn_from_others(self, specs: list[Any]) -> None:
         """What the batches of this rank look like, if it has none. Raises: ValueError when the ranks' differ."""

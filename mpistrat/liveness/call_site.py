@@ -59,9 +59,9 @@ def standing_for(place: Place) -> Iterator[None]:
 def outside(frame: FrameType | Place) -> FrameType | Place:
     """The innermost frame of the user's program, at or outside `frame`.
 
-    Frames of this package, torch (whose `backward` reduces), torch_xla, and of those by whose decorators torch is
-    called, are not the user's. Nor are those of installed libraries, such as Lightning: where there are no others, it
-    is the innermost of these, and else the outermost frame.
+    Frames of this package, of torch (`backward` reduces), of torch_xla and of decorators around them are not the
+    user's, nor are frames of installed libraries, such as Lightning. Where the user has no frame, it is the innermost
+    one of an installed library, and else the outermost frame.
     """
     of_library = None
     while True:

@@ -10,7 +10,7 @@ import itertools
 import os
 import select
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpistrat.liveness.job_folder import line_of, members_of, ranks_in, record_of, stacks_of
@@ -119,7 +119,7 @@ class Rank:
 
 
 def find_ranks(folder: str, known: Collection[int] = ()) -> list[Rank]:
-    """The ranks whose records lie in a job's folder, by number, without those whose records' inodes are `known`."""
+    """The ranks that have a record in a job's folder, by number; records whose inode is in `known` are left out."""
     found = []
     for rank, inode in ranks_in(folder).items():
         if inode not in known:
@@ -192,25 +192,35 @@ def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
         call = max((board.calls for _, board in alive if board.since), default=0)
         inside = {rank: board for rank, board in alive if board.since and board.calls == call}
         if inside:
-            missing, board = [rank for rank, board in members if board.calls < call], members[0][1]
-            numbers = members_of(members[0][0].record.folder, group)
-            strangers = [r for r in ranks if r.number in numbers and r not in dict(members)]
-            found.append(
-                Wait(
-                    call,
-                    board.size,
-                    min(each.since for each in inside.values()),
-                    [*inside],
-                    [each.entry for each in inside.values()],
-                    missing + strangers,
-                    group,
-                    board.first,
-                    min((each.timeout for each in inside.values() if each.timeout), default=0.0),
-                    board.size - len(members) - len(strangers),
-                    numbers,
-                )
-            )
+            found.append(_wait_of(group, call, inside, dict(members), ranks))
     return sorted(found, key=lambda wait: wait.since)
+
+
+def _wait_of(
+    group: int,
+    call: int,
+    inside: Mapping[Rank, Board],
+    members: Mapping[Rank, Board],
+    ranks: Sequence[Rank],
+) -> Wait:
+    """Args: inside: members that are in collective number `call`. members: ranks whose records have the group."""
+    first, board = next(iter(members.items()))
+    numbers = members_of(first.record.folder, group)
+    strangers = [rank for rank in ranks if rank.number in numbers and rank not in members]
+    boards = inside.values()
+    return Wait(
+        call,
+        board.size,
+        min(each.since for each in boards),
+        [*inside],
+        [each.entry for each in boards],
+        [rank for rank, each in members.items() if each.calls < call] + strangers,
+        group,
+        board.first,
+        min((each.timeout for each in boards if each.timeout), default=0.0),
+        board.size - len(members) - len(strangers),
+        numbers,
+    )
 
 
 def absentees(ranks: Collection[Rank]) -> list[Rank]:

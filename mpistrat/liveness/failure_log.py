@@ -1,9 +1,9 @@
 """The errors that the ranks of a job end with: one that several ranks have in common is printed once.
 
-Each rank notes its error in a file of the job's folder, under a lock. The first prints the error before it notes that,
-so that no error is lost, whatever ends the ranks meanwhile. Ranks that only hear of another's error leave it time to
-print that. Nodes tell each other what they note, once they have a way
-to; the others leave the first one time to speak for all.
+Each rank notes its error in a file of the job's folder, under a lock. The first rank prints the error before it notes
+that, so that no error is lost, whatever ends the ranks meanwhile. A rank that only hears of another rank's error leaves
+that rank time to print it. Nodes tell each other what they note, once they can; the others leave the first node time to
+speak for all.
 """
 
 from __future__ import annotations
@@ -109,14 +109,13 @@ class FailureLog:
         """
         soon(self._is_complete, max(SECONDS_FOR_ALL, 2 * self._pause))
         with self._locked() as file:
-            entries = self._entries()
-            if any(entry.kind == _SUMMED_UP for entry in entries):
+            if self._entries(_SUMMED_UP):
                 return ""
             self._note(file, _SUMMED_UP, "-")
-        said = {entry.error: entry.rank for entry in entries if entry.kind == _SAID}
-        lines = []
+        said = {entry.error: entry.rank for entry in self._entries(_SAID)}
+        failed, lines = self._entries(_FAILED), []
         for error, first in said.items():
-            ranks = {e.rank for e in entries if e.kind == _FAILED and _are_alike(e.error, error)}
+            ranks = {entry.rank for entry in failed if _are_alike(entry.error, error)}
             if len(ranks) > 1:
                 which = "the same error" if len(said) == 1 else f"the error of rank {first}:"
                 lines.append(f"mpistrat: {which} on {ranks_in_words(ranks)}\n")
@@ -124,24 +123,28 @@ class FailureLog:
 
     def _is_complete(self) -> bool:
         """Whether all ranks of the job have failed, or no other does; and all errors have been said."""
-        failed = [entry for entry in self._entries() if entry.kind == _FAILED]
+        failed, now = self._entries(_FAILED), time.monotonic()
         all_failed = len({entry.rank for entry in failed}) == self._size and not self._patience
-        quiet = all(time.monotonic() - entry.at > self._pause for entry in failed)
-        of_others = (e for e in self._entries() if (e.kind, e.rank != self._rank) == (_SAID, True))
-        if any(time.monotonic() - entry.at < SECONDS_TO_BE_PASSED_ON for entry in of_others):
+        if not all_failed and now - max((entry.at for entry in failed), default=0.0) <= self._pause:
             return False
-        return (all_failed or quiet) and all(self._is_said(entry.error) for entry in failed)
+        return all(self._is_said(entry.error) for entry in failed) and self._is_passed_on(now)
+
+    def _is_passed_on(self, now: float) -> bool:
+        """Whether launchers have had the time to pass on all that other ranks have said."""
+        others = (entry.at for entry in self._entries(_SAID) if entry.rank != self._rank)
+        return now - max(others, default=0.0) > SECONDS_TO_BE_PASSED_ON
 
     def _is_said(self, error: str) -> bool:
-        said = [entry.error for entry in self._entries() if entry.kind == _SAID]
+        said = (entry.error for entry in self._entries(_SAID))
         return any(error == OF_ANOTHER_RANK or _are_alike(error, other) for other in said)
 
-    def _entries(self) -> list[_Entry]:
-        """Those of the last seconds, in their order."""
+    def _entries(self, wanted: str) -> list[_Entry]:
+        """The entries of this kind from the last seconds, in their order."""
         with open(self._path, encoding="utf-8") as file:
             found = (line.split() for line in file if line.endswith("\n"))
             entries = [_Entry(kind, float(at), int(rank), e) for kind, at, rank, e in found]
-        return [e for e in entries if time.monotonic() - e.at < SECONDS_TO_LAST]
+        since = time.monotonic() - SECONDS_TO_LAST
+        return [entry for entry in entries if entry.kind == wanted and entry.at > since]
 
     def _note(self, file: Any, kind: str, error: str) -> None:
         failure, nodes = Failure(kind, self._rank, error), self._nodes

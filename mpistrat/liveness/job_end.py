@@ -148,11 +148,7 @@ class JobEnd:
             if observation.has_lost_files():
                 self._end_without_files()
             if action == END:  # the observer has reported a failure
-                # Errors of which this rank could not tell the others may be why it waited.
-                for error in filter(None, [c.raising for g in self._groups for c in g.calls()]):
-                    text = told_of(error, self._rank.rank)
-                    self._rank.say_last(f"{self._rank.who} failed\n{text}")
-                self._rank.abort(self.records.own.code)
+                self._end_as_reported()
             stand_in.look()
             for group in list(self._groups):
                 try:
@@ -172,6 +168,14 @@ class JobEnd:
                     f"ending the job: {self._rank.who} was interrupted, but stays in a call at {site}",
                     130,
                 )
+
+    def _end_as_reported(self) -> NoReturn:
+        """Tell the errors of which this rank could not tell the others: they may be why it waited."""
+        for group in self._groups:
+            for error in filter(None, [call.raising for call in group.calls()]):
+                text = told_of(error, self._rank.rank)
+                self._rank.say_last(f"{self._rank.who} failed\n{text}")
+        self._rank.abort(self.records.own.code)
 
     def _end_without_files(self) -> NoReturn:
         """MPI has lost its launcher: it may write about that for ever, and MPI_Abort cannot be heard."""

@@ -43,9 +43,8 @@ class Answer:
 class Raise:
     report: str
     group: int  # the hash of the stalled communicator's name
-    call: int = (
-        0  # the collective that a rank has left for an error; 0: the observer has found the stall
-    )
+    # The collective that a rank has left for an error; 0: the observer has found the stall.
+    call: int = 0
 
 
 Message = Ask | Answer | Raise | Failure
@@ -112,8 +111,11 @@ class OtherNodes:
         record.stalled = message.group
         record.abort = RAISE  # last: the rank acts on it
 
-    def _raise_if_inside(self, message: Raise) -> None:
-        """Raise on this rank if it stays in the collective that another has left; it may be about to leave, too."""
+    def _raise_if_inside(self) -> None:
+        """Raise on this rank if it stays in a collective that another has left; it may be about to leave, too."""
+        message = self._left
+        if message is None:
+            return
         wanted = message.group, message.call
         inside = [b.since for b in self._record.boards() if (b.group, b.calls) == wanted]
         if not any(inside):
@@ -125,8 +127,7 @@ class OtherNodes:
     def look(self, now: float) -> None:
         """Called a few times a second, with `time.monotonic()`."""
         record = self._record
-        if self._left is not None:
-            self._raise_if_inside(self._left)
+        self._raise_if_inside()
         if not self._others or not record.folder:
             return
         if self._has_asked and not self._raised and record.abort == RAISE:

@@ -74,12 +74,7 @@ def stall_report(
 
 
 def death_report(ranks: list[Rank], first: Rank) -> str:
-    how = describe_exit(first.status)
-    if first.became:
-        how = f"became another program, by exec ({first.became}), and then {how}"
-    elif first.closed_alive:
-        how = "closed files that it had not opened, as os.closerange() does, and died: the launcher had lost it"
-    lines = [f"{first.who} {how}", f"  it {_last_words(first)}"]
+    lines = [f"{first.who} {_how_it_died(first)}", f"  it {_last_words(first)}"]
     spoken = _spoken_at_death(first)
     if spoken:
         lines += ["  its last words:", *(f"      {line}" for line in spoken)]
@@ -92,6 +87,15 @@ def death_report(ranks: list[Rank], first: Rank) -> str:
             "  If a rank of another node failed before, the launcher killed this one; each node reports for itself."
         )
     return "\n".join(lines)
+
+
+def _how_it_died(rank: Rank) -> str:
+    how = describe_exit(rank.status)
+    if rank.became:
+        return f"became another program, by exec ({rank.became}), and then {how}"
+    if rank.closed_alive:
+        return "closed files that it had not opened, as os.closerange() does, and died: the launcher had lost it"
+    return how
 
 
 def absence_report(absent: list[Rank], waiting: list[Rank]) -> str:

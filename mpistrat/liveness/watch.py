@@ -1,4 +1,4 @@
-"""What a communicator of this process shares with those of its node, and what others know of its calls."""
+"""The records of a communicator's calls, which ranks of a node share, and the attributes of calls that are watched."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class ServerJob:
 
 
 class Losses:
-    """What the death of a rank means for the job, and which rank tells people. Args: job: as this rank sees it."""
+    """Decides whether the job goes on after the death of a rank, and who says so. Args: job: as this rank sees it."""
 
     def __init__(self, job: ServerJob) -> None:
         self._job = job

@@ -107,7 +107,7 @@ def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor
     handle = parameter.register_post_accumulate_grad_hook(not_compiled(hook))
     parameter.requires_grad_(required)
     others = parameter._post_accumulate_grad_hooks
-    # The engine goes by the order in which a dictionary was filled, not by what `move_to_end` says.
+    # The engine goes by the order in which the dictionary was filled; `move_to_end` does not change that order.
     kept = [(handle.id, others.pop(handle.id)), *others.items()]
     others.clear()
     others.update(kept)
@@ -146,8 +146,8 @@ def around_calls(
 ) -> None:
     """Have `module(…)` be what `around` makes of it: the module, what calls it, and its arguments.
 
-    It is kept where torch keeps what `Module.compile` makes, which takes its place; copies, saved and scripted modules
-    do not have it, and what `torch.compile` makes does without.
+    It is kept in the place of the function that `Module.compile` makes, and `Module.compile` replaces it. Copies, saved
+    and scripted modules do not have it, nor do modules that `torch.compile` returns.
     """
     if module._compiled_call_impl is None:
         reference = weakref.ref(module)

@@ -22,7 +22,7 @@ class FirstStep:
 
         Args:
             examples: of the step; None if they are not known.
-            batch_size: those that a global batch was to have, of which some may not have come; None: as many as came.
+            batch_size: how many examples the global batch was to have; some may not have come. None: as many as came.
         """
         early_signals.release()
         if self._is_told:

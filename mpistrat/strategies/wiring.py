@@ -171,7 +171,7 @@ def central_storage(
 
 
 def one_replica(strategy: Any, device: str, context: ReplicaContext | None = None) -> Parts:
-    """One replica, whose values are never wrapped and whose variables are plain.
+    """One replica. Its values are never wrapped, and its variables are plain.
 
     Args:
         context: the replica's; None makes it.

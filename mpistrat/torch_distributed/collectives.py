@@ -31,7 +31,7 @@ class Collectives:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
-        # Of lists of tensors, whose elements move as those of one: one buffer before, another after.
+        # For lists of tensors, which move as one: a buffer to send from, and a buffer to receive in.
         self._buffers = RecycledBuffers(kept=2)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> None:

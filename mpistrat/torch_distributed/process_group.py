@@ -353,16 +353,16 @@ class MpistratProcessGroup(dist.ProcessGroup):
     ) -> DoneWork:
         """Make a call here, or on the communication thread if the program does not wait for it."""
         self._check_usable()
-        is_nested = self._is_in_callback()
+        if self._is_in_callback():
+            self._make(call, operands)
+            self._stay_inside(True)
+            return self._collect(DoneWork(result))
         # A program that calls a group's own method, without options, waits for the result.
-        waits = not getattr(opts, "asyncOp", True)
-        if waits or is_nested or not self._communicator.thread_multiple:
-            if self._thread is not None and not is_nested:
+        if not getattr(opts, "asyncOp", True) or not self._communicator.thread_multiple:
+            if self._thread is not None:
                 self._after_backward.make()
                 self._thread.wait_until_idle()
             self._make(call, operands)
-            if is_nested:
-                self._stay_inside(True)
             return self._collect(DoneWork(result))
         with self._order:
             if self._thread is None:

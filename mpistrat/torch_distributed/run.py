@@ -75,16 +75,21 @@ def _run_as_main(program: str, is_module: bool) -> None:
         main = importlib.util.module_from_spec(spec)
         sys.argv[0] = spec.origin if is_module else program
     else:
-        loader = importlib.machinery.SourceFileLoader("__main__", path)
-        source = loader.get_data(path)
-        code = pkgutil.read_code(io.BytesIO(source))  # None: no .pyc
-        code = code or compile(source, path, "exec", dont_inherit=True)
-        main = types.ModuleType("__main__")
-        main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+        main, code = _script(path)
     main.__name__ = "__main__"
     # Processes that the program spawns know its classes by the second name.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(code, vars(main))
+
+
+def _script(path: str) -> tuple[types.ModuleType, types.CodeType]:
+    """The module that a file is run as, and its code. The file may be a .pyc."""
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    source = loader.get_data(path)
+    code = pkgutil.read_code(io.BytesIO(source)) or compile(source, path, "exec", dont_inherit=True)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+    return main, code
 
 
 @start_deadline("the start of `mpistrat run`")

@@ -69,8 +69,9 @@ def mismatch(everyone: list[tuple[tuple[Any, ...], str]], rank: int) -> Collecti
             ranks = f"rank {start}" if r == start + 1 else f"ranks {start}-{r - 1}"
             words, site = everyone[start]
             lines.append(f"  {ranks}: {describe(words)}\n      at {site}")
-            # The message, or else the error's kind
-            raised += f"{site} ({ranks}): {words[-1] or words[1]}\n" * (words[0] == "raise")
+            if words[0] == "raise":
+                _, kind, message = words
+                raised += f"{site} ({ranks}): {message or kind}\n"
             start = r
     error = CollectiveMismatchError(
         f"the ranks did not call the same collective (this is rank {rank} of {len(everyone)}):\n"

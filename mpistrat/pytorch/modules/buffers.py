@@ -120,7 +120,7 @@ class _AsBytes:
         self._groups, self._like, self._carrier = groups, like, carrier
 
     def components(self, count: int, is_first: bool) -> list[torch.Tensor]:
-        """What the `count` replicas of this rank contribute, which are the first of all or not."""
+        """The contributions of this rank's `count` replicas. Args: is_first: they are the first of all replicas."""
         joined = [packing.concatenated([self._like[i].detach() for i in g]) for g in self._groups]
         first = torch.cat([flat.view(torch.uint8) for flat in joined]).to(self._carrier)
         zeros = torch.zeros_like(first)

@@ -31,9 +31,11 @@ def check_not_wrapped(root: torch.nn.Module, rank: int) -> None:
 
 def refuse_wrapping(wrapper: str, module: torch.nn.Module, rank: int) -> None:
     """Raises: ValueError: a `wrapper`, the name of a class, is around `module`, which is mirrored, or is to be."""
-    sharded = ". To shard a model, use torch.distributed.fsdp.fully_shard, whose parameters a strategy leaves alone"
+    sharded = ""
+    if wrapper != "DistributedDataParallel":
+        sharded = ". To shard a model, use torch.distributed.fsdp.fully_shard, whose parameters a strategy leaves alone"
     raise ValueError(
         f"rank {rank}: {wrapper} is put around a {type(module).__name__} that the strategy mirrors: gradients would be "
         f"reduced twice, by it and by backward() of the strategy. Leave {wrapper} out, and call the module itself; "
-        f"or keep the model out of prepare(), mirror(), scope() and run{sharded * wrapper.startswith('Fully')}"
+        f"or keep the model out of prepare(), mirror(), scope() and run{sharded}"
     )

@@ -1,7 +1,7 @@
-"""Which torch modules are built inside `scope()`, and which of them get parameters or buffers later.
+"""Records the torch modules that are built inside `scope()`, and the parameters and buffers that they get later.
 
-All three registration hooks are needed: the parameter hook alone misses what is deep-copied, which is all of
-`nn.TransformerEncoder`.
+All three registration hooks are needed: the parameter hook alone misses modules that are deep-copied, such as the
+layers of `nn.TransformerEncoder`.
 """
 
 from __future__ import annotations
