@@ -22,7 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, help="write a JSON line per started and ended test")
     parser.addoption("--leave-out", type=Path, help="run no test that this --results file names")
     parser.addoption("--run-again", type=Path, help="run those that failed in this --results file")
-    parser.addoption("--in-turns", action="store_true", help="launch tests: each under one MPI")
+    parser.addoption(
+        "--in-turns",
+        action="store_true",
+        help="tests that start their own jobs: each under one MPI",
+    )
 
 
 @pytest.hookimpl(trylast=True)  # once pytest's own terminal reporter is there

@@ -125,8 +125,8 @@ class Messages:
                 alone_since = time.monotonic()
             elif time.monotonic() - alone_since > SECONDS_TO_ARRIVE:
                 raise RuntimeError(
-                    f"rank {self._comm.rank} waits in {message.what}, at {message.called_at}, for a rank that has come "
-                    "to the end of its program. Did it skip the matching call?"
+                    f"rank {self._comm.rank} waits in {message.what}, at {message.called_at}, but rank {message.peer} "
+                    f"has come to the end of its program. Make the matching call on rank {message.peer}"
                 )
             if limit and time.monotonic() - started > limit:
                 raise self.stalled(message, limit)

@@ -60,7 +60,10 @@ def test_ranks_of_a_node_train_as_one_does(
 
 @LONG
 @pytest.mark.time_limit(400)
-@pytest.mark.parametrize(("replicas", "ranks"), [(8, (8, 4, 2)), (6, (6, 3, 2))])
+@pytest.mark.parametrize(
+    ("replicas", "ranks"),
+    [(8, (8, 4, 2)), pytest.param(6, (6, 3, 2), marks=pytest.mark.slow)],
+)
 def test_ranks_of_two_nodes_train_as_one_does(
     replicas: int, ranks: tuple[int, ...], one_rank: dict[int, str]
 ) -> None:
@@ -74,7 +77,7 @@ def test_ranks_of_two_nodes_train_as_one_does(
 
 @LONG
 @pytest.mark.time_limit(200)
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_of_two_nodes_of_open_mpi_train_as_one_does(
     tmp_path: Path, ranks: int, one_rank: dict[int, str]
 ) -> None:

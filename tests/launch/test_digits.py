@@ -68,7 +68,10 @@ def float32(tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.mark.parametrize(
     ("wire", "description"),
     [
-        (("--wire-dtype", "bfloat16"), "ShortFloats(dtype='bfloat16')"),
+        pytest.param(  # tests/launch/test_text.py shows it, too
+            *(("--wire-dtype", "bfloat16"), "ShortFloats(dtype='bfloat16')"),
+            marks=pytest.mark.slow,
+        ),
         (("--wire-dtype", "float16"), "ShortFloats(dtype='float16')"),
         (("--top-k", "0.05"), "TopK(fraction=0.05)"),
     ],

@@ -12,12 +12,18 @@ import pytest
 from launch.fault_jobs import HOST_AND_PID, KERNEL, LIMIT, SECONDS_TO_END, reports_in
 from support.harness.mpi_launcher import Job, Launcher
 
-pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
+pytestmark = pytest.mark.waits
 
 PROGRAM = Path(__file__).parent / "programs" / "faults.py"
 SLOW_TRAINING = PROGRAM.with_name("slow_training.py")
-SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 23))]
-QUICK = [pytest.param(0, marks=pytest.mark.quick), *SEEDS[1:]]
+BOTH_MPIS = pytest.mark.both_mpis("faults")
+# The first place is tried under both MPIs; at the others the MPIs take turns.
+SEEDS = [
+    pytest.param(0, marks=BOTH_MPIS),
+    *(1, 2),
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 23)),
+]
+QUICK = [pytest.param(0, marks=[BOTH_MPIS, pytest.mark.quick]), *SEEDS[1:]]
 
 
 @dataclass(frozen=True)
@@ -216,6 +222,7 @@ def test_too_slow(launcher: Launcher, tmp_path: Path, name: str, seed: int) -> N
     )
 
 
+@BOTH_MPIS
 @pytest.mark.parametrize("seed", [0, 1], ids=["late", "never"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_stall_that_is_caught(launcher: Launcher, tmp_path: Path, ranks: int, seed: int) -> None:
@@ -230,6 +237,7 @@ def test_a_stall_that_is_caught(launcher: Launcher, tmp_path: Path, ranks: int, 
     assert len(fault.reports) == 1
 
 
+@BOTH_MPIS
 def test_two_communicators_in_different_orders(launcher: Launcher, tmp_path: Path) -> None:
     """Each rank waits in the one that the others have not come to; the report is on the one waited in for longest."""
     fault = inject(launcher, tmp_path, "two_orders", 0)
@@ -247,6 +255,7 @@ def test_two_communicators_in_different_orders(launcher: Launcher, tmp_path: Pat
     assert len(fault.reports) == 1
 
 
+@BOTH_MPIS
 def test_the_users_own_mpi_call(launcher: Launcher, tmp_path: Path) -> None:
     fault = inject(launcher, tmp_path, "in_own_mpi_call", 0)
     assert_stall(fault, r"is (busy|idle) \(\d+ % of a core\)")
@@ -256,6 +265,7 @@ def test_the_users_own_mpi_call(launcher: Launcher, tmp_path: Path) -> None:
     )
 
 
+@BOTH_MPIS
 def test_a_stall_inside_mpi_cannot_be_caught(launcher: Launcher, tmp_path: Path) -> None:
     """Then the job ends as it would without MPISTRAT_ON_STALL=raise."""
     began = time.time()
@@ -269,6 +279,7 @@ def test_a_stall_inside_mpi_cannot_be_caught(launcher: Launcher, tmp_path: Path)
     assert len(fault.reports) == 1
 
 
+@BOTH_MPIS
 def test_a_limit_that_is_no_number(launcher: Launcher, tmp_path: Path) -> None:
     job = start(launcher, tmp_path, 2, "skip", 0, MPISTRAT_STALL_SECONDS="nonsense")
     assert job.returncode != 0
@@ -301,6 +312,7 @@ def test_slow_steps_within_the_limit(launcher: Launcher, tmp_path: Path, seconds
     assert reports_in(tmp_path) == ()
 
 
+@BOTH_MPIS
 @pytest.mark.alone("A rank that gets no core meanwhile is killed by the launcher.")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_end_by_os_exit(launcher: Launcher, tmp_path: Path, ranks: int) -> None:

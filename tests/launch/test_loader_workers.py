@@ -7,8 +7,6 @@ import pytest
 from support.harness.mpi_launcher import Job, Launcher
 from support.last_lines import assert_mended_by
 
-pytestmark = pytest.mark.both_mpis("launching")
-
 PROGRAM = Path(__file__).parent / "programs" / "loader_workers.py"
 
 
@@ -18,6 +16,7 @@ def run(launcher: Launcher, case: str) -> Job:
     return job
 
 
+@pytest.mark.both_mpis("launching")
 @pytest.mark.parametrize("case", ["forkserver", "persistent", "iterable"])
 def test_workers_read_everything_once(launcher: Launcher, case: str) -> None:
     job = run(launcher, case)
@@ -41,6 +40,7 @@ def test_what_cannot_be_sent_to_a_worker_is_named(launcher: Launcher) -> None:
     )
 
 
+@pytest.mark.both_mpis("launching")
 @pytest.mark.parametrize("case", ["no guard", "strategy"])
 def test_a_strategy_in_a_worker(launcher: Launcher, case: str) -> None:
     job = run(launcher, case)

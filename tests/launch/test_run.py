@@ -353,6 +353,7 @@ def test_a_message_from_a_rank_that_has_ended(launcher: Launcher, tmp_path: Path
     line = RECEIVES[: RECEIVES.index("  # never sent")].count("\n") + 1
     waits = rf"rank 1 waits in recv\(float32, \(1048576,\)\) from rank 0, tag 0, at .*receives.py:{line} "
     assert re.search(waits, job.output), job.output
+    assert_mended_by(job.stderr, r"\S+ in <module> \(rank 1\): Make the matching call on rank 0")
     assert job.seconds < SECONDS_TO_END + 20, job.output
 
 

@@ -29,6 +29,7 @@ def started(mpi: str, ranks: int, **changed: str) -> list[tuple[str, dict[str, A
     return [(error, variables) for _, error, variables in lines]
 
 
+@pytest.mark.both_mpis("launching")
 @pytest.mark.parametrize("mpi", MPI_NAMES)
 def test_two_ranks_have_a_chip_each_and_know_of_each_other(mpi: str) -> None:
     for rank, (error, variables) in enumerate(started(mpi, 2)):

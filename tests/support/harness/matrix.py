@@ -21,15 +21,15 @@ _TWO, _THREE = (("-n", number, "--dist", "worksteal") for number in "23")
 
 def stages(mode: str) -> Iterator[Stage]:
     choice = _CHOICES[mode]
-    launch = ["tests/launch"] if mode == "full" else ["tests/launch", "--in-turns"]
+    launch = ["tests/launch", *_in_turns(mode == "full")]
     if mode == "xla":
-        yield from _xla_alone(choice)
+        yield from _xla_alone(choice, full=True)
         yield from _xla_with_mpi(choice, full=True)
         return
     # The longest first: the others fill the cores meanwhile.
     if mode != "quick":
         yield Stage("slurm", pytest=[*launch, "-m", _both(choice, "slurm")], beside_others=True)
-        yield from _xla_alone(choice)
+        yield from _xla_alone(choice, full=mode == "full")
     yield Stage("unit", pytest=["tests/unit", "-m", choice, *_TWO], beside_others=True)
     yield from _static()
     yield Stage("conformance", pytest=["tests/conformance", "-m", choice], beside_others=True)
@@ -68,8 +68,11 @@ def _mpi(ranks: int, choice: str, *, full: bool) -> Iterator[Stage]:
     """tests/mpi with so many ranks; where the MPIs take turns, each has its files."""
     all_files = full or under_both("tests/mpi/", ranks)
     for mpi in MPI_NAMES:
-        if chosen := [name for name in _mpi_files(ranks) if all_files or mpi_in_turn(name) == mpi]:
-            arguments = [*chosen, "-m", choice]
+        files = _mpi_files(ranks)
+        if not all_files:
+            files = [name for name in files if mpi_in_turn(name, ranks) == mpi]
+        if files:
+            arguments = [*files, "-m", choice]
             yield Stage("mpi", pytest=arguments, mpi=mpi, ranks=ranks, beside_others=ranks == 1)
 
 
@@ -87,10 +90,10 @@ def _largest_size(file: Path) -> int:
     return max(map(int, sizes), default=1)
 
 
-def _xla_alone(choice: str) -> Iterator[Stage]:
+def _xla_alone(choice: str, *, full: bool) -> Iterator[Stage]:
     """The tests that are not marked mpi; none where there is no torch_xla."""
     if XLA_PREFIX in os.environ:
-        chosen = ["tests/tpu", "-m", _both(choice, "not mpi")]
+        chosen = ["tests/tpu", *_in_turns(full), "-m", _both(choice, "not mpi")]
         yield Stage("xla", pytest=chosen, python=_xla_python(), beside_others=True)
 
 
@@ -113,6 +116,10 @@ def _old_torch(choice: str, *, full: bool) -> Iterator[Stage]:
         arguments = ["tests/mpi/torch_distributed", not_by_torch, "-m", choice]
         for mpi in MPI_NAMES if full else MPI_NAMES[:1]:
             yield Stage("old torch", pytest=arguments, mpi=mpi, ranks=2, python=_xla_python())
+
+
+def _in_turns(full: bool) -> list[str]:
+    return [] if full else ["--in-turns"]
 
 
 def _xla_python() -> str:

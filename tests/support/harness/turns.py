@@ -12,12 +12,12 @@ from support.harness.mpi_launcher import MPI_NAMES
 
 # What differs between MPIs, so that launch tests that touch it are run under both: `@pytest.mark.both_mpis(why)`.
 REASONS = ("launching", "faults", "windows", "progress")
-_RANKS_UNDER_BOTH = (2, 3)  # the smallest sum, and the smallest in which a rank has two others
+_RANKS_UNDER_BOTH = (2,)  # the smallest sum
 
 
-def mpi_in_turn(name: str) -> str:
-    """The MPI of the test, or file of tests, `name`."""
-    return MPI_NAMES[zlib.crc32(name.encode()) % len(MPI_NAMES)]
+def mpi_in_turn(name: str, ranks: int = 0) -> str:
+    """The MPI of the test, or file of tests, `name`. With an odd number of ranks it is the other MPI."""
+    return MPI_NAMES[(zlib.crc32(name.encode()) + ranks) % len(MPI_NAMES)]
 
 
 def under_both(test: str, ranks: int) -> bool:

@@ -20,9 +20,20 @@ def files_at(mode: str, ranks: int) -> Counter[str]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_files_are_run_under_one_mpi_or_both(ranks: int) -> None:
-    mpis = len(MPI_NAMES) if ranks in (2, 3) else 1
+    mpis = len(MPI_NAMES) if ranks == 2 else 1
     assert files_at("usual", ranks) == dict.fromkeys(EVERYTHING, mpis)
     assert files_at("full", ranks) == dict.fromkeys(EVERYTHING, len(MPI_NAMES))
+
+
+def test_a_file_is_run_under_both_mpis_with_more_than_two_ranks() -> None:
+    runs = [
+        (file, stage.mpi)
+        for stage in matrix.stages("usual")
+        if stage.name == "mpi" and stage.ranks in (3, 4)
+        for file in stage.pytest
+        if file.startswith("tests/")
+    ]
+    assert sorted(runs) == sorted((file, mpi) for file in EVERYTHING for mpi in MPI_NAMES)
 
 
 def test_eight_ranks_import_only_what_asks_for_them() -> None:
@@ -30,11 +41,12 @@ def test_eight_ranks_import_only_what_asks_for_them() -> None:
     assert files_at("full", 8) == {"tests/mpi/test_eight_ranks.py": 2}
 
 
-def test_both_mpis_have_conformance_and_launch_tests() -> None:
+def test_both_mpis_have_conformance_and_launch_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(matrix.XLA_PREFIX, "of torch_xla")
     usual, full = ([*matrix.stages(mode)] for mode in ("usual", "full"))
     for stages, mpis in ((usual, 1), (full, 2)):
         ranks = Counter(stage.ranks for stage in stages if stage.name == "conformance")
         assert ranks == {0: 1, 2: mpis, 3: mpis, 4: mpis}
     of_turns = [stage.name for stage in usual if "--in-turns" in stage.pytest]
-    assert of_turns == ["slurm", "launch", "alone", "waits"]
+    assert of_turns == ["slurm", "xla", "launch", "alone", "waits"]
     assert not any("--in-turns" in stage.pytest for stage in full)
