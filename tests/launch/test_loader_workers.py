@@ -11,7 +11,8 @@ PROGRAM = Path(__file__).parent / "programs" / "loader_workers.py"
 
 
 def run(launcher: Launcher, case: str) -> Job:
-    job = launcher.run_python(2, PROGRAM, case, seconds=90, forked=True)
+    """A worker of torch's looks every 5 s whether its rank, which the launcher kills, still lives."""
+    job = launcher.run_python(2, PROGRAM, case, seconds=90, forked=True, gone_within=8.0)
     assert job.left_behind == (), job.output
     return job
 

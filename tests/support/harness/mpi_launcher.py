@@ -99,16 +99,18 @@ class Launcher:
         cwd: Path | None = None,
         forked: bool = False,
         imported: tuple[str, ...] = (),
+        gone_within: float = 3.0,
     ) -> Job:
         """Run `mpiexec -n ranks python arguments…` to its end; at `seconds` it is killed and TimeoutExpired raised.
 
         With `forked`, ranks are forks of a process that has imported torch (`support.forked`): for programs that need
         torch, and are about neither how ranks start nor how they die. It has imported the modules `imported`, too.
+        What is still there `gone_within` seconds after the end is left behind.
         """
         with forks(imported) if forked else contextlib.nullcontext() as address:
             place = ["-I", "-S", str(RANK), address] if address else []
             command = self.command(ranks, [sys.executable, *place, *map(str, arguments)])
-            return run_job(command, self.environment(env), seconds, cwd)
+            return run_job(command, self.environment(env), seconds, cwd, gone_within)
 
 
 def run_job(
@@ -116,6 +118,7 @@ def run_job(
     env: Mapping[str, str],
     seconds: float,
     cwd: Path | None = None,
+    gone_within: float = 3.0,
 ) -> Job:
     """Run a command that starts processes of its own, and account for all of them."""
     mark = uuid.uuid4().hex
@@ -135,7 +138,7 @@ def run_job(
     try:
         stdout, stderr = process.communicate(timeout=seconds)
         took = time.monotonic() - started
-        left = _wait_until_gone(mark, seconds=3.0)
+        left = _wait_until_gone(mark, gone_within)
     except subprocess.TimeoutExpired as late:
         _kill(mark)
         stdout, stderr = process.communicate()
