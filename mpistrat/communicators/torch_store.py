@@ -6,6 +6,7 @@ torch is imported at the top of this file, and this file when torch is there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import functools
 import os
@@ -13,6 +14,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._C import _distributed_c10d as c10d
 
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
@@ -22,6 +24,7 @@ from mpistrat.topology import Topology
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = datetime.timedelta(minutes=5)  # of who connects to a store
+WARNING, ERROR = 1, 2  # levels of torch's C++ log
 
 
 class Ranks:
@@ -63,7 +66,7 @@ def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
         ranks.comm.bcast(listener.getsockname()[1])
         return functools.partial(store_at, listener, ranks.size)
     port = ranks.comm.bcast(None)
-    return lambda: c10d.TCPStore(address, port, ranks.size, False, TIMEOUT, wait_for_workers=False)
+    return lambda: _tcp_store(address, port, ranks.size, False, None)
 
 
 def _new_file() -> str:
@@ -79,15 +82,30 @@ def _new_file() -> str:
 def store_at(listener: socket.socket, size: int) -> c10d.TCPStore:
     """A store of rank 0, on a port that the system has picked and all nodes reach."""
     address, port = listener.getsockname()[:2]
-    return c10d.TCPStore(
-        address,
-        port,
-        size,
-        True,
-        TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    return _tcp_store(address, port, size, True, listener.detach())
+
+
+def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) -> c10d.TCPStore:
+    """A store whose sockets need no names: torch warns of each address that no name server names.
+
+    So warnings of torch's C++ log are kept back meanwhile, if the user has not chosen its level. Errors, and all that
+    others write to stderr, come out.
+    """
+    level = level_of_log()
+    is_default = level.value == WARNING
+    level.value = ERROR if is_default else level.value
+    try:
+        return c10d.TCPStore(address, port, size, hosts, TIMEOUT, False, master_listen_fd=fd)
+    finally:
+        level.value = WARNING if is_default else level.value
+
+
+def level_of_log() -> ctypes.c_int:
+    """From which level on torch's C++ log writes. A number that nobody reads, where this torch does not show it."""
+    with contextlib.suppress(OSError, ValueError):
+        library = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libc10.so"))
+        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    return ctypes.c_int()
 
 
 def address_that_all_reach(ranks: Ranks) -> str:
@@ -116,6 +134,6 @@ def address_that_all_reach(ranks: Ranks) -> str:
     )
     raise RuntimeError(
         f"rank {ranks.rank}: the nodes of this job cannot connect to that of rank 0 ({topology.hosts[0]}), which holds "
-        f"the store of torch.distributed. Its addresses:{tried}\n"
+        f"the store of torch.distributed.\nIts addresses:{tried}\n"
         "Nodes must be able to open TCP connections to each other, on ports that the system picks: is there a firewall?"
     )

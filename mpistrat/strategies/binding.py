@@ -15,6 +15,7 @@ from mpistrat.machine.devices import (
     share_all,
     share_out,
 )
+from mpistrat.machine.gpu_advice import tell_of_way
 from mpistrat.machine.notices import tell
 from mpistrat.topology import Topology
 
@@ -22,15 +23,20 @@ _has_told = False
 
 
 def bind(
-    communicator: Communicator, topology: Topology, devices: Sequence[str] | None
+    communicator: Communicator,
+    topology: Topology,
+    devices: Sequence[str] | None,
+    quiet: bool = False,
 ) -> tuple[str, ...]:
     """This rank's devices: as given, else one of the node's accelerators, else the CPU.
 
     Called by: every rank of `communicator`.
     Which ranks see the same one is known by its name, not by its number in a process. The first of this rank's is
     the current one from now on; if all ranks use one, the communicator takes buffers on them.
+    The first rank says where values on GPUs do not go through NCCL, unless that is `quiet`, or the program has chosen
+    devices that are none.
     """
-    seen = seen_accelerators()
+    seen, absent = seen_accelerators(), () if devices is None else None
     # Those that have been given devices leave the others theirs.
     ranks, of_ranks = _of_node(communicator, topology, () if devices is not None else seen)
     if devices is None:
@@ -45,11 +51,13 @@ def bind(
     if kind == accelerator():
         make_current(int(number))
         used = (topology.node, seen[int(number)])
-    gpus = communicator.all_gather_object(used, label="accelerators used")
-    if communicator.size > 1 and None not in gpus:
+    gpus = communicator.all_gather_object(used or absent, label="accelerators used")
+    if communicator.size > 1 and all(gpus):
         from mpistrat.communicators.transports.accelerator.gpu_ways import Gpu, use_gpus
 
-        use_gpus(communicator, [Gpu(*gpu) for gpu in gpus], int(number))
+        use_gpus(communicator, [Gpu(*gpu) for gpu in gpus], int(number), quiet=quiet)
+    elif communicator.rank == 0 and not quiet:
+        _tell_of_host(gpus)
     return tuple(devices)
 
 
@@ -70,6 +78,12 @@ def _of_node(
     everyone = communicator.all_gather_object((topology.node, seen), label="accelerators seen")
     ranks = [rank for rank, (node, _) in enumerate(everyone) if node == topology.node]
     return ranks, [everyone[rank][1] for rank in ranks]
+
+
+def _tell_of_host(gpus: Sequence[tuple[object, ...] | None]) -> None:
+    """Say that values on GPUs go through the host, if some ranks have GPUs and others see none, which are ()."""
+    if any(gpus) and () in gpus:
+        tell_of_way("through host memory", f"rank {gpus.index(())} sees no GPU")
 
 
 def _tell_of_unused(used: int, present: int, num_nodes: int) -> None:

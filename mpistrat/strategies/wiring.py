@@ -93,7 +93,8 @@ def agree(
             f"the ranks made a {what} with different numbers of devices: {by_rank}. With deterministic=True they may "
             "differ"
         )
-    bound = bind(communicator, topology, devices)
+    by_mpi = implementation_of(options).name in ("MPI", "RING")  # the program has chosen it
+    bound = bind(communicator, topology, devices, quiet=by_mpi)
     if comm is not None and (torch_distributed or default_group.is_wanted()):
         default_group.share_default_group(what, comm(), communicator)
     if communicator.size < topology.size:

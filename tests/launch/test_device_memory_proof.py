@@ -18,13 +18,19 @@ sys.path.append({str(TESTS)!r})
 from support.simulated_accelerator import torch_sim
 torch_sim.load()
 """
+NONE_VISIBLE = """
+class accelerator:
+    current_accelerator, device_count = lambda: type("cuda", (), {"type": "cuda"}), lambda: 0
+"""
+REFUSED = "cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable"
 PROGRAM = """
 import os, sys
 from mpistrat.cluster_resolver.mpi import start_mpi
 start_mpi()
 from mpistrat.communicators.transports.accelerator import device_memory_proof as proof
 
-for name, library in (("taken", "cupy"), ("read", "cupy"), ("simulated", "torch"), ("hangs", "cupy")):
+for name in ("taken", "read", "simulated", "none", "exclusive", "hangs"):
+    library = "torch" if name in ("simulated", "none") else "cupy"
     os.environ["PYTHONPATH"] = f"{sys.argv[1]}/{name}"
     if name == "hangs":
         proof.SECONDS_TO_TRY = 2
@@ -45,6 +51,8 @@ def test_what_mpi_takes(launcher: Launcher, tmp_path: Path) -> None:
         "taken/cupy.py": cupy_with(),
         "read/cupy.py": cupy_with("copies.append(self.copy()) or copies[-1].ctypes.data"),
         "simulated/sitecustomize.py": SIMULATED,
+        "none/torch.py": NONE_VISIBLE,
+        "exclusive/cupy.py": cupy_with(seconds=f"raise RuntimeError({REFUSED!r})"),
         "hangs/cupy.py": cupy_with(seconds="__import__('time').sleep(60)"),
         "program.py": PROGRAM,
     }
@@ -60,6 +68,14 @@ def test_what_mpi_takes(launcher: Launcher, tmp_path: Path) -> None:
     assert "elements are wrong" in found["read"]
     assert found["simulated"].startswith(sent), found
     assert re.search(r"exit code (11|139)\b", found["simulated"]), found
+    unused = (
+        sent.replace("sent", "were to send")
+        + "exit code 1, RuntimeError: no accelerator can be used: "
+    )
+    assert found["none"] == f"{unused}none is visible", found
+    assert found["exclusive"].startswith(f"{unused}{REFUSED}. Exclusive mode lets one process"), (
+        found
+    )
     assert found["hangs"].startswith(sent), found
     assert found["kept"] == found["hangs"]
     assert found["alone"].startswith("no two processes on its node could be started"), found

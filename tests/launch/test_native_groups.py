@@ -44,9 +44,9 @@ def test_collectives(launcher: Launcher, tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_starts_that_fail(launcher: Launcher, tmp_path: Path, ranks: int) -> None:
-    """All ranks take the same other way, soon, and say which rank failed and why."""
+    """All ranks take the same other way, soon. The first says once which rank failed, why, and what to do."""
     job = run(launcher, tmp_path, ranks, "starts", MPISTRAT_START_SECONDS="4")
-    check(job, "missing", "constructor", "connect", "hang")
+    check(job, "missing", "constructor", "connect", "sum", "hang")
 
 
 @pytest.mark.waits

@@ -11,8 +11,10 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators import Reduction, reducing
+from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_ways
 from mpistrat.communicators.transports.accelerator import staging as device_staging
+from mpistrat.machine import gpu_advice
 from support import stand_in_cupy
 from support.memory_for_mpi import cupy_with
 from support.rank_errors import errors_of_ranks
@@ -339,6 +341,74 @@ def test_versions_of_nccl_that_differ(own_gpus, comm, monkeypatch):
         monkeypatch.setattr(own_gpus.cuda.nccl, "get_version", lambda: 22907)
     explained = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
     assert f"rank 0 has NCCL 22705, rank {LAST} NCCL 22907" in explained
+
+
+STAGED = "in chunks through pinned host memory, not through NCCL"
+OTHER_WAYS = {
+    "shared": (STAGED, "ranks 0 and 1 share a GPU. Start one rank per GPU (--gpus-per-task=1"),
+    "versions": (
+        STAGED,
+        f"rank 0 has NCCL 22705, rank {LAST} NCCL 22907. Start all ranks with one environment",
+    ),
+    "no NCCL": (STAGED, f"rank {LAST} has none: ImportError: CuPy finds no libnccl. Install NCCL"),
+    "no GPU": ("through host memory", f"rank {LAST} sees no GPU. Start one rank per GPU"),
+}
+
+
+@needs_ranks
+@pytest.mark.parametrize("cause", OTHER_WAYS)
+def test_another_way_is_said_once(cause, comm, monkeypatch, notices):
+    """By the first rank, with the reason and what to do; not where the program has chosen to go through the host."""
+    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
+    monkeypatch.setattr(gpu_advice, "notices", [])
+    names = ["0000:01:00.0" if cause == "shared" else f"0000:0{RANK}:00.0"]
+    cupy = stand_in_cupy.install(monkeypatch, [] if (cause, RANK) == ("no GPU", LAST) else names)
+    if RANK == LAST:
+        monkeypatch.setattr(cupy.cuda.nccl, "available", cause != "no NCCL")
+        monkeypatch.setattr(
+            cupy.cuda.nccl, "get_version", lambda: 22907 if cause == "versions" else 22705
+        )
+    said = []
+    for options in ("MPI", "RING", "AUTO", "AUTO") if cause == "shared" else ("AUTO",):
+        duplicate = comm.Dup()
+        options = ms.CommunicationOptions(implementation=options)
+        ms.MultiWorkerMirroredStrategy(comm=duplicate, communication_options=options)
+        said.append([text for text in notices if text.startswith("values on GPUs go ")])
+        duplicate.Free()
+    way, reason = OTHER_WAYS[cause]
+    assert said[:-2] in ([], [[], []])
+    assert [len(texts) for texts in said[-2:]] == [int(RANK == 0)] * len(said[-2:])
+    assert all(text[18:].startswith(f"{way}, because {reason}") for text in said[-1]), said
+
+
+@needs_ranks
+def test_nothing_is_said_of_ranks_that_have_chosen_the_host(own_gpus, comm, monkeypatch, notices):
+    monkeypatch.setattr(gpu_advice, "notices", [])
+    ms.MultiWorkerMirroredStrategy(comm=comm, devices=["cpu:0"] if RANK == LAST else None)
+    assert not [text for text in notices if text.startswith("values on GPUs go ")]
+
+
+@pytest.mark.mpi(min_size=4)
+def test_groups_within_nodes_that_do_not_start(own_gpus, comm, monkeypatch, notices):
+    """The group of all ranks does, and is used for all."""
+    monkeypatch.setattr(gpu_advice, "notices", [])
+    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
+    start = stand_in_cupy.NcclCommunicator.__init__
+
+    def start_all(self, size, *args):
+        if size < SIZE:
+            raise stand_in_cupy.NcclError("NCCL_ERROR_SYSTEM_ERROR")
+        start(self, size, *args)
+
+    monkeypatch.setattr(stand_in_cupy.NcclCommunicator, "__init__", start_all)
+    communicator = communicator_for(comm)
+    gpu_ways.use_gpus(communicator, [gpu_ways.Gpu(rank // 2, f"{rank}") for rank in range(4)], 0)
+    assert (
+        "through NCCL 22705; not by node: NCCL does not start on rank 0" in communicator.explain()
+    )
+    said = [text for text in notices if text.startswith("values on GPUs go through NCCL 22705 ")]
+    assert len(said) == (RANK == 0)
+    assert all("large ones not by node, because NCCL does not start" in text for text in said)
 
 
 # Whether MPI takes device memory: two processes try, and none of their ends is an end of ours.

@@ -132,7 +132,7 @@ class Gpus:
     cupy_error: str = ""
     nccl_loaded: list[list[str]] = field(default_factory=list)  # [path, "2.27.5"], mapped together
     nccl_visible: list[list[str]] = field(default_factory=list)  # [where, path]
-    mpi_takes_gpu: bool | None = None  # None: not tried
+    mpi_refusal: str | None = None  # "": MPI takes memory of GPUs; None: not asked
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
+from mpistrat.machine.gpu_advice import INSTALL_NCCL, ONE_ENVIRONMENT, ONE_RANK_PER_GPU
 from mpistrat.machine.gpus import visible_gpus
 from mpistrat.machine.library_search import LIBRARY_PATH, libraries_on_path
 from mpistrat.machine.notices import ranks_in_words
@@ -154,21 +155,27 @@ def _some(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
         yield warning(
             f"{count(len(sharing), 'rank')} share {count(between, 'GPU')}: NCCL refuses that, and values go "
             "through the host.",
-            f"start one rank per GPU: --ntasks-per-node={between}",
+            f"{ONE_RANK_PER_GPU}; --ntasks-per-node={between}",
         )
     if gpus.torch_other:
         yield ok(f"torch's own collectives serve its tensors on GPUs ({gpus.torch_other}).")
     else:
         yield from _nccl(gpus)
-    if gpus.mpi_takes_gpu:
-        yield ok("MPI takes memory of GPUs: a child process has sent some.")
-    elif gpus.mpi_takes_gpu is not None:
-        yield warning(
-            "MPI does not take memory of GPUs: a child process tried. Where NCCL cannot be used, values go "
-            "through pinned host memory.",
-            "load a CUDA-aware build of MPI (Open MPI with UCX and CUDA; MPICH_GPU_SUPPORT_ENABLED=1 on a Cray) if "
-            "several ranks share a GPU",
-        )
+    if gpus.mpi_refusal is not None:
+        yield _mpi(gpus.mpi_refusal)
+
+
+def _mpi(refusal: str) -> Finding:
+    """Whether MPI takes memory of GPUs, as `device_memory_proof.reason_against` says."""
+    if not refusal:
+        return ok("MPI takes memory of GPUs: a child process has sent some.")
+    if "that sent device memory" not in refusal:
+        return warning(f"Whether MPI takes memory of GPUs is not known: {refusal}.", "mend that")
+    return warning(
+        f"MPI does not take memory of GPUs: {refusal}. Where NCCL cannot be used, values go through pinned memory.",
+        "load a CUDA-aware build of MPI (Open MPI with UCX and CUDA; MPICH_GPU_SUPPORT_ENABLED=1 on a Cray) if "
+        "several ranks share a GPU",
+    )
 
 
 def _without(ranks: list[Rank]) -> Iterator[Finding]:
@@ -205,7 +212,7 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
     elif not loaded:
         yield warning(
             "Neither torch nor CuPy has found a libnccl: values on GPUs go a slower way.",
-            "pip install nvidia-nccl-cu13 (or cu12, as torch's CUDA is)",
+            INSTALL_NCCL,
         )
     elif wheels and loaded[0][0] not in wheels:
         yield warning(
@@ -230,7 +237,4 @@ def _nccl_versions(nodes: list[tuple[str, list[Rank], Gpus]]) -> Iterator[Findin
         listed = "; ".join(
             f"{version} on {', '.join(names)}" for version, names in names_of.items()
         )
-        yield problem(
-            f"Nodes have different versions of NCCL: {listed}.",
-            "start all ranks with one environment, and the same modules on all nodes",
-        )
+        yield problem(f"Nodes have different versions of NCCL: {listed}.", ONE_ENVIRONMENT)

@@ -112,8 +112,8 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
     if first and gpus is not None and (gpus.torch_gpus or (rank.driver.gpus and gpus.cupy)):
         from mpistrat.communicators.transports.accelerator.device_memory_proof import reason_against
 
-        proven = not reason_against("torch" if gpus.torch_gpus else "cupy", 0)
-        rank = dataclasses.replace(rank, gpus=dataclasses.replace(gpus, mpi_takes_gpu=proven))
+        refusal = reason_against("torch" if gpus.torch_gpus else "cupy", 0)
+        rank = dataclasses.replace(rank, gpus=dataclasses.replace(gpus, mpi_refusal=refusal))
     ranks = world.gather(as_json(rank))
 
     leaders = world.Split(0 if first else 1, topology.rank)

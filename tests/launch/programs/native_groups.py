@@ -3,6 +3,7 @@
 Usage: native_groups.py collectives | starts | stall | losses. Rank 0 prints "done NAME" for each case that went well.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.communicators.transports.accelerator import gpu_ways
+from mpistrat.machine import gpu_advice
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -252,10 +254,22 @@ def collectives() -> None:
 
 def starts() -> None:
     gpu_ways.why_not_proven = lambda *_: "not tried"
-    torch_backend = torch.distributed.Backend
+    torch_backend, allreduce = torch.distributed.Backend, process_group.ProcessGroupSim.allreduce
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mpistrat").addHandler(handler)
 
-    def without(fault: str, expected: str) -> None:
-        if fault == "missing" and RANK == LAST:
+    def one_more(group: Any, tensors: list[torch.Tensor], *rest: Any) -> Any:
+        tensors[0].add_(1)
+        return allreduce(group, tensors, *rest)
+
+    def without(fault: str, expected: str, advice: str) -> None:
+        gpu_advice.notices.clear()
+        said.clear()
+        if fault == "sum" and RANK == LAST:
+            process_group.ProcessGroupSim.allreduce = one_more  # type: ignore[method-assign]
+        elif fault == "missing" and RANK == LAST:
             known = torch_backend._plugins.pop(process_group.BACKEND.upper())
         elif fault == "hang" or RANK == LAST:
             process_group.faults.add(fault)
@@ -263,6 +277,12 @@ def starts() -> None:
         strategy = ms.MultiWorkerMirroredStrategy(comm=WORLD.Dup())
         seconds = time.monotonic() - started
         process_group.faults.clear()
+        process_group.ProcessGroupSim.allreduce = allreduce  # type: ignore[method-assign]
+        way = "values on GPUs go in chunks through pinned host memory, not through torch's own group, because "
+        texts = [text for text in said if text.startswith(way)]
+        assert len(texts) == (RANK == 0), said
+        assert all(text[len(way) :].startswith(expected[:-1].lstrip("(")) for text in texts), texts
+        assert all(text.count(advice) == 1 for text in texts), texts
         if fault == "missing" and RANK == LAST:
             torch_backend._plugins[process_group.BACKEND.upper()] = known
         text = strategy.extended.explain()
@@ -278,10 +298,20 @@ def starts() -> None:
         done(fault)
 
     where = f"(torch's group for 'sim' does not start on rank {LAST}: RuntimeError: simulated fault"
-    without("missing", f"(rank {LAST} has none: ImportError: this torch")
-    without("constructor", f"{where}: the constructor")
-    without("connect", f"{where}: this rank fails to connect")
-    without("hang", f"does not start in 2 s on ranks {', '.join(map(str, range(SIZE)))})")
+    start, ranks = "(torch's group for 'sim' does not start", ", ".join(map(str, range(SIZE)))
+    shows_more = (
+        ". Set NCCL_DEBUG=INFO, which shows more, and run `mpistrat doctor` in the same way."
+    )
+    in_wheels = ". Install NCCL: pip install nvidia-nccl-cu13 (or cu12, as torch's CUDA is), or a torch with NCCL or"
+    without("missing", f"(rank {LAST} has none: ImportError: this torch", in_wheels)
+    without("constructor", f"{where}: the constructor", shows_more)
+    without("connect", f"{where}: this rank fails to connect", shows_more)
+    its_sum = f"on rank 0: its sum of {SIZE} ones is {SIZE + 1}.0;"
+    without(
+        "sum", f"{start} {its_sum}", ". Look at nvidia-smi -q and dmesg, and compare with NCCL_P2P"
+    )
+    limit = ". Set NCCL_SOCKET_IFNAME, or raise MPISTRAT_START_SECONDS: half is the limit."
+    without("hang", f"{start} in 2 s on ranks {ranks})", limit)
     after = ms.MultiWorkerMirroredStrategy(comm=WORLD.Dup()).extended.communicator
     assert after.ordered_by_streams
 

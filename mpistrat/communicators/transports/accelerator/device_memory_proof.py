@@ -29,8 +29,10 @@ from mpistrat.communicators.communicator import Communicator
 
 SECONDS_TO_TRY = 90  # importing torch and starting an accelerator take their time
 MET, PROVEN = "mpistrat: two processes", "mpistrat: device memory went through MPI"
+UNUSABLE = "no accelerator can be used"  # printed by a process that sends nothing
 # A line of what a launcher or Python writes that says what happened.
-_TELLING = re.compile(r"signal \d|[Ss]ignal: |^\w*(Error|Exception)\b")
+_TELLING = re.compile(r"signal \d|[Ss]ignal: |^[\w.]*(Error|Exception)\b")
+_EXCLUSIVE = ". Exclusive mode lets one process use a GPU; nvidia-smi -c DEFAULT lets several"
 TRIAL = Path(__file__).with_name("device_memory_trial.py")
 
 
@@ -68,14 +70,16 @@ def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str
         hosts: of the two processes; none: both run on this node.
     """
     between = f"between {' and '.join(hosts)}" if hosts else "on its node"
-    words = [library, str(index), str(SECONDS_TO_TRY), MET, PROVEN]
+    words = [library, str(index), str(SECONDS_TO_TRY), MET, PROVEN, UNUSABLE]
     program = [sys.executable, "-c", TRIAL.read_text(), *words]
     deadline = time.monotonic() + SECONDS_TO_TRY
     reason = "there is neither mpiexec nor srun"
     for command, environment in commands(MPI.Get_library_version(), library_path(), hosts):
         met, failure = run([*command, *program], environment, deadline - time.monotonic())
         if met:
-            return failure and f"two processes {between} that sent device memory: {failure}"
+            sent = "were to send" if UNUSABLE in failure else "sent"
+            failure += _EXCLUSIVE * ("busy or unavailable" in failure)
+            return failure and f"two processes {between} that {sent} device memory: {failure}"
         reason = f"{Path(command[0]).name}: {failure}"
     return f"no two processes {between} could be started, to try whether MPI takes device memory ({reason})"
 

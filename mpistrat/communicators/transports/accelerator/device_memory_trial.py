@@ -2,7 +2,7 @@
 
 It may crash or hang, for MPI may take the pointers for pointers to host memory. Its words are the library of arrays
 ("torch" or "cupy"), the accelerator's number, the seconds after which it ends itself, and what it prints when the two
-processes have met, and when all has gone well.
+processes have met, when all has gone well, and where it can use no accelerator.
 """
 
 import signal
@@ -22,13 +22,17 @@ _Library = tuple[Callable[[np.ndarray], Any], Callable[[Any], int], Callable[[],
 
 
 def main() -> None:
-    library, number, seconds, met, proven = sys.argv[1:]
+    library, number, seconds, met, proven, unusable = sys.argv[1:]
     signal.alarm(int(seconds))  # ends the process also where it waits in MPI
     world = MPI.COMM_WORLD
     if world.size != 2:
         raise RuntimeError(f"this is an MPI job of {world.size} processes, not of 2")
     print(met, flush=True)
-    array, pointer, wait = _torch(number) if library == "torch" else _cupy(number)
+    try:
+        array, pointer, wait = _torch(number) if library == "torch" else _cupy(number)
+        array(np.zeros(1))  # a GPU in exclusive mode refuses this process here
+    except Exception as error:
+        raise RuntimeError(f"{unusable}: {error}") from None
     for length in LENGTHS:
         values = np.arange(length, dtype=np.float32) % 1000
 
@@ -66,14 +70,12 @@ def _check(buffer: Any, expected: np.ndarray) -> None:
 def _torch(number: str) -> _Library:
     import torch
 
-    device = torch.accelerator.current_accelerator()
-    if device is None:
-        raise RuntimeError("this is a process without an accelerator")
     index = _own(number, torch.accelerator.device_count())
     torch.accelerator.set_device_index(index)
+    device = torch.accelerator.current_accelerator()
 
     def array(values: np.ndarray) -> Any:
-        return torch.from_numpy(values).to(f"{device.type}:{index}")
+        return torch.from_numpy(values).to(device)
 
     return array, torch.Tensor.data_ptr, torch.accelerator.synchronize
 
@@ -88,6 +90,8 @@ def _cupy(number: str) -> _Library:
 
 def _own(number: str, count: int) -> int:
     """The accelerator of this process: another than that of its neighbour, where this process sees several."""
+    if not count:
+        raise RuntimeError("none is visible")
     return (int(number) + MPI.COMM_WORLD.rank) % count
 
 

@@ -4,6 +4,8 @@ A group of the library's own (torch's, CuPy's NCCL), where each rank has a GPU o
 take device memory; else pinned host memory. Large buffers of ranks on several nodes go by node, where that was measured
 to be faster.
 
+Where it is no such group, the first rank says once which way it is, why, and what to do.
+
 mpi4py is imported below this file, and this file on first use: `import mpistrat` starts no MPI.
 """
 
@@ -36,6 +38,7 @@ from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import torch_accelerator
+from mpistrat.machine.gpu_advice import tell_of_way
 from mpistrat.options import CommunicationImplementation
 
 
@@ -47,25 +50,25 @@ class Gpu:
     name: str
 
 
-def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> None:
+def use_gpus(
+    communicator: Communicator, gpus: Sequence[Gpu], index: int, *, quiet: bool = False
+) -> None:
     """From now on `communicator` takes buffers on GPUs, too. Collective; a second call does nothing.
 
     Args:
         gpus: each rank's, in rank order.
         index: the number of this rank's in this process.
+        quiet: nothing is said of another way than a group of the library's own: the program has chosen one.
     """
     assert isinstance(communicator, Router), "one rank alone moves nothing"
     if not communicator.takes_device_buffers:
         with start_deadline(
             "the choice of a way between GPUs", rank=communicator.rank, size=communicator.size
         ):
-            ways = _Choice(communicator, gpus, index)
+            ways = _Choice(communicator, gpus, index, quiet)
             by_library = ByLibrary(ways.of_torch, ways.of_cupy)
             by_library.of(torch=bool(torch_accelerator()))
-            asked_for = (
-                CommunicationImplementation.NCCL,
-                CommunicationImplementation.HIERARCHICAL,
-            )
+            asked_for = map(CommunicationImplementation, ("NCCL", "HIERARCHICAL"))
             communicator.use_devices_in = functools.partial(use_gpus, gpus=gpus, index=index)
             communicator.move_by(by_library, {way: AskedFor(by_library, way) for way in asked_for})
 
@@ -73,8 +76,9 @@ def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> Non
 class _Choice:
     """Of the ways of a communicator between GPUs; the arguments are those of `use_gpus`."""
 
-    def __init__(self, communicator: Router, gpus: Sequence[Gpu], index: int) -> None:
+    def __init__(self, communicator: Router, gpus: Sequence[Gpu], index: int, quiet: bool) -> None:
         self._communicator, self._gpus, self._index = communicator, gpus, index
+        self._tell = (lambda *_: None) if quiet or communicator.rank else tell_of_way
         self._watch = communicator.contract.watch or CommunicatorWatch()
         self._host = Router(communicator.ways)  # inside calls that are checked
         self._channel = AbortChannel(communicator.mpi.comm)
@@ -108,7 +112,8 @@ class _Choice:
             return native, native.start(Ranks(comm))
 
         everyone = self._host.all_gather_object(_version(lambda: version_of(kind)))
-        return self._best(library, "a group of torch's", everyone, start)
+        group = "torch's NCCL" if kind == "cuda" else "torch's own group"
+        return self._best(library, group, everyone, start)
 
     def of_cupy(self) -> DeviceTransport:
         """The best way of CuPy's arrays. Collective."""
@@ -142,12 +147,15 @@ class _Choice:
             flat, why_not = start(ranks, self._channel, through)
         if why_not:
             flat = self._by_mpi(ranks, library, f"; not through {group} ({why_not})")
+            self._tell(f"{flat.why.partition(';')[0]}, not through {group}", why_not)
         if len(set(self._nodes)) == 1:
             return flat
         apart = ungrouped or self._not_by_node
         if not apart:
             within, why = start(self._here, self._channel_here, through)
             apart = next((text for text in self._host.all_gather_object(why) if text), "")
+            if apart:
+                self._tell(f"{through} between all ranks, large ones not by node", apart)
         if apart:
             flat.why += f"; not by node: {apart}"
             return flat

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.machine.gpu_advice import ONE_RANK_PER_GPU
 from mpistrat.tools.doctor import gpus
 from mpistrat.tools.doctor.facts import Driver, Gpus, Job
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
@@ -21,8 +22,10 @@ WELL = {
     "cupy": "14.2",
     "nccl_loaded": [[WHEELS, "2.29.7"]],
     "nccl_visible": [[gpus.WHEEL, WHEELS]],
-    "mpi_takes_gpu": True,
+    "mpi_refusal": "",
 }
+SENT = "two processes on its node that sent device memory: exit code 139, signal 11"
+UNUSED = SENT.replace("sent", "were to send")
 
 
 FOUR = {"installed": True, "gpus": ["a0", "b1", "c2", "d3"]}
@@ -65,10 +68,16 @@ def test_torch_for_other_gpus_than_nvidia_s(make_job: MakeJob) -> None:
     assert "ROCm 6.4" in findings[0].text
 
 
+def test_mpi_was_given_no_memory_of_a_gpu(make_job: MakeJob) -> None:
+    found = bad(findings_of(make_job, mpi_refusal=UNUSED))
+    assert found.text == f"Whether MPI takes memory of GPUs is not known: {UNUSED}."
+    assert found.fix.startswith("mend that")
+
+
 @pytest.mark.parametrize(
     ("changes", "level", "words", "fix"),
     [
-        ({"mpi_takes_gpu": False}, WARNING, "MPI does not take memory of GPUs", "CUDA-aware build"),
+        ({"mpi_refusal": SENT}, WARNING, "MPI does not take memory of GPUs", "CUDA-aware build"),
         (
             {"nccl_loaded": [[WHEELS, "2.29.7"], [MODULES, "2.4.8"]]},
             PROBLEM,
@@ -116,7 +125,9 @@ def test_traps(
 def test_more_ranks_than_gpus(make_job: MakeJob) -> None:
     found = bad(findings_of(make_job, per_node=8))
     assert "8 ranks share 4 GPUs" in found.text
-    assert "--ntasks-per-node=4" in found.fix
+    assert (
+        found.fix == f"{ONE_RANK_PER_GPU}; --ntasks-per-node=4"
+    )  # as the notice of a strategy says
 
 
 def test_a_gpu_for_each_rank(make_job: MakeJob) -> None:

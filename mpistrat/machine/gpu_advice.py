@@ -1,0 +1,31 @@
+"""What to do where ranks cannot combine values on GPUs by NCCL. Notices and `mpistrat doctor` say the same."""
+
+from __future__ import annotations
+
+from mpistrat.machine.notices import tell
+
+ONE_RANK_PER_GPU = "start one rank per GPU (--gpus-per-task=1, or CUDA_VISIBLE_DEVICES by rank)"
+ONE_ENVIRONMENT = "start all ranks with one environment, and the same modules on all nodes"
+INSTALL_NCCL = "install NCCL: pip install nvidia-nccl-cu13 (or cu12, as torch's CUDA is)"
+# By a part of the reason. The first part that the reason has counts.
+_FIXES = (
+    ("share a GPU", ONE_RANK_PER_GPU),
+    ("Duplicate GPU", ONE_RANK_PER_GPU),
+    ("sees no GPU", f"{ONE_RANK_PER_GPU}; and import torch before the strategy is built"),
+    (" has none: ", f"{INSTALL_NCCL}, or a torch with NCCL or XCCL, on all nodes"),
+    ("rank 0 has ", ONE_ENVIRONMENT),
+    ("cannot connect to", "let the nodes open TCP connections to each other"),
+    (" s on ranks ", "set NCCL_SOCKET_IFNAME, or raise MPISTRAT_START_SECONDS: half is the limit"),
+    ("its sum of ", "look at nvidia-smi -q and dmesg, and compare with NCCL_P2P_DISABLE=1"),
+    ("", "set NCCL_DEBUG=INFO, which shows more, and run `mpistrat doctor` in the same way"),
+)
+notices: list[str] = []  # that this process has given
+
+
+def tell_of_way(way: str, reason: str) -> None:
+    """Say, once in a process, which way values on GPUs go, why they go no better way, and what to do."""
+    fix = next(fix for part, fix in _FIXES if part in reason)
+    text = f"values on GPUs go {way}, because {reason.splitlines()[0].rstrip('.')}"
+    if not notices:
+        notices.append(text)
+        tell(f"{text}. {fix[0].upper()}{fix[1:]}.")
