@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,20 @@ from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.accelerator.buffers import exchange_on_host
 from mpistrat.communicators.transports.transport import Operands, Transport
+from mpistrat.machine.notices import tell
 
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime
 
+# What to do, by a part of the reason. The first part that the reason has counts.
+_FIXES = (
+    (" knows of ", "Start one rank per chip, or one per host, on all hosts of the slice"),
+    (" of the job,", "Build the strategy over all ranks"),
+    ("use_spmd()", "Leave that call out"),
+    (" of the rank's ", "Start one rank per chip, or give the replicas all cores of each rank"),
+    ("", "Install the same torch_xla and libtpu on all hosts; TF_CPP_MIN_LOG_LEVEL=0 shows more"),
+)
+_tell_once = functools.cache(tell)
 _OPS = ("sum", "max", "min")  # of XLA's collectives; the others are left to the host
 
 
@@ -95,6 +106,13 @@ def use_xla(communicator: Communicator, runtime: Runtime) -> str:
     wrong = wrong_sum(communicator, runtime)
     if not wrong:
         communicator.move_by(XlaTransport(Router(communicator.ways), runtime))
+    elif (
+        communicator.rank == 0 and runtime.kind != "CPU"
+    ):  # that device is for trials, and never connects ranks
+        fix = next(fix for part, fix in _FIXES if part in wrong)
+        _tell_once(
+            f"values on {runtime.kind}s go through host memory and MPI, not through XLA, because {wrong}. {fix}."
+        )
     return wrong
 
 
@@ -111,6 +129,11 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
     known, own = zip(*counts, strict=True)
     if min(known) < sum(own):
         return f"XLA on rank {known.index(min(known))} knows of {min(known)} of the ranks' {sum(own)} devices"
+    if max(known) > sum(own):
+        return f"XLA sums over all {max(known)} devices of the job, of which these ranks have {sum(own)}"
+    unconnected = communicator.all_gather_object(runtime.connect(), label="why XLA sums nothing")
+    if why := next(filter(None, unconnected), ""):
+        return f"{why} (rank {unconnected.index(why)})"
     expected = [float(sum(range(1, size + 1))), float(sum(r * r for r in range(size)))]
     got = _probe(communicator.rank, runtime)
     everyone = communicator.all_gather_object(got, label="sums by XLA")
