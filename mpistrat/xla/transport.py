@@ -25,7 +25,7 @@ _FIXES = (
     (" of the rank's ", "Start one rank per chip, or give the replicas all cores of each rank"),
     ("", "Install the same torch_xla and libtpu on all hosts; TF_CPP_MIN_LOG_LEVEL=0 shows more"),
 )
-_tell_once = functools.cache(tell)
+tell_once = functools.cache(tell)
 _OPS = ("sum", "max", "min")  # of XLA's collectives; the others are left to the host
 
 
@@ -110,7 +110,7 @@ def use_xla(communicator: Communicator, runtime: Runtime) -> str:
         communicator.rank == 0 and runtime.kind != "CPU"
     ):  # that device is for trials, and never connects ranks
         fix = next(fix for part, fix in _FIXES if part in wrong)
-        _tell_once(
+        tell_once(
             f"values on {runtime.kind}s go through host memory and MPI, not through XLA, because {wrong}. {fix}."
         )
     return wrong
@@ -135,7 +135,7 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
     if why := next(filter(None, unconnected), ""):
         return f"{why} (rank {unconnected.index(why)})"
     expected = [float(sum(range(1, size + 1))), float(sum(r * r for r in range(size)))]
-    got = _probe(communicator.rank, runtime)
+    got = probe(communicator.rank, runtime)
     everyone = communicator.all_gather_object(got, label="sums by XLA")
     for rank, sums in enumerate(everyone):
         if sums != expected:
@@ -145,7 +145,8 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
     return ""
 
 
-def _probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
+def probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
+    """Two first sums over the ranks, or why there is none."""
     import torch
 
     try:

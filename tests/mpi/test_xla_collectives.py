@@ -114,14 +114,14 @@ def test_the_first_rank_tells_why_xla_does_not_sum(capfd: pytest.CaptureFixture[
         ),
         "was expected. Install the same torch_xla and libtpu on all hosts": StandIn(lambda t: t),
     }
-    transport._tell_once.cache_clear()
+    transport.tell_once.cache_clear()
     for text, runtime in answers.items():
         for kind in ("CPU", "TPU", "TPU"):
             runtime.kind = kind
             communicator = communicator_for(MPI.COMM_WORLD, "always", "test")
             assert use_xla(communicator, runtime)  # type: ignore[arg-type]
-        told = capfd.readouterr().err.splitlines()
-        assert len(told) == (RANK == 0)
-        for line in told:
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == (RANK == 0)
+        for line in lines:
             assert line.startswith("mpistrat: values on TPUs go through host memory and MPI, not")
             assert text in line

@@ -21,8 +21,8 @@ def test_sums_are_in_the_step_and_start_at_once_outside() -> None:
         assert answer["world"] == 2
         assert min(answer["all-reduces in the step, of gradients and of a value"]) > 0
         # Of each of two means: the operand, the sum alone, and the result. None overwrites what others need.
-        one = [[0, False, False], [1, False, False], [0, False, False]]
-        assert answer["started: all-reduces, wait, sync_xla_data"] == one * 2
+        of_a_mean = [[0, False, False], [1, False, False], [0, False, False]]
+        assert answer["started: all-reduces, wait, sync_xla_data"] == of_a_mean * 2
         assert answer["pending: two results, another tensor"] == [False, False, True]
         of_two_cores, of_spmd = answer["not connected"]
         assert "one of the rank's 2 cores" in of_two_cores

@@ -6,8 +6,8 @@ recorded as a sum over two processes is. If it ran, it would wait for the other 
 
 import json
 import sys
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch_xla
@@ -29,15 +29,15 @@ if RANK == 0:
     torch_xla_runtime.world_size()  # torch_xla keeps this answer, which is 1
 unconnected = [runtime.connect()]  # two devices of one process
 runtime.num_devices, runtime.own_devices = 1, lambda: [RANK]  # type: ignore[method-assign]
-transport._probe = lambda *_: [3.0, 1.0]  # the right sums
+transport.probe = lambda *_: [3.0, 1.0]  # the right sums
 
 
 def all_reduces(tensors: list[torch.Tensor]) -> int:
     return NATIVE._get_xla_tensors_hlo(tensors).count(" all-reduce(")
 
 
+sync_multi = NATIVE._xla_sync_multi
 started: list[tuple[int, bool, bool]] = []
-kept: list[torch.Tensor] = []
 
 
 def start(
@@ -47,13 +47,11 @@ def start(
     sums = all_reduces(tensors)
     started.append((sums, wait, sync_xla_data))
     if not sums:
-        NATIVE._xla_sync_multi(tensors, devices, wait=wait, sync_xla_data=sync_xla_data)
+        sync_multi(tensors, devices, wait=wait, sync_xla_data=sync_xla_data)
     for tensor in tensors if sums else ():
         tensor.copy_(torch.full(tensor.shape, 8.0).to("xla:0"))
 
 
-names = ("_get_allow_execution", "_check_tensor_need_materialization", "_set_all_reduce_token")
-natives = {name: getattr(NATIVE, name) for name in names}
 strategy = ms.TPUStrategy(gradients="mean")
 with strategy.scope():
     model = nn.Linear(3, 1)
@@ -72,13 +70,10 @@ def step(x: torch.Tensor) -> tuple[int, int]:
 
 
 in_step = strategy.run(step, args=(batch,))
-graphs = runtime.graphs
-original = graphs._native
-graphs._native = SimpleNamespace(_xla_sync_multi=start, **natives)
 operand, other = batch + RANK, batch * 2
-results = [strategy.reduce("mean", operand, axis=None) for _ in range(2)]
+with mock.patch.object(NATIVE, "_xla_sync_multi", start):
+    results = [strategy.reduce("mean", operand, axis=None) for _ in range(2)]
 pending = runtime.are_pending([*results, other])
-graphs._native = original
 world = torch_xla_runtime.world_size()
 torch_xla_runtime.use_spmd()
 unconnected.append(runtime.connect())
