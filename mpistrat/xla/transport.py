@@ -32,6 +32,8 @@ _OPS = ("sum", "max", "min")  # of XLA's collectives; the others are left to the
 class XlaTransport(Transport):
     """Records reductions of tensors on XLA devices in the graph, as all that a program does with them.
 
+    Outside a step each reduction starts at once: see `Runtime.all_reduce`.
+
     Broadcasts, gathers, exchanges of rows, sums with a compressor, and other operations than XLA's go through host
     memory.
 
@@ -131,7 +133,9 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
         return f"XLA on rank {known.index(min(known))} knows of {min(known)} of the ranks' {sum(own)} devices"
     if max(known) > sum(own):
         return f"XLA sums over all {max(known)} devices of the job, of which these ranks have {sum(own)}"
-    unconnected = communicator.all_gather_object(runtime.connect(), label="why XLA sums nothing")
+    with communicator.raising_together():
+        own_reason = runtime.connect()
+    unconnected = communicator.all_gather_object(own_reason, label="why XLA sums nothing")
     if why := next(filter(None, unconnected), ""):
         return f"{why} (rank {unconnected.index(why)})"
     expected = [float(sum(range(1, size + 1))), float(sum(r * r for r in range(size)))]
