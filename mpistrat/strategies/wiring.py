@@ -208,9 +208,10 @@ def ops_of(
     cross_device_ops: CrossDeviceOps | None,
     options: CommunicationOptions | None,
     take_apart: Callable[[Any], tuple[Any, ...] | None] | None = None,
+    kind: type[CrossReplicaOps] = CrossReplicaOps,
 ) -> CrossReplicaOps:
     """What combines the values of the replicas of `group`; its arguments are those of `CrossReplicaOps`."""
-    return CrossReplicaOps(
+    return kind(
         group.communicator,
         group.replicas_of_ranks,
         cross_device_ops,

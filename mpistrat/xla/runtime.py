@@ -54,6 +54,17 @@ class Graphs:
         names = self._native._get_executed_fallback_ops()
         return Counter({name: int(self._native._xla_counter_value(name) or 0) for name in names})
 
+    def start(self, tensors: Sequence[Any]) -> None:
+        """Start the graph of these tensors alone; what was recorded for others stays recorded. In a step: nothing."""
+        pending = self._native._check_tensor_need_materialization
+        if self.recording or not tensors or not any(pending(tensors)):
+            return
+        # Otherwise the graph may write into memory that it read, which the others still need.
+        self._native._xla_sync_multi(tensors, [], wait=False, sync_xla_data=False)
+        for device in {str(tensor.device) for tensor in tensors}:
+            # Without this, the graph of the next sum begins with the sums that were started here.
+            self._native._set_all_reduce_token(device, None)
+
     @contextlib.contextmanager
     def allow_execution(self) -> Iterator[None]:
         """Inside, values may be computed, also in the middle of a step."""
@@ -291,17 +302,41 @@ class Runtime:
 
     # Between processes
 
+    def connect(self) -> str:
+        """Before the first `all_reduce`: have torch_xla sum over the processes, which it leaves to its launcher.
+
+        Returns: why it cannot; "" if it can. With `spmd` it can already.
+        """
+        if self.spmd:
+            return ""
+        if self._runtime.is_spmd():
+            return "the program has called torch_xla.runtime.use_spmd()"
+        if self.num_devices > 1:
+            return f"a replica has one of the rank's {self.num_devices} cores, and XLA sums over all cores"
+        devices = self._xla_model.get_xla_supported_devices()
+        self._xla_model.set_replication(self.device(0), devices)
+        # torch_xla keeps the first answer of `world_size()`. Before `set_replication` the answer is 1.
+        self._runtime._WORLD_SIZE = None
+        return ""
+
     def all_reduce(self, op: str, tensors: Sequence[Any]) -> list[Any]:
         """Of all processes' `tensors`, inside the graph, where XLA connects them; else they come back as they are.
+
+        Outside a step each sum is started at once, so that no rank runs a sum alone when it reads a value. Its graph
+        has nothing else in it: all ranks run the same graph, though one has computed an operand, and another has not.
 
         Args:
             op: "sum", "max" or "min".
         """
+        self.graphs.start(tensors)
         if self.spmd:
             across = [list(cores) for cores in zip(*self.cores_of_ranks, strict=True)]
             reduce = self._native._xla_spmd_all_reduce
-            return [reduce(op, tensor, 1.0, across) for tensor in tensors]
-        return [self._xla_model.all_reduce(op, tensor) for tensor in tensors]
+            reduced = [reduce(op, tensor, 1.0, across) for tensor in tensors]
+        else:
+            reduced = [self._xla_model.all_reduce(op, tensor) for tensor in tensors]
+        self.graphs.start(reduced)
+        return reduced
 
 
 def check_versions() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,15 +12,27 @@ from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.accelerator.buffers import exchange_on_host
 from mpistrat.communicators.transports.transport import Operands, Transport
+from mpistrat.machine.notices import tell
 
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime
 
+# What to do, by a part of the reason. The first part that the reason has counts.
+_FIXES = (
+    (" knows of ", "Start one rank per chip, or one per host, on all hosts of the slice"),
+    (" of the job,", "Build the strategy over all ranks"),
+    ("use_spmd()", "Leave that call out"),
+    (" of the rank's ", "Start one rank per chip, or give the replicas all cores of each rank"),
+    ("", "Install the same torch_xla and libtpu on all hosts; TF_CPP_MIN_LOG_LEVEL=0 shows more"),
+)
+tell_once = functools.cache(tell)
 _OPS = ("sum", "max", "min")  # of XLA's collectives; the others are left to the host
 
 
 class XlaTransport(Transport):
     """Records reductions of tensors on XLA devices in the graph, as all that a program does with them.
+
+    Outside a step each reduction starts at once: see `Runtime.all_reduce`.
 
     Broadcasts, gathers, exchanges of rows, sums with a compressor, and other operations than XLA's go through host
     memory.
@@ -95,6 +108,13 @@ def use_xla(communicator: Communicator, runtime: Runtime) -> str:
     wrong = wrong_sum(communicator, runtime)
     if not wrong:
         communicator.move_by(XlaTransport(Router(communicator.ways), runtime))
+    elif (
+        communicator.rank == 0 and runtime.kind != "CPU"
+    ):  # that device is for trials, and never connects ranks
+        fix = next(fix for part, fix in _FIXES if part in wrong)
+        tell_once(
+            f"values on {runtime.kind}s go through host memory and MPI, not through XLA, because {wrong}. {fix}."
+        )
     return wrong
 
 
@@ -111,8 +131,15 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
     known, own = zip(*counts, strict=True)
     if min(known) < sum(own):
         return f"XLA on rank {known.index(min(known))} knows of {min(known)} of the ranks' {sum(own)} devices"
+    if max(known) > sum(own):
+        return f"XLA sums over all {max(known)} devices of the job, of which these ranks have {sum(own)}"
+    with communicator.raising_together():
+        own_reason = runtime.connect()
+    unconnected = communicator.all_gather_object(own_reason, label="why XLA sums nothing")
+    if why := next(filter(None, unconnected), ""):
+        return f"{why} (rank {unconnected.index(why)})"
     expected = [float(sum(range(1, size + 1))), float(sum(r * r for r in range(size)))]
-    got = _probe(communicator.rank, runtime)
+    got = probe(communicator.rank, runtime)
     everyone = communicator.all_gather_object(got, label="sums by XLA")
     for rank, sums in enumerate(everyone):
         if sums != expected:
@@ -122,7 +149,8 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
     return ""
 
 
-def _probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
+def probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
+    """Two first sums over the ranks, or why there is none."""
     import torch
 
     try:

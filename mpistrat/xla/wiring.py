@@ -20,6 +20,7 @@ from mpistrat.xla.logical_devices import LogicalDevices
 from mpistrat.xla.recorded_steps import RecordedSteps
 from mpistrat.xla.replica_cores import ReplicaCores
 from mpistrat.xla.replicas import RecordedReplicas, ReplicasOnCores, components_on
+from mpistrat.xla.started_ops import StartedOps
 from mpistrat.xla.system import TpuSystem
 from mpistrat.xla.variables import VariablesOnDevice
 
@@ -48,13 +49,15 @@ def on_xla(
     replicas: RecordedReplicas
     if several:
         cores = ReplicaCores(runtime, system.cores_of_ranks, communicator.rank)
-        ops = wiring.ops_of(group, None, options, functools.partial(components_on, cores))
+        ops = wiring.ops_of(
+            group, None, options, functools.partial(components_on, cores), StartedOps
+        )
         steps = RecordedSteps(runtime, group, cores.step)
         replicas = ReplicasOnCores(strategy, group, ops, cores, steps, why_through_the_host)
         # Batches for several cores go to all of them at once, when `run` gets them.
         plan = dataclasses.replace(plan, devices=())
     else:
-        ops = wiring.ops_of(group, None, options)
+        ops = wiring.ops_of(group, None, options, kind=StartedOps)
         steps = RecordedSteps(runtime, group, runtime.graphs.step)
         replicas = RecordedReplicas(strategy, group, ops, steps, why_through_the_host)
     sums = LazyAllReduce(communicator, replicas.sum_of_rank)

@@ -8,17 +8,26 @@ import torch
 from mpi4py import MPI
 
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.xla.transport import wrong_sum
+from mpistrat.xla import transport
+from mpistrat.xla.transport import use_xla, wrong_sum
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
 class StandIn:
-    """Of `Runtime`: tensors on the host, and `all_reduce` as given."""
+    """Of `Runtime`: tensors on the host, `all_reduce` as given, and why it is `unconnected`."""
 
-    def __init__(self, sums: Callable[[Any], Any], known: int = SIZE, own: int = 1) -> None:
+    kind = "TPU"
+
+    def __init__(
+        self, sums: Callable[[Any], Any], known: int = SIZE, own: int = 1, unconnected: str = ""
+    ) -> None:
         self._sums = sums
         self.num_all_devices, self.num_devices = known, own
+        self._unconnected = unconnected
+
+    def connect(self) -> str:
+        return self._unconnected
 
     def device(self, index: int) -> str:
         return "cpu"
@@ -82,9 +91,37 @@ def test_an_error_is_an_answer(kind: type[Exception]) -> None:
 @pytest.mark.mpi
 def test_nothing_is_summed_where_devices_are_not_known() -> None:
     """Each of two ranks with two devices knows its own: as many as there are ranks."""
-
-    def never(tensor: torch.Tensor) -> torch.Tensor:
-        raise AssertionError
-
     wrong = answer(StandIn(never, known=2 * SIZE - 1, own=2))
     assert wrong == f"XLA on rank 0 knows of {2 * SIZE - 1} of the ranks' {2 * SIZE} devices"
+
+
+def never(tensor: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a sum that others do not take part in")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_first_rank_tells_why_xla_does_not_sum(capfd: pytest.CaptureFixture[str]) -> None:
+    """Once, with what to do. On the CPU device, which never connects ranks, nothing is told."""
+    alone = "the program has called torch_xla.runtime.use_spmd()"
+    answers = {
+        f"because XLA on rank 0 knows of 1 of the ranks' {SIZE} devices. Start one rank per chip": (
+            StandIn(never, known=1)
+        ),
+        f"because XLA sums over all {2 * SIZE} devices of the job, of which these ranks have {SIZE}. Build the "
+        "strategy over all ranks.": StandIn(never, known=2 * SIZE),
+        f"because {alone} (rank {SIZE - 1}). Leave that call out.": (
+            StandIn(never, unconnected=alone if RANK == SIZE - 1 else "")
+        ),
+        "was expected. Install the same torch_xla and libtpu on all hosts": StandIn(lambda t: t),
+    }
+    transport.tell_once.cache_clear()
+    for text, runtime in answers.items():
+        for kind in ("CPU", "TPU", "TPU"):
+            runtime.kind = kind
+            communicator = communicator_for(MPI.COMM_WORLD, "always", "test")
+            assert use_xla(communicator, runtime)  # type: ignore[arg-type]
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == (RANK == 0)
+        for line in lines:
+            assert line.startswith("mpistrat: values on TPUs go through host memory and MPI, not")
+            assert text in line

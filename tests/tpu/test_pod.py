@@ -35,6 +35,15 @@ def test_bfloat16() -> None:
     assert {answer["sum"] for answer in answers(2, 2, "bfloat16")} <= {258.0, 260.0}
 
 
+def test_sums() -> None:
+    """Through the host, which the CPU device does not tell of: it never connects ranks."""
+    for answer in answers(2, 1, "sums"):
+        assert answer["mean"] == answer["expected"] == [2.0]
+        assert not answer["by XLA"]
+        assert answer["world"] == 1
+        assert not answer["pending"]
+
+
 def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
     first = answers(2, 1, "checkpoint", tmp_path)
     then = answers(1, 2, "checkpoint", tmp_path)

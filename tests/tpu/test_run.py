@@ -260,6 +260,30 @@ print(json.dumps([[lists(values) for values in integers], [lists(values) for val
 
 
 @pytest.mark.parametrize("cores", [1, 2])
+def test_results_are_started_outside_a_step_and_nothing_else(cores: int) -> None:
+    """A value that was read on one rank alone would otherwise start a graph that the other ranks do not."""
+    pending, values = child(
+        """
+from mpistrat import xla
+value = strategy.run(lambda x: x * 2, args=(inputs,))
+gathered = strategy.gather(value, axis=0)  # it goes through the host, after all that was recorded
+operand, other = (torch.ones(2, device=device) + i for i in (1, 2))
+results = [gathered, *xla.start().all_reduce("max", [operand]), strategy.reduce("mean", value, axis=None),
+    strategy.reduce("mean", value, axis=0)]
+print(json.dumps([xla.start().are_pending([*results, other]), [r.tolist() for r in results]]))
+""",
+        cores,
+    )
+    assert pending == [False] * 4 + [True]
+    assert values == [
+        [v + 2 * r for r in range(cores) for v in (0, 2)],
+        [2, 2],
+        [cores - 1, cores + 1],
+        cores,
+    ]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
 def test_inference_mode_goes_around_run(cores: int) -> None:
     """torch_xla makes no views in it, so that a linear layer is an error."""
     inside, around, without = child(

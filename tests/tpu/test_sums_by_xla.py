@@ -5,6 +5,7 @@ On the CPU device XLA does not connect processes; on a TPU it does, and nothing 
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -120,3 +121,30 @@ def test_memory_that_ranks_share_goes_on_being_shared(
     }
     assert len(kinds) == 1
     assert (kinds == {type(None)}) == (comm.size == 1)
+
+
+def test_one_rank_alone_reads_results(connected: ms.TPUStrategy) -> None:
+    """It starts no graph then."""
+    runtime, metrics = xla.start(), importlib.import_module("torch_xla.debug.metrics")
+    with connected.scope():
+        variable = ms.Variable(
+            torch.zeros(3),
+            synchronization=ms.VariableSynchronization.ON_READ,
+            aggregation=ms.VariableAggregation.MEAN,
+        )
+    variable.assign([1.0, 2.0, 3.0])
+    operand = torch.ones(2, 3, device="xla:0") + connected.rank
+    results = [
+        connected.gather(operand * 2, 0),
+        connected.reduce("mean", operand + 1, axis=None),
+        connected.reduce("mean", operand + 2, axis=0),
+        *connected.reduce("max", [operand + 3, operand[0] + 4], axis=None),
+        connected.extended.reduce_to("mean", operand + 5, "xla:0"),
+        variable.read_value(),
+    ]
+    assert not any(runtime.are_pending(results))
+    runtime.wait()
+    before = metrics.metric_data("ExecuteTime")[0]
+    if connected.is_first:
+        connected.print([result.tolist() for result in results])
+    assert metrics.metric_data("ExecuteTime")[0] == before

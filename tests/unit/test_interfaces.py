@@ -37,6 +37,7 @@ SET_FROM_OUTSIDE = {
     "pytorch/modules/placing.py: _flat_weight_refs of child",
     "communicators/transports/accelerator/torch_groups.py: _timeout of options",
     "variables/variable.py: _container of component",
+    "xla/runtime.py: _WORLD_SIZE of self._runtime",
 }
 
 

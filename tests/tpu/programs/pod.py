@@ -5,6 +5,7 @@ With PJRT_DEVICE=CPU it answers, too. Each answer is a line of JSON.
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -71,6 +72,31 @@ def bfloat16(_: str) -> dict[str, Any]:
     return {"replicas": replicas, "sum": float(model.weight.grad), "expected": float(expected)}
 
 
+def sums(_: str) -> dict[str, Any]:
+    """Where sums over ranks go, and whether rank 0 may read a result alone."""
+    ms.tpu.initialize_tpu_system()
+    runtime = importlib.import_module("torch_xla.runtime")
+    runtime.world_size()  # torch_xla keeps this answer, which is 1
+    strategy = ms.TPUStrategy(gradients="mean")
+    (batch,) = strategy.experimental_distribute_dataset([torch.ones(strategy.num_replicas_in_sync)])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return ms.get_replica_context().all_reduce("sum", x)
+
+    for _ in range(3):
+        mean = strategy.reduce("mean", strategy.run(step, args=(batch,)), axis=None)
+        pending = xla.start().are_pending([mean])
+        if strategy.is_first:
+            mean.tolist()
+    return {
+        "by XLA": "by XLA's collectives" in strategy.extended.explain(),
+        "world": runtime.world_size(),
+        "pending": any(pending),
+        "mean": mean.tolist(),
+        "expected": [float(strategy.num_replicas_in_sync)],
+    }
+
+
 def prefetch(_: str) -> dict[str, Any]:
     """A step with a batch of its own, over one with the batch before it: the least of three epochs."""
     strategy = ms.TPUStrategy(gradients="mean")
@@ -127,7 +153,7 @@ def checkpoint(folder: str) -> dict[str, Any]:
 
 QUESTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
     question.__name__: question
-    for question in (environment, logical_devices, bfloat16, prefetch, checkpoint)
+    for question in (environment, logical_devices, bfloat16, sums, prefetch, checkpoint)
 }
 
 

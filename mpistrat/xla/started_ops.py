@@ -1,0 +1,41 @@
+"""Results of collectives on XLA devices, which any rank may read without the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrat import arrays, nest, xla
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
+from mpistrat.values import DistributedValues
+
+
+class StartedOps(CrossReplicaOps):
+    """Outside a step, starts each result, and no other tensor, while all ranks are in the call.
+
+    A rank that reads the result later starts no graph. The other ranks need not read it.
+    """
+
+    def reduce(self, *args: Any) -> list[Any]:
+        return _started(super().reduce(*args))
+
+    def gather(self, *args: Any) -> Any:
+        return _started(super().gather(*args))
+
+    def reduce_to(self, *args: Any) -> Any:
+        return _started(super().reduce_to(*args))
+
+    def batch_reduce(self, *args: Any) -> list[Any]:
+        return _started(super().batch_reduce(*args))
+
+    def aggregate(self, *args: Any) -> Any:
+        return _started(super().aggregate(*args))
+
+
+def _started(result: Any) -> Any:
+    parts: list[Any] = []
+    for leaf in nest.leaves(result):
+        slices, several = isinstance(leaf, IndexedSlices), isinstance(leaf, DistributedValues)
+        parts += (leaf.values, leaf.indices) if slices else leaf.values if several else (leaf,)
+    xla.start().graphs.start([part for part in parts if arrays.is_on_xla(part)])
+    return result
