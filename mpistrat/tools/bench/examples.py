@@ -36,7 +36,8 @@ class Pictures(Dataset[Batch]):
         resized = functional.interpolate(
             image[None].mul_(self._scale), (height, width), mode="bilinear", align_corners=False
         )[0]
-        return resized.expand(channels, height, width), torch.tensor(int(self._labels[index]))
+        label = torch.tensor(int(self._labels[index]), device="cpu")
+        return resized.expand(channels, height, width), label
 
 
 class Text(Dataset[Batch]):

@@ -1,0 +1,111 @@
+"""`torch.set_default_device("sim")` is the first line; the numbers are to be those of the CPU as the default device.
+
+Usage: default_device.py FOLDER, which all ranks see. Rank 0 prints "same" and the number of results that it compared.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import mpistrat as ms
+from mpistrat.checkpoint import Checkpoint, CheckpointManager
+from mpistrat.communicators.transports.accelerator import gpu_ways
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from support.simulated_accelerator import torch_sim  # noqa: E402
+
+FOLDER = Path(sys.argv[1])
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+SIM = torch_sim.load()
+# Processes would import torch to find out that MPI does not take the simulated device's memory.
+gpu_ways.why_not_proven = lambda *args: "not tried"
+made_on: set[str] = set()
+
+
+class Examples(TensorDataset):
+    """Its examples get a tensor beside that the default device has."""
+
+    def __getitem__(self, index: int) -> Any:
+        beside = torch.tensor(index % 5)
+        made_on.add(beside.device.type)
+        return *super().__getitem__(index), beside
+
+
+def results(kind: str) -> dict[str, torch.Tensor]:
+    torch.set_default_device(kind)
+    devices = ["cpu:0"] if kind == "cpu" else None
+    strategy = ms.MultiWorkerMirroredStrategy(devices=devices, gradients="sum")
+    with strategy.scope():
+        norm = ms.convert_sync_batchnorm(nn.BatchNorm1d(4))
+        model = nn.Sequential(nn.Linear(5, 4), norm, nn.ReLU(), nn.Linear(4, 3))
+        table = nn.Embedding(5, 5, sparse=True)
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+        of_table = torch.optim.SGD(table.parameters(), lr=0.1)
+    modules = nn.ModuleList([model, table])
+    with torch.no_grad():
+        for i, parameter in enumerate(modules.parameters()):
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) + 0.1 * i)
+    x = torch.linspace(-2, 2, 120).view(24, 5).sin()
+    generator = torch.Generator(kind).manual_seed(1)
+    loader = DataLoader(Examples(x, torch.arange(24) % 3), 8, shuffle=True, generator=generator)
+    data = strategy.experimental_distribute_dataset(loader)
+    objects = {"modules": modules, "optimizer": optimizer, "of_table": of_table, "data": data}
+    manager = CheckpointManager(Checkpoint(**objects), FOLDER / kind)
+
+    def step(batch: Any) -> torch.Tensor:
+        features, labels, rows = batch
+        optimizer.zero_grad()
+        of_table.zero_grad()
+        logits = model(features + table(rows))
+        losses = functional.cross_entropy(logits, labels, reduction="none")
+        loss = ms.compute_average_loss(losses)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        of_table.step()
+        return loss.detach()
+
+    found = {}
+    for number, batch in enumerate(data):
+        found[f"loss {number}"] = strategy.reduce("sum", strategy.run(step, (batch,)), axis=None)
+    manager.save(3)
+    with torch.no_grad():
+        for parameter in modules.parameters():
+            parameter.zero_()
+    manager.restore_or_initialize()
+    found |= {name: value.detach() for name, value in modules.state_dict().items()}
+    assert {value.device.type for value in found.values()} == {kind}
+
+    def calls() -> Any:
+        context = ms.get_replica_context()
+        own = torch.full((3,), RANK + 1.0, requires_grad=True)
+        values = [own.detach(), own.detach().bfloat16(), own.detach().cpu(), own.detach()]
+        sums = context.all_reduce("sum", values)
+        largest = context.all_reduce("max", own.detach())
+        gathered = context.all_gather(own, axis=0)
+        return *sums, largest, *torch.autograd.grad((gathered * gathered.detach()).sum(), own)
+
+    found |= {f"call {i}": value for i, value in enumerate(strategy.run(calls))}
+    found["gathered"] = strategy.gather(strategy.run(lambda: torch.full((2,), RANK)), axis=0)
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def main() -> None:
+    ours = results("sim")
+    assert made_on == {"sim"}, made_on
+    expected = results("cpu")
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, msg=f"{name}: {ours[name]} {value}")
+    assert not SIM.violations(), SIM.violations()[:3]
+    if RANK == 0:
+        print("same", len(expected), flush=True)
+
+
+main()
