@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
@@ -19,7 +19,7 @@ from mpistrat.communicators.transports.accelerator import gpu_ways
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.simulated_accelerator import torch_sim  # noqa: E402
+from support.simulated_accelerator import torch_sim
 
 FOLDER = Path(sys.argv[1])
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -97,8 +97,31 @@ def results(kind: str) -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in found.items()}
 
 
+def check_that_an_epoch_goes_on() -> None:
+    """A sampler without a generator draws from that of the default device."""
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="sum")
+    torch.manual_seed(5)
+
+    def read(state: dict[str, Any] | None) -> tuple[dict[str, Any], Any]:
+        loader = DataLoader(
+            TensorDataset(torch.arange(24)), 6, sampler=SubsetRandomSampler(range(24))
+        )
+        data = strategy.experimental_distribute_dataset(loader)
+        if state is not None:
+            data.load_state_dict(state)
+        batches = iter(data)
+        if state is None:
+            next(batches)
+            state = data.state_dict()
+        return state, [batch[0].tolist() for batch in batches]
+
+    state, rest = read(None)
+    assert read(state) == (state, rest)
+
+
 def main() -> None:
     ours = results("sim")
+    check_that_an_epoch_goes_on()
     assert made_on == {"sim"}, made_on
     expected = results("cpu")
     for name, value in expected.items():
