@@ -30,12 +30,12 @@ made_on: set[str] = set()
 
 
 class Examples(TensorDataset):
-    """Its examples get a tensor beside that the default device has."""
+    """Each example gets a tensor more, which is made on the default device."""
 
     def __getitem__(self, index: int) -> Any:
-        beside = torch.tensor(index % 5)
-        made_on.add(beside.device.type)
-        return *super().__getitem__(index), beside
+        row = torch.tensor(index % 5)
+        made_on.add(row.device.type)
+        return *super().__getitem__(index), row
 
 
 def results(kind: str) -> dict[str, torch.Tensor]:
