@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import array_api_compat as api
@@ -42,6 +43,13 @@ def gradients_are_on() -> bool:
     """Whether torch records on this thread what gradients need."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.is_grad_enabled()
+
+
+def default_device() -> AbstractContextManager[object]:
+    """Around what another thread does: this thread's `torch.set_default_device`."""
+    torch = sys.modules.get("torch")
+    device = None if torch is None else torch.get_default_device()
+    return nullcontext() if device is None or device.type == "cpu" else device
 
 
 def is_sharded(value: object) -> bool:
@@ -203,12 +211,19 @@ def cast(array: Array, dtype: Any) -> Array:
         raise TypeError(f"{dtype!r:.60} is not a dtype of {library}, whose array this is") from None
 
 
+def as_tensor(value: Any) -> Any:
+    """A tensor of `value`, in the memory of an array: where the array is, whatever torch's default device."""
+    import torch
+
+    return torch.as_tensor(value, device=getattr(value, "device", "cpu"))
+
+
 def cast_like(array: Array, like: Array) -> Array:
     """`array` in `like`'s library, dtype and device; a NumPy array may become a tensor."""
     if is_torch(like):
         import torch
 
-        return torch.as_tensor(array).to(like)
+        return torch.as_tensor(array, device=like.device).to(like)
     if is_cupy(like):
         import cupy
 
@@ -233,7 +248,7 @@ def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> No
     if is_torch(result):
         import torch
 
-        index = torch.as_tensor(indices).to(result.device, torch.int64)
+        index = torch.as_tensor(indices, device=result.device).to(torch.int64)
         if combine == "update":
             result[index] = rows
         elif combine in ("add", "sub"):

@@ -218,7 +218,7 @@ class Assembly:
         region = Region((0,) * len(stored.shape), stored.shape)
         if like is not None:
             region = _region(like)
-        device = None if like is None else like.device
+        device = "cpu" if like is None else like.device
         values = torch.empty(region.shape, dtype=getattr(torch, stored.dtype), device=device)
         self._wanted.setdefault((name, stored.name), []).append(
             _Wanted(region, values, region.size)

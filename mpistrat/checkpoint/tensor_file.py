@@ -160,7 +160,7 @@ class StoredArray:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"this torch has no dtype {self.dtype!r:.80}")
         if not len(self.data):
-            return torch.empty(self.shape, dtype=dtype)
+            return torch.empty(self.shape, dtype=dtype, device="cpu")
         return torch.from_numpy(self.data).view(dtype).view(self.shape)
 
 

@@ -210,7 +210,7 @@ class _Torch(Arithmetic):
         return buffer.detach()
 
     def totals(self, elements: int) -> Any:
-        return self._torch.empty(elements, dtype=self._torch.float32)
+        return self._torch.empty(elements, dtype=self._torch.float32, device="cpu")
 
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
         total = pieces[0].to(self._torch.float32, copy=True)

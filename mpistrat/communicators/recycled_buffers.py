@@ -67,7 +67,7 @@ class RecycledBuffers:
         import torch
 
         if nbytes < _SMALLEST:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.from_numpy(self._take(nbytes)).view(dtype).view(shape)
 
     def _take(self, nbytes: int) -> np.ndarray:

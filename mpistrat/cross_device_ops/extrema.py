@@ -64,7 +64,7 @@ def restored(op: ReduceOp, total: Array, like: Any) -> Array:
     integer = arrays.dtype_name(total)
     if op is not ReduceOp.PRODUCT and arrays.is_floating(component) and integer in _FLOATS:
         total = _reordered(total).view(arrays.dtype_like(_FLOATS[integer], total))
-    return arrays.cast(xp.asarray(total), component.dtype)
+    return arrays.cast(xp.asarray(total, device=api.device(total)), component.dtype)
 
 
 def product(factors: Array) -> Array:
@@ -88,7 +88,7 @@ def over_axes(op: ReduceOp, component: Any, axis: int | Sequence[int]) -> Array:
     else:
         shape = [size for i, size in enumerate(value.shape) if i not in axes]
         reduced = arrays.zeros(shape, value) + _least(op, value)
-    return arrays.cast(xp.asarray(reduced), dtype)
+    return arrays.cast(xp.asarray(reduced, device=api.device(value)), dtype)
 
 
 def _widened(value: Array) -> Array:

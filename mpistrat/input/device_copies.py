@@ -76,7 +76,5 @@ def _to(device: str, leaf: Any) -> Any:
         leaf = leaf.copy()  # it waits while the source, which may use its memory again, reads on
         if not device.startswith("xla") or leaf.dtype.kind not in "biufc":
             return leaf
-        import torch
-
-        leaf = torch.as_tensor(leaf)
+        leaf = arrays.as_tensor(leaf)
     return arrays.to_device(leaf, device) if arrays.is_array(leaf) else leaf

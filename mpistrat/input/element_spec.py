@@ -42,7 +42,7 @@ class ArraySpec:
         if self.library == "torch":
             import torch
 
-            return torch.zeros(shape, dtype=getattr(torch, self.dtype))
+            return torch.zeros(shape, dtype=getattr(torch, self.dtype), device="cpu")
         if self.library == "cupy":
             import cupy
 

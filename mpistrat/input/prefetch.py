@@ -5,7 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
+
+from mpistrat.arrays import default_device
 
 T = TypeVar("T")
 
@@ -26,7 +29,7 @@ class Prefetcher(Iterator[T], Generic[T]):
             self._room.put(True)
         thread = threading.Thread(
             target=_make,
-            args=(iterator, self._made, self._room),
+            args=(iterator, self._made, self._room, default_device()),
             name="mpistrat input",
             daemon=True,
         )
@@ -55,12 +58,16 @@ def _make(
     iterator: Iterator[T],
     made: queue.SimpleQueue[tuple[str, object]],
     room: queue.SimpleQueue[bool],
+    device: AbstractContextManager[object],
 ) -> None:
     try:
-        for item in iterator:
-            if not room.get():
-                return
-            made.put(("item", item))
+        with (
+            device
+        ):  # what the program's datasets make is where it would be on the program's thread
+            for item in iterator:
+                if not room.get():
+                    return
+                made.put(("item", item))
     except BaseException as error:  # whatever it is, it belongs to the thread that asks
         made.put(("end", error))
     else:

@@ -12,6 +12,7 @@ import torch
 import torch.utils.data as data
 
 from mpistrat.input import generator_states
+from mpistrat.machine.devices import torch_accelerator
 
 STATE_SCHEMA = {
     "torch": generator_states.of_torch,
@@ -45,6 +46,9 @@ class RandomState:
             for owner in owners
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator)
         ]
+        # Samplers without a generator draw from that of the default device.
+        default = torch.get_default_device()
+        self._devices = [default] if default.type == torch_accelerator() else []
         self.began: dict[str, Any] | None = None
         self._begin_at: dict[str, Any] | None = None
 
@@ -84,10 +88,13 @@ class RandomState:
                 for part in np.random.get_state()
             ],
             "own": [generator.get_state() for generator in self._own],
+            "devices": [torch.get_device_module(d).get_rng_state(d) for d in self._devices],
         }
 
     def _set(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
+        for device, own in zip(self._devices, state.get("devices", ()), strict=False):
+            torch.get_device_module(device).set_rng_state(own, device)
         random.setstate(state["python"])
         np.random.set_state(tuple(state["numpy"]))
         for generator, own in zip(self._own, state["own"], strict=True):

@@ -8,6 +8,7 @@ never.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import itertools
@@ -134,8 +135,7 @@ class WholeLoader(Restartable):
         if not (has_group and isinstance(pipe, data.IterDataPipe)):
             return self._loader
         # As a DataLoader draws it, and has its ranks share it.
-        seed = torch.empty((), dtype=torch.int64).random_(generator=self._user.generator).item()
-        seed = ranks.broadcast_object(seed, label="seed of the datapipe")
+        seed = ranks.broadcast_object(_drawn(self._user.generator), label="seed of the datapipe")
         loader = copy.copy(self._loader)
         # torch refuses to set them. Workers that persist would go on with the seed of the first epoch.
         vars(loader).update(dataset=_WholePipe(pipe, seed), persistent_workers=False)
@@ -240,20 +240,30 @@ class _Plan:
         if self.generator is not None:
             generator = own or torch.Generator()
             generator.set_state(self.generator)
-            order = torch.randperm(self.examples, generator=generator).tolist()
+            order = _order(self.examples, generator).tolist()
         rest = self.examples % self.batch_size
         for first in range(0, self.examples - rest, self.batch_size):
             yield list(order[first : first + self.batch_size])
         if own is not None:  # a RandomSampler ends with an order of which it takes none
-            torch.randperm(self.examples, generator=own)
+            _order(self.examples, own)
         if rest and not self.drop_last:
             yield list(order[self.examples - rest :])
 
 
 def _generator_of_an_epoch() -> torch.Generator:
     """As a RandomSampler seeds one."""
-    generator = torch.Generator()
-    return generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return torch.Generator().manual_seed(_drawn(None))
+
+
+def _drawn(generator: torch.Generator | None) -> int:
+    """A seed, as a DataLoader draws it. Args: generator: None for the host's own."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
+
+
+def _order(examples: int, generator: torch.Generator) -> torch.Tensor:
+    """As a RandomSampler draws it; on the device of `generator`, whatever torch's default device."""
+    return torch.randperm(examples, generator=generator, device=generator.device)
 
 
 class LoaderReader(GlobalReader):
@@ -293,7 +303,8 @@ class LoaderReader(GlobalReader):
             self._loader = _copy_of(self._user, self._share.pieces[0], **how)
             self._loader._iterator = None  # persistent workers of the user's own
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
-        with self._random.of_epoch():
+        own = loader.generator  # from which torch's iterator draws on the default device
+        with self._random.of_epoch(), contextlib.nullcontext() if own is None else own.device:
             pieces.begin(self._steps_of(self._index_batches(pieces), Lists(), start))
             with starting_workers(self._user):
                 batches = guarded(iter(loader))

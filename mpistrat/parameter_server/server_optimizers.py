@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from mpistrat.arrays import Array, dtype_name
+from mpistrat.arrays import Array, as_tensor, dtype_name, to_host
 from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.pytorch.elementwise_optimizers import why_not_elementwise
+from mpistrat.pytorch.gradients.values import as_sparse
 
 State = dict[str, Any]  # by name: NumPy arrays, those of no dimension included, and Python numbers
 
@@ -102,7 +103,7 @@ class ServerOptimizer:
     def __init__(
         self, array: Array, definition: OptimizerDefinition, *, shard: bool = False
     ) -> None:
-        self._whole = torch.as_tensor(array)
+        self._whole = as_tensor(array)
         if not self._whole.is_contiguous():
             raise ValueError(f"expected a C-contiguous array, got strides {self._whole.stride()}")
         self._cls = definition.cls
@@ -189,10 +190,8 @@ class ServerOptimizer:
     ) -> dict[str, Any]:
         """Step `parameter`, which has `state`. Returns: its state then."""
         if issubclass(self._cls, torch.optim.SparseAdam) and parameter is not self._whole:
-            every = torch.arange(len(gradient)).unsqueeze(0)
-            gradient = torch.sparse_coo_tensor(
-                every, gradient, gradient.shape, is_coalesced=True, check_invariants=False
-            )
+            every = torch.arange(len(gradient), device=gradient.device)
+            gradient = as_sparse(every, gradient, gradient.shape, is_coalesced=True)
         self._group["params"] = [parameter]
         self._optimizer.state[parameter] = state
         parameter.grad = gradient
@@ -222,7 +221,7 @@ class ServerOptimizer:
     def state_dict(self) -> State:
         """The state: empty before the first step. Its arrays are the server's memory, which the next step changes."""
         return {
-            name: view_of(value) if isinstance(value, torch.Tensor) else value
+            name: view_of(to_host(value)) if isinstance(value, torch.Tensor) else value
             for name, value in self._state.items()
             if value is not None
         }
@@ -252,7 +251,7 @@ def _tensor(array: Array) -> torch.Tensor:
     """The memory of `array`; a copy if it is read-only, which torch does not know, or not C-contiguous."""
     if isinstance(array, np.ndarray) and not (array.flags.writeable and array.flags.c_contiguous):
         array = array.copy()
-    return torch.as_tensor(array).contiguous()
+    return as_tensor(array).contiguous()
 
 
 def _has_shape(value: Any, tensor: torch.Tensor) -> bool:

@@ -122,5 +122,5 @@ def _rows(array: Array, indices: Any) -> Array:
     if arrays.is_torch(array):
         import torch
 
-        return array[torch.as_tensor(indices)]
+        return array[torch.as_tensor(indices, device=array.device)]
     return array[indices]

@@ -62,7 +62,7 @@ class TensorSpec(NamedTuple):
             return np.broadcast_to(np.empty((), self.dtype), self.shape)
         import torch
 
-        return torch.empty((), dtype=self.native_dtype).expand(self.shape)
+        return torch.empty((), dtype=self.native_dtype, device="cpu").expand(self.shape)
 
     def array_in(self, memory: np.ndarray) -> Array:
         """The bytes `memory` as an array of this spec, in place."""

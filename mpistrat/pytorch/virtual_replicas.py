@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpistrat import arrays
 from mpistrat.machine.devices import torch_accelerator
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, Slot, version
@@ -90,9 +91,8 @@ class TorchState:
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
         ]
-        device = torch.get_default_device()
-        if device != torch.device("cpu"):
-            modes.append(lambda: device)
+        device = arrays.default_device()
+        modes.append(lambda: device)
         module = _accelerator_in_use()
         for kind in ("cpu", torch_accelerator()):
             if kind and torch.is_autocast_enabled(kind):

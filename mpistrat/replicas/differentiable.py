@@ -42,9 +42,10 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, context: Any, axis: int, options: Any, value: torch.Tensor) -> Any:
         extended = context.strategy.extended
         gathered = extended.replicas.all_gather(context, value, axis, options)
-        sizes = extended.replicas.all_gather(context, torch.tensor([value.shape[axis]]), 0, options)
+        length = torch.tensor([value.shape[axis]], device="cpu")
+        sizes = extended.replicas.all_gather(context, length, 0, options)
         # Where cores run one program, each has a number of its own.
-        own = torch.as_tensor(context.replica_id_in_sync_group)
+        own = arrays.as_tensor(context.replica_id_in_sync_group)
         starts = (sizes.cumsum(0) - sizes).to(own.device)
         first = starts.index_select(0, own.reshape(1))
         ctx.call = (context, axis, options, first, value.shape[axis])

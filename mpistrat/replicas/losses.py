@@ -86,7 +86,7 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
         import torch
 
         if torch.compiler.is_compiling():
-            known = torch.as_tensor(examples)
+            known = torch.as_tensor(examples, device="cpu")
             return torch.where((known[:-1] == own).any(), known[-1], own * replicas)
     if examples is not None and own in examples[:-1]:
         return int(examples[-1])

@@ -196,7 +196,8 @@ class Collectives:
         own = tensor.detach().coalesce()
         indices = self.communicator.all_gather(own.indices().contiguous(), label="indices")
         values = self.communicator.all_gather(own.values().contiguous(), label="values")
-        total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), own.shape)
+        parts = torch.cat(indices, 1), torch.cat(values)
+        total = torch.sparse_coo_tensor(*parts, own.shape, device=own.device)
         total = total.coalesce()
         if name == "AVG":
             total = total / self._size

@@ -83,7 +83,7 @@ class CoreValues:
     def number(self) -> torch.Tensor:
         """Which replica of this rank a core is; int64, of no dimension. Inside a step, or outside."""
         if self._numbers is None:
-            numbers = [torch.tensor([i]) for i in range(self._count)]
+            numbers = [torch.tensor([i], device="cpu") for i in range(self._count)]
             shape = (self._num_all_devices,)
             self._numbers = self._layouts.from_rows(numbers, self._rows(0), shape)
         return self._layouts.part_of(self._numbers).reshape(())

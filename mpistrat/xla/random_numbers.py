@@ -28,8 +28,8 @@ _LIKE: dict[Any, Callable[..., torch.Tensor]] = {
     aten.random.default: lambda like, **_: _empty(like).random_(),
     aten.random.to: lambda like, high, **_: _empty(like).random_(high),
     _RANDOM_FROM: lambda like, low, high, **_: _empty(like).random_(low, high),
-    aten.rand.default: lambda size, **kwargs: torch.empty(size, **kwargs).uniform_(),
-    aten.randn.default: lambda size, **kwargs: torch.empty(size, **kwargs).normal_(),
+    aten.rand.default: lambda size, **kwargs: _new(size, **kwargs).uniform_(),
+    aten.randn.default: lambda size, **kwargs: _new(size, **kwargs).normal_(),
     aten.randint.default: lambda high, size, **kwargs: _integers(size, 0, high, **kwargs),
     aten.randint.low: lambda low, high, size, **kwargs: _integers(size, low, high, **kwargs),
     aten.randint_like.default: lambda like, high, **kwargs: _empty(like, **kwargs).random_(0, high),
@@ -39,7 +39,7 @@ _LIKE: dict[Any, Callable[..., torch.Tensor]] = {
     aten.normal.Tensor_Tensor: lambda mean, std, **_: mean + std * _empty(mean + std).normal_(),
     aten.normal.Tensor_float: lambda mean, std=1.0, **_: mean + std * _empty(mean).normal_(),
     aten.normal.float_Tensor: lambda mean, std, **_: mean + std * _empty(std).normal_(),
-    aten.normal.float_float: lambda mean, std, size, **kwargs: torch.empty(size, **kwargs).normal_(
+    aten.normal.float_float: lambda mean, std, size, **kwargs: _new(size, **kwargs).normal_(
         mean, std
     ),
 }
@@ -92,10 +92,14 @@ def _empty(like: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> to
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
+def _new(size: Any, *, device: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(size, device=device, **kwargs)
+
+
 def _integers(
     size: Any, low: int, high: int, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype or torch.int64, **kwargs).random_(low, high)
+    return _new(size, dtype=dtype or torch.int64, **kwargs).random_(low, high)
 
 
 class OwnRandomNumbers(TorchDispatchMode):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from mpistrat import arrays, nest
 from mpistrat.context import AnyStrategy, entered
 from mpistrat.cross_device_ops import accumulation
@@ -129,7 +127,7 @@ class ReplicasOnCores(RecordedReplicas):
                     f"object, got {value!r:.80}; start one rank per core for anything else"
                 )
             hosts = [arrays.to_host(arrays.as_array(component)) for component in components]
-            return self._cores.values.scatter([torch.as_tensor(host) for host in hosts])
+            return self._cores.values.scatter([*map(arrays.as_tensor, hosts)])
 
         return nest.map_structure(spread, structure)
 

@@ -154,7 +154,8 @@ def probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
     import torch
 
     try:
-        (mine,) = runtime.put([torch.tensor([rank + 1.0, float(rank * rank)])], runtime.device(0))
+        numbers = torch.tensor([rank + 1, rank * rank], dtype=torch.float32, device="cpu")
+        (mine,) = runtime.put([numbers], runtime.device(0))
         (total,) = runtime.all_reduce("sum", [mine])
         return [float(value) for value in runtime.fetch([total])[0]]
     except Exception as error:  # XLA's are of many classes

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from mpistrat import arrays
 from mpistrat.strategies.variables import CopyPerReplica
 from mpistrat.variables.arguments import VariableArguments
@@ -26,7 +24,7 @@ class VariablesOnDevice(VariableStore):
         with self._copies.communicator.raising_together():
             value = asked.initial_array()
             if not arrays.is_cupy(value):
-                value = arrays.to_device(torch.as_tensor(value), self.devices[0])
+                value = arrays.to_device(arrays.as_tensor(value), self.devices[0])
         return self._copies.create(asked._replace(initial_value=value, dtype=None))
 
     def copies(self, variable: Any) -> Sequence[Any]:

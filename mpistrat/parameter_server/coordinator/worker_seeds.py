@@ -19,4 +19,5 @@ def seed_for_worker(worker: int) -> None:
     if "torch" in sys.modules:
         import torch
 
-        torch.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) + worker)
+        drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
+        torch.manual_seed(int(drawn) + worker)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor
 from mpistrat.pytorch import hooks
+from mpistrat.pytorch.gradients.values import as_sparse
 
 _LOOKUPS = (functional.embedding, functional.embedding_bag)
 # Of a tensor, what is known without its numbers.
@@ -135,10 +136,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (indices,) = ctx.saved_tensors
-        sparse = torch.sparse_coo_tensor(
-            indices.unsqueeze(0), gradient, ctx.shape, is_coalesced=True, check_invariants=False
-        )
-        return sparse, None
+        return as_sparse(indices, gradient, ctx.shape, is_coalesced=True), None
 
 
 class _Whole(torch.autograd.Function):

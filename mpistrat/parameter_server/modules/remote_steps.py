@@ -193,7 +193,7 @@ class RemoteOptimizer:
                 states = [self._client.optimizers.state(self.number, a) for a in remote.addresses]
                 state = join_states(states) if remote.split else states[0]
                 if state:
-                    layout = view_of(torch.empty(0, dtype=parameter.dtype)).dtype
+                    layout = view_of(torch.empty(0, dtype=parameter.dtype, device="cpu")).dtype
                     optimizer.state[parameter] = {
                         name: _as_torch(value, parameter, layout) for name, value in state.items()
                     }

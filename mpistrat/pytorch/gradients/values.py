@@ -33,8 +33,9 @@ def sums_by_custom_ops(
             slots.append(slot)
             pairs.append((PerReplica(_components(parameter, gradients)), parameter.detach()))
     for slot, total in zip(slots, sums_of_rank(custom, pairs), strict=True):
-        is_rows = isinstance(total, IndexedSlices)
-        sums[slot] = _sparse(total, parameters[slot]) if is_rows else total
+        if isinstance(total, IndexedSlices):
+            total = as_sparse(total.indices, total.values, parameters[slot].shape)
+        sums[slot] = total
     return sums
 
 
@@ -47,7 +48,7 @@ def sum_rows(
     """
     own = [_rows(parameter, gradient) for gradient in gradients]
     (total,) = over_ranks.all_reduce(ReduceOp.SUM, [own], label="sparse gradient")
-    return _sparse(total, parameter).coalesce()
+    return as_sparse(total.indices, total.values, parameter.shape).coalesce()
 
 
 def _components(
@@ -71,7 +72,9 @@ def _rows(parameter: torch.Tensor, gradient: Gradient) -> IndexedSlices:
     return IndexedSlices(gradient.values(), gradient.indices()[0], shape)
 
 
-def _sparse(rows: IndexedSlices, like: torch.Tensor) -> torch.Tensor:
-    return torch.sparse_coo_tensor(
-        rows.indices[None], rows.values, like.shape, check_invariants=False
-    )
+def as_sparse(
+    indices: torch.Tensor, values: torch.Tensor, shape: Any, is_coalesced: bool | None = None
+) -> torch.Tensor:
+    """A tensor of `shape` whose rows at `indices` are `values`, on their device."""
+    how: Any = {"is_coalesced": is_coalesced, "check_invariants": False}
+    return torch.sparse_coo_tensor(indices[None], values, shape, device=values.device, **how)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mpistrat import arrays
 from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.pytorch.modules.registry import ParameterSlot, Registry
 from mpistrat.wire_formats import ShortFloats, WireFormat, name_of
@@ -22,7 +23,7 @@ class Wire:
 
     def __init__(self, wire_format: WireFormat) -> None:
         self._format = wire_format
-        self.residual = torch.zeros(0)
+        self.residual = torch.zeros(0, device="cpu")
 
     @property
     def size(self) -> int:
@@ -31,7 +32,7 @@ class Wire:
 
     def __call__(self, communicator: Communicator, values: Any) -> None:
         """`values`: a NumPy array or tensor, float32, of this rank."""
-        tensor = torch.as_tensor(values)
+        tensor = arrays.as_tensor(values)
         if len(self.residual) != len(tensor):
             if self.size:
                 warnings.warn(

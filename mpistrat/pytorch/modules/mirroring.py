@@ -251,7 +251,7 @@ class Mirroring(StrategyModules):
             if is_root:
                 message = packing.concatenated([_bytes_of(tensor) for tensor in own])
             else:
-                message = torch.empty(sum(t.nbytes for t in own), dtype=torch.uint8)
+                message = torch.empty(sum(t.nbytes for t in own), dtype=torch.uint8, device="cpu")
             self._communicator.broadcast(message, label="mirrored parameters")
             if not is_root:
                 with torch.no_grad():
@@ -301,5 +301,4 @@ def _is_pending(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    host = tensor.cpu().contiguous()
-    return host.reshape(-1).view(torch.uint8) if host.numel() else torch.empty(0, dtype=torch.uint8)
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)

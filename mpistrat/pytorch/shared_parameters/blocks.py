@@ -61,7 +61,7 @@ class Place:
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
         if tensor.stride() != self.stride:
-            tensor = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype).copy_(tensor)
+            tensor = tensor.new_empty_strided(self.shape, self.stride).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
 

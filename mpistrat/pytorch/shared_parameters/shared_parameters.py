@@ -241,7 +241,7 @@ def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
             if address not in storages:
                 storages[address] = parameter.untyped_storage().clone()
             layout = parameter.storage_offset(), parameter.shape, parameter.stride()
-            own = torch.empty(0, dtype=parameter.dtype)
+            own = torch.empty(0, dtype=parameter.dtype, device="cpu")
             parameter.data = own.set_(storages[address], *layout)
 
 
@@ -272,7 +272,7 @@ def _parts(places: Sequence[tuple[Place, bool]]) -> list[Part]:
     parts: list[Part] = []
     for place, added in sorted(places, key=lambda pair: pair[0].first):
         end = place.pages.stop * PAGE
-        part = Part(torch.empty(0, dtype=place.dtype), place.first, end, added)
+        part = Part(torch.empty(0, dtype=place.dtype, device="cpu"), place.first, end, added)
         if parts and _follows(part, parts[-1]):
             parts[-1] = parts[-1]._replace(end=end)
         else:

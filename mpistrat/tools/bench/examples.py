@@ -31,12 +31,12 @@ class Pictures(Dataset[Batch]):
         return len(self._labels)
 
     def __getitem__(self, index: int) -> Batch:
-        channels, height, width = self._shape
+        height, width = self._shape[1:]
         image = torch.from_numpy(self._images[index].astype(np.float32)).permute(2, 0, 1)
         resized = functional.interpolate(
             image[None].mul_(self._scale), (height, width), mode="bilinear", align_corners=False
         )[0]
-        return resized.expand(channels, height, width), torch.tensor(int(self._labels[index]))
+        return resized.expand(self._shape), torch.tensor(int(self._labels[index]), device="cpu")
 
 
 class Text(Dataset[Batch]):

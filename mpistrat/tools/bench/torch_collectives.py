@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
+from mpistrat import arrays
 from mpistrat.tools.bench import operations
 from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.operations import Operation
@@ -35,7 +35,7 @@ class Call(Operation):
     def __init__(self, group: dist.ProcessGroup | None, nbytes: int, device: Device = HOST) -> None:
         super().__init__(all_ranks(), nbytes, _FLOAT32, in_window=False, device=device)
         self.group = group
-        self.sent, self.received = torch.as_tensor(self.source), torch.as_tensor(self.result)
+        self.sent, self.received = map(arrays.as_tensor, (self.source, self.result))
         self.sent_parts = list(self.sent.chunk(self.communicator.size))
         self.received_parts = list(self.received.chunk(self.communicator.size))
 

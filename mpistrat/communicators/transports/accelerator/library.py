@@ -117,7 +117,7 @@ class TorchLibrary:
         return event.query()
 
     def pinned(self, nbytes: int) -> Array:
-        return self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
+        return self._torch.empty(nbytes, dtype=self._torch.uint8, device="cpu", pin_memory=True)
 
     def fetch(self, buffer: Array, memory: Array, stream: Any) -> Array:
         host = memory[: buffer.nbytes].view(buffer.dtype)

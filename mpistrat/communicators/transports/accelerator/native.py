@@ -104,7 +104,7 @@ class NativeTransport(DeviceTransport):
 
         def try_out() -> str:
             with self._own.device():
-                ones = torch.ones(1, device=self._device)
+                ones = torch.ones(1, dtype=torch.float32, device=self._device)
                 group = self._joint.group
                 if group is None:
                     return "it was aborted"

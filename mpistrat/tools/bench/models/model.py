@@ -31,9 +31,8 @@ class Model:
         generator = torch.Generator().manual_seed(seed)
         shape = (examples, *self.input_shape)
         if self.tokens:
-            text = torch.randint(
-                self.classes, (examples, self.input_shape[0] + 1), generator=generator
-            )
+            shape = (examples, self.input_shape[0] + 1)
+            text = torch.randint(self.classes, shape, generator=generator, device="cpu")
             return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        targets = torch.randint(self.classes, (examples,), generator=generator)
-        return torch.randn(shape, generator=generator), targets
+        targets = torch.randint(self.classes, (examples,), generator=generator, device="cpu")
+        return torch.randn(shape, generator=generator, device="cpu"), targets

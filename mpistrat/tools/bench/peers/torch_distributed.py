@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
 from mpistrat import arrays
@@ -20,7 +19,7 @@ def training_steps(work: Work) -> dict[str, Step]:
 
 def all_reduces(values: Array) -> dict[str, Callable[[], Array]]:
     buffer = arrays.copy(values)
-    tensor = torch.as_tensor(buffer)
+    tensor = arrays.as_tensor(buffer)
     backend = own_backend(str(tensor.device))
     group = group_on(backend)
 
