@@ -358,3 +358,19 @@ def test_bad_state() -> None:
         join_states([remote.state_dict(), {}])
     with pytest.raises(ValueError, match="C-contiguous"):
         worker.optimizer_of(array.T)
+
+
+@pytest.mark.parametrize(
+    "make", [MAKERS["momentum"], lambda p: O.SparseAdam(p, lr=0.1)], ids=["sgd", "sparse adam"]
+)
+def test_the_array_is_stepped_where_it_is(
+    make: Callable[[list[torch.Tensor]], Optimizer],
+) -> None:
+    """Whatever the program's default device is, "meta" in place of an accelerator."""
+    definition, rows = Worker(make).definition, IndexedSlices(values(1)[:3], np.array([4, 2, 4]))
+    array, expected = values(), values()
+    with torch.device("meta"):
+        ServerOptimizer(array, definition).step(rows, {})
+    ServerOptimizer(expected, definition).step(rows, {})
+    assert (array == expected).all()
+    assert (array != values()).any()
