@@ -170,7 +170,10 @@ def _mpi(refusal: str) -> Finding:
     if not refusal:
         return ok("MPI takes memory of GPUs: a child process has sent some.")
     if "that sent device memory" not in refusal:
-        return warning(f"Whether MPI takes memory of GPUs is not known: {refusal}.", "mend that")
+        return warning(
+            f"Whether MPI takes memory of GPUs is not known: {refusal}.",
+            "correct this cause, and run mpistrat doctor again",
+        )
     return warning(
         f"MPI does not take memory of GPUs: {refusal}. Where NCCL cannot be used, values go through pinned memory.",
         "load a CUDA-aware build of MPI (Open MPI with UCX and CUDA; MPICH_GPU_SUPPORT_ENABLED=1 on a Cray) if "

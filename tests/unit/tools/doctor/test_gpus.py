@@ -71,7 +71,7 @@ def test_torch_for_other_gpus_than_nvidia_s(make_job: MakeJob) -> None:
 def test_mpi_was_given_no_memory_of_a_gpu(make_job: MakeJob) -> None:
     found = bad(findings_of(make_job, mpi_refusal=UNUSED))
     assert found.text == f"Whether MPI takes memory of GPUs is not known: {UNUSED}."
-    assert found.fix.startswith("mend that")
+    assert found.fix.startswith("correct this cause")
 
 
 @pytest.mark.parametrize(
