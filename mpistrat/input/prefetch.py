@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from mpistrat.machine.devices import make_own_current
+
 T = TypeVar("T")
 
 
@@ -56,6 +58,7 @@ def _make(
     made: queue.SimpleQueue[tuple[str, object]],
     room: queue.SimpleQueue[bool],
 ) -> None:
+    make_own_current()
     try:
         for item in iterator:
             if not room.get():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -124,3 +125,16 @@ def test_asking_for_a_stack_does_no_harm(tmp_path: Path, monkeypatch: pytest.Mon
     finally:
         process.kill()
         process.communicate()
+
+
+def test_jobs_of_containers_that_number_their_processes_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They may share /dev/shm; their launchers may have one number, and may have begun in the same moment."""
+    launcher, names = os.getppid(), set()
+    for namespace in (4026531836, 4026532001):
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "_ancestors", lambda _: iter([(launcher, "mpiexec")]))
+            patch.setattr(os, "stat", lambda _, inode=namespace: SimpleNamespace(st_ino=inode))
+            names.add(processes.job_of(os.getpid()))
+    assert len(names) == 2
