@@ -48,7 +48,9 @@ class AbortChannel:
         """What another rank has sent first; None while there is nothing."""
         if not self._received:
             self._receive()
-        return next(iter(self._received.values()), None)
+        return next(
+            iter([*self._received.values()]), None
+        )  # a copy: another thread may receive more
 
     def _receive(self) -> None:
         status = MPI.Status()

@@ -110,7 +110,7 @@ def seen_accelerators() -> tuple[str, ...]:
     return tuple(str(getattr(properties(i), "uuid", f"{kind} {i}")) for i in numbers)
 
 
-_own: int | None = None  # the number of this rank's accelerator, once a strategy has chosen it
+chosen: int | None = None  # the number of this rank's accelerator, once a strategy has chosen it
 
 
 def make_current(index: int) -> None:
@@ -118,8 +118,8 @@ def make_current(index: int) -> None:
 
     It is this rank's. The calling thread takes it from now on, and so does each thread that calls `make_own_current`.
     """
-    global _own
-    _own = index
+    global chosen
+    chosen = index
     if torch_accelerator():
         sys.modules["torch"].accelerator.set_device_index(index)
     if _num_of_cupy():
@@ -132,8 +132,8 @@ def make_own_current() -> None:
     CUDA has each new thread take accelerator 0, and opens a context there for many a call, such as a question about an
     event: 0.5 GB for each rank of the node.
     """
-    if _own is not None:
-        make_current(_own)
+    if chosen is not None:
+        make_current(chosen)
 
 
 @contextlib.contextmanager
@@ -166,7 +166,9 @@ def nccl_that_outlives_errors() -> Iterator[None]:
     Groups that the program makes are not made inside: they keep their dumps, and end the process.
     """
     with _making:
-        ours = {name: text for name, text in _AFTER_AN_ERROR.items() if name not in os.environ}
+        # torch still reads the older name of one, without its prefix.
+        of_user = os.environ.keys() | {f"TORCH_{name}" for name in os.environ}
+        ours = {name: text for name, text in _AFTER_AN_ERROR.items() if name not in of_user}
         os.environ.update(ours)
         try:
             yield

@@ -261,7 +261,7 @@ def install(monkeypatch: Any, gpus: list[str]) -> Any:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys.modules[__name__], "CURRENT", Current())
-    monkeypatch.setattr(devices, "_own", None)
+    monkeypatch.setattr(devices, "chosen", None)
     CALLS.clear()
     OPENED.clear()
     return cupy

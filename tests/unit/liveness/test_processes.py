@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -127,14 +126,24 @@ def test_asking_for_a_stack_does_no_harm(tmp_path: Path, monkeypatch: pytest.Mon
         process.communicate()
 
 
-def test_jobs_of_containers_that_number_their_processes_alike(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+NAMES_IN_TWO_CONTAINERS = """
+import os
+from types import SimpleNamespace
+from mpistrat.liveness.processes import job_of
+
+for namespace in (4026531836, 4026532001):
+    os.stat = lambda _: SimpleNamespace(st_ino=namespace)
+    print(job_of(os.getpid()))
+"""
+
+
+def test_jobs_of_containers_that_number_their_processes_alike(tmp_path: Path) -> None:
     """They may share /dev/shm; their launchers may have one number, and may have begun in the same moment."""
-    launcher, names = os.getppid(), set()
-    for namespace in (4026531836, 4026532001):
-        with monkeypatch.context() as patch:
-            patch.setattr(processes, "_ancestors", lambda _: iter([(launcher, "mpiexec")]))
-            patch.setattr(os, "stat", lambda _, inode=namespace: SimpleNamespace(st_ino=inode))
-            names.add(processes.job_of(os.getpid()))
-    assert len(names) == 2
+    program, launcher = tmp_path / "program.py", tmp_path / "mpiexec"
+    program.write_text(NAMES_IN_TWO_CONTAINERS)
+    launcher.write_text(f"#!/bin/sh\n{sys.executable} {program}\nexit $?\n")
+    launcher.chmod(0o700)
+    environ = {**os.environ, "PYTHONPATH": str(Path(processes.__file__).parents[2])}
+    output = subprocess.run([launcher], env=environ, check=True, capture_output=True, text=True)
+    names = output.stdout.split()
+    assert len(names) == len(set(names)) == 2

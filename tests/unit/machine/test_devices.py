@@ -178,6 +178,9 @@ def test_what_is_set_for_groups_of_ours_is_not_for_those_of_the_program(
             "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
         }
     assert of_nccl() == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    monkeypatch.setenv("NCCL_ASYNC_ERROR_HANDLING", "1")  # the older name, which torch reads, too
+    with nccl_that_outlives_errors():
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
 def test_groups_that_threads_make_at_the_same_time_outlive_errors() -> None:
