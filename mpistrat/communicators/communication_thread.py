@@ -14,6 +14,7 @@ from types import FrameType
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.liveness.call_site import Place, standing_for
 from mpistrat.liveness.rank_end import rank_end
+from mpistrat.machine.devices import make_own_current
 
 _threads: dict[Communicator, CommunicationThread] = {}
 
@@ -85,6 +86,7 @@ class CommunicationThread:
         return done
 
     def _run(self) -> None:
+        make_own_current()
         while True:
             submitted = self._work.get()
             if submitted is None:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 from mpistrat.arrays import default_device
+from mpistrat.machine.devices import make_own_current
 
 T = TypeVar("T")
 
@@ -60,10 +61,9 @@ def _make(
     room: queue.SimpleQueue[bool],
     device: AbstractContextManager[object],
 ) -> None:
+    make_own_current()
     try:
-        with (
-            device
-        ):  # what the program's datasets make is where it would be on the program's thread
+        with device:  # the program's datasets make tensors where they would on its own thread
             for item in iterator:
                 if not room.get():
                     return

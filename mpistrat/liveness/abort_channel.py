@@ -6,10 +6,13 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable
 
 from mpi4py import MPI
 
+SECONDS_BETWEEN_LOOKS = 0.005
+SECONDS_TO_HEAR = 0.75  # a rank listens four times a second while its GPU works for others, and not at all otherwise
 TAG = 4711  # on a communicator of ours, where no other message has this tag
 
 
@@ -29,15 +32,32 @@ class AbortChannel:
         ):  # of a communicator that has lost a rank: all know that
             self._unsent += [self._comm.isend(text, rank, TAG) for rank in others]
 
+    def tell(self, text: str) -> None:
+        """As `send`, unless this rank has sent something; return when all ranks have, or after a while.
+
+        Ranks that hear of a failure tell it, too: each then knows that all have heard. Not collective.
+        """
+        if not self._unsent:
+            self.send(text)
+        until = time.monotonic() + SECONDS_TO_HEAR
+        while len(self._received) < self._comm.size - 1 and time.monotonic() < until:
+            self._receive()
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
     def received(self) -> str | None:
         """What another rank has sent first; None while there is nothing."""
         if not self._received:
-            status = MPI.Status()
-            with contextlib.suppress(MPI.Exception):  # of a communicator that has lost a rank
-                message = self._comm.improbe(tag=TAG, status=status)
-                if message is not None:
-                    self._received[status.source] = message.recv()
-        return next(iter(self._received.values()), None)
+            self._receive()
+        return next(
+            iter([*self._received.values()]), None
+        )  # a copy: another thread may receive more
+
+    def _receive(self) -> None:
+        status = MPI.Status()
+        with contextlib.suppress(MPI.Exception):  # of a communicator that has lost a rank
+            message = self._comm.improbe(tag=TAG, status=status)
+            if message is not None:
+                self._received[status.source] = message.recv()
 
     def settle(self, senders: Iterable[int]) -> None:
         """All ranks know that these have sent: forget it, so that the channel can be used again. Collective."""

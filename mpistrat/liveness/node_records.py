@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from mpistrat.liveness import observation
 from mpistrat.liveness.job_folder import JobFolder, note_members, remove_leftovers
-from mpistrat.liveness.processes import job_of
+from mpistrat.liveness.processes import job_of, process_namespace
 from mpistrat.liveness.record import END, RAISE, RankRecord
 from mpistrat.liveness.revocable_group import revocable_group_of
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -94,11 +94,11 @@ class NodeRecords:
                     # The same for strategies over other ranks of the node: one observer watches them all.
                     name = job_of(os.getpid()) or os.urandom(16).hex()
                     folder, new = JobFolder.create(name)
-        held = node.allgather((folder and folder.path, _process_namespace()))
+        held = node.allgather((folder and folder.path, process_namespace()))
         path, namespace = next((each for each in held if each[0]), (None, 0))
         if not self._has_joined:
             with contextlib.suppress(OSError):
-                if path is not None and _process_namespace() == namespace:
+                if path is not None and process_namespace() == namespace:
                     if observed is None or observed.folder.path != path:
                         held_folder = folder if folder and folder.path == path else JobFolder(path)
                         world = MPI.COMM_WORLD
@@ -130,14 +130,6 @@ def _hash(name: str) -> int:
     import hashlib  # here, because it makes importing mpistrat slower
 
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
-def _process_namespace() -> int:
-    """What numbers this process: in a container of its own, its pid says nothing to the observer."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 def _start(record: RankRecord) -> RankRecord:

@@ -206,13 +206,22 @@ def job_of(pid: int) -> str:
     """A name that the ranks of a job have in common on this node; "" where none is found.
 
     It is that of their nearest daemon, or launcher, and when it began; and PMIx's name for the job, for a daemon may
-    stay for many (`prte` and `prun`).
+    stay for many (`prte` and `prun`). Containers that share /dev/shm may number their processes alike.
     """
     for ancestor, name in _ancestors(pid):
         fields = _stat(ancestor)
         if fields and (_LAUNCHERS.match(name) or _DAEMONS.match(name)):
-            return f"{ancestor}-{fields[19]}-{zlib.crc32(_pmix_namespace(pid).encode()):08x}"
+            namespaces = f"{process_namespace()} {_pmix_namespace(pid)}"
+            return f"{ancestor}-{fields[19]}-{zlib.crc32(namespaces.encode()):08x}"
     return ""
+
+
+def process_namespace() -> int:
+    """What numbers this process: in a container of its own, its pid says nothing to others. 0: not known."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _pmix_namespace(pid: int) -> str:

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 from mpistrat.arrays import device_kinds
@@ -109,12 +110,30 @@ def seen_accelerators() -> tuple[str, ...]:
     return tuple(str(getattr(properties(i), "uuid", f"{kind} {i}")) for i in numbers)
 
 
+chosen: int | None = None  # the number of this rank's accelerator, once a strategy has chosen it
+
+
 def make_current(index: int) -> None:
-    """Have torch and CuPy take accelerator `index` where a program names none, as in `.cuda()`."""
+    """Have torch and CuPy take accelerator `index` where a program names none, as in `.cuda()`.
+
+    It is this rank's. The calling thread takes it from now on, and so does each thread that calls `make_own_current`.
+    """
+    global chosen
+    chosen = index
     if torch_accelerator():
         sys.modules["torch"].accelerator.set_device_index(index)
     if _num_of_cupy():
         sys.modules["cupy"].cuda.Device(index).use()
+
+
+def make_own_current() -> None:
+    """Have this thread take this rank's accelerator, if the rank has one.
+
+    CUDA has each new thread take accelerator 0, and opens a context there for many a call, such as a question about an
+    event: 0.5 GB for each rank of the node.
+    """
+    if chosen is not None:
+        make_current(chosen)
 
 
 @contextlib.contextmanager
@@ -128,14 +147,6 @@ def current(device: str) -> Iterator[None]:
         yield
 
 
-def let_nccl_outlive_ranks() -> None:
-    """Keep torch's watchdog of NCCL from ending this process when another rank is lost, unless the user wants that.
-
-    Called before torch makes a group.
-    """
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-
-
 # What torch's watchdog of NCCL does after an error of a call: it waits for a dump, and four times so long for those of
 # other ranks; and it ends the process.
 _AFTER_AN_ERROR = {
@@ -143,6 +154,9 @@ _AFTER_AN_ERROR = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
+_making = (
+    threading.Lock()
+)  # one thread makes a group: the next would take the variables for the user's
 
 
 @contextlib.contextmanager
@@ -151,13 +165,16 @@ def nccl_that_outlives_errors() -> Iterator[None]:
 
     Groups that the program makes are not made inside: they keep their dumps, and end the process.
     """
-    ours = {name: text for name, text in _AFTER_AN_ERROR.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
+    with _making:
+        # torch still reads the older name of one, without its prefix.
+        of_user = os.environ.keys() | {f"TORCH_{name}" for name in os.environ}
+        ours = {name: text for name, text in _AFTER_AN_ERROR.items() if name not in of_user}
+        os.environ.update(ours)
+        try:
+            yield
+        finally:
+            for name in ours:
+                os.environ.pop(name, None)
 
 
 def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from mpistrat.machine.devices import make_own_current
+
 MergeFunction = Callable[[list[tuple[Any, ...]]], Any]
 
 
@@ -57,6 +59,7 @@ class _Replica(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        make_own_current()
         while True:
             self.turn.acquire()
             if self.work is None:

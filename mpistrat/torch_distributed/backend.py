@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.torch_store import store_of
+from mpistrat.machine.devices import nccl_that_outlives_errors
 from mpistrat.torch_distributed.native import NativeGroups
 from mpistrat.torch_distributed.process_group import MpistratProcessGroup
 from mpistrat.torch_distributed.rendezvous import base
@@ -39,6 +40,7 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
         pool, used = pools.take(rank, ranks, options.timeout)
         watch = used.collectives.contract.watch
         if watch is not None and watch.revocable_group is not None:
+            native.while_made = nccl_that_outlives_errors  # as the program goes on
             watch.revocable_group.before_telling(native.abort)
         group = MpistratProcessGroup(
             used.collectives,

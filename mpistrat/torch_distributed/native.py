@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +18,10 @@ class NativeGroups:
 
     Attributes:
         store: of this group alone.
+        while_made: the context in which torch makes them.
     """
+
+    while_made: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def __init__(
         self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, name: str
@@ -29,9 +34,9 @@ class NativeGroups:
         """The group that moves tensors of `device`. Raises: RuntimeError where this torch has none."""
         group = self._groups.get(device.type)
         if group is None:
-            group = self._groups[device.type] = make_group(
-                device.type, self.store, self._rank, self._size, self._timeout, self._name
-            )
+            args = self.store, self._rank, self._size, self._timeout, self._name
+            with self.while_made():
+                group = self._groups[device.type] = make_group(device.type, *args)
         return group
 
     def shut_down(self) -> None:

@@ -237,7 +237,7 @@ def test_ranks_that_all_see_the_same_gpus(monkeypatch, comm):
     stand_in_cupy.install(monkeypatch, ["0000:01:00.0", "0000:02:00.0"])
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
     assert strategy.extended.worker_devices == (f"cuda:{RANK % 2}",)
-    assert stand_in_cupy.CURRENT == [RANK % 2]
+    assert stand_in_cupy.CURRENT.ids == [RANK % 2]
     if SIZE > 1:
         expected = "through NCCL" if SIZE == 2 else "share a GPU"
         assert expected in strategy.extended.explain()
@@ -247,7 +247,7 @@ def test_a_gpu_of_the_program_s_own_choice(monkeypatch, comm):
     stand_in_cupy.install(monkeypatch, [f"0000:0{RANK}:00.0", f"0000:1{RANK}:00.0"])
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm, devices=["gpu:1"])
     assert strategy.extended.worker_devices == ("cuda:1",)
-    assert stand_in_cupy.CURRENT == [1]
+    assert stand_in_cupy.CURRENT.ids == [1]
     if SIZE > 1:
         assert "through NCCL" in strategy.extended.explain()
 
@@ -332,6 +332,16 @@ def test_buffers_on_another_gpu_of_the_rank(monkeypatch, comm):
     buffer = on_gpu(np.ones(3, "float32"))
     strategy.extended.communicator.all_reduce(buffer)
     assert buffer.tolist() == [SIZE] * 3
+
+
+@needs_ranks
+def test_a_rank_opens_a_context_on_its_gpu_only(monkeypatch, comm):
+    """It sees those of all ranks; a new thread, as the one that starts NCCL, begins with the first."""
+    stand_in_cupy.install(monkeypatch, [f"0000:0{rank}:00.0" for rank in range(SIZE)])
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+    monkeypatch.setattr(stand_in_cupy, "HOME", [RANK])
+    strategy.extended.communicator.all_reduce(on_gpu(np.ones(3, "float32")))
+    assert sorted(stand_in_cupy.OPENED) == [RANK]
 
 
 @needs_ranks

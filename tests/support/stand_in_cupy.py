@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from mpistrat.machine import devices
 
 NCCL_DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 GPUS: list[str] = []  # what this process sees, by PCI bus id
@@ -58,16 +61,31 @@ class Device:
         self.pci_bus_id = GPUS[index]
 
     def use(self) -> None:
-        CURRENT[-1] = self.id
+        CURRENT.ids[-1] = self.id
+        CURRENT.open()
 
     def __enter__(self) -> None:
-        CURRENT.append(self.id)
+        CURRENT.ids.append(self.id)
+        CURRENT.open()
 
     def __exit__(self, *_: object) -> None:
-        CURRENT.pop()
+        CURRENT.ids.pop()
+        CURRENT.open()  # CuPy makes the device current again that was so before
 
 
-CURRENT = [0]
+class Current(threading.local):
+    """The devices that a thread has made current, last the one that is so now; a new thread begins with device 0."""
+
+    def __init__(self) -> None:
+        self.ids = [0]
+
+    def open(self) -> None:
+        """A call of CUDA's that needs a context opens it on the current device."""
+        OPENED.add(self.ids[-1])
+
+
+OPENED: set[int] = set()  # on which devices this process has contexts
+CURRENT = Current()
 HOME = [0]  # where all arrays are
 
 
@@ -131,6 +149,7 @@ class Event:
     @property
     def done(self) -> bool:
         """A GPU works on while nobody looks; this one does a piece of work when it is looked at."""
+        CURRENT.open()
         if not self._reached:
             self._stream.work.pop(0)()
         return self._reached
@@ -156,7 +175,8 @@ class NcclCommunicator:
         self._comm = MPI.COMM_WORLD.Split(0, rank)
         assert (self._comm.size, self._comm.rank) == (ndev, rank)
         assert self._comm.allgather(commId) == [commId] * ndev
-        gpus = self._comm.allgather(GPUS[CURRENT[-1]])
+        CURRENT.open()
+        gpus = self._comm.allgather(GPUS[CURRENT.ids[-1]])
         if len(set(gpus)) < ndev:
             raise NcclError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
         self._aborted = False
@@ -198,6 +218,7 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         CALLS.append("abort")
+        CURRENT.open()
         self._aborted = True
 
 
@@ -239,8 +260,10 @@ def install(monkeypatch: Any, gpus: list[str]) -> Any:
     if torch is not None:  # whose GPUs, if this machine has some, would be taken first
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys.modules[__name__], "CURRENT", [0])
+    monkeypatch.setattr(sys.modules[__name__], "CURRENT", Current())
+    monkeypatch.setattr(devices, "chosen", None)
     CALLS.clear()
+    OPENED.clear()
     return cupy
 
 

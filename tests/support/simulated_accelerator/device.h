@@ -66,6 +66,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     Lock lock;
     note_host_wait("query");
+    open_context(stream.device_index());
     if (step(lock, key_of(stream), UINT64_MAX) != Step::none) return false;
     join(thread_clock, streams[key_of(stream)].clock);
     return true;
@@ -86,6 +87,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     Lock lock;
+    open_context(stream.device_index());
     auto& state = streams[key_of(stream)];
     join(state.clock, host_clock);
     join(state.clock, thread_clock);
@@ -102,6 +104,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return true;
     Lock lock;
     note_host_wait("query");
+    open_context(current_device);
     auto& state = *static_cast<EventState*>(event);
     if (step(lock, state.stream, state.number) != Step::none) return false;
     join(thread_clock, state.clock);
@@ -111,6 +114,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return;
     Lock lock;
     note_host_wait("event");
+    open_context(current_device);
     auto state = *static_cast<EventState*>(event);
     drain(lock, state.stream, state.number);
     join(host_clock, state.clock);

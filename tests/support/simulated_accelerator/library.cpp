@@ -91,6 +91,13 @@ std::tuple<std::vector<std::string>, std::vector<int64_t>> take_host_waits() {
   return kinds_and_threads;
 }
 
+std::vector<int64_t> open_contexts() {
+  std::vector<int64_t> devices;
+  for (int device = 0; device < device_count(); device++)
+    if (contexts >> device & 1) devices.push_back(device);
+  return devices;
+}
+
 void check_host_access(const Tensor& tensor, bool writes) {
   Lock lock;
   host_access(tensor, writes);
@@ -106,6 +113,8 @@ TORCH_LIBRARY(simulated, library) {
   library.def("violations() -> str[]", take_violations);
   library.def("raise_violations(bool raises) -> ()", [](bool raises) { raise_violations = raises; });
   library.def("host_waits() -> (str[], int[])", take_host_waits);
+  library.def("contexts() -> int[]", open_contexts);
+  library.def("open_context(int device) -> ()", [](int64_t device) { open_context(int(device)); });
   library.def("this_thread() -> int", this_thread);
   library.def("refuse_host_waits(bool refuse) -> ()", [](bool refuse) { refuse_host_waits = refuse; });
   library.def("capture(bool begin) -> ()", [](bool begin) { capturing = begin; });

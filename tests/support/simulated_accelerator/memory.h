@@ -179,6 +179,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     block->host = static_cast<char*>(aligned_alloc(64, (size + 63) / 64 * 64));
     TORCH_CHECK_WITH(OutOfMemoryError, block->host, "simulated device: out of memory");
     block->size = size;
+    open_context(current_device);
     memset(block->host, 0xFF, size);
     Lock lock;
     block->stream = current_stream(current_device);

@@ -32,7 +32,7 @@ from torch._C import _distributed_c10d as c10d
 from support.simulated_accelerator.links import Links
 
 BACKEND = "simccl"
-SECONDS_OF_A_WATCHDOG = 10.0
+SECONDS_OF_A_WATCHDOG, SECONDS_BETWEEN_LOOKS = 10.0, 0.1
 # What goes wrong on this rank: "constructor" and "connect" raise, with "hang" no kernel ends until `abort()`.
 faults = set(filter(None, os.environ.get("SIMULATED_FAULTS", "").split(",")))
 
@@ -219,7 +219,8 @@ class ProcessGroupSim(dist.ProcessGroup):
                 if not self._aborted.is_set():
                     results = combine(inputs)
             except Exception:
-                if not self._aborted.is_set():  # another rank is gone, say: nobody tells a kernel
+                # Another rank is gone, say: nobody tells a kernel. NCCL's watchdog finds out when it looks next.
+                if not self._aborted.wait(SECONDS_BETWEEN_LOOKS):
                     traceback.print_exc(file=sys.__stderr__)
                     self._aborted.wait()
             torch.ops.simulated.end_collective(collective, results)

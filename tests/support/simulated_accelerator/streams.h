@@ -5,6 +5,7 @@
 // when they are launched (their results' shapes are needed), after all that their stream holds; if that includes a
 // collective that is under way, the launch takes until the collective has ended, as with a device whose queue is full.
 #pragma once
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -120,6 +121,12 @@ inline int64_t next_stream = 1;
 inline thread_local int current_device = 0;
 inline thread_local std::map<int, int64_t> current_streams;
 
+// As CUDA, which opens a context on a device at the first call that needs one: a call that names a stream, or memory,
+// on that of the stream or the memory; a question about an event on the device that is current on the calling thread,
+// and that is device 0 on each new thread. Bit i stands for device i.
+inline auto& contexts = *new std::atomic<uint64_t>{0};
+inline void open_context(int device) { contexts |= uint64_t(1) << device; }
+
 inline StreamKey current_stream(int device) { return {device, current_streams[device]}; }
 
 enum class Step { none, ran, blocked };
@@ -147,6 +154,7 @@ inline void drain(Lock& lock, StreamKey stream, uint64_t number = UINT64_MAX) {
 
 // The host gives `stream` something to do: it comes after all that the host has waited for. Returns its number.
 inline uint64_t launch(StreamKey stream) {
+  open_context(stream.device);
   auto& state = streams[stream];
   join(state.clock, host_clock);
   join(state.clock, thread_clock);
@@ -160,6 +168,7 @@ inline void enqueue(StreamKey stream, Task task) {
 
 // `stream` waits for all that `clock` knows, which is of `awaited` up to its task `number`.
 inline void wait_for_stream(StreamKey stream, StreamKey awaited, uint64_t number, const Clock& clock) {
+  open_context(stream.device);
   auto& state = streams[stream];
   Task wait{++state.number};
   wait.awaited = awaited;
@@ -188,6 +197,7 @@ inline void note_host_wait(const std::string& kind) {
 }
 
 inline void host_waits_for(Lock& lock, StreamKey stream) {
+  open_context(stream.device);
   drain(lock, stream);
   join(host_clock, streams[stream].clock);
 }

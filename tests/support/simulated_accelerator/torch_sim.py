@@ -92,6 +92,10 @@ def _torch_cuda_names() -> dict[str, Any]:
     def stream(stream: torch.Stream | None) -> Iterator[None]:
         with stream or contextlib.nullcontext():
             yield
+        if (
+            stream is not None
+        ):  # torch.cuda.stream has CUDA make the device current again that was so before
+            ops.open_context(accelerator.current_device_index())
 
     def get_device_properties(device: Any = None) -> types.SimpleNamespace:
         index = _device(device).index
@@ -168,6 +172,7 @@ def _test_names() -> dict[str, Any]:
         ops.refuse_host_waits(mode == "error")
 
     return {
+        "contexts": ops.contexts,
         "violations": ops.violations,
         "raise_violations": ops.raise_violations,
         "host_waits": host_waits,

@@ -124,3 +124,26 @@ def test_asking_for_a_stack_does_no_harm(tmp_path: Path, monkeypatch: pytest.Mon
     finally:
         process.kill()
         process.communicate()
+
+
+NAMES_IN_TWO_CONTAINERS = """
+import os
+from types import SimpleNamespace
+from mpistrat.liveness.processes import job_of
+
+for namespace in (4026531836, 4026532001):
+    os.stat = lambda _: SimpleNamespace(st_ino=namespace)
+    print(job_of(os.getpid()))
+"""
+
+
+def test_jobs_of_containers_that_number_their_processes_alike(tmp_path: Path) -> None:
+    """They may share /dev/shm; their launchers may have one number, and may have begun in the same moment."""
+    program, launcher = tmp_path / "program.py", tmp_path / "mpiexec"
+    program.write_text(NAMES_IN_TWO_CONTAINERS)
+    launcher.write_text(f"#!/bin/sh\n{sys.executable} {program}\nexit $?\n")
+    launcher.chmod(0o700)
+    environ = {**os.environ, "PYTHONPATH": str(Path(processes.__file__).parents[2])}
+    output = subprocess.run([launcher], env=environ, check=True, capture_output=True, text=True)
+    names = output.stdout.split()
+    assert len(names) == len(set(names)) == 2

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import types
 from collections import Counter
 
@@ -177,3 +178,31 @@ def test_what_is_set_for_groups_of_ours_is_not_for_those_of_the_program(
             "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
         }
     assert of_nccl() == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    monkeypatch.setenv("NCCL_ASYNC_ERROR_HANDLING", "1")  # the older name, which torch reads, too
+    with nccl_that_outlives_errors():
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+
+
+def test_groups_that_threads_make_at_the_same_time_outlive_errors() -> None:
+    """A constructor that fails leaves no variable behind, and takes none from the next one."""
+    has_failed, seen = threading.Event(), []
+
+    def make() -> None:
+        with nccl_that_outlives_errors():
+            has_failed.wait(5)
+            seen.append(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"))
+
+    thread = threading.Thread(target=make)
+
+    def fail() -> None:
+        with nccl_that_outlives_errors():
+            thread.start()
+            thread.join(0.05)
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    has_failed.set()
+    thread.join()
+    assert seen == ["100"]
+    assert "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC" not in os.environ

@@ -21,6 +21,7 @@ from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.record import CALLS, SINCE
 from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.machine.devices import make_own_current
 
 if TYPE_CHECKING:
     from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
@@ -29,6 +30,7 @@ SECONDS_BETWEEN_LOOKS = 0.25
 # A call that lasts so long is recorded; sooner if the limit is short.
 SECONDS_TO_BE_RECORDED = 1.0
 SHARE_OF_THE_LIMIT = 0.25
+SECONDS_TO_END = 5.0  # of the thread: a library may not come back from an abort
 
 
 class _Call(NamedTuple):
@@ -146,6 +148,7 @@ class Lookout:
         self._watched.add(calls)
 
     def _run(self) -> None:
+        make_own_current()
         let_this_thread_query_events()
         while self.is_awake.wait() and not self._stop.wait(SECONDS_BETWEEN_LOOKS):
             self.is_awake.clear()
@@ -159,7 +162,7 @@ class Lookout:
     def _end(self) -> None:
         self._stop.set()
         self.is_awake.set()
-        self._thread.join()
+        self._thread.join(SECONDS_TO_END)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from mpistrat.errors import RankLostError, StallError
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.machine.devices import make_own_current
 from mpistrat.settings import start_seconds
 
 T = TypeVar("T")
@@ -78,6 +79,7 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
         why: list[str] = []
 
         def run() -> None:
+            make_own_current()
             try:
                 self._adopt(make())
                 why.append(try_out())
@@ -92,7 +94,7 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
                 lambda: bool(why) or self._channel.received() is not None, self._watch, limit
             )
         except BaseException as error:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.__exit__(None, error, None)
             raise
         own = why[0] if why else ""
         if own or not waited:
@@ -118,6 +120,7 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
                 self._failure = why if isinstance(why, Exception) else RuntimeError(why)
             group, self.group = self.group, None
         if group is not None:
+            make_own_current()
             self._abort_group(group)
 
     def _adopt(self, made: T) -> None:
@@ -131,7 +134,8 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
     def hear(self) -> str | None:
         """Abort the group if another rank has failed. Returns: that rank's words; None if none has."""
         text = self._channel.received()
-        if text is not None:
+        if text is not None and self.group is not None:
+            self._channel.tell(text)  # so that all abort at the same time
             self.abort(text)
         return text
 
@@ -152,8 +156,8 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
             self.abort(error)
             return
         text = f"rank {self._host.rank}: {type(error).__name__}: {error}"
-        # First, because the others' groups see that this group has gone, and not why.
-        self._channel.send(text)
+        # First, because the others' groups see that this group has gone, and not why: torch would print traces there.
+        self._channel.tell(text)
         self.abort(text)
         if isinstance(error, Exception):
             raise RuntimeError(f"{self.name} was aborted on all ranks: {text}") from error

@@ -30,7 +30,7 @@ from mpistrat.errors import OpError
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.watch import CommunicatorWatch
-from mpistrat.machine.devices import let_nccl_outlive_ranks, nccl_that_outlives_errors
+from mpistrat.machine.devices import nccl_that_outlives_errors
 from mpistrat.settings import start_seconds
 
 OPS: dict[str, Any] = {
@@ -96,8 +96,6 @@ class NativeTransport(DeviceTransport):
             seconds = start_seconds()
             if seconds:
                 store.set_timeout(datetime.timedelta(seconds=seconds))
-            if self._watch.revocable_group is not None:
-                let_nccl_outlive_ranks()
             name = f"mpistrat {self._under_way.name}"
             with self._own.device(), nccl_that_outlives_errors():
                 return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)

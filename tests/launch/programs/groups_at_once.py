@@ -1,0 +1,60 @@
+"""Four ranks of a node, each with a simulated device of its own, in two groups that start and work at the same time.
+
+Where MPICH takes the four for two nodes, a strategy over all has a group within each node, too. Rank 0 prints "done
+NAME" for each case that went well.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.communicators.transports.accelerator import gpu_ways
+from mpistrat.communicators.transports.accelerator.hierarchical import HierarchicalDeviceTransport
+from mpistrat.communicators.transports.accelerator.native import NativeTransport
+from mpistrat.communicators.transports.transport import Operands
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from support.simulated_accelerator import torch_sim
+
+SIM = torch_sim.load()
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+gpu_ways.why_not_proven = lambda *_: "not tried"
+HierarchicalDeviceTransport.measure = lambda *_: None  # type: ignore[method-assign]
+
+
+def sums(strategy: ms.Strategy, ranks: list[int]) -> bool:
+    """Sum numbers over the `ranks` of a strategy, a few times. Returns: whether they go by node."""
+    communicator = strategy.extended.communicator
+    communicator = communicator.by(ms.CommunicationImplementation.HIERARCHICAL)
+    for _ in range(3):
+        buffer = torch.full((1 << 15,), RANK + 1.0, device="sim")
+        mover = communicator.ways.choose("all_reduce", Operands(buffer))
+        assert isinstance(mover, NativeTransport | HierarchicalDeviceTransport), mover
+        communicator.all_reduce(buffer)
+        assert buffer.unique().tolist() == [sum(ranks) + len(ranks)]
+    return isinstance(mover, HierarchicalDeviceTransport)
+
+
+def main() -> None:
+    for name, groups in {"halves": [[0, 1], [2, 3]], "every second": [[0, 2], [1, 3]]}.items():
+        own = next(group for group in groups if RANK in group)
+        sums(ms.MultiWorkerMirroredStrategy(comm=WORLD.Split(own[0])), own)
+        done(name)
+    by_node = sums(ms.MultiWorkerMirroredStrategy(), [*range(SIZE)])
+    done("by node" if by_node else "all alike")
+    assert SIM.violations() == []
+
+
+def done(name: str) -> None:
+    WORLD.Barrier()
+    if RANK == 0:
+        print("done", name, flush=True)
+
+
+if __name__ == "__main__":
+    main()
