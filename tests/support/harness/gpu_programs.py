@@ -76,7 +76,8 @@ class Program:
             stdout, stderr = job.stdout, job.stderr
             as_expected = bool(job.returncode) == self.fails
         except subprocess.TimeoutExpired as late:
-            stdout, stderr = str(late.stdout), f"{late.stderr}\nkilled after {limit:.0f} s\n"
+            stdout, stderr = map(str, (late.stdout, late.stderr))
+            stderr += f"\nkilled after {limit:.0f} s\n"
             as_expected = False
         self.took = time.monotonic() - started
         unsaid = [words for words in self.says if words not in stdout + stderr]

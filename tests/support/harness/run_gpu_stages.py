@@ -316,7 +316,7 @@ def main() -> int:
         f"(all: {SECONDS // 60}); several GPUs take longer",
     )
     parser.add_argument(
-        "--only", action="append", metavar="NAME", help="the program of this name; may be repeated"
+        "--only", action="append", metavar="NAME", help="the stage of this name; may be repeated"
     )
     arguments = parser.parse_args()
     folder: Path = arguments.folder
@@ -326,7 +326,8 @@ def main() -> int:
     gpus = [f"{simulated}:0 simulated"] if simulated else accelerators()
     with tempfile.TemporaryDirectory(prefix="mpistrat-") as scratch:
         to_run = plan(launcher, gpus, Path(scratch), quick=arguments.quick)
-        to_run = [each for each in to_run if not arguments.only or each.name in arguments.only]
+        if arguments.only:
+            to_run = [each for name in arguments.only for each in to_run if each.name == name]
         if not say_what_is_needed(to_run):
             return 2
         not_run = [f"{each.name} {each.ranks or ''}".strip() for each in to_run]
