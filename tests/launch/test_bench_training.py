@@ -20,42 +20,6 @@ PEERS = [
 ]
 
 
-STEP_BY_PARTS = """
-import itertools, types
-import host_times, torch
-from mpistrat.pytorch import hooks
-from mpistrat.tools.bench.models.model import Model
-from mpistrat.tools.bench.work import Work
-
-ticks = itertools.count()
-host_times.time = types.SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-host_times.STEPS_OF_TRIALS = 4
-backward = hooks.original_backward
-work = Work(Model(lambda: torch.nn.Linear(4, 3), (4,), 3), 2, 0)
-of_host = host_times.host_ms(work, 2, 1, lambda: None)
-assert set(of_host) == {"mpistrat", "plain PyTorch"}
-for row in of_host.values():
-    whole = row.pop("host ms")
-    assert tuple(row) == host_times.PARTS
-    # The clock is read once before the first part, and once after the last.
-    assert round(whole - sum(row.values())) == 2 * 1000, (whole, row)
-    for part in ("input", "forward", "backward by torch", "optimizer"):
-        assert 0 < row[part] < whole, (part, row)
-assert of_host["plain PyTorch"]["reduction"] == 0 < of_host["mpistrat"]["reduction"], of_host
-assert hooks.original_backward is backward
-print("the parts are the whole")
-"""
-
-
-def test_a_step_of_the_host_by_parts(launcher: Launcher, tmp_path: Path) -> None:
-    """By a clock that goes on by one whenever it is read: nothing is counted twice, and nothing is left out."""
-    (tmp_path / "program.py").write_text(STEP_BY_PARTS)
-    (tmp_path / "host_times.py").symlink_to(TOP / "benchmarks/host_times.py")
-    job = launcher.run_python(2, tmp_path / "program.py", forked=True)
-    assert job.returncode == 0, job.output
-    assert job.stdout.count("the parts are the whole") == 2
-
-
 def test_train(launcher: Launcher, tmp_path: Path) -> None:
     """With real input, of which each rank reads its part; efficiency is given only where there are cores."""
     file, picture = tmp_path / "row.json", tmp_path / "picture.png"

@@ -73,7 +73,7 @@ def test_the_script_says_that_there_is_no_gpu(launcher: Launcher, tmp_path: Path
 
 
 def test_a_run_that_is_cut_off_has_told_what_it_knew(tmp_path: Path) -> None:
-    """Results come one by one, and the report has those that there are. Ranks that share the stand-in's GPU use NCCL."""
+    """Results come one by one, and the report has them. Ranks that share the stand-in's GPU use its NCCL."""
     environment = Launcher.named("MPICH").environment(
         {"PYTHON": sys.executable, DEVICE_VARIABLE: "sim", "PYTHONPATH": str(TOP)}
     )
