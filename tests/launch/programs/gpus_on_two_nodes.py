@@ -190,7 +190,9 @@ if ON_TWO_MACHINES:
 
 comm = WORLD.Dup()
 if not accelerator.left_out(
-    "device-aware", "MPI is given the simulated device's memory as host memory", says_so=RANK == 0
+    "device-aware, bytes on the wire",
+    "MPI gets the simulated device's memory as host memory, and no wire joins the nodes",
+    says_so=RANK == 0,
 ):
     gpu_ways.why_not_proven = lambda *args: ""
     TorchLibrary.pointer = checked_pointer

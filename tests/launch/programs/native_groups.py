@@ -252,6 +252,8 @@ def collectives() -> None:
     ):
         case(communicator)
         done(case.__name__)
+    why = "they need the faults of the simulated group, and a fault tolerant job"
+    accelerator.left_out("starts, losses", why, says_so=RANK == 0)
 
 
 # Groups at once

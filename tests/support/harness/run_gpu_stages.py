@@ -305,7 +305,6 @@ def run(
             each.limit = limit
             each.run()
             show(each)
-            print("\n".join(skips(each)), flush=True)
         else:
             each.run(launcher, report.folder, limit)
         report.add(each)
