@@ -3,7 +3,8 @@
     mpiexec -n 1 python benchmarks/gpu_training.py
     mpiexec -n 4 python benchmarks/gpu_training.py    # on four GPUs; where ranks share one, not a test of speed
 
-Batches lie on the GPU already. A turn is twice 10 steps, from an idle GPU to an idle GPU.
+Batches lie on the GPU already. A turn is twice `--steps`, from an idle GPU to an idle GPU. How the first rank's host
+spends a step (`host_times`) is measured in steps of their own, which take their batches from a loader.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from host_times import host_ms
 
 from mpistrat.tools.bench.arguments import program
 from mpistrat.tools.bench.device import device_named
@@ -21,8 +23,6 @@ from mpistrat.tools.bench.peers import torch_distributed
 from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 from mpistrat.tools.bench.work import Step, Work, alone, with_mpistrat
-
-STEPS = 10
 
 
 def mlp() -> torch.nn.Module:
@@ -68,13 +68,14 @@ def contestants(work: Work, left_out: dict[str, str]) -> dict[str, Step]:
 def main() -> None:
     parser = program(__doc__)
     parser.add_argument("--device", default="auto", help="as of mpistrat-bench (auto)")
+    parser.add_argument("--steps", type=int, default=10, help="of half a turn (10)")
     arguments = parser.parse_args()
     device = device_named(arguments.device)
     left_out: dict[str, str] = {}
 
     def steps(step: Step) -> Callable[[], None]:
         def call() -> None:
-            for _ in range(STEPS):
+            for _ in range(arguments.steps):
                 step()
 
         return call
@@ -84,12 +85,14 @@ def main() -> None:
         work = Work(model, model.examples_per_rank, all_ranks().rank, device.name)
         calls = {who: steps(step) for who, step in contestants(work, left_out).items()}
         times = medians(compare(calls, 2, arguments.rounds, device.wait))
+        of_host = host_ms(work, arguments.steps, arguments.rounds, device.wait)
         rows += [
             {
                 "model": name,
                 "training step": who,
-                "ms": us / 1000 / STEPS,
+                "ms": us / 1000 / arguments.steps,
                 "mpistrat / this": times["mpistrat"] / us,
+                **of_host.get(who.partition(",")[0], {}),
             }
             for who, us in times.items()
         ]

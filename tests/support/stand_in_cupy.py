@@ -2,12 +2,14 @@
 
 It speaks the part of CuPy's documented interface that mpistrat uses, and nothing else. Streams are real queues: what is
 given to one runs only when an event behind it is asked for, so code that forgets to wait reads what was there before.
-NCCL's calls really combine memory between the ranks, over MPI, and refuse two ranks on one GPU as NCCL does.
+NCCL's calls really combine memory between the ranks, over MPI, and refuse two ranks on one GPU as NCCL does,
+but where NCCL_HOSTID names another host for each.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 import types
@@ -176,7 +178,8 @@ class NcclCommunicator:
         assert (self._comm.size, self._comm.rank) == (ndev, rank)
         assert self._comm.allgather(commId) == [commId] * ndev
         CURRENT.open()
-        gpus = self._comm.allgather(GPUS[CURRENT.ids[-1]])
+        host = os.environ.get("NCCL_HOSTID")
+        gpus = self._comm.allgather((host, GPUS[CURRENT.ids[-1]]))
         if len(set(gpus)) < ndev:
             raise NcclError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
         self._aborted = False

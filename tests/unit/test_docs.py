@@ -70,6 +70,24 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_pages_say_what_ran_where() -> None:
+    """One table does, with the hardware and the versions of the recorded run, and what was not seen."""
+    (table,) = re.findall(r"## What ran where\n\n((?:\|.*\n)+)", text_of(DOCS / "gpus.md"))
+    _, _, seen, not_seen = table.splitlines()
+    report = text_of(TOP / "benchmarks/results/gpu-report.md")
+    header, _, values = (line.strip("| ").split(" | ") for line in report.splitlines()[4:7])
+    run = dict(zip(header, values, strict=True))
+    assert run["gpus"].split(" ", 1)[1].rpartition(" 80GB")[0] in seen
+    for name in ("torch", "nccl", "cupy"):
+        assert f" {run[name].removesuffix('.0')}" in seen.casefold(), name
+    assert "**not seen**" in not_seen
+    for hardware in ("several GPUs", "device-aware MPI", "ROCm", "XPU", "TPUs"):
+        assert hardware in not_seen
+    for page in ("README.md", "docs/tpus.md", "benchmarks/README.md"):
+        text = text_of(TOP / page)
+        assert "gpus.md#what-ran-where" in text or "`docs/gpus.md`" in text, page
+
+
 def test_programs_name_what_exists() -> None:
     for page in PAGES:
         for program in programs_of(page):

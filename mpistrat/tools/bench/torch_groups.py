@@ -39,10 +39,13 @@ def own_backend(device: str) -> str:
     kind, _, number = device.partition(":")
     if kind == "cpu":
         return GLOO
-    own = socket.gethostname(), seen_accelerators()[int(number)]
+    own = f"{socket.gethostname()} {seen_accelerators()[int(number)]}"
     everyone = all_ranks().all_gather_object(own)
     if len(set(everyone)) < len(everyone):
-        raise CannotTakePart(f"ranks share {device}, which its backend refuses")
+        from mpistrat.communicators.transports.accelerator.gpu_ways import Gpu, shared_gpu
+
+        if reason := shared_gpu([Gpu(0, name) for name in everyone]):
+            raise CannotTakePart(f"{reason}, which its backend refuses")
     try:
         return dist.get_default_backend_for_device(kind)
     except ValueError:

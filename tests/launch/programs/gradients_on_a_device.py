@@ -1,13 +1,13 @@
-"""Gradients on simulated accelerators: those of a process alone on the CPU, in little memory, and nobody waits.
+"""Gradients on accelerators: those of a process alone on the CPU, in little memory, and nobody waits.
 
-Usage: gradients_on_a_device.py [CHECK…] | stall; rank 0 prints the name of each check that holds.
+Usage: gradients_on_a_device.py [CHECK…] | stall; rank 0 prints the name of each check that holds. The accelerator is
+that of `support.accelerator`.
 """
 
-import contextlib
 import copy
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ import mpistrat as ms
 TESTS = Path(__file__).parents[2]
 sys.path.insert(0, str(TESTS))
 
+from support import accelerator  # noqa: E402
 from support.frames import Frames, files_of, watching  # noqa: E402
-from support.simulated_accelerator import torch_sim  # noqa: E402
 
-SIM = torch_sim.load()
+SIM = accelerator.load()
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 KNOWN = 3  # steps after which gradients leave early
 BATCH = 4  # of each rank
@@ -208,7 +208,7 @@ def clipping_and_scaling() -> None:
     """A `GradScaler` that finds infinities in one step, and clipping by norm."""
     scalers = {
         kind: torch.amp.GradScaler(kind, init_scale=4.0, growth_interval=2)
-        for kind in ("sim", "cpu")
+        for kind in (accelerator.KIND, "cpu")
     }
     number = [0]
 
@@ -229,7 +229,7 @@ def clipping_and_scaling() -> None:
         def step(inputs: torch.Tensor = inputs) -> None:
             pair.optimizers[0].zero_grad()
             pair.backward(inputs)
-            update(pair.model, pair.optimizers[0], "sim")
+            update(pair.model, pair.optimizers[0], accelerator.KIND)
 
         pair.strategy.run(step)
         pair.optimizers[1].zero_grad()
@@ -238,7 +238,7 @@ def clipping_and_scaling() -> None:
         update(pair.alone, pair.optimizers[1], "cpu")
         for mine, other in zip(pair.model.parameters(), pair.alone.parameters(), strict=True):
             torch.testing.assert_close(mine.cpu(), other)
-        assert scalers["sim"].get_scale() == scalers["cpu"].get_scale()
+        assert scalers[accelerator.KIND].get_scale() == scalers["cpu"].get_scale()
 
 
 def several_streams() -> None:
@@ -354,17 +354,6 @@ def little_memory() -> None:
                 print(f"peak {dtype} {overlap} {peak / gradients:.3f}", flush=True)
 
 
-@contextlib.contextmanager
-def no_waits() -> Iterator[None]:
-    """What has the host wait for a device raises, where sums go natively."""
-    if NATIVELY:
-        SIM.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        SIM.set_sync_debug_mode("default")
-
-
 def the_host_does_not_wait() -> None:
     for width, count in ((4, 1), (64, 8), (256, 24)):
         for overlap in (None, False):
@@ -375,7 +364,7 @@ def the_host_does_not_wait() -> None:
                 def step(pair: Pair = pair, inputs: torch.Tensor = inputs) -> None:
                     pair.optimizers[0].zero_grad()
                     loss = pair.loss(pair.model, inputs[RANK].to(DEVICE), RANK)
-                    with no_waits():
+                    with accelerator.no_host_waits(SIM, asked_for=NATIVELY):
                         loss.backward()
                         pair.optimizers[0].step()
 
@@ -383,7 +372,9 @@ def the_host_does_not_wait() -> None:
 
 
 def few_frames() -> None:
-    if not NATIVELY:
+    if not NATIVELY or accelerator.left_out(
+        "few_frames", "it counts frames below the simulated group", says_so=RANK == 0
+    ):
         return
     pair = Pair(layers, bytes_per_pack=1)
     pair.train()
@@ -481,7 +472,7 @@ def stall() -> None:
     """The kernels of some bucket never end."""
     pair = Pair(layers, bytes_per_pack=200)
     pair.train()
-    SIM.faults.add("hang")
+    accelerator.hang()
     pair.step()
     SIM.synchronize()
 

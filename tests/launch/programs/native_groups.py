@@ -1,6 +1,7 @@
-"""Collectives through torch's own group of the simulated accelerator: how they end, start, hang and fail.
+"""Collectives through torch's own group of an accelerator: how they end, start, hang and fail.
 
-Usage: native_groups.py collectives | starts | stall | losses. Rank 0 prints "done NAME" for each case that went well.
+Usage: native_groups.py collectives | halves | starts | stall | losses. Rank 0 prints "done NAME" for each case that
+went well. The accelerator is that of `support.accelerator`; `starts` and `losses` need the faults of the simulated one.
 """
 
 import logging
@@ -22,10 +23,11 @@ from mpistrat.machine import gpu_advice
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from support import accelerator
 from support.rank_errors import errors_of_ranks
-from support.simulated_accelerator import process_group, torch_sim
+from support.simulated_accelerator import process_group
 
-SIM = torch_sim.load()
+SIM = accelerator.load()
 WORLD = MPI.COMM_WORLD
 RANK, SIZE, LAST = WORLD.rank, WORLD.size, WORLD.size - 1
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -33,7 +35,7 @@ ON_THE_HOST = ("sum", "int16"), ("max", "int16"), ("prod", "complex64"), ("bor",
 
 
 def on_sim(values: Any, dtype: str = "float32") -> torch.Tensor:
-    return torch.as_tensor(values).to(getattr(torch, dtype)).to("sim")
+    return torch.as_tensor(values).to(getattr(torch, dtype)).to(accelerator.KIND)
 
 
 def of(rank: int, length: int = 6) -> torch.Tensor:
@@ -52,8 +54,10 @@ class Expect:
 
     def __enter__(self) -> None:
         SIM.host_waits()
+        SIM.set_sync_debug_mode("default" if self._may_wait else "error")
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        SIM.set_sync_debug_mode("default")
         if error is None:
             waits, violations = SIM.host_waits(), SIM.violations()
             assert not violations, violations[:3]
@@ -168,7 +172,7 @@ def batch_norm(communicator: Communicator) -> None:
         own = torch.nn.BatchNorm1d(3)
         synced = ms.convert_sync_batchnorm(torch.nn.BatchNorm1d(3))
     whole = torch.randn(4 * SIZE, 3, generator=torch.Generator().manual_seed(0))
-    mine = whole[4 * RANK : 4 * RANK + 4].to("sim").requires_grad_()
+    mine = whole[4 * RANK : 4 * RANK + 4].to(accelerator.KIND).requires_grad_()
     made: list[int] = []
 
     def step() -> None:
@@ -181,7 +185,8 @@ def batch_norm(communicator: Communicator) -> None:
 
     for i in range(3):
         SIM.host_waits()
-        strategy.run(step)
+        with accelerator.no_host_waits(SIM, asked_for=i > 0):
+            strategy.run(step)
         waits = [kind for kind in SIM.host_waits() if kind != "query"]  # which returns at once
         assert i == 0 or not waits, waits
     assert made == [1] * 6, made
@@ -221,15 +226,16 @@ def many_calls(communicator: Communicator) -> None:
 
 def failures(communicator: Communicator) -> None:
     """On one rank, while the others have submitted theirs: their kernels end, and the next call is an error."""
-    buffer, allreduce = on_sim(of(RANK)), process_group.ProcessGroupSim.allreduce
+    group_class = accelerator.group_class()
+    buffer, allreduce = on_sim(of(RANK)), group_class.allreduce
     if RANK == LAST:
 
         def fail(*_: Any) -> None:
             raise RuntimeError("the link is down")
 
-        process_group.ProcessGroupSim.allreduce = fail  # type: ignore[method-assign]
+        group_class.allreduce = fail
     errors = errors_of_ranks(lambda: (communicator.all_reduce(buffer), SIM.synchronize()))
-    process_group.ProcessGroupSim.allreduce = allreduce  # type: ignore[method-assign]
+    group_class.allreduce = allreduce
     words = f"rank {LAST}: RuntimeError: the link is down"
     assert f"aborted on all ranks: {words}" in errors[LAST][1], errors
     errors = errors_of_ranks(lambda: communicator.all_reduce(buffer))
@@ -240,13 +246,33 @@ def failures(communicator: Communicator) -> None:
 def collectives() -> None:
     communicator = ms.MultiWorkerMirroredStrategy().extended.communicator
     assert communicator.ordered_by_streams
-    assert "buffers on GPUs: through simccl of torch" in communicator.explain()
+    backend = "simccl" if accelerator.SIMULATED else "nccl"
+    assert f"buffers on GPUs: through {backend} " in communicator.explain()
     for case in (
         *(reductions, rounding_scale_and_out, reduce_and_reduce_scatter, copies, side_streams),
         *(batch_norm, captures, mismatches, many_calls, failures),
     ):
         case(communicator)
         done(case.__name__)
+    why = "they need the faults of the simulated group, and a fault tolerant job"
+    accelerator.left_out("starts, losses", why, says_so=RANK == 0)
+
+
+# Groups at once
+
+
+def halves() -> None:
+    """Two strategies, each over half of the ranks of a node, start at once and keep apart."""
+    half = WORLD.Split(RANK // (SIZE // 2))
+    strategy = ms.MultiWorkerMirroredStrategy(comm=half)
+    communicator = strategy.extended.communicator
+    assert communicator.ordered_by_streams, strategy.extended.explain()
+    for _ in range(3):
+        buffer = on_sim(of(RANK))
+        communicator.all_reduce(buffer)
+        equal(buffer, sum(map(of, half.allgather(RANK))))
+    WORLD.Barrier()
+    done("halves")
 
 
 # Starts that fail
@@ -321,8 +347,9 @@ def starts() -> None:
 
 def stall() -> None:
     communicator = ms.MultiWorkerMirroredStrategy().extended.communicator
-    process_group.faults.add("hang")
     buffer = on_sim(of(RANK))
+    if accelerator.SIMULATED or RANK == LAST:
+        accelerator.hang()
     communicator.all_reduce(buffer, reducing(label="gradients of the model"))
     print("returned", flush=True)
     SIM.synchronize()
@@ -360,4 +387,6 @@ def done(name: str) -> None:
 
 
 if __name__ == "__main__":
-    {"collectives": collectives, "starts": starts, "stall": stall, "losses": losses}[sys.argv[1]]()
+    for program in (collectives, halves, starts, stall, losses):
+        if program.__name__ == sys.argv[1]:
+            program()

