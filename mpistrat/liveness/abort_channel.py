@@ -48,9 +48,8 @@ class AbortChannel:
         """What another rank has sent first; None while there is nothing."""
         if not self._received:
             self._receive()
-        return next(
-            iter([*self._received.values()]), None
-        )  # a copy: another thread may receive more
+        received = [*self._received.values()]  # another thread may receive more meanwhile
+        return next(iter(received), None)
 
     def _receive(self) -> None:
         status = MPI.Status()

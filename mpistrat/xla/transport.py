@@ -108,9 +108,8 @@ def use_xla(communicator: Communicator, runtime: Runtime) -> str:
     wrong = wrong_sum(communicator, runtime)
     if not wrong:
         communicator.move_by(XlaTransport(Router(communicator.ways), runtime))
-    elif (
-        communicator.rank == 0 and runtime.kind != "CPU"
-    ):  # that device is for trials, and never connects ranks
+    # XLA's CPU device is for trials, and never connects ranks.
+    elif communicator.rank == 0 and runtime.kind != "CPU":
         fix = next(fix for part, fix in _FIXES if part in wrong)
         tell_once(
             f"values on {runtime.kind}s go through host memory and MPI, not through XLA, because {wrong}. {fix}."
