@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mpistrat.communicators import Communicator
 from mpistrat.machine.devices import (
@@ -33,12 +34,12 @@ def bind(
     Called by: every rank of `communicator`.
     Which ranks see the same one is known by its name, not by its number in a process. The first of this rank's is
     the current one from now on; if all ranks use one, the communicator takes buffers on them.
-    The first rank says where values on GPUs do not go through NCCL, unless that is `quiet`, or the program has chosen
-    devices that are none.
+    Where values on GPUs do not go through NCCL, the first rank says so, unless `quiet`.
     """
-    seen, absent = seen_accelerators(), () if devices is None else None
-    # Those that have been given devices leave the others theirs.
-    ranks, of_ranks = _of_node(communicator, topology, () if devices is not None else seen)
+    seen = seen_accelerators()
+    # Ranks that have been given devices leave the others all accelerators.
+    ranks, of_ranks = _of_node(communicator, topology, seen if devices is None else ())
+    used: tuple[object, ...] | None = None if devices is not None else ()
     if devices is None:
         shares = share_out(of_ranks)
         share = shares[ranks.index(communicator.rank)]
@@ -47,18 +48,29 @@ def bind(
             taken = {own[i] for own, i in zip(of_ranks, shares, strict=True) if i is not None}
             _tell_of_unused(len(taken), len(set(itertools.chain(*of_ranks))), topology.num_nodes)
     kind, _, number = devices[0].partition(":")
-    used = None
     if kind == accelerator():
         make_current(int(number))
         used = (topology.node, seen[int(number)])
-    gpus = communicator.all_gather_object(used or absent, label="accelerators used")
-    if communicator.size > 1 and all(gpus):
+    gpus = communicator.all_gather_object(used, label="accelerators used")
+    if communicator.size > 1:
+        _use_gpus(communicator, gpus, number, quiet)
+    return tuple(devices)
+
+
+def _use_gpus(communicator: Communicator, gpus: Sequence[Any], number: str, quiet: bool) -> None:
+    """If each rank uses a GPU, `communicator` takes buffers on them. Called by: every rank.
+
+    Args:
+        gpus: by rank, the node and name of its GPU; () of a rank that sees none, None where the program chose the host.
+        number: of this rank's GPU in this process.
+        quiet: as of `bind`.
+    """
+    if all(gpus):
         from mpistrat.communicators.transports.accelerator.gpu_ways import Gpu, use_gpus
 
         use_gpus(communicator, [Gpu(*gpu) for gpu in gpus], int(number), quiet=quiet)
-    elif communicator.rank == 0 and not quiet:
-        _tell_of_host(gpus)
-    return tuple(devices)
+    elif any(gpus) and () in gpus and communicator.rank == 0 and not quiet:
+        tell_of_way("through host memory", f"rank {gpus.index(())} sees no GPU")
 
 
 def bind_all(communicator: Communicator, topology: Topology) -> tuple[str, ...]:
@@ -78,12 +90,6 @@ def _of_node(
     everyone = communicator.all_gather_object((topology.node, seen), label="accelerators seen")
     ranks = [rank for rank, (node, _) in enumerate(everyone) if node == topology.node]
     return ranks, [everyone[rank][1] for rank in ranks]
-
-
-def _tell_of_host(gpus: Sequence[tuple[object, ...] | None]) -> None:
-    """Say that values on GPUs go through the host, if some ranks have GPUs and others see none, which are ()."""
-    if any(gpus) and () in gpus:
-        tell_of_way("through host memory", f"rank {gpus.index(())} sees no GPU")
 
 
 def _tell_of_unused(used: int, present: int, num_nodes: int) -> None:

@@ -7,6 +7,7 @@ processes have met, when all has gone well, and where it can use no accelerator.
 
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from mpi4py import MPI
 
 # Elements, 4 bytes each: of a message that is sent at once, and of one for which both sides meet first.
 LENGTHS = (256, 1 << 21)
+SECONDS_TO_BE_READ = 0.5  # MPICH's launcher drops words that it has not read when a process aborts
 
 # Makes an array of the host's, gives the address of an array, and waits for the accelerator.
 _Library = tuple[Callable[[np.ndarray], Any], Callable[[Any], int], Callable[[], None]]
@@ -98,6 +100,7 @@ def _own(number: str, count: int) -> int:
 if __name__ == "__main__":
     try:
         main()
-    except Exception:  # the other process would wait for this one
-        traceback.print_exc()
-        MPI.COMM_WORLD.Abort(1)
+    except Exception:
+        sys.stderr.write(traceback.format_exc())
+        time.sleep(SECONDS_TO_BE_READ)
+        MPI.COMM_WORLD.Abort(1)  # the other process would wait for this one
