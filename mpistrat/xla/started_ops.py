@@ -19,8 +19,9 @@ class StartedOps(CrossReplicaOps):
     def reduce(self, *args: Any) -> list[Any]:
         return _started(super().reduce(*args))
 
-    def gather(self, *args: Any) -> Any:
-        return _started(super().gather(*args))
+    def gather(self, value: Any, *args: Any) -> Any:
+        # A gather goes through the host. If `value` were not started, the host would have all computed that was recorded.
+        return _started(super().gather(_started(value), *args))
 
     def reduce_to(self, *args: Any) -> Any:
         return _started(super().reduce_to(*args))

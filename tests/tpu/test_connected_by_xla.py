@@ -23,7 +23,7 @@ def test_sums_are_in_the_step_and_start_at_once_outside() -> None:
         # Of each of two means: the operand, the sum alone, and the result. None overwrites what others need.
         of_a_mean = [[0, False, False], [1, False, False], [0, False, False]]
         assert answer["started: all-reduces, wait, sync_xla_data"] == of_a_mean * 2
-        assert answer["pending: two results, another tensor"] == [False, False, True]
+        assert answer["pending: three results, another tensor"] == [False] * 3 + [True]
         of_two_cores, of_spmd = answer["not connected"]
         assert "one of the rank's 2 cores" in of_two_cores
         assert "torch_xla.runtime.use_spmd()" in of_spmd

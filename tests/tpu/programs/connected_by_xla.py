@@ -73,6 +73,7 @@ in_step = strategy.run(step, args=(batch,))
 operand, other = batch + RANK, batch * 2
 with mock.patch.object(NATIVE, "_xla_sync_multi", start):
     results = [strategy.reduce("mean", operand, axis=None) for _ in range(2)]
+results.append(strategy.gather(batch * 3, axis=0))  # through the host
 pending = runtime.are_pending([*results, other])
 world = torch_xla_runtime.world_size()
 torch_xla_runtime.use_spmd()
@@ -83,6 +84,6 @@ answer = {
     "by XLA": "by XLA's collectives" in strategy.extended.explain(),
     "all-reduces in the step, of gradients and of a value": in_step,
     "started: all-reduces, wait, sync_xla_data": started,
-    "pending: two results, another tensor": pending,
+    "pending: three results, another tensor": pending,
 }
 sys.stdout.write(json.dumps(answer) + "\n")
