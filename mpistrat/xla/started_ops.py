@@ -20,7 +20,7 @@ class StartedOps(CrossReplicaOps):
         return _started(super().reduce(*args))
 
     def gather(self, value: Any, *args: Any) -> Any:
-        # A gather goes through the host. If `value` were not started, the host would have all computed that was recorded.
+        # A gather goes through the host, which computes all that was recorded for a value that is not started.
         return _started(super().gather(_started(value), *args))
 
     def reduce_to(self, *args: Any) -> Any:
