@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.torch_distributed import next_group
+from mpistrat.torch_distributed.next_group import has_default_group
 
 # The key in the store of a default group by which its ranks know that they are in the same one.
 _KEY = "mpistrat/default group"
 
 # Whether strategies make a default group without being asked: `mpistrat run` sets it.
 with_every_strategy = False
-
-_ranks: Any = None
 
 
 class _Known(NamedTuple):
@@ -58,26 +58,12 @@ def is_wanted() -> bool:
     return with_every_strategy and not has_default_group()
 
 
-def has_default_group(backend: str | None = None) -> bool:
-    """Whether there is a default group. Args: backend: of which it has to be; None: any."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return False
-    return backend is None or dist.get_backend() == backend
-
-
-def ranks() -> Any:
-    """mpi4py's communicator of those that the next group of `init_method="mpi://"` is over; None: all of MPI's."""
-    return _ranks
-
-
 def move_default_group(comm: Any, *, again: bool) -> None:
     """From now on `init_method="mpi://"` is over the ranks of `comm`.
 
     Args: again: a default group is made over them now, in place of the one that there is, or was; collective then.
     """
-    global _ranks
-    _ranks = comm
+    next_group.comm = comm
     if again:
         if has_default_group():
             sys.modules["torch.distributed"].destroy_process_group()
@@ -98,7 +84,7 @@ def make_known_to_torch() -> None:
 
 
 def make_default_group() -> None:
-    """Collective over the ranks that `ranks` gives."""
+    """Collective over the ranks of `next_group.comm`."""
     import torch.distributed as dist
 
     make_known_to_torch()
@@ -108,12 +94,11 @@ def make_default_group() -> None:
 @contextlib.contextmanager
 def _over(comm: Any) -> Iterator[None]:
     """In the block, `init_method="mpi://"` is over the ranks of `comm`."""
-    global _ranks
-    before, _ranks = _ranks, comm
+    before, next_group.comm = next_group.comm, comm
     try:
         yield
     finally:
-        _ranks = before
+        next_group.comm = before
 
 
 def _known() -> _Known | None:

@@ -16,7 +16,7 @@ from mpistrat.communicators.torch_store import Ranks, store_at
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.machine.addresses import listen
 from mpistrat.machine.cpu_share import cpu_share
-from mpistrat.torch_distributed import default_group
+from mpistrat.torch_distributed import next_group
 
 if TYPE_CHECKING:
     from mpistrat.torch_distributed.communicator_pool import CommunicatorPools
@@ -50,13 +50,13 @@ _base: Base | None = None
 
 
 def base() -> Base:
-    """The ranks of the default group of this backend, else of the next one: see `default_group.ranks`.
+    """The ranks of the default group of this backend, else of the next one: see `next_group.comm`.
 
     Collective over them when they are not those of the last one.
     """
     global _base
-    if _base is None or not default_group.has_default_group("mpistrat"):
-        comm = MPIClusterResolver(default_group.ranks()).comm
+    if _base is None or not next_group.has_default_group("mpistrat"):
+        comm = MPIClusterResolver(next_group.comm).comm
         if _base is None or _base.comm is not comm:
             _base = Base(comm)
     return _base

@@ -16,7 +16,7 @@ from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.processes import cpu_seconds
 from mpistrat.machine.notices import tell
 from mpistrat.settings import stall_seconds
-from mpistrat.torch_distributed.default_group import has_default_group
+from mpistrat.torch_distributed.next_group import has_default_group
 
 # They have functions `join`, which wait for a program's processes.
 _JOIN = "multiprocessing/process.py", "torch/multiprocessing/spawn.py"
