@@ -61,9 +61,8 @@ def _make(
     device: AbstractContextManager[object],
 ) -> None:
     try:
-        with (
-            device
-        ):  # what the program's datasets make is where it would be on the program's thread
+        # The program's datasets make their tensors where they would on the program's thread.
+        with device:
             for item in iterator:
                 if not room.get():
                     return

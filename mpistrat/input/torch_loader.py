@@ -303,7 +303,9 @@ class LoaderReader(GlobalReader):
             self._loader = _copy_of(self._user, self._share.pieces[0], **how)
             self._loader._iterator = None  # persistent workers of the user's own
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
-        own = loader.generator  # from which torch's iterator draws on the default device
+        own = (
+            loader.generator
+        )  # torch's iterator draws from it, into a tensor on the default device
         with self._random.of_epoch(), contextlib.nullcontext() if own is None else own.device:
             pieces.begin(self._steps_of(self._index_batches(pieces), Lists(), start))
             with starting_workers(self._user):

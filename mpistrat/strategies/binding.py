@@ -33,8 +33,8 @@ def bind(
     Called by: every rank of `communicator`.
     Which ranks see the same one is known by its name, not by its number in a process. The first of this rank's is
     the current one from now on; if all ranks use one, the communicator takes buffers on them.
-    The first rank says where values on GPUs do not go through NCCL, unless that is `quiet`, or the program has chosen
-    devices that are none.
+    If values on GPUs do not go through NCCL, the first rank says so, unless `quiet` is true, or the program has chosen
+    the CPU for some rank.
     """
     seen, absent = seen_accelerators(), () if devices is None else None
     # Those that have been given devices leave the others theirs.
