@@ -37,6 +37,7 @@ from mpistrat.input.readers import (
 )
 from mpistrat.input.splitting import Lists
 from mpistrat.input.worker_processes import WorkerInit, guarded, starting_workers, worker_context
+from mpistrat.machine.notices import tell
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 
@@ -386,6 +387,12 @@ class LoaderReader(GlobalReader):
         return {"random": communicator.broadcast_object(random, label="state of the sampler")}
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+        fits = self._random.fits(state["random"])
+        if communicator.rank == 0 and not fits:
+            tell(
+                "the data was saved under another torch.set_default_device, so this epoch repeats or leaves out examples. "
+                "Set the device of the program that saved, or begin a new epoch"
+            )
         self._random.begin_at(state["random"])
 
     def state_schema(self) -> dict[str, Any]:
