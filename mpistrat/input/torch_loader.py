@@ -390,8 +390,8 @@ class LoaderReader(GlobalReader):
         fits = self._random.fits(state["random"])
         if communicator.rank == 0 and not fits:
             tell(
-                "the data was saved under another torch.set_default_device, so this epoch repeats or leaves out examples. "
-                "Set the device of the program that saved, or begin a new epoch"
+                "the data was saved under another torch.set_default_device, so this epoch repeats or leaves out "
+                "examples. Set the device of the program that saved, or begin a new epoch"
             )
         self._random.begin_at(state["random"])
 
