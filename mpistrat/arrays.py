@@ -46,10 +46,13 @@ def gradients_are_on() -> bool:
 
 
 def default_device() -> AbstractContextManager[object]:
-    """Around what another thread does: this thread's `torch.set_default_device`."""
+    """Around what another thread does: this thread's `torch.set_default_device`, unless that is an XLA device.
+
+    There two threads would record into one graph.
+    """
     torch = sys.modules.get("torch")
     device = None if torch is None else torch.get_default_device()
-    return nullcontext() if device is None or device.type == "cpu" else device
+    return nullcontext() if device is None or device.type in ("cpu", "xla") else device
 
 
 def is_sharded(value: object) -> bool:

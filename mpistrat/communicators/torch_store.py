@@ -86,10 +86,10 @@ def store_at(listener: socket.socket, size: int) -> c10d.TCPStore:
 
 
 def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) -> c10d.TCPStore:
-    """A store whose sockets need no names: torch warns of each address that no name server names.
+    """Open a store, without torch's warnings about addresses that no name server knows: the store needs no names.
 
-    So warnings of torch's C++ log are kept back meanwhile, if the user has not chosen its level. Errors, and all that
-    others write to stderr, come out.
+    Meanwhile torch's C++ log writes no warnings at all, unless the user has chosen its level. It still writes errors,
+    and nobody else's lines on stderr are kept back.
     """
     level = level_of_log()
     is_default = level.value == WARNING
@@ -101,7 +101,7 @@ def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) 
 
 
 def level_of_log() -> ctypes.c_int:
-    """From which level on torch's C++ log writes. A number that nobody reads, where this torch does not show it."""
+    """The lowest level that torch's C++ log writes. If this torch does not show it: a number that torch never reads."""
     with contextlib.suppress(OSError, ValueError):
         library = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libc10.so"))
         return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")

@@ -63,7 +63,8 @@ def _make(
 ) -> None:
     make_own_current()
     try:
-        with device:  # the program's datasets make tensors where they would on its own thread
+        # The program's datasets make their tensors where they would on the program's thread.
+        with device:
             for item in iterator:
                 if not room.get():
                     return

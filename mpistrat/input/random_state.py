@@ -52,6 +52,10 @@ class RandomState:
         self.began: dict[str, Any] | None = None
         self._begin_at: dict[str, Any] | None = None
 
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Whether `state` has the generators of as many default devices, so that samplers draw the same order."""
+        return len(state.get("devices", ())) == len(self._devices)
+
     def begin_at(self, state: dict[str, Any] | None) -> None:
         """Let the next epoch be the one that `began` told of."""
         self._begin_at = state

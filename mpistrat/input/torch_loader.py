@@ -37,6 +37,7 @@ from mpistrat.input.readers import (
 )
 from mpistrat.input.splitting import Lists
 from mpistrat.input.worker_processes import WorkerInit, guarded, starting_workers, worker_context
+from mpistrat.machine.notices import tell
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 
@@ -303,7 +304,9 @@ class LoaderReader(GlobalReader):
             self._loader = _copy_of(self._user, self._share.pieces[0], **how)
             self._loader._iterator = None  # persistent workers of the user's own
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
-        own = loader.generator  # from which torch's iterator draws on the default device
+        own = (
+            loader.generator
+        )  # torch's iterator draws from it, into a tensor on the default device
         with self._random.of_epoch(), contextlib.nullcontext() if own is None else own.device:
             pieces.begin(self._steps_of(self._index_batches(pieces), Lists(), start))
             with starting_workers(self._user):
@@ -384,6 +387,12 @@ class LoaderReader(GlobalReader):
         return {"random": communicator.broadcast_object(random, label="state of the sampler")}
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+        fits = self._random.fits(state["random"])
+        if communicator.rank == 0 and not fits:
+            tell(
+                "the data was saved under another torch.set_default_device, so this epoch repeats or leaves out "
+                "examples. Set the device of the program that saved, or begin a new epoch"
+            )
         self._random.begin_at(state["random"])
 
     def state_schema(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from mpistrat.machine.notices import tell
 ONE_RANK_PER_GPU = "start one rank per GPU (--gpus-per-task=1, or CUDA_VISIBLE_DEVICES by rank)"
 ONE_ENVIRONMENT = "start all ranks with one environment, and the same modules on all nodes"
 INSTALL_NCCL = "install NCCL: pip install nvidia-nccl-cu13 (or cu12, as torch's CUDA is)"
-# By a part of the reason. The first part that the reason has counts.
+# (part of a reason, what to do). The first entry whose part is in the reason applies.
 _FIXES = (
     ("share a GPU", ONE_RANK_PER_GPU),
     ("Duplicate GPU", ONE_RANK_PER_GPU),
@@ -19,7 +19,7 @@ _FIXES = (
     ("its sum of ", "look at nvidia-smi -q and dmesg, and compare with NCCL_P2P_DISABLE=1"),
     ("", "set NCCL_DEBUG=INFO, which shows more, and run `mpistrat doctor` in the same way"),
 )
-notices: list[str] = []  # that this process has given
+notices: list[str] = []  # those that this process has given
 
 
 def tell_of_way(way: str, reason: str) -> None:

@@ -34,7 +34,8 @@ def bind(
     Called by: every rank of `communicator`.
     Which ranks see the same one is known by its name, not by its number in a process. The first of this rank's is
     the current one from now on; if all ranks use one, the communicator takes buffers on them.
-    Where values on GPUs do not go through NCCL, the first rank says so, unless `quiet`.
+    If values on GPUs do not go through NCCL, the first rank says so, unless `quiet` is true, or the program has chosen
+    the CPU for some rank.
     """
     seen = seen_accelerators()
     # Ranks that have been given devices leave the others all accelerators.

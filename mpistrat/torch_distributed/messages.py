@@ -124,9 +124,11 @@ class Messages:
             elif not alone_since:
                 alone_since = time.monotonic()
             elif time.monotonic() - alone_since > SECONDS_TO_ARRIVE:
+                peer = "another rank" if message.peer is None else f"rank {message.peer}"
+                left = peer.replace("another", "each other")
                 raise RuntimeError(
-                    f"rank {self._comm.rank} waits in {message.what}, at {message.called_at}, but rank {message.peer} "
-                    f"has come to the end of its program. Make the matching call on rank {message.peer}"
+                    f"rank {self._comm.rank} waits in {message.what}, at {message.called_at}, but {left} has come to "
+                    f"the end of its program. Make the matching call on {peer}"
                 )
             if limit and time.monotonic() - started > limit:
                 raise self.stalled(message, limit)

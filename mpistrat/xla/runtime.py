@@ -59,10 +59,10 @@ class Graphs:
         pending = self._native._check_tensor_need_materialization
         if self.recording or not tensors or not any(pending(tensors)):
             return
-        # Otherwise the graph may write into memory that it read, which the others still need.
+        # With `sync_xla_data`, the graph may write results into its inputs' memory, which other tensors still need.
         self._native._xla_sync_multi(tensors, [], wait=False, sync_xla_data=False)
         for device in {str(tensor.device) for tensor in tensors}:
-            # Without this, the graph of the next sum begins with the sums that were started here.
+            # The token stands for the sums started here. If it stayed, the next sum's graph would hold them again.
             self._native._set_all_reduce_token(device, None)
 
     @contextlib.contextmanager
@@ -303,9 +303,9 @@ class Runtime:
     # Between processes
 
     def connect(self) -> str:
-        """Before the first `all_reduce`: have torch_xla sum over the processes, which it leaves to its launcher.
+        """Have torch_xla sum over all processes, as its own launcher does. Called before the first `all_reduce`.
 
-        Returns: why it cannot; "" if it can. With `spmd` it can already.
+        Returns: why torch_xla cannot; "" if it can. With `spmd` there is nothing to do.
         """
         if self.spmd:
             return ""
@@ -322,8 +322,8 @@ class Runtime:
     def all_reduce(self, op: str, tensors: Sequence[Any]) -> list[Any]:
         """Of all processes' `tensors`, inside the graph, where XLA connects them; else they come back as they are.
 
-        Outside a step each sum is started at once, so that no rank runs a sum alone when it reads a value. Its graph
-        has nothing else in it: all ranks run the same graph, though one has computed an operand, and another has not.
+        Outside a step each sum is started at once, so that no rank runs a sum alone when it reads a value. The sum's
+        graph has nothing else in it, so it is the same on all ranks, even if only some have computed their operand.
 
         Args:
             op: "sum", "max" or "min".

@@ -17,7 +17,7 @@ from mpistrat.machine.notices import tell
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime
 
-# What to do, by a part of the reason. The first part that the reason has counts.
+# (part of a reason, what to do). The first entry whose part is in the reason applies.
 _FIXES = (
     (" knows of ", "Start one rank per chip, or one per host, on all hosts of the slice"),
     (" of the job,", "Build the strategy over all ranks"),
@@ -108,7 +108,7 @@ def use_xla(communicator: Communicator, runtime: Runtime) -> str:
     wrong = wrong_sum(communicator, runtime)
     if not wrong:
         communicator.move_by(XlaTransport(Router(communicator.ways), runtime))
-    # XLA's CPU device is for trials, and never connects ranks.
+    # The CPU device is for trials, and never connects ranks.
     elif communicator.rank == 0 and runtime.kind != "CPU":
         fix = next(fix for part, fix in _FIXES if part in wrong)
         tell_once(

@@ -333,6 +333,7 @@ def test_a_call_that_nobody_waited_for_comes_to_its_end(launcher: Launcher, tmp_
 
 RECEIVES = """
 import torch, torch.distributed as dist
+from mpistrat.torch_distributed import messages
 dist.init_process_group("gloo")
 value = torch.ones(1 << 20)
 if dist.get_rank() == 0:
@@ -340,6 +341,11 @@ if dist.get_rank() == 0:
 else:
     dist.recv(value, 0)
     print("the first has come")
+    messages.SECONDS_TO_ARRIVE = 2.0
+    try:
+        dist.recv(value)
+    except RuntimeError as error:
+        print(error)
     dist.recv(value, 0)  # never sent
 """
 
@@ -350,6 +356,8 @@ def test_a_message_from_a_rank_that_has_ended(launcher: Launcher, tmp_path: Path
     job = launcher.run_python(2, *RUN, "receives.py", cwd=tmp_path)
     assert job.returncode != 0, job.output
     assert "the first has come\n" in job.stdout
+    from_any = r"from any rank, .*, but each other rank has come to the end .* Make the matching call on another rank\n"
+    assert re.search(from_any, job.stdout), job.output
     line = RECEIVES[: RECEIVES.index("  # never sent")].count("\n") + 1
     waits = rf"rank 1 waits in recv\(float32, \(1048576,\)\) from rank 0, tag 0, at .*receives.py:{line} "
     assert re.search(waits, job.output), job.output

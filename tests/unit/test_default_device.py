@@ -8,7 +8,10 @@ import ast
 import re
 from pathlib import Path
 
+import torch
 from torch.utils._device import _device_constructors
+
+from mpistrat.input.prefetch import Prefetcher
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = [*sorted((ROOT / "mpistrat").rglob("*.py")), ROOT / "mpistrat_torch.py"]
@@ -154,3 +157,10 @@ def test_what_is_refused() -> None:
 
 def test_what_is_not_refused() -> None:
     assert not [source for source in NOT_REFUSED if without_device(source)]
+
+
+def test_what_is_read_ahead_is_on_the_host_beside_xla() -> None:
+    """The reading thread would record into the graph of the step that the program's thread records."""
+    with torch.device("xla:0"):
+        ahead = Prefetcher((torch.empty(0).device.type for _ in "a"), 1)
+    assert [*ahead] == ["cpu"]

@@ -3,6 +3,7 @@
 Usage: default_device.py FOLDER, which all ranks see. Rank 0 prints "same" and the number of results that it compared.
 """
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,15 @@ def check_that_an_epoch_goes_on() -> None:
         return state, [batch[0].tolist() for batch in batches]
 
     state, rest = read(None)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mpistrat").addHandler(handler)
     assert read(state) == (state, rest)
+    assert not said
+    torch.set_default_device("cpu")
+    read(state)
+    assert [text.count("another torch.set_default_device") for text in said] == [1] * (RANK == 0)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from mpistrat.communicators.communicator import Communicator
 
 SECONDS_TO_TRY = 90  # importing torch and starting an accelerator take their time
 MET, PROVEN = "mpistrat: two processes", "mpistrat: device memory went through MPI"
-UNUSABLE = "no accelerator can be used"  # printed by a process that sends nothing
+UNUSABLE = "no accelerator can be used"  # begins the error of a process that sends nothing
 # A line of what a launcher or Python writes that says what happened.
 _TELLING = re.compile(r"signal \d|[Ss]ignal: |^[\w.]*(Error|Exception)\b")
 _EXCLUSIVE = ". Exclusive mode lets one process use a GPU; nvidia-smi -c DEFAULT lets several"

@@ -1,6 +1,6 @@
 """Two processes send each other memory of an accelerator through MPI. A program of its own: see `device_memory_proof`.
 
-It may crash or hang, for MPI may take the pointers for pointers to host memory. Its words are the library of arrays
+It may crash or hang, for MPI may take the pointers for pointers to host memory. Its arguments are the library of arrays
 ("torch" or "cupy"), the accelerator's number, the seconds after which it ends itself, and what it prints when the two
 processes have met, when all has gone well, and where it can use no accelerator.
 """

@@ -4,7 +4,7 @@ A group of the library's own (torch's, CuPy's NCCL), where each rank has a GPU o
 take device memory; else pinned host memory. Large buffers of ranks on several nodes go by node, where that was measured
 to be faster.
 
-Where it is no such group, the first rank says once which way it is, why, and what to do.
+If values do not go through such a group, the first rank says once which way they go, why, and what to do.
 
 mpi4py is imported below this file, and this file on first use: `import mpistrat` starts no MPI.
 """
@@ -58,7 +58,7 @@ def use_gpus(
     Args:
         gpus: each rank's, in rank order.
         index: the number of this rank's in this process.
-        quiet: nothing is said of another way than a group of the library's own: the program has chosen one.
+        quiet: say nothing if values do not go through a group of the library's own: the program has chosen so.
     """
     assert isinstance(communicator, Router), "one rank alone moves nothing"
     if not communicator.takes_device_buffers:
