@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import array_api_compat as api
@@ -50,8 +50,9 @@ def default_device() -> AbstractContextManager[object]:
 
     There two threads would record into one graph.
     """
-    torch = sys.modules.get("torch")
-    device = None if torch is None else torch.get_default_device()
+    device: Any = None
+    with suppress(KeyError, AttributeError):  # torch 2.9 has none after set_default_device(None)
+        device = sys.modules["torch"].get_default_device()
     return nullcontext() if device is None or device.type in ("cpu", "xla") else device
 
 
@@ -224,9 +225,7 @@ def as_tensor(value: Any) -> Any:
 def cast_like(array: Array, like: Array) -> Array:
     """`array` in `like`'s library, dtype and device; a NumPy array may become a tensor."""
     if is_torch(like):
-        import torch
-
-        return torch.as_tensor(array, device=like.device).to(like)
+        return as_tensor(array).to(like)
     if is_cupy(like):
         import cupy
 

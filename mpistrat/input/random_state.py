@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.utils.data as data
 
+from mpistrat.arrays import default_device
 from mpistrat.input import generator_states
 from mpistrat.machine.devices import torch_accelerator
 
@@ -47,8 +48,8 @@ class RandomState:
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator)
         ]
         # Samplers without a generator draw from that of the default device.
-        default = torch.get_default_device()
-        self._devices = [default] if default.type == torch_accelerator() else []
+        default: Any = default_device()
+        self._devices = [default] if getattr(default, "type", None) == torch_accelerator() else []
         self.began: dict[str, Any] | None = None
         self._begin_at: dict[str, Any] | None = None
 

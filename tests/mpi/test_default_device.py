@@ -62,7 +62,7 @@ def train(folder: Path, **options: Any) -> list[float]:
     objects = {"model": model, "optimizer": optimizer, "data": data, "table": table}
     saved = CheckpointManager(Checkpoint(**objects), folder)
 
-    where = torch.get_default_device()
+    where = torch.empty(0).device
 
     def step(batch: Any) -> Any:
         assert torch.empty(0).device == where
@@ -74,7 +74,8 @@ def train(folder: Path, **options: Any) -> list[float]:
         loss = ms.compute_average_loss(losses)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        with HOST:  # where torch 2.9 makes Adam's counter
+            optimizer.step()
         of_table.step()
         return loss.detach()
 

@@ -69,7 +69,9 @@ def use_gpus(
             by_library = ByLibrary(ways.of_torch, ways.of_cupy)
             by_library.of(torch=bool(torch_accelerator()))
             asked_for = map(CommunicationImplementation, ("NCCL", "HIERARCHICAL"))
-            communicator.use_devices_in = functools.partial(use_gpus, gpus=gpus, index=index)
+            communicator.use_devices_in = functools.partial(
+                use_gpus, gpus=gpus, index=index, quiet=quiet
+            )
             communicator.move_by(by_library, {way: AskedFor(by_library, way) for way in asked_for})
 
 
