@@ -293,14 +293,17 @@ def say_what_is_needed(to_run: Sequence[Stage | Program]) -> bool:
 def run(
     to_run: Sequence[Stage | Program], launcher: Launcher, report: Report, began: float
 ) -> None:
-    """One after the other. Each has its own seconds, and what those before it have left of theirs.
+    """Run one stage after the other. Each has its own seconds, and the seconds that the stages before it have left.
+
+    A stage has its own seconds also where the start took longer: torch is read from a cold disk there.
 
     Args: began: when this program did.
     """
     allowed = float(SECONDS_OF_START)
     for each in to_run:
-        allowed += each.limit if isinstance(each, Stage) else each.seconds
-        limit = allowed - (time.monotonic() - began)
+        own = each.limit if isinstance(each, Stage) else each.seconds
+        allowed += own
+        limit = max(own, allowed - (time.monotonic() - began))
         if isinstance(each, Stage):
             each.limit = limit
             each.run()
@@ -313,6 +316,7 @@ def run(
 def main() -> int:
     began = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no rank is left behind
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     parser = argparse.ArgumentParser(prog="scripts/test-gpu", description=__doc__)
     parser.add_argument("folder", type=Path, help="for the report")
     parser.add_argument(
