@@ -154,9 +154,8 @@ _AFTER_AN_ERROR = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
-_making = (
-    threading.Lock()
-)  # one thread makes a group: the next would take the variables for the user's
+# One thread at a time makes a group: another would take the variables for the user's.
+_making = threading.RLock()
 
 
 @contextlib.contextmanager
