@@ -94,7 +94,7 @@ def pytest_stages(mpi: str, ranks: Sequence[int]) -> Iterator[Stage]:
     """The GPU tests; without a GPU each says that it needs one."""
     for number in ranks:
         tests = ["tests/mpi/test_on_gpu.py", "-m", "gpu", "-vv"]
-        limit = 8.0 + 8 * number
+        limit = 10.0 + 8 * number
         yield Stage("mpi", pytest=tests, mpi=mpi, ranks=number, limit=limit, on_line=show_line)
 
 
