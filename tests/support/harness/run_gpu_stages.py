@@ -43,7 +43,7 @@ print(json.dumps(names))
 
 
 def accelerators() -> list[str]:
-    """Those that torch can use here, of any maker."""
+    """The accelerators that torch can use here, of any maker."""
     process = subprocess.run([sys.executable, "-c", _SEEN], capture_output=True, text=True)
     if process.returncode:
         print(f"torch cannot say what accelerators there are:\n{process.stderr}", flush=True)
@@ -53,7 +53,7 @@ def accelerators() -> list[str]:
 
 
 def drivers() -> str:
-    """What nvidia-smi says of them; "" where there is none."""
+    """The GPUs by nvidia-smi; "" where there is no nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         process = subprocess.run(query, capture_output=True, text=True, timeout=60)
@@ -131,7 +131,7 @@ def plan(
 
 
 def skips(stage: Stage) -> list[str]:
-    """What pytest says was skipped, and for want of what."""
+    """The tests that pytest has skipped, and what each lacks."""
     return [line for line in stage.output.splitlines() if line.startswith("SKIPPED")]
 
 
