@@ -27,15 +27,14 @@ class AbortChannel:
     def send(self, text: str) -> None:
         """Tell all other ranks that this one has failed, and how. Not collective."""
         others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
-        with contextlib.suppress(
-            MPI.Exception
-        ):  # of a communicator that has lost a rank: all know that
+        # A communicator that has lost a rank raises: all know of that failure.
+        with contextlib.suppress(MPI.Exception):
             self._unsent += [self._comm.isend(text, rank, TAG) for rank in others]
 
     def tell(self, text: str) -> None:
-        """As `send`, unless this rank has sent something; return when all ranks have, or after a while.
+        """Send, unless this rank has sent something; return when all other ranks have sent something, or after a while.
 
-        Ranks that hear of a failure tell it, too: each then knows that all have heard. Not collective.
+        A rank that hears of a failure tells it, too: each rank then knows that all have heard. Not collective.
         """
         if not self._unsent:
             self.send(text)
@@ -48,8 +47,8 @@ class AbortChannel:
         """What another rank has sent first; None while there is nothing."""
         if not self._received:
             self._receive()
-        received = [*self._received.values()]  # another thread may receive more meanwhile
-        return next(iter(received), None)
+        texts = [*self._received.values()]  # a copy: another thread may receive more
+        return texts[0] if texts else None
 
     def _receive(self) -> None:
         status = MPI.Status()

@@ -147,25 +147,25 @@ def current(device: str) -> Iterator[None]:
         yield
 
 
-# What torch's watchdog of NCCL does after an error of a call: it waits for a dump, and four times so long for those of
-# other ranks; and it ends the process.
+# After an error of a call, torch's watchdog of NCCL waits for a dump, and four times as long for the dumps of other
+# ranks; then it ends the process. These values keep it from doing so.
 _AFTER_AN_ERROR = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
 # One thread at a time makes a group: another would take our variables for the user's.
-_making = threading.Lock()
+_making = threading.RLock()
 
 
 @contextlib.contextmanager
 def nccl_that_outlives_errors() -> Iterator[None]:
-    """Inside, torch makes groups of NCCL that leave errors to us, but for what the user has set.
+    """Inside, torch makes groups of NCCL that leave errors to mpistrat, but for variables that the user has set.
 
     Groups that the program makes are not made inside: they keep their dumps, and end the process.
     """
     with _making:
-        # torch still reads the older name of one, without its prefix.
+        # torch still reads NCCL_ASYNC_ERROR_HANDLING, the older name, which has no prefix.
         of_user = os.environ.keys() | {f"TORCH_{name}" for name in os.environ}
         ours = {name: text for name, text in _AFTER_AN_ERROR.items() if name not in of_user}
         os.environ.update(ours)

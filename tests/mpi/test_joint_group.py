@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mpistrat.communicators.transports.accelerator import joint_group
+from mpistrat.communicators.transports.accelerator import calls_under_way, joint_group
+from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
 from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
 
 
@@ -56,3 +57,25 @@ def test_a_start_that_is_interrupted_is_told_and_aborts_what_comes_too_late(
     assert is_over.wait(5)
     assert done[1:] == ["aborted"]
     assert joint.group is None
+
+
+def test_a_group_without_calls_leaves_what_others_say_to_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lookout's answer would stay in the channel: no rank counts on it when a start has failed."""
+    heard: list[str] = []
+    joint: Any = SimpleNamespace(hear=lambda: heard.append("failure"), group="made")
+    record = SimpleNamespace(words=[0] * 8)
+    watch: Any = SimpleNamespace(record=record, board=0)
+    contract: Any = SimpleNamespace(name="numbers", calls=1, recorded=(b"all_reduce", 4))
+    library: Any = SimpleNamespace(
+        current_stream=lambda: None, record=lambda stream: "event", is_done=lambda event: True
+    )
+    lookout = SimpleNamespace(watch=lambda calls: None, is_awake=threading.Event())
+    monkeypatch.setattr(calls_under_way, "lookout", lambda: lookout)
+    calls = CallsUnderWay(contract, watch, library, joint, listens=True)
+    assert not calls.look()
+    assert heard == []
+    calls.add()
+    assert not calls.look()
+    assert heard == ["failure"]

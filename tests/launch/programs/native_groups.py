@@ -332,10 +332,9 @@ def starts() -> None:
     without("missing", f"(rank {LAST} has none: ImportError: this torch", in_wheels)
     without("constructor", f"{where}: the constructor", shows_more)
     without("connect", f"{where}: this rank fails to connect", shows_more)
-    its_sum = f"on rank 0: its sum of {SIZE} ones is {SIZE + 1}.0;"
-    without(
-        "sum", f"{start} {its_sum}", ". Look at nvidia-smi -q and dmesg, and compare with NCCL_P2P"
-    )
+    compare = ". Look at nvidia-smi -q and dmesg, and compare with NCCL_P2P"
+    without("sum", f"{start} on rank ", compare)  # a rank that hears of the others may be late
+    assert RANK or any(f": its sum of {SIZE} ones is {SIZE + 1}.0" in text for text in said), said
     limit = ". Set NCCL_SOCKET_IFNAME, or raise MPISTRAT_START_SECONDS: half is the limit."
     without("hang", f"{start} in 2 s on ranks {ranks})", limit)
     after = ms.MultiWorkerMirroredStrategy(comm=WORLD.Dup()).extended.communicator

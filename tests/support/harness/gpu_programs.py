@@ -30,7 +30,7 @@ class Program:
     """One program on some ranks, and what came of it.
 
     Attributes:
-        seconds: its share of the time of all.
+        seconds: that it may take; what the programs before it have left comes on top.
         needs: packages without which it is skipped.
         env: what it finds in the environment.
         shares_a_gpu: its ranks use NCCL, though several have one GPU.

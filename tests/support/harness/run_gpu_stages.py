@@ -43,7 +43,7 @@ print(json.dumps(names))
 
 
 def accelerators() -> list[str]:
-    """Those that torch can use here, of any maker."""
+    """The accelerators that torch can use here, of any maker."""
     process = subprocess.run([sys.executable, "-c", _SEEN], capture_output=True, text=True)
     if process.returncode:
         print(f"torch cannot say what accelerators there are:\n{process.stderr}", flush=True)
@@ -53,7 +53,7 @@ def accelerators() -> list[str]:
 
 
 def drivers() -> str:
-    """What nvidia-smi says of them; "" where there is none."""
+    """The GPUs by nvidia-smi; "" where there is no nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         process = subprocess.run(query, capture_output=True, text=True, timeout=60)
@@ -94,7 +94,7 @@ def pytest_stages(mpi: str, ranks: Sequence[int]) -> Iterator[Stage]:
     """The GPU tests; without a GPU each says that it needs one."""
     for number in ranks:
         tests = ["tests/mpi/test_on_gpu.py", "-m", "gpu", "-vv"]
-        limit = 8.0 + 8 * number
+        limit = 10.0 + 8 * number
         yield Stage("mpi", pytest=tests, mpi=mpi, ranks=number, limit=limit, on_line=show_line)
 
 
@@ -131,7 +131,7 @@ def plan(
 
 
 def skips(stage: Stage) -> list[str]:
-    """What pytest says was skipped, and for want of what."""
+    """The tests that pytest has skipped, and what each lacks."""
     return [line for line in stage.output.splitlines() if line.startswith("SKIPPED")]
 
 
@@ -293,14 +293,17 @@ def say_what_is_needed(to_run: Sequence[Stage | Program]) -> bool:
 def run(
     to_run: Sequence[Stage | Program], launcher: Launcher, report: Report, began: float
 ) -> None:
-    """One after the other. Each has its own seconds, and what those before it have left of theirs.
+    """Run one stage after the other. Each has its own seconds, and the seconds that the stages before it have left.
+
+    A stage has its own seconds also where the start took longer: torch is read from a cold disk there.
 
     Args: began: when this program did.
     """
     allowed = float(SECONDS_OF_START)
     for each in to_run:
-        allowed += each.limit if isinstance(each, Stage) else each.seconds
-        limit = allowed - (time.monotonic() - began)
+        own = each.limit if isinstance(each, Stage) else each.seconds
+        allowed += own
+        limit = max(own, allowed - (time.monotonic() - began))
         if isinstance(each, Stage):
             each.limit = limit
             each.run()
@@ -310,9 +313,16 @@ def run(
         report.add(each)
 
 
+def _end(*_: object) -> None:
+    """End this process so that no rank is left behind. A second signal does not end that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
+
+
 def main() -> int:
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no rank is left behind
+    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     parser = argparse.ArgumentParser(prog="scripts/test-gpu", description=__doc__)
     parser.add_argument("folder", type=Path, help="for the report")
     parser.add_argument(

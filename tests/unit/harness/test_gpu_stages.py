@@ -1,7 +1,12 @@
 """What scripts/test-gpu runs: within how much time, in what order, and what it needs."""
 
+import os
+import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,7 +14,7 @@ from support.accelerator import DEVICE_VARIABLE
 from support.harness import run_gpu_stages
 from support.harness.gpu_programs import Program
 from support.harness.mpi_launcher import Launcher
-from support.harness.stage import Stage
+from support.harness.stage import TOP, Stage
 
 ONE_GPU = ["cuda:0 NVIDIA H100"]
 NCCL = ["native groups", "DDP and FSDP2", "gradients", "by node, 2 x 2", "two strategies"]
@@ -63,3 +68,37 @@ def test_what_is_needed_is_named_first(
     there.remove("torch")
     assert not run_gpu_stages.say_what_is_needed(stages)
     assert "missing: torch. Install them" in capsys.readouterr().out
+
+
+def test_a_slow_start_takes_no_seconds_from_a_stage(tmp_path: Path) -> None:
+    limits: list[float] = []
+    stages: Any = [
+        SimpleNamespace(seconds=seconds, run=lambda _launcher, _folder, limit: limits.append(limit))
+        for seconds in (20.0, 30.0)
+    ]
+    report: Any = SimpleNamespace(folder=tmp_path, add=lambda ran: None)
+    launcher = Launcher("MPICH", tmp_path)
+    run_gpu_stages.run(stages, launcher, report, time.monotonic() - 1000)
+    assert limits == [20.0, 30.0]
+    run_gpu_stages.run(stages, launcher, report, time.monotonic())
+    assert limits[2:] == pytest.approx([30.0, 60.0], abs=1)
+
+
+def test_who_ends_the_script_ends_its_stages(tmp_path: Path) -> None:
+    """A stage that went on would lack the wheels, and write its failure over the report."""
+    python, mpiexec, pid = tmp_path / "python", tmp_path / "mpiexec", tmp_path / "pid"
+    mpiexec.write_text("")
+    python.write_text(f"#!/bin/sh\necho $$ >{pid}.new; mv {pid}.new {pid}; exec sleep 20\n")
+    for program in (python, mpiexec):
+        program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PYTHON": str(python), "PATH": path}
+    script = subprocess.Popen([TOP / "scripts/test-gpu", tmp_path / "report"], env=env)
+    until = time.monotonic() + 10
+    while not pid.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    stages = int(pid.read_text())
+    script.terminate()
+    assert script.wait(10) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(stages, 0)

@@ -183,6 +183,22 @@ def test_what_is_set_for_groups_of_ours_is_not_for_those_of_the_program(
         assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
+def test_a_group_that_is_made_while_another_is_made_outlives_errors() -> None:
+    seen: list[str | None] = []
+
+    def make() -> None:
+        with nccl_that_outlives_errors():
+            with nccl_that_outlives_errors():
+                pass
+            seen.append(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"))
+
+    thread = threading.Thread(target=make, daemon=True)  # which a lock would stop for ever
+    thread.start()
+    thread.join(5)
+    assert seen == ["100"]
+    assert "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC" not in os.environ
+
+
 def test_groups_that_threads_make_at_the_same_time_outlive_errors() -> None:
     """A constructor that fails leaves no variable behind, and takes none from the next one."""
     has_failed, seen = threading.Event(), []

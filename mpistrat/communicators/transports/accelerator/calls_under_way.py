@@ -91,7 +91,7 @@ class CallsUnderWay:
 
     def look(self) -> bool:
         """Returns: whether any are under way. Called by a thread of its own."""
-        if self._listens:
+        if self._listens and self._calls:  # a start has no calls, and hears for itself
             self._joint.hear()
         self._forget_done()
         if not self._calls or self._joint.group is None:

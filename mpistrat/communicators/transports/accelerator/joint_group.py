@@ -135,7 +135,7 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
         """Abort the group if another rank has failed. Returns: that rank's words; None if none has."""
         text = self._channel.received()
         if text is not None and self.group is not None:
-            self._channel.tell(text)  # so that all abort at the same time
+            self._channel.tell(text)  # so that all ranks abort at the same time
             self.abort(text)
         return text
 
@@ -156,7 +156,7 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
             self.abort(error)
             return
         text = f"rank {self._host.rank}: {type(error).__name__}: {error}"
-        # First, because the others' groups see that this group has gone, and not why: torch would print traces there.
+        # The others are told before the abort: their groups would see that this one has gone, and torch print traces.
         self._channel.tell(text)
         self.abort(text)
         if isinstance(error, Exception):
