@@ -42,6 +42,8 @@ from mpistrat.liveness.watch import WatchedCalls
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_RAISE = 2.0
 SECONDS_FOR_EXIT_HANDLERS = 60.0
+# Python must not end while its thread is in a library; but a library may not come back, not even from an abort.
+SECONDS_TO_LEAVE_A_LIBRARY = 5.0
 
 
 class JobEnd:

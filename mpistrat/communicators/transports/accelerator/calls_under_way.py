@@ -17,7 +17,7 @@ from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.communicators.transports.accelerator.graph_capture import let_this_thread_query_events
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.errors import StallError
-from mpistrat.liveness.job_end import job_end
+from mpistrat.liveness.job_end import SECONDS_TO_LEAVE_A_LIBRARY, job_end
 from mpistrat.liveness.record import CALLS, SINCE
 from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -30,7 +30,6 @@ SECONDS_BETWEEN_LOOKS = 0.25
 # A call that lasts so long is recorded; sooner if the limit is short.
 SECONDS_TO_BE_RECORDED = 1.0
 SHARE_OF_THE_LIMIT = 0.25
-SECONDS_TO_END = 5.0  # of the thread: a library may not come back from an abort
 
 
 class _Call(NamedTuple):
@@ -142,7 +141,7 @@ class Lookout:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat device calls", daemon=True)
         self._thread.start()
-        job_end().call_last(self._end)  # Python must not end while its thread is in a library
+        job_end().call_last(self._end)
 
     def watch(self, calls: CallsUnderWay) -> None:
         self._watched.add(calls)
@@ -162,7 +161,7 @@ class Lookout:
     def _end(self) -> None:
         self._stop.set()
         self.is_awake.set()
-        self._thread.join(SECONDS_TO_END)
+        self._thread.join(SECONDS_TO_LEAVE_A_LIBRARY)
 
 
 @functools.cache

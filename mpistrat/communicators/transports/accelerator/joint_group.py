@@ -9,6 +9,7 @@ mpi4py is imported below this file, and this file on first use: `import mpistrat
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.errors import RankLostError, StallError
 from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.job_end import SECONDS_TO_LEAVE_A_LIBRARY, job_end
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import make_own_current
@@ -111,6 +113,7 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
             failed = [f"in {limit:g} s on ranks {', '.join(late)}"]
         reason = f"{self.name} does not start {'; '.join(failed[:4])}{'; …' * (len(failed) > 4)}"
         self.abort(reason)
+        job_end().call_last(functools.partial(thread.join, SECONDS_TO_LEAVE_A_LIBRARY))
         return reason
 
     def abort(self, why: str | Exception) -> None:
