@@ -40,6 +40,7 @@ def test_a_sweep(launcher: Launcher, tmp_path: Path, operation: str) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long("It measures each collective and two peers, one after another.")
 @pytest.mark.usefixtures("simulated_accelerator")
 def test_on_a_device(launcher: Launcher, tmp_path: Path) -> None:
     """Operands, peers and models are in a device's memory, and the report names it."""
