@@ -135,5 +135,5 @@ def address_that_all_reach(ranks: Ranks) -> str:
     raise RuntimeError(
         f"rank {ranks.rank}: the nodes of this job cannot connect to that of rank 0 ({topology.hosts[0]}), which holds "
         f"the store of torch.distributed.\nIts addresses:{tried}\n"
-        "Nodes must be able to open TCP connections to each other, on ports that the system picks: is there a firewall?"
+        "Let the nodes open TCP connections to each other, on ports that the system picks: look for a firewall"
     )

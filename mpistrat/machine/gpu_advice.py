@@ -23,7 +23,7 @@ notices: list[str] = []  # those that this process has given
 
 
 def tell_of_way(way: str, reason: str) -> None:
-    """Say, once in a process, which way values on GPUs go, why they go no better way, and what to do."""
+    """Say once in a process: the way of values on GPUs, the reason against NCCL, and the fix."""
     fix = next(fix for part, fix in _FIXES if part in reason)
     text = f"values on GPUs go {way}, because {reason.splitlines()[0].rstrip('.')}"
     if not notices:

@@ -170,7 +170,7 @@ class Runtime:
 
     Attributes:
         kind: "TPU", or "CPU", on which the same tracing, compilation and sharding can be tried.
-        was_in_use: the program had used XLA's devices before, which are what they were then.
+        was_in_use: the program had used XLA's devices before this runtime was made. Their number is fixed since then.
         num_devices: those of this process.
         num_all_devices: those of all processes that XLA itself connects; on the CPU device `num_devices`.
         graphs: what is recorded.

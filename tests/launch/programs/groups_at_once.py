@@ -1,7 +1,8 @@
-"""Four ranks of a node, each with a simulated device of its own, in two groups that start and work at the same time.
+"""Four ranks of a node, in two groups of an accelerator that start and work at the same time.
 
-Where MPICH takes the four for two nodes, a strategy over all has a group within each node, too. Rank 0 prints "done
-NAME" for each case that went well.
+Usage: groups_at_once.py [CASE], "halves" or "every second"; without CASE both, and a strategy over all ranks. If MPICH
+takes the four ranks for two nodes, that strategy has a group within each node, too. Rank 0 prints "done NAME" for each
+case that went well. The accelerator is that of `support.accelerator`.
 """
 
 import sys
@@ -18,9 +19,9 @@ from mpistrat.communicators.transports.transport import Operands
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.simulated_accelerator import torch_sim
+from support import accelerator
 
-SIM = torch_sim.load()
+SIM = accelerator.load()
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 gpu_ways.why_not_proven = lambda *_: "not tried"
@@ -32,7 +33,7 @@ def sums(strategy: ms.Strategy, ranks: list[int]) -> bool:
     communicator = strategy.extended.communicator
     communicator = communicator.by(ms.CommunicationImplementation.HIERARCHICAL)
     for _ in range(3):
-        buffer = torch.full((1 << 15,), RANK + 1.0, device="sim")
+        buffer = torch.full((1 << 15,), RANK + 1.0, device=accelerator.KIND)
         mover = communicator.ways.choose("all_reduce", Operands(buffer))
         assert isinstance(mover, NativeTransport | HierarchicalDeviceTransport), mover
         communicator.all_reduce(buffer)
@@ -41,12 +42,15 @@ def sums(strategy: ms.Strategy, ranks: list[int]) -> bool:
 
 
 def main() -> None:
-    for name, groups in {"halves": [[0, 1], [2, 3]], "every second": [[0, 2], [1, 3]]}.items():
+    cases = {"halves": [[0, 1], [2, 3]], "every second": [[0, 2], [1, 3]]}
+    for name in sys.argv[1:] or cases:
+        groups = cases[name]
         own = next(group for group in groups if RANK in group)
         sums(ms.MultiWorkerMirroredStrategy(comm=WORLD.Split(own[0])), own)
         done(name)
-    by_node = sums(ms.MultiWorkerMirroredStrategy(), [*range(SIZE)])
-    done("by node" if by_node else "all alike")
+    if not sys.argv[1:]:
+        by_node = sums(ms.MultiWorkerMirroredStrategy(), [*range(SIZE)])
+        done("by node" if by_node else "all alike")
     assert SIM.violations() == []
 
 

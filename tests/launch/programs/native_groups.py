@@ -1,6 +1,6 @@
 """Collectives through torch's own group of an accelerator: how they end, start, hang and fail.
 
-Usage: native_groups.py collectives | halves | starts | stall | losses. Rank 0 prints "done NAME" for each case that
+Usage: native_groups.py collectives | starts | stall | losses. Rank 0 prints "done NAME" for each case that
 went well. The accelerator is that of `support.accelerator`; `starts` and `losses` need the faults of the simulated one.
 """
 
@@ -258,23 +258,6 @@ def collectives() -> None:
     accelerator.left_out("starts, losses", why, says_so=RANK == 0)
 
 
-# Groups at once
-
-
-def halves() -> None:
-    """Two strategies, each over half of the ranks of a node, start at once and keep apart."""
-    half = WORLD.Split(RANK // (SIZE // 2))
-    strategy = ms.MultiWorkerMirroredStrategy(comm=half)
-    communicator = strategy.extended.communicator
-    assert communicator.ordered_by_streams, strategy.extended.explain()
-    for _ in range(3):
-        buffer = on_sim(of(RANK))
-        communicator.all_reduce(buffer)
-        equal(buffer, sum(map(of, half.allgather(RANK))))
-    WORLD.Barrier()
-    done("halves")
-
-
 # Starts that fail
 
 
@@ -386,6 +369,6 @@ def done(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for program in (collectives, halves, starts, stall, losses):
+    for program in (collectives, starts, stall, losses):
         if program.__name__ == sys.argv[1]:
             program()

@@ -138,7 +138,8 @@ def native(device: str, gpus: int, launcher: Launcher, scratch: Path) -> Iterato
     if launcher.name == "MPICH":  # which makes up nodes
         by_node, cliques = str(programs / "gpus_on_two_nodes.py"), {"MPIR_CVAR_NUM_CLIQUES": "2"}
         yield program("by node, 2 x 2", 4, [by_node], 18, "all is well", env=cliques)
-    yield program("two strategies", 4, [groups, "halves"], 12, "done halves")
+    at_once = [str(programs / "groups_at_once.py"), "halves"]
+    yield program("two strategies", 4, at_once, 12, "done halves")
     yield program(
         *("a stalled device", 2, [groups, "stall"], 15),
         "all ranks have come to it, but it does not end",

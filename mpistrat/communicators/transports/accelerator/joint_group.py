@@ -90,6 +90,7 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
 
         thread = threading.Thread(target=run, name=f"mpistrat start of {self.name}", daemon=True)
         thread.start()
+        job_end().call_last(functools.partial(thread.join, SECONDS_TO_LEAVE_A_LIBRARY))
         limit = start_seconds() * SHARE_OF_THE_START
         try:
             waited = _wait(
@@ -113,7 +114,6 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
             failed = [f"in {limit:g} s on ranks {', '.join(late)}"]
         reason = f"{self.name} does not start {'; '.join(failed[:4])}{'; …' * (len(failed) > 4)}"
         self.abort(reason)
-        job_end().call_last(functools.partial(thread.join, SECONDS_TO_LEAVE_A_LIBRARY))
         return reason
 
     def abort(self, why: str | Exception) -> None:
