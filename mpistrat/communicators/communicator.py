@@ -59,6 +59,7 @@ class Communicator(abc.ABC):
         *,
         out: Array | None = None,
         cause: Exception | None = None,
+        follows: bool = False,
     ) -> None:
         """Combine `buffer` of all ranks element by element, into `out` or in place.
 
@@ -66,6 +67,8 @@ class Communicator(abc.ABC):
             buffer: same shape and dtype on every rank; 16-bit floats are summed in float32.
             out: a second buffer of the same shape and dtype; None overwrites `buffer`.
             cause: the error that has brought this rank here; the others hear of it if they do not come.
+            follows: in a block of `following`: the ranks have agreed on this call by an earlier one. They compare it
+                only where they must meet anyway: in a small call, and for a buffer of a device.
         """
 
     @abc.abstractmethod
@@ -157,6 +160,13 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def explain(self) -> str:
         """For people: the ways by which bytes move, a line for each. Not collective."""
+
+    def following(self) -> contextlib.AbstractContextManager[None]:
+        """Around calls with `follows`, from the end of the call that decides on them to the end of the last of them.
+
+        An error of this rank alone in the block leaves the next call: ranks that wait in that call raise StallError.
+        """
+        return self.contract.following()
 
     def raise_together(self, error: Exception) -> NoReturn:
         """Raise `error` in place of a collective whose operands this rank found to be wrong.

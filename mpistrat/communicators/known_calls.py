@@ -30,10 +30,12 @@ class KnownCall(NamedTuple):
     Attributes:
         signature: what the ranks must agree on.
         small: moves its bytes with the agreement; None where a transport moves them.
+        meets: a sum of such buffers ends on no rank before all ranks have entered it.
     """
 
     signature: CallSignature
     small: SmallCall | None
+    meets: bool
 
 
 class KnownCalls:
@@ -93,11 +95,12 @@ class KnownCalls:
             check_gathered(buffer, out, self._size)
         elif call == "all_to_all":
             check_exchange(buffer, out, operands.sent, operands.received, self._size)
-        small = None
-        if self._slots is not None and not is_on_accelerator(buffer):
+        small, on_host = None, not is_on_accelerator(buffer)
+        if self._slots is not None and on_host:
             small = small_call(call, self._slots, operands)
         words = words_of(call, operands, agreed)
-        return KnownCall(signature_of((*words, *self._last_words)), small)
+        meets = on_host and buffer.nbytes > 0
+        return KnownCall(signature_of((*words, *self._last_words)), small, meets)
 
 
 def words_of(call: str, operands: Operands, agreed: Agreed) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ class LocalCommunicator(Communicator):
         *,
         out: Array | None = None,
         cause: Exception | None = None,
+        follows: bool = False,
     ) -> None:
         target, reduction = buffer if out is None else out, as_reduction(reduction)
         check_reduction(reduction.op, reduction.scale, buffer)

@@ -102,6 +102,7 @@ class Router(Communicator):
         *,
         out: Array | None = None,
         cause: Exception | None = None,
+        follows: bool = False,
     ) -> None:
         if reduction.__class__ is not Reduction:
             reduction = as_reduction(reduction)
@@ -111,10 +112,10 @@ class Router(Communicator):
             self.raise_together(refusal("all_reduce", self.rank))
         operands = Operands(buffer, reduction, out)
         # What `_call` does: few frames lie between a program and its bytes.
-        signature, small = self._known.find("all_reduce", operands, reduction.agreed)
+        signature, small, meets = self._known.find("all_reduce", operands, reduction.agreed)
         contract = self.contract
         if small is None:
-            with contract.enter(signature, cause):
+            with contract.enter(signature, cause, follows=follows and meets):
                 self.ways.choose("all_reduce", operands).all_reduce(operands)
             return
         try:
@@ -183,7 +184,7 @@ class Router(Communicator):
         """Make a call: agree on it, and have its bytes moved."""
         if self.takes_device_buffers and is_capturing(operands.buffer):
             self.raise_together(refusal(call, self.rank))
-        signature, small = self._known.find(call, operands, agreed)
+        signature, small, _ = self._known.find(call, operands, agreed)
         contract = self.contract
         if small is None:
             with contract.enter(signature):

@@ -116,8 +116,10 @@ class OtherNodes:
         message = self._left
         if message is None:
             return
-        wanted = message.group, message.call
-        inside = [b.since for b in self._record.boards() if (b.group, b.calls) == wanted]
+        boards = [b for b in self._record.boards() if b.group == message.group]
+        if any(b.calls < message.call for b in boards):
+            return  # the collective comes next
+        inside = [b.since for b in boards if b.calls == message.call]
         if not any(inside):
             self._left = None
         elif time.monotonic_ns() - max(inside) > SECONDS_TO_LEAVE_TOO * 1e9:

@@ -1,8 +1,10 @@
 """What the ranks do to agree, before bytes move and when one of them leaves a collective early."""
 
 import gc
+import re
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import StallError
-from mpistrat.liveness import waiting
+from mpistrat.liveness import other_nodes, waiting
+from mpistrat.liveness.job_folder import report_of
 from mpistrat.liveness.record import ABORT, GROUP, RAISE, RING, SINCE, STALLED, WAITED
 from support.rank_errors import errors_of_ranks
 
@@ -162,3 +165,62 @@ def test_a_call_site_is_the_users_line():
     assert names[:2] == ["step", "step"]
     assert set(names[2:]) == {"test_a_call_site_is_the_users_line"}
     assert all("test_agreement.py:" in entry.site for entry in entries)
+
+
+@several
+def test_a_call_that_follows_another_is_not_compared(monkeypatch):
+    """It is counted and recorded as ever, and small calls before and after it read what they should."""
+    communicator = communicator_for(WORLD.Dup())
+    contract, compared = communicator.contract, []
+    agree = contract.agreement.agree
+    monkeypatch.setattr(
+        contract.agreement, "agree", lambda *call: compared.append(call) or agree(*call)
+    )
+    large = np.empty(20_000)
+    for step in range(4):
+        small, large[:] = np.full(3, RANK + step), RANK
+        communicator.all_reduce(small)
+        with communicator.following():
+            for _ in range(1 + step % 2):
+                communicator.all_reduce(large, follows=True)
+            communicator.all_reduce(np.ones(2), follows=True)
+        np.testing.assert_array_equal(small, SIZE * (LAST / 2 + step))
+    np.testing.assert_array_equal(large, LAST / 2 * SIZE**2)
+    communicator.all_reduce(large, follows=True)  # outside a block
+    assert (contract.calls, len(compared)) == (15, 9)
+    assert [number for number, _ in compared] == list(range(1, 10))
+    assert {entry.call for entry in contract.watch.record.last(3)} == {
+        "all_reduce(sum, float64, (20000,))",
+        "all_reduce(sum, float64, (2,))",
+    }
+
+
+@several
+def test_an_error_before_a_call_that_follows_ends_the_call(monkeypatch):
+    """The ranks that wait there hear of the error, and all go on with the same number."""
+    monkeypatch.setattr(other_nodes, "SECONDS_TO_LEAVE_TOO", 0.1)
+    communicator = communicator_for(WORLD.Dup())
+    window = communicator.ways.transports[0]
+    window.shared_blocks()
+    window.smallest = 0.0
+    communicator.all_reduce(np.ones(2))
+
+    def following():
+        with communicator.following():
+            if RANK == LAST:
+                raise ZeroDivisionError("of one rank")
+            communicator.all_reduce(np.ones(20_000), follows=True)
+
+    with pytest.raises(
+        ZeroDivisionError if RANK == LAST else StallError, match="of one rank"
+    ) as raised:
+        following()
+    if RANK != LAST:
+        left = rf"rank {LAST} of {SIZE} left collective number 2, which follows another, for ZeroD"
+        assert re.match(left, str(raised.value))
+    WORLD.Barrier()
+    record = communicator.contract.watch.record
+    record.words[ABORT] = 0
+    if RANK == 0:
+        Path(report_of(record.folder)).unlink()
+    assert communicator.all_gather_object(communicator.contract.calls) == [2] * SIZE

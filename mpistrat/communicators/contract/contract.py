@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -79,6 +81,7 @@ class Contract(Unchecked):
 
             self._spans = CollectiveSpans(timeline, name, self.size)
         self._called_at: tuple[CodeType, int] | None = None
+        self._may_follow, self._followed = False, 0  # whether calls may, and how many have
         self._thread = 0  # that is, or was last, inside a collective
         self._forked = False
         self._abandoned: BaseException | None = None  # for which this rank left its last call
@@ -117,6 +120,7 @@ class Contract(Unchecked):
         cause: Exception | None = None,
         slot: Slot | None = None,
         payload: Any = None,
+        follows: bool = False,
     ) -> Contract:
         if self._forked:
             raise RuntimeError(
@@ -152,7 +156,9 @@ class Contract(Unchecked):
             if slot is not None:
                 slot.own[calls & 1][...] = payload
             agreement = self.agreement
-            agreed = agreement is None or agreement.agree(calls, signature.digest)
+            if follows and self._may_follow:
+                agreement, self._followed = None, self._followed + 1
+            agreed = agreement is None or agreement.agree(calls - self._followed, signature.digest)
             if self._record.words[ABORT]:
                 raise_if_stalled(self.watch)  # the others may have left this call for it
             if agreement is not None:
@@ -182,6 +188,21 @@ class Contract(Unchecked):
         self._record.leave(self._board)
         if isinstance(error, Exception) and not is_raised_by_all(error):
             self._tell_others(f"{signature}", error)
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        # Where the others could not be told of an error, each call is agreed on.
+        can_tell = self._mpi.thread_multiple and self.watch.revocable_group is None
+        self._may_follow = can_tell and self.agreement is not None
+        try:
+            yield
+        except Exception as error:
+            if self._may_follow and not is_raised_by_all(error):
+                self.calls, self._followed = self.calls + 1, self._followed + 1
+                self._tell_others("which follows another", error)
+            raise
+        finally:
+            self._may_follow = False
 
     def _tell_others(self, call: str, error: Exception) -> None:
         """This rank leaves a call for `error`, when all have agreed on the call. Ranks that wait for its part raise."""

@@ -53,13 +53,19 @@ class Unchecked:
         cause: Exception | None = None,
         slot: Slot | None = None,
         payload: Any = None,
+        follows: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
         """Return when all ranks have entered the same call. The call lasts until the result's block ends.
 
         Args:
             cause: the error that has brought this rank here; the others hear of it if they enter another call.
             slot: takes `payload`, which the other ranks may read when this returns.
+            follows: in a block of `following`, return at once. The call must end on no rank before all have entered it.
         """
+        return _NOTHING
+
+    def following(self) -> contextlib.AbstractContextManager[None]:
+        """As of `Communicator`."""
         return _NOTHING
 
     def raise_together(self, error: Exception) -> NoReturn:
