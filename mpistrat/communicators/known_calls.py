@@ -13,6 +13,7 @@ from mpistrat.communicators.node.small_calls import SmallCall, small_call
 from mpistrat.communicators.operand_checks import (
     check_exchange,
     check_gathered,
+    check_out,
     check_parts,
     check_reduction,
 )
@@ -89,7 +90,9 @@ class KnownCalls:
         buffer, out = operands.buffer, operands.target
         if agreed[0]:
             check_reduction(agreed[0], agreed[2], buffer)
-        if call == "reduce_scatter":
+        if call == "all_reduce":
+            check_out(buffer, out)
+        elif call == "reduce_scatter":
             check_parts(buffer, out, self._size)
         elif call == "all_gather_into":
             check_gathered(buffer, out, self._size)

@@ -20,12 +20,13 @@ def check_reduction(op: str, scale: float | None, buffer: Array) -> None:
         raise ValueError(f"scale is for floating point, got {name}")
 
 
-def wrong_out(buffer: Array, out: Array) -> ValueError:
-    """The error for an `out` of `all_reduce` that has not the shape and dtype of `buffer`."""
-    return ValueError(
-        f"out must be {dtype_name(buffer)} of {tuple(buffer.shape)} as the buffer, got {dtype_name(out)} "
-        f"of {tuple(out.shape)}"
-    )
+def check_out(buffer: Array, out: Array) -> None:
+    """Of `all_reduce`. Raises: ValueError unless `out` has the shape and dtype of `buffer`."""
+    if out.shape != buffer.shape or out.dtype != buffer.dtype:
+        raise ValueError(
+            f"out must be {dtype_name(buffer)} of {tuple(buffer.shape)} as the buffer, got {dtype_name(out)} "
+            f"of {tuple(out.shape)}"
+        )
 
 
 def check_parts(buffer: Array, out: Array, size: int) -> None:

@@ -17,7 +17,7 @@ from mpistrat.communicators.known_calls import Agreed, KnownCalls, words_of_labe
 from mpistrat.communicators.node.memory import NO_MEMORY, CheckedMemory, NodeMemory
 from mpistrat.communicators.node.slots import SharedSlots
 from mpistrat.communicators.node.small_calls import TOO_LARGE
-from mpistrat.communicators.operand_checks import check_arrived, check_contiguous, wrong_out
+from mpistrat.communicators.operand_checks import check_arrived, check_contiguous
 from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
 from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing, refusal
 from mpistrat.communicators.transports.mpi import MpiTransport
@@ -106,24 +106,8 @@ class Router(Communicator):
     ) -> None:
         if reduction.__class__ is not Reduction:
             reduction = as_reduction(reduction)
-        if out is not None and (out.shape != buffer.shape or out.dtype != buffer.dtype):
-            self.raise_together(wrong_out(buffer, out))
-        if self.takes_device_buffers and is_capturing(buffer):
-            self.raise_together(refusal("all_reduce", self.rank))
         operands = Operands(buffer, reduction, out)
-        # What `_call` does: few frames lie between a program and its bytes.
-        signature, small, meets = self._known.find("all_reduce", operands, reduction.agreed)
-        contract = self.contract
-        if small is None:
-            with contract.enter(signature, cause, follows=follows and meets):
-                self.ways.choose("all_reduce", operands).all_reduce(operands)
-            return
-        try:
-            payload = small.payload(operands)
-        except Exception as error:
-            contract.raise_together(error)
-        with contract.enter(signature, cause, small, payload):
-            small.take(contract.calls & 1, operands, payload)
+        self._call("all_reduce", operands, reduction.agreed, cause, follows)
 
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
@@ -180,24 +164,30 @@ class Router(Communicator):
         except ValueError as error:
             self.raise_together(error)
 
-    def _call(self, call: str, operands: Operands, agreed: Agreed) -> Any:
-        """Make a call: agree on it, and have its bytes moved."""
+    def _call(
+        self,
+        call: str,
+        operands: Operands,
+        agreed: Agreed,
+        cause: Exception | None = None,
+        follows: bool = False,
+    ) -> Any:
+        """Make a call: agree on it, and have its bytes moved. The arguments are those of `Communicator.all_reduce`."""
         if self.takes_device_buffers and is_capturing(operands.buffer):
             self.raise_together(refusal(call, self.rank))
-        signature, small, _ = self._known.find(call, operands, agreed)
-        contract = self.contract
-        if small is None:
-            with contract.enter(signature):
-                return getattr(self.ways.choose(call, operands), call)(operands)
-        try:
-            payload = small.payload(operands)
-        except Exception as error:
-            contract.raise_together(error)
-        with contract.enter(signature, None, small if small.writes else None, payload):
-            result = small.take(contract.calls & 1, operands, payload)
-            if result is TOO_LARGE:
-                result = getattr(self.ways.choose(call, operands), call)(operands)
-            return result
+        signature, small, meets = self._known.find(call, operands, agreed)
+        contract, payload = self.contract, None
+        if small is not None:
+            try:
+                payload = small.payload(operands)
+            except Exception as error:
+                contract.raise_together(error)
+        with contract.enter(signature, cause, small, payload, follows and meets):
+            if small is not None:
+                result = small.take(contract.calls & 1, operands, payload)
+                if result is not TOO_LARGE:
+                    return result
+            return getattr(self.ways.choose(call, operands), call)(operands)
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
         root = index(root)

@@ -125,7 +125,7 @@ class Survivors:
         try:
             yield
         finally:
-            watch.record.leave(watch.board)
+            watch.stay_inside(False)
 
 
 def members(comm: MPI.Intracomm, besides: MPI.Intracomm) -> list[int]:

@@ -197,9 +197,6 @@ class RankRecord:
             words[_WAITED_SECOND + bucket] = second
         words[WAITED + bucket] += nanoseconds
 
-    def leave(self, board: int) -> None:
-        self.words[board + SINCE] = 0
-
     def seconds_waited(self, last: int = 60) -> float:
         """How long this rank waited for others to enter collectives, in the last seconds (at most 63).
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.communicators.contract.agreement import BoardAgreement, MessageAgreement
@@ -20,8 +20,8 @@ from mpistrat.communicators.contract.call_signature import (
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all, mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness.call_site import call_site, message_of, outside, raised_at
-from mpistrat.liveness.record import ABORT, GROUP
+from mpistrat.liveness.call_site import Place, call_site, message_of, outside, raised_at
+from mpistrat.liveness.record import ABORT, GROUP, SINCE
 from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
 
@@ -122,6 +122,44 @@ class Contract(Unchecked):
         payload: Any = None,
         follows: bool = False,
     ) -> Contract:
+        thread = threading.get_ident()
+        if self._forked or self._abandoned is not None or self.waiting_in is not None:
+            self._check_usable(signature, thread)
+        self._thread = thread
+        self.calls = calls = self.calls + 1
+        self.waiting_in = signature
+        frame = outside(sys._getframe(1))
+        code, line = self._called_at = frame.f_code, frame.f_lineno
+        site = (code.co_filename, code.co_name, line)
+        self.recorded = text, call_bytes = signature.texts.get(site) or signature.learn(site)
+        record, spans, agreement = self._record, self._spans, self.agreement
+        record.enter(self._board, calls, text, call_bytes)
+        if spans is not None:
+            spans.begin(signature, code, line)
+        try:
+            if slot is not None and slot.writes:
+                slot.own[calls & 1][...] = payload
+            if follows and self._may_follow:
+                agreement, self._followed = None, self._followed + 1
+            agreed = agreement is None or agreement.agree(calls - self._followed, signature.digest)
+            if record.words[ABORT]:
+                raise_if_stalled(self.watch)  # the others may have left this call for it
+            if agreement is not None:
+                record.waited(self._board)
+                if spans is not None:
+                    spans.together()
+            if not agreed:
+                self._raise_mismatch(signature, cause, frame)
+        except BaseException as error:
+            if not isinstance(error, CollectiveMismatchError):
+                self._abandoned = error
+                _given_up.append(self)
+            self.__exit__()
+            raise
+        return self
+
+    def _check_usable(self, signature: CallSignature, thread: int) -> None:
+        """Raises: RuntimeError where this rank, or this thread of it, can enter no call."""
         if self._forked:
             raise RuntimeError(
                 f"{signature} was called in a forked child of rank {self.rank}; MPI belongs to "
@@ -133,50 +171,20 @@ class Contract(Unchecked):
                 f"number {self.calls} while others may still be in it, for {type(self._abandoned).__name__}. Save what "
                 "you need and end the program"
             ) from self._abandoned
-        thread = threading.get_ident()
-        if self.waiting_in is not None and self._thread != thread:
+        if self._thread != thread:
             raise RuntimeError(
                 f"rank {self.rank}: {signature} was called on a second thread while another is in "
                 f"{self.waiting_in}; the ranks could not know which is which. Call collectives on "
                 "one thread, or make a strategy of its own (comm=) for each"
             )
-        self._thread = thread
-        self.calls = calls = self.calls + 1
-        self.waiting_in = signature
-        frame = outside(sys._getframe(1))
-        code, line = frame.f_code, frame.f_lineno
-        self._called_at = code, line
-        site = (code.co_filename, code.co_name, line)
-        self.recorded = text, call_bytes = signature.texts.get(site) or signature.learn(site)
-        self._record.enter(self._board, calls, text, call_bytes)
-        spans = self._spans
-        if spans is not None:
-            spans.begin(signature, code, line)
-        try:
-            if slot is not None:
-                slot.own[calls & 1][...] = payload
-            agreement = self.agreement
-            if follows and self._may_follow:
-                agreement, self._followed = None, self._followed + 1
-            agreed = agreement is None or agreement.agree(calls - self._followed, signature.digest)
-            if self._record.words[ABORT]:
-                raise_if_stalled(self.watch)  # the others may have left this call for it
-            if agreement is not None:
-                self._record.waited(self._board)
-                if spans is not None:
-                    spans.together()
-            if not agreed:
-                words, place = signature.words, call_site(frame)
-                if cause is not None:
-                    words, place = (*words, message_of(cause)), raised_at(cause, place)
-                raise mismatch(self._mpi.comm.allgather((words, place)), self.rank) from cause
-        except BaseException as error:
-            if not isinstance(error, CollectiveMismatchError):
-                self._abandoned = error
-                _given_up.append(self)
-            self.__exit__()
-            raise
-        return self
+
+    def _raise_mismatch(
+        self, signature: CallSignature, cause: Exception | None, frame: FrameType | Place
+    ) -> NoReturn:
+        words, place = signature.words, call_site(frame)
+        if cause is not None:
+            words, place = (*words, message_of(cause)), raised_at(cause, place)
+        raise mismatch(self._mpi.comm.allgather((words, place)), self.rank) from cause
 
     def __enter__(self) -> None:
         """A contract surrounds the call that this rank is in."""
@@ -185,7 +193,7 @@ class Contract(Unchecked):
         signature, self.waiting_in = self.waiting_in, None
         if self._spans is not None:
             self._spans.end(self.calls)
-        self._record.leave(self._board)
+        self._record.words[self._board + SINCE] = 0
         if isinstance(error, Exception) and not is_raised_by_all(error):
             self._tell_others(f"{signature}", error)
 

@@ -31,8 +31,7 @@ class SmallCall(abc.ABC):
     """One kind of call.
 
     Attributes:
-        own: as of `Slot`.
-        writes: whether this rank fills its place.
+        own, writes: as of `Slot`.
     """
 
     own: tuple[Any, Any]
@@ -69,9 +68,10 @@ class SmallAllReduce(SmallCall):
         self._pieces = even, odd
 
     def payload(self, operands: Operands) -> Any:
-        if operands.out is not None:
-            operands.out = self._how.elements(operands.out)
-        return self._how.elements(operands.buffer)
+        buffer, out = operands.buffer, operands.out
+        if out is not None and out.__class__ is not np.ndarray:
+            operands.out = self._how.elements(out)
+        return buffer if buffer.__class__ is np.ndarray else self._how.elements(buffer)
 
     def take(self, odd: int, operands: Operands, payload: Any) -> None:
         target = payload if operands.out is None else operands.out

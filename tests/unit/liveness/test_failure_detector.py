@@ -6,9 +6,7 @@ from mpistrat.liveness import job_folder
 from mpistrat.liveness.failure_detector import find_ranks, waits
 from mpistrat.liveness.job_folder import JobFolder
 from mpistrat.liveness.other_accounts import Account
-from mpistrat.liveness.record import (
-    text_of,
-)
+from mpistrat.liveness.record import SINCE, text_of
 from support.job_records import new_record
 
 
@@ -20,7 +18,7 @@ def test_who_is_missing(folders: Path) -> None:
         assert board is not None
         records[rank].enter(board, calls, *text_of("barrier()", "x.py:1 in f"))
         if rank == 1:
-            records[rank].leave(board)
+            records[rank].words[board + SINCE] = 0
     (wait,) = waits(find_ranks(folder.path))
     assert wait.call == 3
     assert [rank.number for rank in wait.waiting] == [0, 2]
@@ -37,7 +35,7 @@ def test_who_has_come_and_does_not_wait_is_on_this_node(folders: Path) -> None:
         assert board is not None
         record.enter(board, 3, *text_of("barrier()", "x.py:1 in f"))
         if rank == 1:
-            record.leave(board)
+            record.words[board + SINCE] = 0
     (wait,) = waits(find_ranks(folder.path))
     assert ([rank.number for rank in wait.waiting], wait.missing, wait.elsewhere) == ([0], [], 1)
 

@@ -129,7 +129,7 @@ class CallsUnderWay:
     def _leave(self) -> None:
         if self._is_recorded:
             self._is_recorded = False
-            self._watch.record.leave(self._board)
+            self._words[self._board + SINCE] = 0
 
 
 class Lookout:
