@@ -203,6 +203,8 @@ def require_iteration(strategy: AnyStrategy) -> None:
 
 def require_replica(context: AnyReplicaContext, call: str) -> None:
     """Raise RuntimeError unless this thread runs the replica that `context` belongs to."""
+    if per_thread.modes and per_thread.modes[-1].replica_context is context:
+        return
     mode = current_mode()
     if mode.replica_context is context:
         return

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -62,21 +64,35 @@ def leaves(structure: Any) -> Iterator[Any]:
 
 def flatten(structure: Any) -> list[Any]:
     """The leaves, in order."""
+    return take_apart(structure)[0]
+
+
+def take_apart(structure: Any) -> tuple[list[Any], str, Callable[[list[Any]], Any]]:
+    """The leaves of a structure; its text, as of `describe`; and a function that arranges others so."""
     if not is_structure(structure):
-        return [structure]
-    children = _children(structure)
-    if _are_leaves(children):
-        return list(children)
-    found: list[Any] = []
-    for child in children:
-        found += flatten(child)
-    return found
+        return [structure], "*", operator.itemgetter(0)
+    keys = sorted_keys(structure) if isinstance(structure, Mapping) else None
+    children = structure if keys is None else list(map(structure.__getitem__, keys))
+    nested: list[Any] = []
+    leaves, inside = list(children), ["*"] * len(children)
+    if not _are_leaves(children):
+        nested = list(map(take_apart, children))
+        leaves = [leaf for part, _, _ in nested for leaf in part]
+        inside = [text for _, text, _ in nested]
 
+    def pack(flat: list[Any]) -> Any:
+        if nested:
+            rest = iter(flat)
+            flat = [arrange(list(itertools.islice(rest, len(part)))) for part, _, arrange in nested]
+        if keys is not None:
+            by_key = dict(zip(keys, flat, strict=True))
+            flat = list(map(by_key.__getitem__, structure))
+        return rebuild(structure, list(flat))
 
-def _children(structure: Any) -> Any:
-    if isinstance(structure, Mapping):
-        return [structure[key] for key in sorted_keys(structure)]
-    return structure
+    if keys is not None:
+        inside = [f"{key!r}: {text}" for key, text in zip(keys, inside, strict=True)]
+    first, last = "{}" if keys is not None else "[]" if isinstance(structure, list) else "()"
+    return leaves, f"{first}{', '.join(inside)}{last}", pack
 
 
 def _are_leaves(children: Any) -> bool:
@@ -86,21 +102,9 @@ def _are_leaves(children: Any) -> bool:
 
 def pack_like(structure: Any, flat: list[Any]) -> Any:
     """The inverse of `flatten`: `flat` arranged as `structure` is."""
-    if isinstance(structure, (list, tuple)) and _are_leaves(structure):
-        return rebuild(structure, list(flat))
-    remaining = iter(flat)
-    return map_structure(lambda _: next(remaining), structure)
+    return take_apart(structure)[2](flat)
 
 
 def describe(structure: Any) -> str:
     """The shape of the structure alone, `{'a': [*, *]}`; "*" for a leaf. Equal on all ranks or not."""
-    if not is_structure(structure):
-        return "*"
-    children = _children(structure)
-    inside = ["*"] * len(children) if _are_leaves(children) else list(map(describe, children))
-    if isinstance(structure, list):
-        return "[" + ", ".join(inside) + "]"
-    if isinstance(structure, tuple):
-        return "(" + ", ".join(inside) + ")"
-    keys = sorted_keys(structure)
-    return "{" + ", ".join(f"{key!r}: {text}" for key, text in zip(keys, inside, strict=True)) + "}"
+    return take_apart(structure)[1]

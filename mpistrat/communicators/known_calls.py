@@ -31,7 +31,7 @@ class KnownCall(NamedTuple):
     Attributes:
         signature: what the ranks must agree on.
         small: moves its bytes with the agreement; None where a transport moves them.
-        meets: a sum of such buffers ends on no rank before all ranks have entered it.
+        meets: a transport moves such a sum, which ends on no rank before all ranks have entered it.
     """
 
     signature: CallSignature
@@ -102,7 +102,7 @@ class KnownCalls:
         if self._slots is not None and on_host:
             small = small_call(call, self._slots, operands)
         words = words_of(call, operands, agreed)
-        meets = on_host and buffer.nbytes > 0
+        meets = small is None and on_host and buffer.nbytes > 0
         return KnownCall(signature_of((*words, *self._last_words)), small, meets)
 
 

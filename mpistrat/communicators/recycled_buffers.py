@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-_SMALLEST = 1 << 16  # bytes; the allocators recycle smaller memory themselves
+SMALLEST = 1 << 16  # bytes; the allocators recycle smaller memory themselves
 
 
 def _references(buffers: list[np.ndarray], index: int) -> int:
@@ -51,7 +51,7 @@ class RecycledBuffers:
 
     def like(self, array: Array) -> Array:
         """An array of the shape and dtype of `array`, a C-contiguous NumPy array or CPU tensor."""
-        if array.nbytes >= _SMALLEST:
+        if array.nbytes >= SMALLEST:
             return self.empty(array.shape, array.dtype)
         if isinstance(array, np.ndarray):
             return np.empty_like(array)
@@ -61,12 +61,12 @@ class RecycledBuffers:
         """A C-contiguous NumPy array, or a CPU tensor, whose dtype it is."""
         nbytes = math.prod(shape) * dtype.itemsize
         if isinstance(dtype, np.dtype):
-            if nbytes < _SMALLEST:
+            if nbytes < SMALLEST:
                 return np.empty(shape, dtype)
             return self._take(nbytes).view(dtype).reshape(shape)
         import torch
 
-        if nbytes < _SMALLEST:
+        if nbytes < SMALLEST:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.from_numpy(self._take(nbytes)).view(dtype).view(shape)
 

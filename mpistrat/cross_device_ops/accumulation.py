@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +12,6 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
-
-_DTYPE, _REQUIRES_GRAD = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 
 
 def signature(array: Array) -> str:
@@ -44,29 +40,6 @@ def check_alike(values: Sequence[Array]) -> None:
             raise InvalidArgumentError(
                 f"all replicas must pass the same shape and dtype; got {by_replica}"
             )
-
-
-def sums_of(values: Sequence[Sequence[Any]]) -> list[Any]:
-    """What a rank contributes of each value: as `sum_of`."""
-    if len(values) == 1:
-        return [sum_of(values[0])]
-    if set(map(len, values)) == {1}:
-        firsts = [components[0] for components in values]
-        if are_plain(firsts) and all(map(is_summable, set(map(_DTYPE, firsts)))):
-            return firsts
-    return [sum_of(components) for components in values]
-
-
-def are_plain(values: Sequence[Any]) -> bool:
-    """Whether all are NumPy arrays, or tensors that require no gradient: what needs no look at each of them."""
-    kinds = set(map(type, values))
-    if len(kinds) != 1:
-        return False
-    kind = kinds.pop()
-    if kind is np.ndarray:
-        return True
-    torch = sys.modules.get("torch")
-    return torch is not None and kind is torch.Tensor and not any(map(_REQUIRES_GRAD, values))
 
 
 def sum_of(components: Sequence[Any]) -> Any:

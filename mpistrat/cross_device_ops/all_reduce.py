@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators import Communicator, Reduction, reducing
+from mpistrat.communicators.recycled_buffers import SMALLEST
 from mpistrat.cross_device_ops import accumulation, extrema, packing
 from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
 from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
@@ -26,6 +29,12 @@ from mpistrat.options import (
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.settings import stall_seconds
 from mpistrat.values import PerReplica
+
+_DTYPE, _SHAPE, _IS_CPU, _REQUIRES_GRAD = map(
+    operator.attrgetter, ("dtype", "shape", "is_cpu", "requires_grad")
+)
+# Kinds of values whose packs are kept; what is forgotten is made again.
+_KNOWN_KINDS = 1024
 
 
 class _PackedAllReduce(ReductionToOneDevice):
@@ -120,6 +129,21 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
         return add([add(values[:half]), add(values[half:])])
 
 
+class _Pack(NamedTuple):
+    """Some of a list of arrays, of one dtype and device, that are reduced together.
+
+    Attributes:
+        indices: of the arrays in their list.
+        on_device: they are in the memory of an accelerator.
+        to_numpy: they are tensors of the host, of a dtype that NumPy knows.
+    """
+
+    indices: list[int]
+    reduction: Reduction
+    on_device: bool
+    to_numpy: bool
+
+
 class MpiAllReduce(CrossDeviceOps):
     """All-reduce over all replicas of all ranks of a communicator; values on GPUs go as `explain()` tells.
 
@@ -146,6 +170,7 @@ class MpiAllReduce(CrossDeviceOps):
         self._warn_of_timeout(self.options)
         self._implementation = implementation_of(self.options)
         self._packer = packing.Packer()
+        self._packs: dict[Any, list[_Pack]] = {}  # by operation, label and kinds of values
 
     def _warn_of_timeout(self, options: CommunicationOptions) -> None:
         if options.timeout_seconds is not None:
@@ -209,37 +234,30 @@ class MpiAllReduce(CrossDeviceOps):
             options: override the defaults.
             label: what the values are, e.g. their structure; must be equal on all ranks.
         """
-        merged, implementation = self.options, self._implementation
-        try:
-            if options is not None:
-                merged = self.merged(options)
-                implementation = implementation_of(merged)
-            results = (
-                accumulation.sums_of(values)
-                if reduce_op.adds_up
-                else [extrema.of_rank(reduce_op, components) for components in values]
-            )
-        except Exception as error:
-            self.communicator.raise_together(error)
+        kinds = _kinds_of(values) if options is None else None
+        packs = self._packs.get((reduce_op, label, kinds))
         communicator = self.communicator
-        if implementation is not CommunicationImplementation.AUTO:
-            communicator = communicator.by(implementation)
-        name, op = name_of(reduce_op, label), extrema.OPS.get(reduce_op, "sum")
-        groups = packing.groups(results, merged.bytes_per_pack)
-        whole = len(groups) == 1 and len(groups[0]) == len(results)
-        if not whole:
-            for i, total in enumerate(results):
-                if isinstance(total, IndexedSlices):
-                    results[i] = self._all_gather_slices(communicator, total, name)
-        for group in groups:
-            like = list(results) if whole else [results[i] for i in group]
-            packed, out, pieces = self._pack(communicator, like)
-            communicator.all_reduce(packed, reducing(op, packing.name_of(name, like)), out=out)
-            if pieces is None:
-                total = arrays.to_device_of(packed if out is None else out, like[0])
-                pieces = [total] if len(like) == 1 else packing.unpack(total, like)
-            for i, piece in zip(group, pieces):  # noqa: B905 - strict takes 0.1 us
+        if packs is not None:
+            results = list(next(zip(*values, strict=True)))
+            if self._implementation is not CommunicationImplementation.AUTO:
+                communicator = communicator.by(self._implementation)
+        else:
+            communicator, results, packs = self._prepare(reduce_op, values, options, label)
+            if kinds is not None and reduce_op.adds_up:
+                if len(self._packs) == _KNOWN_KINDS:
+                    self._packs.clear()
+                self._packs[reduce_op, label, kinds] = packs
+        for pack in packs:
+            whole = len(pack.indices) == len(results)
+            like = results if whole else [results[i] for i in pack.indices]
+            pieces = self._reduce_pack(communicator, pack, like)
+            if whole:
+                results = pieces
+                break
+            for i, piece in zip(pack.indices, pieces, strict=True):
                 results[i] = piece
+        if kinds is not None and reduce_op is ReduceOp.SUM:
+            return results
         if reduce_op is ReduceOp.MEAN:
             results = [
                 accumulation.divide(total, len(components) * communicator.size)
@@ -252,25 +270,61 @@ class MpiAllReduce(CrossDeviceOps):
             ]
         return as_given(results, values)
 
-    def _pack(
-        self, communicator: Communicator, like: Sequence[Array]
-    ) -> tuple[Array, Array | None, list[Array] | None]:
-        """What is given to `communicator`; where it puts the result, or None: in place; and its pieces.
+    def _prepare(
+        self,
+        reduce_op: ReduceOp,
+        values: Sequence[Sequence[Any]],
+        options: CommunicationOptions | None,
+        label: str,
+    ) -> tuple[Communicator, list[Any], list[_Pack]]:
+        """What reduces `values`; what this rank contributes, with sparse values gathered; and the packs of the rest."""
+        merged = self.options
+        try:
+            if options is not None:
+                merged = self.merged(options)
+            communicator = self.communicator.by(implementation_of(merged))
+            own = accumulation.sum_of
+            if not reduce_op.adds_up:
+                own = functools.partial(extrema.of_rank, reduce_op)
+            totals = list(map(own, values))
+        except Exception as error:
+            self.communicator.raise_together(error)
+        name, op = name_of(reduce_op, label), extrema.OPS.get(reduce_op, "sum")
+        for i, total in enumerate(totals):
+            if isinstance(total, IndexedSlices):
+                totals[i] = self._all_gather_slices(communicator, total, name)
+        packs = []
+        for group in packing.groups(totals, merged.bytes_per_pack):
+            like = [totals[i] for i in group]
+            reduction = reducing(op, packing.name_of(name, like))
+            on_device = arrays.is_on_accelerator(like[0])
+            to_numpy = (
+                not on_device and arrays.is_torch(like[0]) and arrays.numpy_knows(like[0].dtype)
+            )
+            packs.append(_Pack(group, reduction, on_device, to_numpy))
+        return communicator, totals, packs
 
-        One array on the host is not copied. There are no pieces yet of what has to go back to a device.
-        """
-        on_device = arrays.is_on_accelerator(like[0])
-        stays = not on_device or communicator.takes_device_buffers or communicator.size == 1
-        if len(like) == 1 and not (on_device and stays):
-            host = arrays.to_host(like[0])
-            if on_device or not arrays.is_torch(host) or not arrays.numpy_knows(host.dtype):
-                out = self._packer.like(host)
-                return host, out, None if on_device else [out]
-            view = host.numpy()  # NumPy's calls take a third of the time of torch's
-            out = self._packer.like(view)
-            return view, out, [sys.modules["torch"].from_numpy(out)]
-        flat, pieces = self._packer.join(like)
-        return (flat, None, pieces) if stays else (arrays.to_host(flat), None, None)
+    def _reduce_pack(
+        self, communicator: Communicator, pack: _Pack, like: Sequence[Array]
+    ) -> list[Array]:
+        """Fresh arrays: those of a pack, combined over the ranks."""
+        first = like[0]
+        stays = not pack.on_device or communicator.takes_device_buffers or communicator.size == 1
+        if len(like) > 1 or (pack.on_device and stays):
+            flat, pieces = self._packer.join(like)
+            host = flat if stays else arrays.to_host(flat)
+            communicator.all_reduce(host.numpy() if pack.to_numpy else host, pack.reduction)
+            return pieces if stays else packing.unpack(arrays.to_device_of(host, first), like)
+        # One array is not copied. NumPy's calls take a third of the time of torch's.
+        host = first.numpy(force=True) if pack.to_numpy else first
+        if host.__class__ is not np.ndarray or not host.flags.c_contiguous:
+            host = arrays.to_host(host)
+        is_small = host.__class__ is np.ndarray and host.nbytes < SMALLEST
+        out = np.empty_like(host) if is_small else self._packer.like(host)
+        communicator.all_reduce(host, pack.reduction, out=out)
+        if pack.to_numpy:
+            out = sys.modules["torch"].from_numpy(out)
+        return [arrays.to_device_of(out, first) if pack.on_device else out]
 
     def all_reduce_packs(
         self,
@@ -352,6 +406,21 @@ class MpiAllReduce(CrossDeviceOps):
 
     def _checks(self) -> contextlib.AbstractContextManager[None]:
         return self.communicator.raising_together()
+
+
+def _kinds_of(values: Sequence[Sequence[Any]]) -> Any:
+    """The dtypes and shapes of arrays of the host, a component each, that autograd does not know; None of others."""
+    if set(map(len, values)) != {1}:
+        return None
+    (firsts,) = zip(*values, strict=True)
+    kinds = set(map(type, firsts))
+    if kinds != {np.ndarray}:
+        torch = sys.modules.get("torch")
+        if torch is None or kinds != {torch.Tensor}:
+            return None
+        if not all(map(_IS_CPU, firsts)) or any(map(_REQUIRES_GRAD, firsts)):
+            return None
+    return tuple(map(_DTYPE, firsts)), tuple(map(_SHAPE, firsts))
 
 
 def name_of(reduce_op: ReduceOp, label: str) -> str:

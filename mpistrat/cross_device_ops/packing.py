@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import operator
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
-from mpistrat.communicators.recycled_buffers import RecycledBuffers
+from mpistrat.communicators.recycled_buffers import SMALLEST, RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:
@@ -113,13 +113,25 @@ class Packer:
         if arrays.is_on_accelerator(values[0]):  # whose allocator recycles
             flat = concatenated(values)
             return flat, unpack(flat, values)
-        length = sum([arrays.num_elements(value) for value in values])
-        flat = self._recycled.empty((length,), values[0].dtype)
-        pieces = unpack(flat, values)
-        if arrays.is_torch(flat):
-            sys.modules["torch"]._foreach_copy_(pieces, values)
-        else:
+        shapes, dtype = list(map(_SHAPE, values)), values[0].dtype
+        length = sum(map(math.prod, shapes))
+        if not arrays.is_torch(values[0]):
+            flat = self._recycled.empty((length,), dtype)
+            pieces = unpack(flat, values)
             fill(pieces, values)
+            return flat, pieces
+        import torch
+
+        if length * dtype.itemsize < SMALLEST:
+            flat = torch.empty(length, dtype=dtype, device="cpu")
+        else:
+            flat = self._recycled.empty((length,), dtype)
+        if shapes.count(shapes[0]) == len(shapes):
+            # In half the time of what follows. Views that one call makes of all could not be written to.
+            rows = torch.stack(tuple(values), out=flat.view(len(shapes), *shapes[0]))
+            return flat, list(map(rows.__getitem__, range(len(shapes))))
+        pieces = unpack(flat, values)
+        torch._foreach_copy_(pieces, values)
         return flat, pieces
 
 

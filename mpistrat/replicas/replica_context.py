@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,10 @@ class ReplicaContext:
     def strategy(self) -> Any:
         """The strategy that runs this replica."""
         return self._strategy
+
+    @functools.cached_property
+    def _extended(self) -> Any:
+        return self._strategy.extended
 
     @property
     def replica_id_in_sync_group(self) -> Any:
@@ -118,18 +123,16 @@ class ReplicaContext:
             RuntimeError: outside this replica's run.
         """
         require_replica(self, "all_reduce")
-        extended = self._strategy.extended
+        extended = self._extended
         try:
             op = ReduceOp.parse(reduce_op)
         except ValueError as error:
             extended.communicator.raise_together(error)
         plain = value.__class__ is np.ndarray  # no structure, and nothing that autograd knows
-        if plain or arrays.is_array(value):
-            leaves, label = [value], ""
-        else:
-            leaves, label = nest.flatten(value), nest.describe(value)
-            if not leaves:
-                return value
+        whole = plain or arrays.is_array(value)
+        leaves, label, pack = ([value], "", None) if whole else nest.take_apart(value)
+        if not leaves:
+            return value
         if not plain and _needs_gradient(leaves):
             if not op.adds_up:
                 extended.communicator.raise_together(
@@ -143,7 +146,7 @@ class ReplicaContext:
             reduced = differentiable.all_reduce(self, op, leaves, options, label)
         else:
             reduced = extended.replicas.all_reduce(self, op, leaves, options, label)
-        return reduced[0] if value is leaves[0] else nest.pack_like(value, reduced)
+        return reduced[0] if pack is None else pack(reduced)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate `value` of all replicas along `axis`, in replica order.
@@ -161,8 +164,8 @@ class ReplicaContext:
         """
         require_replica(self, "all_gather")
         extended = self._strategy.extended
-        flat = [value] if arrays.is_array(value) else nest.flatten(value)
-        label = "" if arrays.is_array(value) else nest.describe(value)
+        whole = arrays.is_array(value)
+        flat, label, pack = ([value], "", None) if whole else nest.take_apart(value)
         if any(isinstance(leaf, IndexedSlices) for leaf in flat):
             extended.communicator.raise_together(
                 NotImplementedError("all_gather does not support IndexedSlices; use all_reduce")
@@ -175,7 +178,7 @@ class ReplicaContext:
                 gathered.append(differentiable.all_gather(self, leaf, axis, options))
             else:
                 gathered.append(extended.replicas.all_gather(self, leaf, axis, options, label))
-        return gathered[0] if arrays.is_array(value) else nest.pack_like(value, gathered)
+        return gathered[0] if pack is None else pack(gathered)
 
     def __repr__(self) -> str:
         return (
@@ -185,9 +188,10 @@ class ReplicaContext:
 
 
 def _needs_gradient(leaves: Sequence[Any]) -> bool:
-    if not arrays.gradients_are_on():
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
         return False
-    tensor = sys.modules["torch"].Tensor
+    tensor = torch.Tensor
     for leaf in leaves:  # noqa: SIM110 - a generator takes as long as a small reduction
         if isinstance(leaf, tensor) and leaf.requires_grad:
             return True
@@ -196,4 +200,5 @@ def _needs_gradient(leaves: Sequence[Any]) -> bool:
 
 def get_replica_context() -> ReplicaContext | None:
     """The context of the replica that this thread runs; None in a cross-replica context."""
-    return context.get_replica_context()
+    mode: Any = context.current_mode()
+    return mode.replica_context  # type: ignore[no-any-return]
