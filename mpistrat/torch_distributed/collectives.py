@@ -9,7 +9,7 @@ import torch
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
-from mpistrat.torch_distributed.reductions import combination_of, operand
+from mpistrat.torch_distributed.reductions import Combination, combination_of, operand
 from mpistrat.torch_distributed.tensors import (
     apart,
     by_dtype,
@@ -31,6 +31,7 @@ class Collectives:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
+        self._combinations: dict[Any, Combination] = {}  # those of NumPy, by operation and dtype
         # For lists of tensors, which move as one: a buffer to send from, and a buffer to receive in.
         self._buffers = RecycledBuffers(kept=2)
 
@@ -39,7 +40,17 @@ class Collectives:
             if tensor.is_sparse:
                 self._all_reduce_sparse(tensor, op)
                 continue
-            how = combination_of(op, tensor.dtype, self._size)
+            kind = getattr(op, "op", op), tensor.dtype
+            how = self._combinations.get(kind) or combination_of(op, tensor.dtype, self._size)
+            if (
+                how.of_numpy
+                and tensor.is_contiguous()
+                and not tensor.is_conj()
+                and not tensor.is_neg()
+            ):
+                self._combinations[kind] = how
+                self.communicator.all_reduce(tensor.detach().numpy(), how.reduction)
+                continue
             with operand(tensor, how) as buffer:
                 self.communicator.all_reduce(buffer, how.reduction)
 

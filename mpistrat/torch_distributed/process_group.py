@@ -179,7 +179,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
     # Collectives
 
     def allreduce(self, tensors: Tensors, opts: Any = _SUM, timeout: Any = None) -> dist.Work:
-        tensors = _listed(tensors)
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if native := self._native_of(tensors):
             return native.allreduce(tensors, opts)
         op = getattr(opts, "reduceOp", opts)
@@ -353,7 +353,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
     ) -> DoneWork:
         """Make a call here, or on the communication thread if the program does not wait for it."""
         self._check_usable()
-        if self._is_in_callback():
+        if self._thread is not None and self._is_in_callback(self._thread):
             self._make(call, operands)
             self._stay_inside(True)
             return self._collect(DoneWork(result))
@@ -391,14 +391,13 @@ class MpistratProcessGroup(dist.ProcessGroup):
             self._thread.submit(make, frame)
         return self._collect(work)
 
-    def _is_in_callback(self) -> bool:
+    def _is_in_callback(self, thread: CommunicationThread) -> bool:
         """Whether this thread has just made a call, and is now in a callback of the call's future.
 
         The calls of the callback come next, on all ranks: whether the communication thread or the thread of backward()
         makes the calls, is each rank's own choice. They must not wait for calls that this thread has yet to make.
         """
-        thread = self._thread
-        return self._after_backward.is_making() or (thread is not None and thread.is_current())
+        return self._after_backward.is_making() or thread.is_current()
 
     def _has_no_core_to_spare(self) -> bool:
         """Whether a communication thread would take a core from the program, and for nothing but memory."""
