@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from mpistrat.communicators.communication_thread import CommunicationThread
+from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all
 from mpistrat.liveness.call_site import outside
@@ -368,7 +368,11 @@ class MpistratProcessGroup(dist.ProcessGroup):
             if self._thread is None:
                 self._thread = CommunicationThread(self._communicator, SECONDS_FOR_OTHERS)
         holds = (
-            self._after_backward.is_worth_it and self._has_no_core_to_spare() and inside_backward()
+            self._after_backward.is_worth_it
+            and takes_a_core(
+                self._communicator.on_one_node, self._cpu_share, torch.get_num_threads()
+            )
+            and inside_backward()
         )
         work = (
             WaitingWork(result, self._note_failure, self._after_backward.make)
@@ -399,10 +403,6 @@ class MpistratProcessGroup(dist.ProcessGroup):
         """
         thread = self._thread
         return self._after_backward.is_making() or (thread is not None and thread.is_current())
-
-    def _has_no_core_to_spare(self) -> bool:
-        """Whether a communication thread would take a core from the program, and for nothing but memory."""
-        return self._communicator.on_one_node and self._cpu_share < torch.get_num_threads() + 1
 
     def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
         """What this rank alone finds wrong with a call, the others hear of: they are in it, or will be."""
