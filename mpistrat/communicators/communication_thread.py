@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.liveness.call_site import Place, standing_for
+from mpistrat.liveness.call_site import Place, instead
 from mpistrat.liveness.rank_end import rank_end
 from mpistrat.machine.devices import make_own_current
 
@@ -109,9 +109,9 @@ class CommunicationThread:
             if submitted is None:
                 return
             work, place, done = submitted
+            instead.place = place
             try:
-                with standing_for(place):
-                    work()
+                work()
             except BaseException as error:
                 done.set_exception(error)
             else:

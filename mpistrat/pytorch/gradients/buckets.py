@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,13 +20,14 @@ import torch
 from mpistrat.communicators import SUM, Reduction
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.cross_device_ops import packing
-from mpistrat.liveness.call_site import Place, outside, standing_for
+from mpistrat.liveness.call_site import Place, instead, outside
 from mpistrat.pytorch.gradients.wires import Wires
 
 # Of float32 over 1 Gbit/s 32 ms: long beside what a message costs, short beside a backward that takes longer.
 DEFAULT_BYTES = 1 << 22
 # Memories of a strategy's buckets: the program may hold the gradients of one backward during the next.
 _KEPT = 2
+_ALIGNMENT = 64  # bytes, of a bucket
 
 _Part = tuple[torch.Tensor, list[torch.Tensor]]  # flat memory, and its pieces
 _GRAD = operator.attrgetter("grad")
@@ -59,7 +60,7 @@ class Bucket:
     ready: list[Any] = dataclasses.field(default_factory=list)
 
 
-def cut(slots: Sequence[int], like: Sequence[Any], nbytes: int) -> list[list[int]]:
+def cut(slots: Sequence[int], like: Any, nbytes: int) -> list[list[int]]:
     """The slots of each bucket, in the order in which buckets are full if gradients come in the order of `slots`.
 
     A bucket is of one dtype and device, and has at most `nbytes`; a gradient that is larger has one of its own.
@@ -69,7 +70,7 @@ def cut(slots: Sequence[int], like: Sequence[Any], nbytes: int) -> list[list[int
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
-def _parts(group: Sequence[int], like: Sequence[Any], nbytes: int) -> Iterator[list[int]]:
+def _parts(group: Sequence[int], like: Any, nbytes: int) -> Iterator[list[int]]:
     part: list[int] = []
     filled = 0
     for slot in group:
@@ -95,7 +96,7 @@ class Buckets:
 
     Attributes:
         places: by the id of a parameter, the bucket that takes its gradient.
-        taken: the ids of the parameters whose gradients are in buckets.
+        taken: by the id of a parameter whose gradient is in a bucket, its slot.
         shown: by the id of a parameter whose gradient stays where it is: that parameter, the gradient, its version.
         stream: gives the stream on which gradients come; None on the host.
         calls: how many buckets have left in collectives of the strategy's own communicator.
@@ -122,13 +123,11 @@ class Buckets:
         self._place = Place(frame.f_code, frame.f_lineno)
         self._done: list[Future[None]] = []
         self._sent = self.calls = 0
-        self.taken: set[int] = set()
+        self.taken: dict[int, int] = {}
         self.shown: dict[int, tuple[Any, Any, int]] = {}
         self.places: dict[int, Bucket] = {}
-        self._slot_of: dict[int, int] = {}
         for number, bucket in enumerate(self._buckets, 1):
             bucket.parameters = [parameters[slot] for slot in bucket.slots]
-            self._slot_of.update(zip(map(id, bucket.parameters), bucket.slots, strict=True))
             bucket.missing = set(map(id, bucket.parameters))
             self.places.update(dict.fromkeys(bucket.missing, bucket))
             if not bucket.reduction.label or bucket.reduction.compressor is not None:
@@ -150,7 +149,7 @@ class Buckets:
             if gradients[i] is None:
                 gradients[i] = bucket.pieces[i].zero_()
                 continue
-            self.taken.add(id(parameter))
+            self.taken[id(parameter)] = bucket.slots[i]
             if gradients[i].is_sparse:
                 gradients[i] = gradients[i].to_dense()
             if id(parameter) not in self.shown:
@@ -167,8 +166,11 @@ class Buckets:
         work = functools.partial(self._all_reduce, bucket.flat, bucket.reduction, *bucket.ready)
         if self._thread is None:
             self.calls += 1
-            with standing_for(self._place):
+            instead.place = self._place
+            try:
                 work()
+            finally:
+                instead.place = None
         else:
             self._done.append(self._thread.submit(work, self._place))
 
@@ -192,7 +194,7 @@ class Buckets:
                 )
             parameter.grad = None
         self.shown.clear()
-        return frozenset(map(self._slot_of.__getitem__, self.taken))
+        return frozenset(self.taken.values())
 
     def wait(self) -> dict[int, torch.Tensor]:
         """The sums by slot, once all buckets are back. Raises: what a collective has raised meanwhile."""
@@ -213,7 +215,7 @@ class HostBuckets(Buckets):
 
     Args:
         thread: carries them.
-        packer: makes the packs that they are parts of.
+        packer: has the memory.
         like: the parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
         nbytes: of a bucket, at most; 0 is `DEFAULT_BYTES`.
     """
@@ -229,7 +231,8 @@ class HostBuckets(Buckets):
     ) -> None:
         parts = cut(list(like)[::-1], like, nbytes or DEFAULT_BYTES)
         super().__init__(parts, like, wires, scale, thread.communicator.all_reduce, thread)
-        self._packer, self._like, self._communicator = packer, like, thread.communicator
+        self._packer, self._communicator = packer, thread.communicator
+        self._nbytes = nbytes_for(like.values())
         self._memories: list[_Memory] = []
         self._window = 0
 
@@ -238,28 +241,30 @@ class HostBuckets(Buckets):
         window = self._communicator.memory.window_capacity
         if window != self._window:  # what lies in a smaller one is not summed where it is
             self._window, self._memories = window, []
-        free = [memory for memory in self._memories if memory.is_free()]
-        if not free:
-            free = [_Memory(self._allocate())]
-            self._memories = [*free, *self._memories][:_KEPT]
-        for bucket, (flat, pieces) in zip(self._buckets, free[0].parts, strict=True):
+        memory = next((memory for memory in self._memories if memory.is_free()), None)
+        if memory is None:
+            memory = _Memory(self._allocate())
+            self._memories = [memory, *self._memories][:_KEPT]
+        for bucket, (flat, pieces) in zip(self._buckets, memory.parts, strict=True):
             bucket.flat, bucket.pieces = flat, pieces
 
     def _allocate(self) -> list[_Part]:
-        """Memory of all buckets."""
-        places: dict[int, tuple[Any, int, Any]] = {}
-        like: Any = self._like
-        slots = list(like)[::-1]
-        for pack in self._packer.packs(like, slots, self._communicator, asks=False):
-            start = 0
-            for slot, piece in zip(pack.indices, pack.pieces, strict=True):
-                places[slot] = pack.flat, start, piece
-                start += piece.numel()
-        parts = []
+        # Not collective: the ranks have shared the window before.
+        window = self._communicator if self._nbytes <= self._window else None
+        some = self._buckets[0].like[0]
+        memory = self._packer.memory(self._nbytes, some, torch.uint8, window)
+        parts, start = [], 0
         for bucket in self._buckets:
-            (flat, start, _), pieces = places[bucket.slots[0]], [places[s][2] for s in bucket.slots]
-            parts.append((flat[start : start + sum([p.numel() for p in pieces])], pieces))
+            end = start + sum([parameter.nbytes for parameter in bucket.like])
+            flat = memory[start:end].view(bucket.like[0].dtype)
+            parts.append((flat, packing.pieces_of(flat, bucket.like)))
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
         return parts
+
+
+def nbytes_for(like: Collection[torch.Tensor]) -> int:
+    """The size of a memory for the gradients of `like`, in any buckets."""
+    return sum([parameter.nbytes + _ALIGNMENT for parameter in like])
 
 
 class _Memory:
@@ -277,10 +282,10 @@ class _Memory:
         return self._references() == self._own_references
 
     def _references(self) -> list[int]:
-        """How many refer to each piece, from Python and from C++; and how many tensors lie in the memory."""
-        storages = [flat.untyped_storage()._cdata for flat, _ in self.parts]
+        """How many tensors lie in the memory, and how many refer to each piece, from Python and from C++."""
+        storage = self.parts[0][0].untyped_storage()
         return [
+            torch._C._storage_Use_Count(storage._cdata),
             *map(sys.getrefcount, self._pieces),
-            *map(torch.Tensor._use_count, self._pieces),
-            *map(torch._C._storage_Use_Count, storages),
+            *map(torch.Tensor._use_count, self._pieces),  # type: ignore[attr-defined]
         ]

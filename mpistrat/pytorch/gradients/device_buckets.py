@@ -8,7 +8,7 @@ events; where collectives are ordered by streams, the host waits for none of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _PARTS = 16
 _SMALLEST, _LARGEST = 1 << 20, 25 << 20
 
 
-def bucket_bytes(like: Sequence[Any], slots: Sequence[int], asked: int) -> int:
+def bucket_bytes(like: Any, slots: Sequence[int], asked: int) -> int:
     """So many bytes a bucket of the gradients of `slots` has at most. Args: asked: by the program; 0: nothing."""
     total = sum(like[slot].numel() * like[slot].element_size() for slot in slots)
     return asked or min(max(total // _PARTS, _SMALLEST), _LARGEST)
@@ -77,6 +77,8 @@ class DeviceBuckets(Buckets):
         like: the parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
         nbytes: of a bucket, at most; 0: as of `bucket_bytes`.
     """
+
+    stream: Callable[[], Any]
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.machine.cpu_share import cpu_share
-from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
+from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets, nbytes_for
 from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
@@ -107,11 +107,11 @@ class Overlap:
         return buckets
 
     def _new_buckets(self, own: Mapping[int, torch.Tensor], scale: float | None) -> Buckets:
-        like = {slot: parameter.detach().to("meta") for slot, parameter in own.items()}
-        rest = self._wires, like, scale, self._nbytes
-        if isinstance(self._carrier, CommunicationThread):
-            return HostBuckets(self._carrier, self._packer, *rest)
-        return DeviceBuckets(self._carrier, *rest)
+        rest = self._wires, _without_memory(own), scale, self._nbytes
+        if isinstance(self._carrier, SideStream):
+            return DeviceBuckets(self._carrier, *rest)
+        assert self._carrier is not None
+        return HostBuckets(self._carrier, self._packer, *rest)
 
     def end(
         self,
@@ -138,18 +138,15 @@ class Overlap:
         self._communicates |= communicates
         self._differ |= not alike
         if self._communicates and isinstance(self._carrier, SideStream):
-            why_not = self._why_not_beside(self._carrier.thread)
-            if why_not:
-                self._carrier = None
-                self._decline(f"the program communicates inside backward(), {why_not}")
-
-    def _why_not_beside(self, thread: CommunicationThread | None) -> str:
-        """Why buckets on a device cannot leave beside the program's own calls; empty if they can."""
-        if thread is not None:
-            return "and two threads must not use a device's groups and MPI at a time"
-        if self._differ:
-            return "and its ranks use different parameters, which would interleave them in different orders"
-        return ""
+            # Buckets on a device cannot leave beside the program's own calls then.
+            if self._carrier.thread is not None:
+                why_not = "two threads must not use a device's groups and MPI at a time"
+            elif self._differ:
+                why_not = "its ranks use different parameters, which would interleave them in different orders"
+            else:
+                return
+            self._carrier = None
+            self._decline(f"the program communicates inside backward(), and {why_not}")
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
         """Collective."""
@@ -161,17 +158,14 @@ class Overlap:
         moved = self._devices is None or bool(devices - self._devices)
         if not moved and self._like.keys() == set(last):
             return
-        present = {s: p for s in last if (p := parameters[s]) is not None}
-        self._like = {s: p.detach().to("meta") for s, p in present.items()}
+        self._like = _without_memory({s: parameters[s] for s in last})
         self._buckets = None
         if moved:
             self._devices = devices
             self._carry()
         if isinstance(self._carrier, CommunicationThread):
             # Has the ranks share the window, which is collective, now that all of them are here.
-            like = [self._like.get(s) for s in range(len(parameters))]
-            for _ in self._packer.packs(like, last, self._carrier.communicator):
-                pass
+            self._carrier.communicator.memory.window_buffer(nbytes_for(self._like.values()))
 
     def state(self) -> dict[str, Any]:
         """Which gradients leave in the next backward, for `load`; the same on all ranks."""
@@ -285,6 +279,11 @@ def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:
         ("no core of the node is free, and memory does not wait", busy),
     )
     return next((why for why, holds in reasons if holds), "")
+
+
+def _without_memory(parameters: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    """The parameters on "meta", by slot, without those that the program has dropped."""
+    return {s: p.detach().to("meta") for s, p in parameters.items() if p is not None}
 
 
 def _devices_of(parameters: _Parameters, slots: Sequence[int]) -> frozenset[torch.device]:
