@@ -10,13 +10,30 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.liveness.call_site import Place, standing_for
+from mpistrat.liveness.call_site import Place, instead
 from mpistrat.liveness.rank_end import rank_end
 from mpistrat.machine.devices import make_own_current
 
+if TYPE_CHECKING:
+    from fractions import Fraction
+
 _threads: dict[Communicator, CommunicationThread] = {}
+
+
+def takes_a_core(on_one_node: bool, cpu_share: float | Fraction, threads: int) -> bool:
+    """Whether a communication thread would take a core from the program of a rank, and for nothing but memory.
+
+    Memory does not wait, as a network does.
+
+    Args:
+        on_one_node: whether all ranks are there.
+        cpu_share: the CPUs that the rank has, as `machine.cpu_share` shares them out.
+        threads: with which its program computes.
+    """
+    return on_one_node and cpu_share < threads + 1
 
 
 class CommunicationThread:
@@ -92,9 +109,9 @@ class CommunicationThread:
             if submitted is None:
                 return
             work, place, done = submitted
+            instead.place = place
             try:
-                with standing_for(place):
-                    work()
+                work()
             except BaseException as error:
                 done.set_exception(error)
             else:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -36,24 +34,16 @@ class Place(NamedTuple):
     f_back: None = None
 
 
-class _StandingFor(threading.local):
-    place: Place | None = None
-
-
-_standing_for = _StandingFor()
-
-
-@contextlib.contextmanager
-def standing_for(place: Place) -> Iterator[None]:
-    """In the block, calls of this thread, which is one of our own, count as made at `place`.
+class _Instead(threading.local):
+    """Attributes: place: where calls of this thread, which is one of our own, count as made.
 
     Calls in frames of the program, such as a callback of a future, count as made there.
     """
-    _standing_for.place = place
-    try:
-        yield
-    finally:
-        _standing_for.place = None
+
+    place: Place | None = None
+
+
+instead = _Instead()
 
 
 def outside(frame: FrameType | Place) -> FrameType | Place:
@@ -74,7 +64,7 @@ def outside(frame: FrameType | Place) -> FrameType | Place:
         if owner == _OF_LIBRARY and of_library is None:
             of_library = frame
         if frame.f_back is None:
-            return _standing_for.place or of_library or frame
+            return instead.place or of_library or frame
         frame = frame.f_back
 
 

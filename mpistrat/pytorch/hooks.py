@@ -114,11 +114,11 @@ def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor
 
 
 @contextlib.contextmanager
-def noticing_data() -> Iterator[Callable[[], frozenset[int]]]:
+def noticing_data() -> Iterator[list[tuple[int, torch.Tensor, int]]]:
     """Inside, on all threads, `.data` of parameters is watched; on one thread at a time.
 
-    Gives: a function that returns the ids of the parameters that were written through a `.data` taken inside. Torch
-    counts such writes in that tensor alone, not in the parameter.
+    Gives: a list that grows with each `.data` that is taken: the parameter's id, the tensor, and its version. Torch
+    counts what is written through a `.data` in that tensor alone, not in the parameter.
     """
     taken: list[tuple[int, torch.Tensor, int]] = []
     before: Any = vars(torch.nn.Parameter).get("data")
@@ -132,7 +132,7 @@ def noticing_data() -> Iterator[Callable[[], frozenset[int]]]:
 
     replace_data(data)
     try:
-        yield lambda: frozenset(p for p, tensor, version in taken if tensor._version != version)
+        yield taken
     finally:
         if before is None:
             del torch.nn.Parameter.data

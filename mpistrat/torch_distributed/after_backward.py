@@ -7,16 +7,15 @@ of backward() makes the calls itself, when it has ended and before DDP waits for
 from __future__ import annotations
 
 import collections
-import datetime
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 
 import torch
 
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.liveness.call_site import Place
-from mpistrat.torch_distributed.work import UnfinishedWork
 
 # Seconds that the communication thread leaves the calls to backward(), which may wait for the future of one.
 PATIENCE = 2.0
@@ -25,21 +24,6 @@ PATIENCE = 2.0
 def inside_backward() -> bool:
     """Whether the autograd engine has called what this thread does."""
     return torch._C._current_graph_task_id() != -1
-
-
-class _Batch:
-    """The calls between one that found none waiting and the next such one.
-
-    Args: thread: makes them if nobody else does.
-
-    Attributes:
-        earlier: set when the thread has made what it got before.
-        made: set when they are made.
-    """
-
-    def __init__(self, thread: CommunicationThread) -> None:
-        self.thread = thread
-        self.earlier, self.made = threading.Event(), threading.Event()
 
 
 class CallsAfterBackward:
@@ -52,7 +36,9 @@ class CallsAfterBackward:
     def __init__(self) -> None:
         self.is_worth_it = True
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
-        self._batch: _Batch | None = None
+        self._thread: CommunicationThread | None = None
+        # Of the calls since one that found none waiting: the thread has made what it got before; they are made.
+        self._earlier, self._made = threading.Event(), threading.Event()
         self._order = threading.RLock()
         self._maker = 0  # the thread that makes the calls
 
@@ -64,18 +50,19 @@ class CallsAfterBackward:
         Args: frame: where the program called, for reports.
         """
         with self._order:
-            is_first = not self._calls
             self._calls.append(call)
-            if is_first:
-                batch = self._batch = _Batch(thread)
+            if len(self._calls) == 1:
+                self._thread = thread
+                self._earlier, self._made = threading.Event(), threading.Event()
                 torch.autograd.Variable._execution_engine.queue_callback(self.make)
-                thread.submit(lambda: self._make_late(batch), frame)
+                late = functools.partial(self._make_late, self._earlier, self._made)
+                thread.submit(late, frame)
 
     def make(self) -> None:
         """Make all calls that wait, on this thread."""
-        batch = self._batch
-        if batch is not None and not batch.thread.is_current():
-            batch.earlier.wait()
+        made = self._made
+        if self._thread is not None and not self._thread.is_current():
+            self._earlier.wait()
         with self._order:
             outer, self._maker = self._maker, threading.get_ident()
             try:
@@ -83,46 +70,24 @@ class CallsAfterBackward:
                     self._calls.popleft()()
             finally:
                 self._maker = outer
-            if batch is not None:
-                batch.made.set()
+            made.set()
 
     def leave(self) -> None:
         """Make none of the calls that wait."""
         self._calls.clear()
-        if self._batch is not None:
-            self._batch.earlier.set()
-            self._batch.made.set()
+        self._earlier.set()
+        self._made.set()
 
     def is_making(self) -> bool:
         """Whether this thread makes the calls: what a future's callback calls meanwhile cannot wait."""
         return self._maker == threading.get_ident()
 
-    def _make_late(self, batch: _Batch) -> None:
-        batch.earlier.set()
+    def _make_late(self, earlier: threading.Event, made: threading.Event) -> None:
+        earlier.set()
         # A thread that makes them makes all.
-        if not batch.made.wait(PATIENCE) and self._order.acquire(blocking=False):
+        if not made.wait(PATIENCE) and self._order.acquire(blocking=False):
             try:
                 self.is_worth_it = False
                 self.make()
             finally:
                 self._order.release()
-
-
-class WaitingWork(UnfinishedWork):
-    """Of a call that waits; who waits for it makes it.
-
-    Args: make: makes the calls that wait.
-    """
-
-    def __init__(
-        self,
-        result: Sequence[torch.Tensor],
-        failed: Callable[[UnfinishedWork], None],
-        make: Callable[[], None],
-    ) -> None:
-        super().__init__(result, failed)
-        self._make = make
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        self._make()
-        return super().wait(timeout)

@@ -21,15 +21,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from mpistrat.communicators.communication_thread import CommunicationThread
+from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all
 from mpistrat.liveness.call_site import outside
-from mpistrat.torch_distributed.after_backward import (
-    CallsAfterBackward,
-    WaitingWork,
-    inside_backward,
-)
+from mpistrat.torch_distributed.after_backward import CallsAfterBackward, inside_backward
 from mpistrat.torch_distributed.collectives import Collectives
 from mpistrat.torch_distributed.compilation import not_compiled
 from mpistrat.torch_distributed.native import NativeGroups
@@ -367,14 +363,15 @@ class MpistratProcessGroup(dist.ProcessGroup):
         with self._order:
             if self._thread is None:
                 self._thread = CommunicationThread(self._communicator, SECONDS_FOR_OTHERS)
+        after = self._after_backward
         holds = (
-            self._after_backward.is_worth_it and self._has_no_core_to_spare() and inside_backward()
+            after.is_worth_it
+            and takes_a_core(
+                self._communicator.on_one_node, self._cpu_share, torch.get_num_threads()
+            )
+            and inside_backward()
         )
-        work = (
-            WaitingWork(result, self._note_failure, self._after_backward.make)
-            if holds
-            else UnfinishedWork(result, self._note_failure)
-        )
+        work = UnfinishedWork(result, self._note_failure, after.make if holds else None)
 
         def make() -> None:
             try:
@@ -386,7 +383,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
         frame = outside(sys._getframe(2))
         if holds:
-            self._after_backward.add(make, self._thread, frame)
+            after.add(make, self._thread, frame)
         else:
             self._thread.submit(make, frame)
         return self._collect(work)
@@ -398,10 +395,6 @@ class MpistratProcessGroup(dist.ProcessGroup):
         makes the calls, is each rank's own choice. They must not wait for calls that this thread has yet to make.
         """
         return self._after_backward.is_making() or thread.is_current()
-
-    def _has_no_core_to_spare(self) -> bool:
-        """Whether a communication thread would take a core from the program, and for nothing but memory."""
-        return self._communicator.on_one_node and self._cpu_share < torch.get_num_threads() + 1
 
     def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
         """What this rank alone finds wrong with a call, the others hear of: they are in it, or will be."""

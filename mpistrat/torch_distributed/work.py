@@ -59,18 +59,23 @@ class UnfinishedWork(DoneWork):
     The error of the call, if any, is raised by `wait`. Where only a future was asked for, as by DDP's buckets, it ends
     the job: torch does not raise errors of such futures. An error that nobody has asked for goes to `failed`.
 
-    Args: failed: called with this work if its call has failed, on any thread.
+    Args:
+        failed: called with this work if its call has failed, on any thread.
+        make: makes the call, which waits for that; None: it goes on by itself.
 
     Attributes:
         observed: whether somebody has got the error, or will.
     """
 
     def __init__(
-        self, result: Sequence[torch.Tensor], failed: Callable[[UnfinishedWork], None]
+        self,
+        result: Sequence[torch.Tensor],
+        failed: Callable[[UnfinishedWork], None],
+        make: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(result)
         self.observed = False
-        self._failed = failed
+        self._failed, self._make = failed, make
         self._done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def end(self, error: BaseException | None) -> None:
@@ -82,6 +87,8 @@ class UnfinishedWork(DoneWork):
             self._done.set_exception(error)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        if self._make is not None:
+            self._make()
         self.observed = True
         seconds = timeout.total_seconds() if timeout else 0.0
         self._wait_until_done(max(0.0, seconds))

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,13 +25,14 @@ class _Backward:
     Attributes:
         buckets: take gradients as they come.
         unmirrored: parameters of `made_in_run` that had no gradient.
-        arrived: parameters that may not change any more; the version of each; whether it has its gradient, not in a
-            bucket.
+        watched: parameters that may not change at all, and the version of each.
+        came: those whose gradients have come, and which may not change any more, and their versions.
     """
 
     buckets: Buckets | None
     unmirrored: list[torch.Tensor]
-    arrived: list[tuple[torch.Tensor, int, bool]] = dataclasses.field(default_factory=list)
+    watched: list[tuple[torch.Tensor, int]]
+    came: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
 
 
 class Arrivals:
@@ -49,11 +51,6 @@ class Arrivals:
         self._backwards: dict[
             int, _Backward
         ] = {}  # by local replica, those that the engine computes now
-
-    def guard(self, parameter: torch.Tensor) -> None:
-        """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            return
         reference = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
@@ -61,28 +58,46 @@ class Arrivals:
             arrivals = reference()
             if arrivals is None:
                 return
-            if not arrivals._backwards:
-                in_scope = has_strategy() and in_cross_replica_context()
-                where = " (in scope(), where no replica computes)" if in_scope else ""
-                raise RuntimeError(
-                    f"backward() outside run{where} reached a mirrored parameter, where its gradient is not reduced "
-                    "over replicas; call loss.backward() inside strategy.run(step), or inside "
-                    "strategy.replica(), on the thread that has entered it; or use torch.autograd.grad, which leaves "
-                    ".grad alone"
-                )
-            backward = arrivals._backward()
-            if backward.buckets is not None:
-                backward.buckets.arrived(parameter)
-            has_gradient = parameter.grad is not None
-            backward.arrived.append((parameter, parameter._version, has_gradient))
+            if len(arrivals._backwards) == 1:
+                (backward,) = arrivals._backwards.values()
+            else:
+                backward = arrivals._backward()
+            backward.came.append((parameter, parameter._version))
+            buckets = backward.buckets
+            if buckets is None:
+                return
+            bucket = buckets.places.get(id(parameter))
+            if bucket is None or not bucket.missing:
+                return  # once its bucket has left, what comes stays in `.grad`
+            if len(parameter._post_accumulate_grad_hooks) > 1:
+                # The program has a hook, too, which will look at the gradient.
+                gradient: Any = parameter.grad
+                buckets.shown.setdefault(id(parameter), (parameter, gradient, gradient._version))
+            if buckets.stream is not None:
+                bucket.writers.add(buckets.stream())
+            bucket.missing.discard(id(parameter))
+            if not bucket.missing:
+                buckets.filled(bucket)
 
-        hooks.first_when_accumulated(parameter, hook)
+        self._hook = hook
+
+    def guard(self, parameter: torch.Tensor) -> None:
+        """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
+        if parameter.is_floating_point() or parameter.is_complex():
+            hooks.first_when_accumulated(parameter, self._hook)
 
     def _backward(self) -> _Backward:
-        """The one that calls a hook: on the host the engine does so on the replica's thread."""
-        if len(self._backwards) == 1:
-            return next(iter(self._backwards.values()))
-        return self._backwards[current_local_replica() or 0]
+        """The one that calls a hook, of several: on the host the engine does so on the replica's thread."""
+        if self._backwards:
+            return self._backwards[current_local_replica() or 0]
+        in_scope = has_strategy() and in_cross_replica_context()
+        where = " (in scope(), where no replica computes)" if in_scope else ""
+        raise RuntimeError(
+            f"backward() outside run{where} reached a mirrored parameter, where its gradient is not reduced "
+            "over replicas; call loss.backward() inside strategy.run(step), or inside "
+            "strategy.replica(), on the thread that has entered it; or use torch.autograd.grad, which leaves "
+            ".grad alone"
+        )
 
     @contextlib.contextmanager
     def watched(
@@ -95,40 +110,44 @@ class Arrivals:
             buckets: take gradients as they come.
         Gives: `_check`, to be called when the engine has ended, and before gradients are reduced.
         """
-        unmirrored = [p for p in self.made_in_run if p.grad is None and p not in self._registry]
-        backward = self._backwards[replica] = _Backward(buckets, unmirrored)
-        present = [parameter for parameter in parameters if parameter is not None]
+        made, watched = self.made_in_run, []
+        unmirrored = [p for p in made if p.grad is None and p not in self._registry] if made else []
+        present = [p for p in parameters if p is not None]
         # By hooks beside ours the program may write any parameter.
-        if any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 for p in present):
-            backward.arrived = [(p, p._version, False) for p in present if not p.is_inference()]
+        if [
+            p for p in present if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1
+        ]:
+            watched = [(p, p._version) for p in present if not p.is_inference()]
+        self._backwards[replica] = backward = _Backward(buckets, unmirrored, watched)
         try:
             alone = len(self._backwards) == 1  # replicas may leave in another order
-            with hooks.noticing_data() if alone else contextlib.nullcontext(frozenset) as written:
-                yield functools.partial(self._check, backward, written)
+            with hooks.noticing_data() if alone else contextlib.nullcontext(()) as taken:
+                yield functools.partial(self._check, backward, taken)
         finally:
             del self._backwards[replica]
 
     def _check(
-        self, backward: _Backward, written: Callable[[], frozenset[int]], *, in_run: bool
+        self,
+        backward: _Backward,
+        taken: Sequence[tuple[int, torch.Tensor, int]],
+        *,
+        in_run: bool,
     ) -> None:
         """
         Args:
-            written: gives the ids of the parameters that were written through `.data`.
+            taken: `.data` of parameters, as of `hooks.noticing_data`.
             in_run: inside `run`, and not in a `replica()`, where whole programs live.
         Raises:
             RuntimeError: a parameter was updated, or its gradient is gone, or no strategy keeps it equal.
         """
-        through_data = written()
-        for parameter, version, had_gradient in backward.arrived:
-            is_gone = had_gradient and parameter.grad is None
-            if is_gone or parameter._version != version or id(parameter) in through_data:
-                name = next(s.name for s in self._registry.slots if s.reference() is parameter)
-                happened = "lost its gradient" if is_gone else "was changed"
-                raise RuntimeError(
-                    f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "
-                    "rank would make another update. Update parameters after backward(); or call backward() inside "
-                    "strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
-                )
+        in_buckets = () if backward.buckets is None else backward.buckets.taken
+        for parameter, _ in backward.came:
+            if parameter.grad is None and id(parameter) not in in_buckets:
+                self._refuse(parameter, "lost its gradient")
+        written = [of for of, tensor, version in taken if tensor._version != version]
+        for parameter, version in (*backward.watched, *backward.came):
+            if parameter._version != version or id(parameter) in written:
+                self._refuse(parameter, "was changed")
         reached = [self.made_in_run[p] for p in backward.unmirrored if p.grad is not None]
         if in_run and reached:
             raise RuntimeError(
@@ -136,3 +155,11 @@ class Arrivals:
                 "of the strategy, so nothing keeps it equal on all ranks. Build the module before run, in "
                 "strategy.scope(); or use torch.autograd.grad where each replica is to have a module of its own"
             )
+
+    def _refuse(self, parameter: torch.Tensor, happened: str) -> None:
+        name = next(s.name for s in self._registry.slots if s.reference() is parameter)
+        raise RuntimeError(
+            f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "
+            "rank would make another update. Update parameters after backward(); or call backward() inside "
+            "strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
+        )

@@ -7,51 +7,60 @@ same buckets in the same order, whatever each of them uses.
 
 from __future__ import annotations
 
-import abc
+import dataclasses
 import functools
+import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from mpistrat.communicators import Reduction
+from mpistrat.communicators import SUM, Reduction
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.cross_device_ops import packing
-from mpistrat.liveness.call_site import outside
+from mpistrat.liveness.call_site import Place, instead, outside
 from mpistrat.pytorch.gradients.wires import Wires
 
 # Of float32 over 1 Gbit/s 32 ms: long beside what a message costs, short beside a backward that takes longer.
 DEFAULT_BYTES = 1 << 22
+# Memories of a strategy's buckets: the program may hold the gradients of one backward during the next.
+_KEPT = 2
+_ALIGNMENT = 64  # bytes, of a bucket
+
+_Part = tuple[torch.Tensor, list[torch.Tensor]]  # flat memory, and its pieces
+_GRAD = operator.attrgetter("grad")
 
 
+@dataclasses.dataclass(eq=False)
 class Bucket:
     """A part of the gradients, of one dtype and device, side by side.
 
     Attributes:
-        parameters: by slot, those whose gradients it has room for.
-        missing: the slots whose gradients have not come yet.
+        slots: whose gradients it has room for.
+        like: their parameters on "meta".
+        reduction: how it is summed up.
+        parameters: of `slots`, while a backward runs.
+        missing: the ids of those whose gradients have not come yet; empty once the bucket has taken all.
         flat: its memory, of shape [elements]; None: not allocated yet.
-        pieces: views of `flat`, by slot, in the shapes of the parameters.
-        writers: of a bucket on a device: the streams that write to it.
+        pieces: views of `flat`, in the shapes of the parameters.
+        writers: of a bucket on a device: the streams on which its gradients have come.
+        ready: of a bucket on a device: the events after which it may leave.
     """
 
-    def __init__(self, parameters: dict[int, torch.Tensor]) -> None:
-        self.parameters = parameters
-        self.missing = set(parameters)
-        self.flat: Any = None
-        self.pieces: dict[int, torch.Tensor] = {}
-        self.writers: list[Any] = []
-
-    def lies_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """Have `flat` as its memory. Returns: `flat`."""
-        pieces = packing.pieces_of(flat, list(self.parameters.values()))
-        self.flat, self.pieces = flat, dict(zip(self.parameters, pieces, strict=True))
-        return flat
+    slots: list[int]
+    like: list[torch.Tensor]
+    reduction: Reduction = SUM
+    parameters: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    missing: set[int] = dataclasses.field(default_factory=set)
+    flat: Any = None
+    pieces: list[Any] = dataclasses.field(default_factory=list)
+    writers: set[Any] = dataclasses.field(default_factory=set)
+    ready: list[Any] = dataclasses.field(default_factory=list)
 
 
-def cut(slots: Sequence[int], like: Sequence[Any], nbytes: int) -> list[list[int]]:
+def cut(slots: Sequence[int], like: Any, nbytes: int) -> list[list[int]]:
     """The slots of each bucket, in the order in which buckets are full if gradients come in the order of `slots`.
 
     A bucket is of one dtype and device, and has at most `nbytes`; a gradient that is larger has one of its own.
@@ -61,7 +70,7 @@ def cut(slots: Sequence[int], like: Sequence[Any], nbytes: int) -> list[list[int
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
-def _parts(group: Sequence[int], like: Sequence[Any], nbytes: int) -> Iterator[list[int]]:
+def _parts(group: Sequence[int], like: Any, nbytes: int) -> Iterator[list[int]]:
     part: list[int] = []
     filled = 0
     for slot in group:
@@ -74,67 +83,109 @@ def _parts(group: Sequence[int], like: Sequence[Any], nbytes: int) -> Iterator[l
     yield part
 
 
-class Buckets(abc.ABC):
-    """The buckets of one backward.
+class Buckets:
+    """The buckets of a strategy's gradients, in one backward after the other.
 
     Args:
-        buckets: in the order in which they leave.
+        parts: the slots of each bucket, in the order in which they leave.
+        like: the parameters on "meta", by slot.
         wires: how buckets cross a network.
         scale: multiplied to the sums, or None.
-        natively: as of `Wires.reduction`.
+        all_reduce: sums up a bucket: its memory, how, and the events that come first.
+        thread: calls `all_reduce`; None: whoever has filled the bucket.
 
     Attributes:
-        sent: how many have left.
-        calls: how many of these in collectives of the strategy's own communicator.
+        places: by the id of a parameter, the bucket that takes its gradient.
+        taken: by the id of a parameter whose gradient is in a bucket, its slot.
+        shown: by the id of a parameter whose gradient stays where it is: that parameter, the gradient, its version.
+        stream: gives the stream on which gradients come; None on the host.
+        calls: how many buckets have left in collectives of the strategy's own communicator.
     """
+
+    stream: Callable[[], Any] | None = None
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        parts: Sequence[list[int]],
+        like: Mapping[int, torch.Tensor],
         wires: Wires,
         scale: float | None,
-        *,
-        natively: bool = False,
+        all_reduce: Callable[..., None],
+        thread: CommunicationThread | None,
     ) -> None:
-        self.buckets, self._wires, self._scale, self._natively = buckets, wires, scale, natively
-        self.sent = self.calls = 0
-        self._places = {
-            id(parameter): (bucket, slot)
-            for bucket in buckets
-            for slot, parameter in bucket.parameters.items()
-        }
-        self._shown: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._buckets = [Bucket(part, [like[slot] for slot in part]) for part in parts]
+        self._wires, self._scale = wires, scale
+        self._all_reduce, self._thread = all_reduce, thread
 
-    def arrived(self, parameter: torch.Tensor) -> None:
-        """The gradient of a parameter has been accumulated: it is taken if a bucket has room for it.
+    def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """A backward begins. Args: parameters: by slot; those that this rank has dropped are on "meta"."""
+        frame = outside(sys._getframe())
+        self._place = Place(frame.f_code, frame.f_lineno)
+        self._done: list[Future[None]] = []
+        self._sent = self.calls = 0
+        self.taken: dict[int, int] = {}
+        self.shown: dict[int, tuple[Any, Any, int]] = {}
+        self.places: dict[int, Bucket] = {}
+        for number, bucket in enumerate(self._buckets, 1):
+            bucket.parameters = [parameters[slot] for slot in bucket.slots]
+            bucket.missing = set(map(id, bucket.parameters))
+            self.places.update(dict.fromkeys(bucket.missing, bucket))
+            if not bucket.reduction.label or bucket.reduction.compressor is not None:
+                label = f"gradients, bucket {number} of {len(self._buckets)}"
+                bucket.reduction = self._wires.reduction(
+                    label, self._scale, bucket.slots, natively=self._thread is None
+                )
+
+    def filled(self, bucket: Bucket) -> None:
+        """`bucket` takes the gradients of its parameters, and leaves once those before it have left.
 
         What is accumulated after that (reentrant checkpointing of shared parameters) stays in `.grad`.
         """
-        bucket, slot = self._places.get(id(parameter), (None, -1))
-        if bucket is None or slot not in bucket.missing or parameter.grad is None:
-            return
-        self._take(bucket, slot, parameter, parameter.grad)
-        while self.sent < len(self.buckets) and not self.buckets[self.sent].missing:
-            self._send(*self._next())
+        gradients: list[Any] = list(map(_GRAD, bucket.parameters))
+        bucket.missing.clear()
+        if bucket.flat is None:
+            self._lay(bucket, gradients)
+        for i, parameter in enumerate(bucket.parameters):
+            if gradients[i] is None:
+                gradients[i] = bucket.pieces[i].zero_()
+                continue
+            self.taken[id(parameter)] = bucket.slots[i]
+            if gradients[i].is_sparse:
+                gradients[i] = gradients[i].to_dense()
+            if id(parameter) not in self.shown:
+                parameter.grad = None  # its memory serves the gradients that come next
+        if bucket.pieces is not gradients:
+            torch._foreach_copy_(bucket.pieces, gradients)
+        if self.stream is not None:
+            bucket.ready = [self.stream().record_event()]
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
+            self._send(self._buckets[self._sent])
+
+    def _send(self, bucket: Bucket) -> None:
+        self._sent += 1
+        work = functools.partial(self._all_reduce, bucket.flat, bucket.reduction, *bucket.ready)
+        if self._thread is None:
+            self.calls += 1
+            instead.place = self._place
+            try:
+                work()
+            finally:
+                instead.place = None
+        else:
+            self._done.append(self._thread.submit(work, self._place))
+
+    def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
+        """Find memory for `bucket`, which has none, and gets `gradients`."""
 
     def finish(self) -> frozenset[int]:
         """Send the rest, with zeros for what has not come. Returns the slots that got something on this rank.
 
         Raises: RuntimeError when a gradient has changed that a hook of the program was to see.
         """
-        slots: set[int] = set()
-        for i, bucket in enumerate(self.buckets):
-            slots.update(bucket.parameters)
-            for slot in list(bucket.missing):
-                parameter = bucket.parameters[slot]
-                if parameter.grad is None:  # backwards in no_sync() may have left a gradient
-                    self._room(bucket, slot).zero_()
-                    slots.remove(slot)
-                else:
-                    self._take(bucket, slot, parameter, parameter.grad)
-            if i == self.sent:
-                self._send(*self._next())
-        for parameter, gradient, version in self._shown:
+        for bucket in self._buckets:
+            if bucket.missing:  # backwards in no_sync() may have left gradients
+                self.filled(bucket)
+        for parameter, gradient, version in self.shown.values():
             if parameter.grad is not gradient or gradient._version != version:
                 raise RuntimeError(
                     f"the gradient of a parameter of shape {list(parameter.shape)} changed after it was sent: it has a "
@@ -142,59 +193,30 @@ class Buckets(abc.ABC):
                     "CommunicationOptions(overlap=False)"
                 )
             parameter.grad = None
-        return frozenset(slots)
+        self.shown.clear()
+        return frozenset(self.taken.values())
 
-    @abc.abstractmethod
     def wait(self) -> dict[int, torch.Tensor]:
         """The sums by slot, once all buckets are back. Raises: what a collective has raised meanwhile."""
+        for done in self._done:
+            done.result()
+        sums: dict[int, torch.Tensor] = {}
+        for bucket in self._buckets:
+            sums.update(zip(bucket.slots, bucket.pieces, strict=True))
+            bucket.parameters = []  # the program may drop them
+        return sums
 
-    @abc.abstractmethod
     def leave(self) -> None:
-        """The backward has failed: what is under way is of no use."""
-
-    def _take(
-        self, bucket: Bucket, slot: int, parameter: torch.Tensor, gradient: torch.Tensor
-    ) -> None:
-        is_shown = len(parameter._post_accumulate_grad_hooks) > 1
-        if is_shown or not self._adopt(bucket, parameter, gradient):
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            self._room(bucket, slot).copy_(dense)
-        if is_shown:
-            # The program has a hook, too, which will look at the gradient.
-            self._shown.append((parameter, gradient, gradient._version))
-        else:
-            parameter.grad = None  # its memory serves the gradients that come next
-        bucket.missing.discard(slot)
-
-    def _adopt(self, bucket: Bucket, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-        """Whether the bucket lies in the memory of `gradient` from now on: then nothing is copied."""
-        return False
-
-    @abc.abstractmethod
-    def _room(self, bucket: Bucket, slot: int) -> torch.Tensor:
-        """Where the gradient of `slot` goes."""
-
-    def _next(self) -> tuple[Bucket, Reduction]:
-        """The bucket that leaves next, and how it is summed up."""
-        bucket = self.buckets[self.sent]
-        self.sent += 1
-        label = f"gradients, bucket {self.sent} of {len(self.buckets)}"
-        slots = list(bucket.parameters)
-        return bucket, self._wires.reduction(label, self._scale, slots, natively=self._natively)
-
-    @abc.abstractmethod
-    def _send(self, bucket: Bucket, reduction: Reduction) -> None:
-        """Have the ranks sum up `bucket`."""
+        """The backward has failed: what is under way is of no use. The thread keeps the memory as long as it needs."""
 
 
 class HostBuckets(Buckets):
-    """Buckets in host memory, all of it allocated when the backward begins.
+    """Buckets in host memory, all of it there when a backward begins.
 
     Args:
         thread: carries them.
-        packer: makes the packs that they are parts of.
-        parameters: by slot.
-        slots: of the parameters that are expected to get dense gradients, the same on all ranks.
+        packer: has the memory.
+        like: the parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
         nbytes: of a bucket, at most; 0 is `DEFAULT_BYTES`.
     """
 
@@ -203,40 +225,67 @@ class HostBuckets(Buckets):
         thread: CommunicationThread,
         packer: packing.Packer,
         wires: Wires,
-        parameters: Sequence[Any],
-        slots: Sequence[int],
+        like: Mapping[int, torch.Tensor],
         scale: float | None,
         nbytes: int,
     ) -> None:
-        self._thread = thread
-        self._frame = outside(sys._getframe())
-        self._done: list[Future[None]] = []
-        order = slots[::-1]
-        starts = {}
-        for pack in packer.packs(parameters, order, thread.communicator, asks=False):
-            start = 0
-            for slot in pack.indices:
-                starts[slot] = pack.flat, start
-                start += parameters[slot].numel()
-        buckets = []
-        for part in cut(order, parameters, nbytes or DEFAULT_BYTES):
-            bucket = Bucket({slot: parameters[slot] for slot in part})
-            flat, start = starts[part[0]]
-            bucket.lies_in(flat[start : start + sum(parameters[slot].numel() for slot in part)])
-            buckets.append(bucket)
-        super().__init__(buckets, wires, scale)
+        parts = cut(list(like)[::-1], like, nbytes or DEFAULT_BYTES)
+        super().__init__(parts, like, wires, scale, thread.communicator.all_reduce, thread)
+        self._packer, self._communicator = packer, thread.communicator
+        self._nbytes = nbytes_for(like.values())
+        self._memories: list[_Memory] = []
+        self._window = 0
 
-    def wait(self) -> dict[int, torch.Tensor]:
-        for done in self._done:
-            done.result()
-        return {slot: piece for bucket in self.buckets for slot, piece in bucket.pieces.items()}
+    def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        super().begin(parameters)
+        window = self._communicator.memory.window_capacity
+        if window != self._window:  # what lies in a smaller one is not summed where it is
+            self._window, self._memories = window, []
+        memory = next((memory for memory in self._memories if memory.is_free()), None)
+        if memory is None:
+            memory = _Memory(self._allocate())
+            self._memories = [memory, *self._memories][:_KEPT]
+        for bucket, (flat, pieces) in zip(self._buckets, memory.parts, strict=True):
+            bucket.flat, bucket.pieces = flat, pieces
 
-    def leave(self) -> None:
-        """The thread keeps the memory until it has done its work."""
+    def _allocate(self) -> list[_Part]:
+        # Not collective: the ranks have shared the window before.
+        window = self._communicator if self._nbytes <= self._window else None
+        some = self._buckets[0].like[0]
+        memory = self._packer.memory(self._nbytes, some, torch.uint8, window)
+        parts, start = [], 0
+        for bucket in self._buckets:
+            end = start + sum([parameter.nbytes for parameter in bucket.like])
+            flat = memory[start:end].view(bucket.like[0].dtype)
+            parts.append((flat, packing.pieces_of(flat, bucket.like)))
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return parts
 
-    def _room(self, bucket: Bucket, slot: int) -> torch.Tensor:
-        return bucket.pieces[slot]
 
-    def _send(self, bucket: Bucket, reduction: Reduction) -> None:
-        work = functools.partial(self._thread.communicator.all_reduce, bucket.flat, reduction)
-        self._done.append(self._thread.submit(work, self._frame))
+def nbytes_for(like: Collection[torch.Tensor]) -> int:
+    """The size of a memory for the gradients of `like`, in any buckets."""
+    return sum([parameter.nbytes + _ALIGNMENT for parameter in like])
+
+
+class _Memory:
+    """Memory of all buckets, used again once the program refers to none of it.
+
+    Args: parts: of each bucket. Nothing else refers to them.
+    """
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self.parts = parts
+        self._pieces = [piece for _, pieces in parts for piece in pieces]
+        self._own_references = self._references()
+
+    def is_free(self) -> bool:
+        return self._references() == self._own_references
+
+    def _references(self) -> list[int]:
+        """How many tensors lie in the memory, and how many refer to each piece, from Python and from C++."""
+        storage = self.parts[0][0].untyped_storage()
+        return [
+            torch._C._storage_Use_Count(storage._cdata),
+            *map(sys.getrefcount, self._pieces),
+            *map(torch.Tensor._use_count, self._pieces),  # type: ignore[attr-defined]
+        ]

@@ -7,11 +7,8 @@ events; where collectives are ordered by streams, the host waits for none of the
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ from mpistrat import arrays
 from mpistrat.communicators import Communicator, Reduction
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.cross_device_ops import packing
-from mpistrat.liveness.call_site import Place, outside, standing_for
 from mpistrat.pytorch.gradients.buckets import Bucket, Buckets, cut
 from mpistrat.pytorch.gradients.wires import Wires
 
@@ -29,7 +25,7 @@ _PARTS = 16
 _SMALLEST, _LARGEST = 1 << 20, 25 << 20
 
 
-def bucket_bytes(like: Sequence[Any], slots: Sequence[int], asked: int) -> int:
+def bucket_bytes(like: Any, slots: Sequence[int], asked: int) -> int:
     """So many bytes a bucket of the gradients of `slots` has at most. Args: asked: by the program; 0: nothing."""
     total = sum(like[slot].numel() * like[slot].element_size() for slot in slots)
     return asked or min(max(total // _PARTS, _SMALLEST), _LARGEST)
@@ -61,15 +57,10 @@ class SideStream:
         self.module = torch.get_device_module(device)
         self.stream = self.module.Stream(device)
 
-    def after(self, ready: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-        """A context in which this stream is the current one. What it gets comes after the events `ready`."""
-        for event in ready:
-            self.stream.wait_event(event)
-        return self.module.stream(self.stream)
-
-    def all_reduce(self, flat: torch.Tensor, ready: Sequence[Any], reduction: Reduction) -> None:
-        """Sum up `flat` after the events `ready`. Collective, on the thread."""
-        with self.after(ready):
+    def all_reduce(self, flat: torch.Tensor, reduction: Reduction, ready: Any) -> None:
+        """Sum up `flat` after the event `ready`. Collective, on the thread."""
+        self.stream.wait_event(ready)
+        with self.module.stream(self.stream):
             if self.communicator.takes_device_buffers:
                 self.communicator.all_reduce(flat, reduction)
                 return
@@ -79,82 +70,64 @@ class SideStream:
 
 
 class DeviceBuckets(Buckets):
-    """The memory of a bucket is allocated, on the program's stream, when its first gradient comes, whose own then goes.
+    """The memory of a bucket is allocated, on the program's stream, when its gradients have come, which then go.
 
     Args:
         side: sums them up.
-        parameters: by slot; None of those that the program has dropped on this rank.
-        like: by slot, the parameters on "meta".
-        slots: of the parameters that are expected to get dense gradients, the same on all ranks.
+        like: the parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
         nbytes: of a bucket, at most; 0: as of `bucket_bytes`.
     """
+
+    stream: Callable[[], Any]
 
     def __init__(
         self,
         side: SideStream,
         wires: Wires,
-        parameters: Sequence[torch.Tensor | None],
-        like: Sequence[Any],
-        slots: Sequence[int],
+        like: Mapping[int, torch.Tensor],
         scale: float | None,
         nbytes: int,
     ) -> None:
-        present = [meta if own is None else own for own, meta in zip(parameters, like, strict=True)]
-        parts = cut(slots[::-1], like, bucket_bytes(like, slots, nbytes))
-        buckets = [Bucket({slot: present[slot] for slot in part}) for part in parts]
-        super().__init__(buckets, wires, scale, natively=side.thread is None)
+        slots = list(like)[::-1]
+        parts = cut(slots, like, bucket_bytes(like, slots, nbytes))
+        super().__init__(parts, like, wires, scale, side.all_reduce, side.thread)
         self._side = side
-        frame = outside(sys._getframe())
-        self._place = Place(frame.f_code, frame.f_lineno)
-        self._program = side.module.current_stream(side.device)
-        self._done: list[Future[None]] = []
+        self.stream = functools.partial(side.module.current_stream, side.device)
+
+    def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        super().begin(parameters)
+        self._program = self.stream()
 
     def wait(self) -> dict[int, torch.Tensor]:
         """As of `Buckets`; it is the program's stream that waits for the sums."""
-        for done in self._done:
-            done.result()
+        sums = super().wait()
         self._program.wait_stream(self._side.stream)
-        return {slot: piece for bucket in self.buckets for slot, piece in bucket.pieces.items()}
+        for bucket in self._buckets:
+            bucket.flat, bucket.pieces, bucket.writers = None, [], set()
+        return sums
 
     def leave(self) -> None:
-        for bucket in self.buckets:
+        for bucket in self._buckets:
             if bucket.flat is not None:
                 for stream in (*bucket.writers, self._side.stream):
                     bucket.flat.record_stream(stream)
 
-    def _adopt(self, bucket: Bucket, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-        here = self._side.module.current_stream(self._side.device)
-        let_go(gradient)
-        if len(bucket.parameters) > 1 or here != self._program:
-            return False
-        flat = packing.flat_view(gradient, parameter)
-        if flat is None:
-            return False
-        bucket.lies_in(flat)
-        bucket.writers.append(here)
-        return True
-
-    def _room(self, bucket: Bucket, slot: int) -> torch.Tensor:
+    def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
+        """Allocate memory for `bucket`, or take that of its only gradient. What was written elsewhere comes first."""
+        here = self.stream()
+        for stream in bucket.writers - {here}:
+            here.wait_stream(stream)
+        bucket.writers.add(here)
+        for gradient in gradients:
+            if gradient is not None and not gradient.is_sparse:
+                gradient.record_stream(here)  # the last to read it; another may have allocated it
+        single = gradients[0] if len(gradients) == 1 and here == self._program else None
+        if single is not None and id(bucket.parameters[0]) not in self.shown:
+            bucket.flat, bucket.pieces = packing.flat_view(single, bucket.like[0]), gradients
         if bucket.flat is None:
-            some = bucket.parameters[slot]
-            length = sum(parameter.numel() for parameter in bucket.parameters.values())
+            length = sum([parameter.numel() for parameter in bucket.like])
             with self._side.module.stream(self._program):
-                flat = torch.empty(length, dtype=some.dtype, device=self._side.device)
-            bucket.lies_in(flat)
-        here = self._side.module.current_stream(self._side.device)
-        if here not in bucket.writers:
+                flat = torch.empty(length, dtype=bucket.like[0].dtype, device=self._side.device)
+            bucket.flat, bucket.pieces = flat, packing.pieces_of(flat, bucket.like)
             if here != self._program:  # which may still use what the memory held before
                 here.wait_stream(self._program)
-            bucket.writers.append(here)
-        return bucket.pieces[slot]
-
-    def _send(self, bucket: Bucket, reduction: Reduction) -> None:
-        ready = [stream.record_event() for stream in bucket.writers]
-        side = self._side
-        if side.thread is None:
-            self.calls += 1
-            with standing_for(self._place), side.after(ready):
-                side.communicator.all_reduce(bucket.flat, reduction)
-        else:
-            work = functools.partial(side.all_reduce, bucket.flat, ready, reduction)
-            self._done.append(side.thread.submit(work, self._place))

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from mpistrat.communicators import reducing
-from mpistrat.communicators.communication_thread import CommunicationThread
+from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.machine.cpu_share import cpu_share
-from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
+from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets, nbytes_for
 from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
@@ -68,6 +68,8 @@ class Overlap:
         self._expected: tuple[int, ...] | None = None  # slots, if the last two backwards agreed
         self._last: tuple[int, ...] = ()
         self._like: dict[int, torch.Tensor] = {}  # those slots' parameters, without memory
+        self._buckets: Buckets | None = None  # of the next backward
+        self._made_for: list[Any] = []  # the scale, and where the parameters lie
         self._seconds: tuple[list[float], list[float]] = ([], [])  # sequential, overlapped
         self._started = 0.0
         self._overlaps: bool | None = None
@@ -79,7 +81,7 @@ class Overlap:
 
     def forget(self) -> None:
         """Slots have got other numbers. Called by: all ranks."""
-        self._expected, self._last, self._like = None, (), {}
+        self._expected, self._last, self._like, self._buckets = None, (), {}, None
 
     def begin(self, parameters: _Parameters, scale: float | None) -> Buckets | None:
         """The buckets of the backward that begins; None if its gradients are reduced afterwards.
@@ -91,26 +93,25 @@ class Overlap:
         turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
         buckets = None
         if self._overlaps or turn:
-            if _devices_of(parameters, self._expected) - (self._devices or frozenset()):
-                return None  # they were moved
-            buckets = self._new_buckets(self._carrier, parameters, self._expected, scale)
+            # A model that the program has dropped goes when Python collects it, on each rank at another time.
+            own = {s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()}
+            made_for = [scale, *map(torch.Tensor.data_ptr, own.values())]
+            if self._buckets is None or self._made_for != made_for:
+                if _devices_of(parameters, self._expected) - (self._devices or frozenset()):
+                    return None  # they were moved
+                self._buckets, self._made_for = self._new_buckets(own, scale), made_for
+            # Those of a backward that fails do not come back: what is under way uses them.
+            buckets, self._buckets = self._buckets, None
+            buckets.begin(own)
         self._started = time.perf_counter()
         return buckets
 
-    def _new_buckets(
-        self,
-        carrier: CommunicationThread | SideStream,
-        parameters: _Parameters,
-        slots: Sequence[int],
-        scale: float | None,
-    ) -> Buckets:
-        # A model that the program has dropped goes when Python collects it, on each rank at another time.
-        like: list[Any] = [self._like.get(slot) for slot in range(len(parameters))]
-        rest = scale, self._nbytes
-        if isinstance(carrier, SideStream):
-            return DeviceBuckets(carrier, self._wires, parameters, like, slots, *rest)
-        present = [meta if p is None else p for p, meta in zip(parameters, like, strict=True)]
-        return HostBuckets(carrier, self._packer, self._wires, present, slots, *rest)
+    def _new_buckets(self, own: Mapping[int, torch.Tensor], scale: float | None) -> Buckets:
+        rest = self._wires, _without_memory(own), scale, self._nbytes
+        if isinstance(self._carrier, SideStream):
+            return DeviceBuckets(self._carrier, *rest)
+        assert self._carrier is not None
+        return HostBuckets(self._carrier, self._packer, *rest)
 
     def end(
         self,
@@ -130,24 +131,22 @@ class Overlap:
             self._seconds[buckets is not None].append(time.perf_counter() - self._started)
             self._decide()
         self._started = 0.0
+        self._buckets = buckets or self._buckets
         last, self._last = self._last, tuple(slots)
         # Where parameters take turns, those of the other turn would be sent for nothing.
         self._expect(last if last == self._last else None, parameters)
         self._communicates |= communicates
         self._differ |= not alike
         if self._communicates and isinstance(self._carrier, SideStream):
-            why_not = self._why_not_beside(self._carrier.thread)
-            if why_not:
-                self._carrier = None
-                self._decline(f"the program communicates inside backward(), {why_not}")
-
-    def _why_not_beside(self, thread: CommunicationThread | None) -> str:
-        """Why buckets on a device cannot leave beside the program's own calls; empty if they can."""
-        if thread is not None:
-            return "and two threads must not use a device's groups and MPI at a time"
-        if self._differ:
-            return "and its ranks use different parameters, which would interleave them in different orders"
-        return ""
+            # Buckets on a device cannot leave beside the program's own calls then.
+            if self._carrier.thread is not None:
+                why_not = "two threads must not use a device's groups and MPI at a time"
+            elif self._differ:
+                why_not = "its ranks use different parameters, which would interleave them in different orders"
+            else:
+                return
+            self._carrier = None
+            self._decline(f"the program communicates inside backward(), and {why_not}")
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
         """Collective."""
@@ -159,16 +158,14 @@ class Overlap:
         moved = self._devices is None or bool(devices - self._devices)
         if not moved and self._like.keys() == set(last):
             return
-        present = {s: p for s in last if (p := parameters[s]) is not None}
-        self._like = {s: p.detach().to("meta") for s, p in present.items()}
+        self._like = _without_memory({s: parameters[s] for s in last})
+        self._buckets = None
         if moved:
             self._devices = devices
             self._carry()
         if isinstance(self._carrier, CommunicationThread):
             # Has the ranks share the window, which is collective, now that all of them are here.
-            like = [self._like.get(s) for s in range(len(parameters))]
-            for _ in self._packer.packs(like, last, self._carrier.communicator):
-                pass
+            self._carrier.communicator.memory.window_buffer(nbytes_for(self._like.values()))
 
     def state(self) -> dict[str, Any]:
         """Which gradients leave in the next backward, for `load`; the same on all ranks."""
@@ -226,7 +223,7 @@ class Overlap:
 
     def _decline(self, why: str) -> None:
         """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
-        self._overlaps, self._why = False, why
+        self._overlaps, self._why, self._buckets = False, why, None
         if self._asked and self._communicator.rank == 0:
             warnings.warn(
                 f"overlap=True, but gradients are reduced when backward() has ended: {why}",
@@ -268,7 +265,7 @@ def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:
     nbytes = everyone[0].nbytes
     kinds: frozenset[str] = frozenset().union(*(facts.kinds for facts in everyone))
     masks = [facts.cpus for facts in everyone]
-    busy = on_one_node and any(cpu_share(f.cpus, masks) < f.threads + 1 for f in everyone)
+    busy = any(takes_a_core(on_one_node, cpu_share(f.cpus, masks), f.threads) for f in everyone)
     reasons = (
         ("as asked for", False in asked),
         (
@@ -284,6 +281,11 @@ def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:
     return next((why for why, holds in reasons if holds), "")
 
 
+def _without_memory(parameters: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    """The parameters on "meta", by slot, without those that the program has dropped."""
+    return {s: p.detach().to("meta") for s, p in parameters.items() if p is not None}
+
+
 def _devices_of(parameters: _Parameters, slots: Sequence[int]) -> frozenset[torch.device]:
     """On which those of `slots` are that the program still has."""
-    return frozenset(p.device for slot in slots if (p := parameters[slot]) is not None)
+    return frozenset([p.device for slot in slots if (p := parameters[slot]) is not None])
