@@ -94,13 +94,11 @@ def pack_like(structure: Any, flat: list[Any]) -> Any:
 
 def describe(structure: Any) -> str:
     """The shape of the structure alone, `{'a': [*, *]}`; "*" for a leaf. Equal on all ranks or not."""
-    if not is_structure(structure):
+    if not _is_structure(type(structure)):  # type: ignore[arg-type]
         return "*"
-    children = _children(structure)
+    keys = sorted_keys(structure) if isinstance(structure, Mapping) else None
+    children = structure if keys is None else [structure[key] for key in keys]
     inside = ["*"] * len(children) if _are_leaves(children) else list(map(describe, children))
-    if isinstance(structure, list):
-        return "[" + ", ".join(inside) + "]"
-    if isinstance(structure, tuple):
-        return "(" + ", ".join(inside) + ")"
-    keys = sorted_keys(structure)
+    if keys is None:
+        return ("[{}]" if isinstance(structure, list) else "({})").format(", ".join(inside))
     return "{" + ", ".join(f"{key!r}: {text}" for key, text in zip(keys, inside, strict=True)) + "}"
