@@ -199,7 +199,15 @@ class DistributedIterator(Iterator[Any]):
         if has_examples(entry):
             self._template = entry
         else:
-            entry = self._without_examples()
+            if self._template is None and self._steps is not None:
+                self._template = self._steps.template
+            if self._template is None:
+                self._template = self._source.reader.template()
+            if self._template is None:
+                raise ValueError(
+                    "the dataset has no example that could tell what a batch looks like"
+                )
+            entry = without_examples(self._template)
         structure = nest.describe(entry)
         if self._structure not in (None, structure):
             raise ValueError(
@@ -208,16 +216,6 @@ class DistributedIterator(Iterator[Any]):
             )
         self._structure = structure
         return entry
-
-    def _without_examples(self) -> Any:
-        """A batch of no examples, like those of this rank, or of others."""
-        if self._template is None and self._steps is not None:
-            self._template = self._steps.template
-        if self._template is None:
-            self._template = self._source.reader.template()
-        if self._template is None:
-            raise ValueError("the dataset has no example that could tell what a batch looks like")
-        return without_examples(self._template)
 
 
 def element_spec_of(source: StepSource) -> Any:
