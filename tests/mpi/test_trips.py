@@ -20,7 +20,7 @@ VALUES = {
     "4 MB of torch": (MEGABYTES, Figures(35 + 2 * (MEGABYTES.nbytes // (512 << 10)), 14)),
     "a dict of two tensors": ({"a": torch.ones(3), "b": torch.ones(4)}, Figures(45, 13)),
 }
-EARLY = {"overlap": True, "bytes_per_pack": 8 * 8 * 4}  # a bucket for each layer
+LAYER_NBYTES = 4 * (8 * 8 + 8)
 
 
 def strategy(**options):
@@ -44,10 +44,12 @@ def test_a_value(name):
     whole.run(lambda: least(reduce)).check(most)
 
 
-@pytest.mark.parametrize("layers", [2, 20])
-@pytest.mark.parametrize("options", [{}, EARLY], ids=["afterwards", "early"])
-def test_gradients(layers, options):
-    """Of a weight and a bias for each layer."""
+@pytest.mark.parametrize(("layers", "buckets"), [(2, 0), (20, 0), (2, 2), (20, 4)])
+def test_gradients(layers, buckets):
+    """Of a weight and a bias for each layer. Buckets leave early."""
+    options = {"overlap": bool(buckets)}
+    if buckets:
+        options["bytes_per_pack"] = LAYER_NBYTES * layers // buckets
     whole, losses = strategy(**options), []
     with whole.scope():
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
@@ -58,8 +60,7 @@ def test_gradients(layers, options):
 
     trip = whole.run(lambda: least(lambda: losses.pop().backward(), forward))
     how = whole.extended.explain()
-    assert ("while backward() runs" in how) == bool(options), how
-    buckets = layers if options else 0
+    assert ("while backward() runs" in how) == bool(buckets), how
     trip.check(Figures(60 + 2 * layers + buckets, 20, 30))
 
 
