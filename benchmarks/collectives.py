@@ -2,8 +2,9 @@
 
     mpiexec -n 2 python benchmarks/collectives.py
 
-`mpistrat-bench compare all_reduce`, and its ratios over all large sizes. *In the window*: the buffer lies in the memory
-that the ranks share, as gradients do. *Copy*: all ranks at once copy as many bytes, which is a limit of the machine.
+`mpistrat-bench compare all_reduce`, and its ratios over sizes from 64 KB and from 1 MB on. *In the window*: the buffer
+lies in the memory that the ranks share, as gradients do. *Copy*: all ranks at once copy as many bytes, which is a limit
+of the machine.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, left_out = compare_all_reduces(sizes(4096, arguments.maxbytes, 4), arguments.rounds)
     report("all_reduce over one node", rows, arguments.json("collectives"), left_out)
-    large = [row for row in rows if row["bytes"] >= 1 << 20]
     if all_ranks().rank == 0:
-        for name in (name for name in large[0] if " / " in name or name == "in place"):
-            mean = statistics.geometric_mean(row[name] for row in large)
-            print(f"{name}, 1 MB and more: {mean:.2f} (geometric mean)")
+        for least, text in ((1 << 16, "64 KB"), (1 << 20, "1 MB")):
+            large = [row for row in rows if row["bytes"] >= least]
+            for name in (name for name in large[0] if " / " in name or name == "in place"):
+                ratios = [row[name] for row in large]
+                mean = statistics.geometric_mean(ratios)
+                print(
+                    f"{name}, {text} and more: {mean:.2f} (geometric mean), {min(ratios):.2f} (least)"
+                )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a call of mpistrat costs beside the bare one.
 
 python benchmarks/overheads.py                 # strategy.run of an empty function
-mpiexec -n 2 python benchmarks/overheads.py    # and all_reduce beside mpi4py's Allreduce; of many tensors beside one
+mpiexec -n 2 python benchmarks/overheads.py    # and all_reduce beside mpi4py's Allreduce; many tensors beside one
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.record import RankRecord, text_of
 from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.comparison import ALONE, compare_training, training_contestants
+from mpistrat.tools.bench.models.mlp import mlp
+from mpistrat.tools.bench.models.model import Model
 from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import compare, medians
+from mpistrat.tools.bench.work import Work
 from mpistrat.trace.timeline import Timeline, host_clock
 
 TENSORS = 200
@@ -58,7 +62,10 @@ def run_of_nothing(num_rounds: int) -> list[dict[str, Any]]:
 
 
 def all_reduce(num_rounds: int) -> list[dict[str, Any]]:
-    """The communicator's call and `ReplicaContext.all_reduce`, checks on, beside Allreduce on NumPy buffers."""
+    """The communicator's call and `ReplicaContext.all_reduce`, checks on, beside Allreduce on NumPy buffers.
+
+    *More* and *difference* are over Allreduce's time.
+    """
     strategy = ms.MultiWorkerMirroredStrategy()
     communicator = strategy.extended.communicator
     rows = []
@@ -67,16 +74,18 @@ def all_reduce(num_rounds: int) -> list[dict[str, Any]]:
         context: Any = ms.get_replica_context()
         send = np.ones(elements, np.float32)
         receive = np.empty_like(send)
+        tensor = torch.ones(elements)
         rounds = compare(
             {
                 "raw": lambda: MPI.COMM_WORLD.Allreduce(send, receive),
                 "communicator": lambda: communicator.all_reduce(send, out=receive),
                 "mpistrat": lambda: context.all_reduce("sum", send),
+                "tensor": lambda: context.all_reduce("sum", tensor),
             },
             repeat,
             num_rounds,
         )
-        raw, of_communicator, ours = medians(rounds).values()
+        raw, of_communicator, ours, of_tensor = medians(rounds).values()
         small = send.nbytes <= LARGEST
         rows.append(
             {
@@ -87,6 +96,8 @@ def all_reduce(num_rounds: int) -> list[dict[str, Any]]:
                 "limit": 5.0 if small else "",
                 "mpistrat us": ours,
                 "difference us": ours - raw,
+                "tensor us": of_tensor,
+                "tensor's difference us": of_tensor - raw,
                 "limit us": 8.0 if small else "",
                 "ratio": ours / raw,
                 "samples": rounds,
@@ -102,13 +113,13 @@ def all_reduce(num_rounds: int) -> list[dict[str, Any]]:
 
 
 def structures(num_rounds: int) -> list[dict[str, Any]]:
-    """`ReplicaContext.all_reduce` of 200 tensors beside one tensor of as many bytes."""
+    """`ReplicaContext.all_reduce` of 200 matrices beside one tensor of as many bytes."""
     strategy = ms.MultiWorkerMirroredStrategy()
     rows = []
 
-    def measure(elements: int) -> None:
+    def measure(elements: int, limit: float) -> None:
         context: Any = ms.get_replica_context()
-        parts = [torch.ones(elements) for _ in range(TENSORS)]
+        parts = [torch.ones(2, elements // 2) for _ in range(TENSORS)]
         named = {f"layer {i}": part for i, part in enumerate(parts)}
         whole = torch.ones(TENSORS * elements)
         rounds = compare(
@@ -126,14 +137,33 @@ def structures(num_rounds: int) -> list[dict[str, Any]]:
                 f"{TENSORS} tensors of, bytes": parts[0].nbytes,
                 **{f"{name} us": us for name, us in times.items()},
                 "list / one": times["list"] / times["one"],
+                "limit": limit,
                 "dictionary / one": times["dictionary"] / times["one"],
                 "samples": rounds,
             }
         )
 
-    for elements in (64, 256, 1024, 4096):
-        strategy.run(measure, (elements,))
+    for elements, limit in ((64, 15.0), (256, 9.0), (1024, 5.0), (4096, 2.2)):
+        strategy.run(measure, (elements, limit))
     return rows
+
+
+def small_parameters(num_rounds: int) -> list[dict[str, Any]]:
+    """A training step of 200 parameters of 8 or 64 elements, beside that of one process alone."""
+    model = Model(lambda: mlp(8, TENSORS // 2 - 1), (8,), 10, examples_per_rank=1)
+    contestants, _ = training_contestants(Work(model, 1, MPI.COMM_WORLD.rank))
+    # FSDP2 takes a hundred times as long.
+    contestants = {name: step for name, step in contestants.items() if "FSDP2" not in name}
+    rows = compare_training(contestants, num_rounds)
+    (alone,) = (row["ms"] for row in rows if row["training step"] == ALONE)
+    return [
+        {
+            **row,
+            "more ms": row["ms"] - alone,
+            "limit ms": 0.7 if row["training step"] == "mpistrat" else "",
+        }
+        for row in rows
+    ]
 
 
 def agreement(num_rounds: int) -> list[dict[str, Any]]:
@@ -183,7 +213,7 @@ def main() -> None:
     arguments = program(__doc__).parse_args()
     report("strategy.run", run_of_nothing(arguments.rounds), arguments.json("run"))
     if MPI.COMM_WORLD.size > 1:
-        for measured in (all_reduce, structures, agreement):
+        for measured in (all_reduce, structures, small_parameters, agreement):
             name = measured.__name__
             report(name, measured(arguments.rounds), arguments.json(name))
 

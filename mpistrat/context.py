@@ -187,11 +187,11 @@ def require_unmixed(strategy: AnyStrategy, call: str) -> None:
         )
 
 
-def require_iteration(strategy: AnyStrategy) -> None:
+def require_iteration(strategy: AnyStrategy) -> bool:
     """Raise unless a distributed dataset of `strategy` may be iterated here: ValueError inside its own run,
-    RuntimeError inside another strategy's scope or run."""
+    RuntimeError inside another strategy's scope or run. Returns: as `in_replica_block`."""
     if not per_thread.modes:
-        return
+        return False
     mode = per_thread.modes[-1]
     if mode.strategy is strategy and mode.in_run:
         raise ValueError(
@@ -199,6 +199,7 @@ def require_iteration(strategy: AnyStrategy) -> None:
             "what it returns"
         )
     require_cross_replica(strategy, "next(iterator)")
+    return mode.in_block
 
 
 def require_replica(context: AnyReplicaContext, call: str) -> None:

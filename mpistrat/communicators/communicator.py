@@ -197,6 +197,7 @@ class Communicator(abc.ABC):
                 place, kind, text = theirs
                 failed: Any = RuntimeError(f"rank {rank} {what}: {kind}: {text}")
                 failed.raised_by_rank = f"{place} (rank {rank}): {text or kind}"
+                mark_raised_by_all(failed)
                 raise failed
 
 

@@ -11,9 +11,8 @@ import numpy as np
 from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.input.batches import spec_of
-from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt, examples_in
+from mpistrat.input.readers import EMPTY, MISSING, Reader, Step
 from mpistrat.machine.notices import ranks_in_words
-from mpistrat.replicas.input_plan import StepExamples
 
 # In the place of a number of steps: of a rank that has failed, and of one that knows of no failure to come.
 _FAILED = _NEVER = 1 << 30
@@ -23,10 +22,9 @@ class AgreedSteps(Iterator[Step]):
     """What `source` gives, step by step, as long as any rank has data (`partial`), or all ranks have.
 
     Ranks that may have different numbers of steps ask each other at the first, and then when no rank is known to have
-    another, unless all know how many theirs are. Every rank must go through it. Errors are raised on all ranks.
+    another, unless all know how many theirs are. Every rank must go through it, inside `raising_together`.
 
     Attributes:
-        position, examples: where the last step has left the reader, and how many examples it has.
         template: a batch of no examples like those of other ranks, when this rank has none.
     """
 
@@ -41,25 +39,20 @@ class AgreedSteps(Iterator[Step]):
     ) -> None:
         self._reader, self._source, self._communicator = reader, source, communicator
         self._partial = partial
-        self._missing: Step = [MISSING] * num_local_replicas
+        self._num_local_replicas = num_local_replicas
+        self._position: Any = None  # where the last step has left the reader
         self._steps_done = start
         self._steps_left: int | None = None  # None: not known
         self._sure = 0  # steps that some rank has
         self._has_asked = False
-        self.position: Any = None
-        self.examples: StepExamples | None = None
         self.template: Any = None
 
     def __next__(self) -> Step:
-        if self._reader.ends_together:
-            with self._communicator.raising_together():
-                step = self._read()
-                if step is None and self._reader.compares_ends:
-                    end = f"end of the dataset after {self._steps_done} steps, as many on all ranks"
-                    self._communicator.barrier(label=end)
-        else:
-            step = self._agreed()
+        step = self._read() if self._reader.ends_together else self._agreed()
         if step is None:
+            if self._reader.compares_ends:
+                end = f"end of the dataset after {self._steps_done} steps, as many on all ranks"
+                self._communicator.barrier(label=end)
             raise StopIteration
         self._steps_done += 1
         return step
@@ -68,12 +61,12 @@ class AgreedSteps(Iterator[Step]):
         step = next(self._source, None)
         if step is None:
             return None
-        position, examples = getattr(step, "position", None), examples_in(step)
-        if examples is not None and self._reader.dropped is not None:
-            step, examples = self._reader.dropped.count(step, examples, self._communicator)
-        if any(entry is MISSING for entry in step) and not (self._partial and _is_batched(step)):
-            return None
-        self.position, self.examples = position, examples
+        if step.examples is not None and self._reader.dropped is not None:
+            self._reader.dropped.count(step, step.examples, self._communicator)
+        for entry in step:
+            if entry is MISSING and not (self._partial and _is_batched(step)):
+                return None
+        self._position = step.position
         return step
 
     def _agreed(self) -> Step | None:
@@ -102,8 +95,8 @@ class AgreedSteps(Iterator[Step]):
         if not go_on:
             return None
         if step is None:
-            self.examples = None
-            return self._missing
+            step = Step([MISSING] * self._num_local_replicas)
+            step.position = self._position
         return step
 
     def _wrong_length(self, step: Step | None) -> ValueError | None:
@@ -116,7 +109,7 @@ class AgreedSteps(Iterator[Step]):
     def _ask(self, step: Step | None, error: Exception | None) -> bool:
         communicator, partial = self._communicator, self._partial
         following, fails = 0, False
-        if isinstance(step, StepAt) and (partial or self._reader.drop_last):
+        if step is not None and (partial or self._reader.drop_last):
             following, fails = step.following, step.fails
         count = 0 if step is None else 1 + following
         # Ranks go by the largest: with `partial` by who surely has the most steps, otherwise by who has the fewest;

@@ -26,8 +26,8 @@ class Batches:
             )
         return sizes.pop()
 
-    def cut(self, batch: Any, first: int, end: int) -> Any:
-        return nest.map_structure(lambda leaf: leaf[first:end], batch)
+    def cut(self, batch: Any, part: slice) -> Any:
+        return nest.map_structure(lambda leaf: leaf[part], batch)
 
     def join(self, parts: list[Any]) -> Any:
         return nest.pack_like(parts[0], [arrays.concatenate(column) for column in _columns(parts)])

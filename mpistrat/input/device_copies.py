@@ -33,12 +33,12 @@ class DeviceCopies:
         self.needed = not all(device.startswith("cpu") for device in devices)
 
     def start(self, batches: list[Any]) -> list[Any]:
-        """Begin to copy; what is returned is for `arrived` only."""
-        return [*map(self._start, self._devices, batches)] if self.needed else batches
+        """Begin to copy, where that is needed; what is returned is for `arrived` only."""
+        return [*map(self._start, self._devices, batches)]
 
     def arrived(self, batches: list[Any]) -> list[Any]:
         """The batches on their devices, as the current stream of each sees them; the host does not wait."""
-        return [*map(self._arrived, self._devices, batches)] if self.needed else batches
+        return [*map(self._arrived, self._devices, batches)]
 
     def _start(self, device: str, batch: Any) -> Any:
         if device.startswith(("cpu", "xla")) or not any(map(arrays.is_torch, nest.leaves(batch))):

@@ -8,11 +8,12 @@ from typing import Any
 
 from mpistrat import nest
 from mpistrat.arrays import gradients_are_on
-from mpistrat.context import in_replica_block, require_iteration
+from mpistrat.context import require_iteration
 from mpistrat.errors import OutOfRangeError
 from mpistrat.input.agreed_steps import AgreedSteps, has_examples
 from mpistrat.input.batches import without_examples
 from mpistrat.input.device_copies import DeviceCopies
+from mpistrat.input.splitting import Step
 from mpistrat.input.step_source import Progress, StepSource
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.trace import spans
@@ -48,6 +49,7 @@ class DistributedIterator(Iterator[Any]):
         self.after_steps = source.after_steps
         fetches = source.options.experimental_fetch_to_device is not False
         self._copies = DeviceCopies(self._extended.input.devices if fetches else ())
+        self._together = self._extended.communicator.raising_together()
         self.progress = Progress(source.epoch, source.start)
         # Workers that do not wait for each other have steps of their own, of which each is a part of a global batch.
         strategy = self._extended.strategy
@@ -65,7 +67,7 @@ class DistributedIterator(Iterator[Any]):
         self.progress.begin(epoch, start)
         self._steps: AgreedSteps | None = None
         self._steps_read = start
-        self._ahead: collections.deque[tuple[list[Any], Any, Any]] = collections.deque()
+        self._ahead: collections.deque[Step] = collections.deque()
         self._failure: Exception | None = None
         self._template: Any = None
         self._structure: str | None = None
@@ -85,12 +87,13 @@ class DistributedIterator(Iterator[Any]):
         """
         with spans.current.range("next(iterator)"):
             strategy = self._extended.strategy
-            require_iteration(strategy)
-            in_block = in_replica_block(strategy)
+            in_block = require_iteration(strategy)
             if in_block:  # all ranks are here, between two steps
                 self._source.end_step()
                 self._extended.modules.before_run()
-            self._read_ahead(self._source.read_ahead(self._copies))
+            if self._source.steps_ahead < 0:
+                self._source.agree_on_steps_ahead(self._copies)
+            self._read_ahead(self._source.steps_ahead)
             if not self._ahead:
                 if self._failure is not None:
                     raise self._failure
@@ -99,18 +102,18 @@ class DistributedIterator(Iterator[Any]):
                     self._extended.modules.after_loader()
                 self._extended.given_steps.end(self)
                 raise StopIteration
-            batches, self.progress.position, examples = self._ahead.popleft()
-            self._extended.first_step.begin(examples, self._source.reader.batch_size)
+            step = self._ahead.popleft()
+            self._extended.first_step.begin(step.examples, self._source.reader.batch_size)
             steps = self._extended.given_steps
             if in_block or not steps.blocks:
-                known = examples if self._combines_all else None
+                known = step.examples if self._combines_all else None
                 steps.give(self, known, gradients=gradients_are_on())
             self.progress.steps += 1
+            self.progress.position, self.progress.unread = step.position, None
             if in_block:
                 self._source.is_under_way = True
                 strategy.runs += 1
-            self.progress.unread = None
-            batches = self._copies.arrived(batches)
+            batches = self._copies.arrived(step) if self._copies.needed else step
             return batches[0] if len(batches) == 1 else regroup(batches)
 
     def peek(self) -> None:
@@ -136,21 +139,20 @@ class DistributedIterator(Iterator[Any]):
             self._failure = failure
 
     def _read(self) -> None:
-        if self._steps is None:
-            self._steps = self._source.open(self.progress.epoch, self._steps_read)
-        step = next(self._steps, None)
-        if step is None:
-            self._has_read_all = True
-            return
-        with self._extended.communicator.raising_together():
-            batches = [self._filled(entry) for entry in step]
-            for batch in batches:
-                self._structure = _same_structure(batch, self._structure, self._steps_read)
+        with self._together:
+            if self._steps is None:
+                self._steps = self._source.open(self.progress.epoch, self._steps_read)
+            step = next(self._steps, None)
+            if step is None:
+                self._has_read_all = True
+                return
+            step[:] = map(self._filled, step)
             if self._source.spec is None:
-                self._source.learn_spec(batches[0])
-            batches = self._copies.start(batches)
+                self._source.learn_spec(step[0])
+            if self._copies.needed:
+                step[:] = self._copies.start(step)
         self._steps_read += 1
-        self._ahead.append((batches, self._steps.position, self._steps.examples))
+        self._ahead.append(step)
 
     def get_next(self) -> Any:
         """`next`, but at the end: OutOfRangeError."""
@@ -190,27 +192,30 @@ class DistributedIterator(Iterator[Any]):
         self._source.has_begun(self, self.progress)
 
     def _filled(self, entry: Any) -> Any:
-        """The batch of a step's entry; one of no examples where it has none."""
+        """The batch of a step's entry; one of no examples where it has none.
+
+        Raises: ValueError where the batches before it had another structure.
+        """
         if has_examples(entry):
             self._template = entry
-            return entry
-        if self._template is None and self._steps is not None:
-            self._template = self._steps.template
-        if self._template is None:
-            self._template = self._source.reader.template()
-        if self._template is None:
-            raise ValueError("the dataset has no example that could tell what a batch looks like")
-        return without_examples(self._template)
-
-
-def _same_structure(batch: Any, before: str | None, step: int) -> str:
-    """The structure of `batch`, of step `step`. Raises: ValueError where those before it had another."""
-    structure = nest.describe(batch)
-    if before is not None and structure != before:
-        raise ValueError(
-            f"the dataset changes its structure: step {step} is {structure}, those before it were {before}"
-        )
-    return structure
+        else:
+            if self._template is None and self._steps is not None:
+                self._template = self._steps.template
+            if self._template is None:
+                self._template = self._source.reader.template()
+            if self._template is None:
+                raise ValueError(
+                    "the dataset has no example that could tell what a batch looks like"
+                )
+            entry = without_examples(self._template)
+        structure = nest.describe(entry)
+        if self._structure not in (None, structure):
+            raise ValueError(
+                f"the dataset changes its structure: step {self._steps_read} is {structure}, those before it were "
+                f"{self._structure}"
+            )
+        self._structure = structure
+        return entry
 
 
 def element_spec_of(source: StepSource) -> Any:

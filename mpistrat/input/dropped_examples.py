@@ -48,22 +48,21 @@ class DroppedExamples:
         is_nothing = dropped and dropped == len(examples)
         return Collated(None if is_nothing else self._collate(examples), dropped)
 
-    def count(
-        self, step: Step, expected: StepExamples, communicator: Communicator
-    ) -> tuple[Step, StepExamples]:
-        """The batches of `step`, in `Collated` or not, and how many examples came.
+    def count(self, step: Step, expected: StepExamples, communicator: Communicator) -> None:
+        """Give `step` its batches, in `Collated` or not until now, and how many examples came.
 
         Called by: every rank. Raises: the function's own error, where no example of the step came on any rank.
         """
         own = expected[:-1] - [e.dropped if isinstance(e, Collated) else 0 for e in step]
-        step = [*map(batch_of, step)]
+        step[:] = map(batch_of, step)
         words = np.array([own.sum(), sum(map(_rows, step, own.tolist()))])
         mine = words.tolist()
         communicator.all_reduce(words, reducing("sum", "examples that came"))
         total, rows = words.tolist()
         if not total:  # as in one process
             entries = zip(step, expected.tolist(), strict=False)
-            return [self._collate([None] * n) if b is None else b for b, n in entries], expected
+            step[:] = [self._collate([None] * n) if b is None else b for b, n in entries]
+            return
         if communicator.rank == 0 and not self._has_told and mine[1] * total != rows * mine[0]:
             self._has_told = True
             tell(
@@ -71,7 +70,8 @@ class DroppedExamples:
                 "the first rank. Gradients count each rank by its examples. If collate_fn leaves some out, let the "
                 "dataset give None for them: None does not count. If it packs examples, nothing is wrong"
             )
-        return [b if n else EMPTY for b, n in zip(step, own, strict=True)], np.append(own, total)
+        step[:] = [b if n else EMPTY for b, n in zip(step, own, strict=True)]
+        step.examples = np.append(own, total)
 
 
 def _rows(batch: Any, count: int) -> int:

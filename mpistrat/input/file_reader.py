@@ -12,7 +12,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.input.datasets import FileDataset
 from mpistrat.input.dropped_examples import DroppedExamples
-from mpistrat.input.readers import Reader, Step, StepAt
+from mpistrat.input.readers import Reader, Step
 from mpistrat.input.splitting import Lists, pieces_of_each, pieces_of_examples, steps_of_stream
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
@@ -78,7 +78,7 @@ class FileReader(Reader):
         self._first_example: Any = None
         self._restart = _Restart()
 
-    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
+    def steps(self, epoch: int, start: int) -> Iterator[Step]:
         share, dataset = self._share, self._dataset
         if start == 0:
             self._restart = _Restart()
@@ -105,7 +105,7 @@ class FileReader(Reader):
             steps = itertools.islice(steps, start, None)
         collate = self.dropped or dataset.collate
         for step in steps:
-            yield StepAt.of(replace(place), step, collate)
+            yield step.load(collate, replace(place))
 
     def _examples(self, place: _Place) -> Iterator[Any]:
         for i, number in enumerate(place.files):

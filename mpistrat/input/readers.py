@@ -21,7 +21,7 @@ from mpistrat.input.splitting import Kind, Lists, pieces_of_each, pieces_of_stre
 from mpistrat.input.splitting import Step as Step
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.options import AutoShardPolicy
-from mpistrat.replicas.input_plan import Share, StepExamples
+from mpistrat.replicas.input_plan import Share
 
 if TYPE_CHECKING:
     from mpistrat.input.random_state import RandomState
@@ -34,39 +34,9 @@ _STEPS_KNOWN = 4
 _STATE = "state of the order of a dataset"
 
 
-class StepAt(Step):
-    """A step that knows where it has left its reader, which is what `state` needs.
-
-    Attributes:
-        examples: how many it has; None where other ranks read what this one does not know of.
-        following: how many steps surely follow it.
-        fails: what follows after those is an error.
-    """
-
-    def __init__(
-        self, position: Any, entries: Iterable[Any], examples: StepExamples | None = None
-    ) -> None:
-        super().__init__(entries)
-        self.position, self.examples = position, examples
-        self.following, self.fails = 0, False
-
-    @classmethod
-    def of(cls, position: Any, pieces: Step, make: Callable[[Any], Any]) -> StepAt:
-        """Of `pieces` as `splitting` gives them, None where there are no more. Args: make: makes a piece an entry."""
-        entries = (
-            make(piece) if piece else MISSING if piece is None else EMPTY for piece in pieces
-        )
-        return cls(position, entries, examples_in(pieces))
-
-
-def examples_in(step: Step) -> StepExamples | None:
-    """How many `step` has, if it knows."""
-    return getattr(step, "examples", None)
-
-
-def knowing_what_follows(steps: Iterator[StepAt]) -> Iterator[StepAt]:
+def knowing_what_follows(steps: Iterator[Step]) -> Iterator[Step]:
     """`steps`, each with what is known of those after it: ranks that know it need not ask each other at each."""
-    read: collections.deque[StepAt] = collections.deque()
+    read: collections.deque[Step] = collections.deque()
     error: Exception | None = None
     known = 0  # the first step need not wait for others
     try:
@@ -110,7 +80,7 @@ class Reader(abc.ABC):
     drop_last = False
 
     @abc.abstractmethod
-    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
+    def steps(self, epoch: int, start: int) -> Iterator[Step]:
         """An epoch from its step number `start` on."""
 
     def num_steps(self) -> int | None:
@@ -175,12 +145,13 @@ def _begin_at(batches: Any, state: Any) -> None:
         batches.random.begin_at(state)
 
 
-def _at(steps: Iterator[Step], position: Callable[[], Any]) -> Iterator[StepAt]:
+def _at(steps: Iterator[Step], position: Callable[[], Any]) -> Iterator[Step]:
     """`steps` with the position that is known when the first was read: samplers draw their seed then."""
     first = list(itertools.islice(steps, 1))
     at = position()
     for step in itertools.chain(first, steps):
-        yield StepAt(at, step, examples_in(step))
+        step.position = at
+        yield step
 
 
 def set_epoch(batches: Any, epoch: int) -> None:
@@ -207,9 +178,7 @@ class GlobalReader(Reader):
         self._reads_all = policy is AutoShardPolicy.OFF and share.workers > 1
         self.same_for_any_ranks = self.ends_together = not self._reads_all
 
-    def _steps_of(
-        self, batches: Iterable[Any], kind: Kind, start: int
-    ) -> Iterator[list[Any | None]]:
+    def _steps_of(self, batches: Iterable[Any], kind: Kind, start: int) -> Iterator[Step]:
         """What the replicas of this rank get of `batches`, by one of the rules of `splitting`, from step `start` on.
 
         None where there are no more.
@@ -238,10 +207,10 @@ class IndexReader(GlobalReader):
             self.dropped = DroppedExamples(dataset.own_collate)
         self._collate = self.dropped or dataset.collate
 
-    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
+    def steps(self, epoch: int, start: int) -> Iterator[Step]:
         batches = self._dataset.index_batches(epoch)
         for step in self._steps_of(batches, Lists(), start) if len(self._dataset) else ():
-            yield StepAt.of(None, step, self._loaded)
+            yield step.load(self._loaded)
 
     def _loaded(self, indices: list[int]) -> Any:
         return self._collate(self._dataset.fetch(indices))
@@ -279,7 +248,7 @@ class BatchReader(GlobalReader):
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self.compares_ends = compared_over is not None
 
-    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
+    def steps(self, epoch: int, start: int) -> Iterator[Step]:
         set_epoch(self._batches, epoch)
         batches = iter(self._batches)
         if self._compared_over is not None:
@@ -364,20 +333,21 @@ class FunctionReader(Reader):
         size = getattr(datasets[0], "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
 
-    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
+    def steps(self, epoch: int, start: int) -> Iterator[Step]:
         for dataset in self._datasets:
             set_epoch(dataset, epoch)
         if len(self._datasets) == self._num_replicas > 1:
             columns = itertools.zip_longest(*self._datasets, fillvalue=MISSING)
-            steps: Iterator[Step] = map(list, columns)
+            steps: Iterator[Step] = map(Step, columns)
         else:
             steps = self._turns()
         yield from _at(itertools.islice(steps, start, None), lambda: [*map(_began, self._datasets)])
 
     def _turns(self) -> Iterator[Step]:
         elements = iter(self._datasets[0])
-        while step := list(itertools.islice(elements, self._num_replicas)):
-            yield step + [MISSING] * (self._num_replicas - len(step))
+        while step := Step(itertools.islice(elements, self._num_replicas)):
+            step += [MISSING] * (self._num_replicas - len(step))
+            yield step
 
     def num_steps(self) -> int | None:
         lengths = [*map(length_of, self._datasets)]

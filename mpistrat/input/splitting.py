@@ -14,35 +14,50 @@ Both work on anything that can be measured, cut and joined: batches of arrays (`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from mpistrat.replicas.input_plan import Share, StepExamples
 
-# A step holds an entry for each replica of the rank: its batch, EMPTY for a piece without examples, or MISSING where
-# the data ends before the step is full.
+# Entries of a step in place of a batch: of a piece without examples, and where the data ends before the step is full.
 EMPTY, MISSING = object(), None
-Step = list[Any]
 
 _END = object()
 
 
-class Pieces(list[Any]):
-    """Pieces of one global batch. Attributes: examples: how many they have; None where that cannot be counted."""
+class Step(list[Any]):
+    """An entry for each replica of the rank: a piece of a global batch, and later what was made of the piece.
 
-    def __init__(self, pieces: Iterable[Any], examples: StepExamples | None) -> None:
-        super().__init__(pieces)
-        self.examples = examples
+    Attributes:
+        examples: how many it has; None where other ranks read what this one does not know of.
+        position: where it has left its reader, which is what `state` needs.
+        following: how many steps surely follow it.
+        fails: what follows after those is an error.
+    """
+
+    examples: StepExamples | None = None
+    position: Any = None
+    following = 0
+    fails = False
+
+    def load(self, make: Callable[[Any], Any], position: Any = None) -> Step:
+        """This step with what `make` makes of each piece."""
+        for i, piece in enumerate(self):
+            if piece is not MISSING:
+                self[i] = make(piece) if piece else EMPTY
+        self.position = position
+        return self
 
 
 class Kind(Protocol):
     """What is cut: measured, cut and joined along the examples."""
 
-    def size(self, batch: Any) -> int: ...
+    def size(self, batch: Any, /) -> int: ...
 
-    def cut(self, batch: Any, first: int, end: int) -> Any: ...
+    def cut(self, batch: Any, part: slice, /) -> Any: ...
 
     def join(self, parts: list[Any]) -> Any: ...
 
@@ -50,11 +65,8 @@ class Kind(Protocol):
 class Lists:
     """Batches that are lists, of indices or of examples."""
 
-    def size(self, batch: list[Any]) -> int:
-        return len(batch)
-
-    def cut(self, batch: list[Any], first: int, end: int) -> list[Any]:
-        return batch[first:end]
+    size = staticmethod(len)
+    cut = staticmethod(operator.getitem)
 
     def join(self, parts: list[list[Any]]) -> list[Any]:
         return list(itertools.chain.from_iterable(parts))
@@ -82,16 +94,20 @@ def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int
 
 def pieces_of_each(
     batches: Iterable[Any], kind: Kind, wanted: Sequence[int], num_pieces: int
-) -> Iterator[Pieces]:
+) -> Iterator[Step]:
     """For each batch its pieces number `wanted`. One piece is the batch as it is, whatever that is."""
+    size, parts, examples = -1, [slice(0)], None  # of the batches so far, which mostly are alike
     for batch in batches:
         if num_pieces == 1:
-            yield Pieces((batch for _ in wanted), _examples_of_whole(batch, kind))
-            continue
-        size = kind.size(batch)
-        bounds = [slice_bounds(size, piece, num_pieces) for piece in wanted]
-        examples = np.array([*(end - first for first, end in bounds), size])
-        yield Pieces((kind.cut(batch, first, end) for first, end in bounds), examples)
+            step, examples = Step([batch] * len(wanted)), _examples_of_whole(batch, kind)
+        else:
+            if size != (size := kind.size(batch)):
+                bounds = [slice_bounds(size, piece, num_pieces) for piece in wanted]
+                parts = [slice(*bound) for bound in bounds]
+                examples = np.array([*(end - first for first, end in bounds), size])
+            step = Step([kind.cut(batch, part) for part in parts])
+        step.examples = examples
+        yield step
 
 
 def _examples_of_whole(batch: Any, kind: Kind) -> StepExamples | None:
@@ -119,13 +135,13 @@ def pieces_of_stream(
                     yield rest
                 return
             rest = batch if rest is None or not kind.size(rest) else kind.join([rest, batch])
-        yield kind.cut(rest, 0, size)
-        rest = kind.cut(rest, size, kind.size(rest))
+        yield kind.cut(rest, slice(size))
+        rest = kind.cut(rest, slice(size, None))
 
 
 def steps_of_stream(
     pieces: Iterable[Any], share: Share, *, drop_last: bool = False
-) -> Iterator[list[Any | None]]:
+) -> Iterator[Step]:
     """A worker's pieces, dealt out to its replicas; of each step those of this rank, None where there is none.
 
     With `drop_last`, a step that does not have a piece for each replica of the worker is left out.
@@ -134,4 +150,4 @@ def steps_of_stream(
     while step := list(itertools.islice(source, share.replicas_per_worker)):
         if len(step) < share.replicas_per_worker and drop_last:
             return
-        yield [step[replica] if replica < len(step) else None for replica in share.replicas]
+        yield Step(step[replica] if replica < len(step) else None for replica in share.replicas)

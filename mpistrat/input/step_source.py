@@ -54,6 +54,7 @@ class StepSource:
         last, progress: the iterator that was begun last, and how far it has come.
         peeked: the next iterator, where its first step was read for its spec.
         after_steps: as of `DistributedDataset`.
+        steps_ahead: as many are on the way to devices while those before them are computed; -1: not agreed yet.
         is_under_way: whether the program has, inside `Strategy.replica()`, a step that has not ended.
     """
 
@@ -69,7 +70,7 @@ class StepSource:
         self.peeked: Any = None
         self.is_under_way = False
         self.after_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._read_ahead: int | None = None
+        self.steps_ahead = -1
 
     def has_begun(self, iterator: Any, progress: Progress) -> None:
         """`iterator` is the one that was begun last; the epochs after its follow."""
@@ -98,19 +99,14 @@ class StepSource:
             reader, steps, extended.communicator, self.partial, start, extended.num_local_replicas
         )
 
-    def read_ahead(self, copies: DeviceCopies) -> int:
-        """Steps that are on the way to devices while those before them are computed.
-
-        Collective at first: as many on all ranks, for reading has collectives, even if only some ranks have devices.
-        """
-        if self._read_ahead is None:
-            needed = self.extended.communicator.all_gather_object(
-                copies.needed,
-                label="devices of the distributed dataset: every rank must call next()",
-            )
-            depth = self.options.experimental_per_replica_buffer_size
-            self._read_ahead = depth if any(needed) else 0
-        return self._read_ahead
+    def agree_on_steps_ahead(self, copies: DeviceCopies) -> None:
+        """As many on all ranks, for reading has collectives, even if only some ranks have devices. Collective."""
+        needed = self.extended.communicator.all_gather_object(
+            copies.needed,
+            label="devices of the distributed dataset: every rank must call next()",
+        )
+        depth = self.options.experimental_per_replica_buffer_size
+        self.steps_ahead = depth if any(needed) else 0
 
     def state_at(self, progress: Progress) -> dict[str, Any]:
         """The state of an iterator that has come so far. Called by: every rank."""

@@ -30,7 +30,7 @@ from mpistrat.input.readers import (
     SHARED,
     GlobalReader,
     Restartable,
-    StepAt,
+    Step,
     check_alike,
     length_of,
     set_epoch,
@@ -184,11 +184,11 @@ class _Pieces:
     """
 
     def __init__(self) -> None:
-        self.read: collections.deque[StepAt] = collections.deque()
+        self.read: collections.deque[Step] = collections.deque()
         self.some: Sequence[Any] = ()
-        self.steps: Iterator[list[list[Any] | None]] = iter(())
+        self.steps: Iterator[Step] = iter(())
 
-    def begin(self, steps: Iterator[list[list[Any] | None]]) -> None:
+    def begin(self, steps: Iterator[Step]) -> None:
         self.read.clear()
         self.steps = steps
 
@@ -198,8 +198,9 @@ class _Pieces:
 
     def __iter__(self) -> Iterator[list[Any]]:
         for step in self.steps:
-            self.read.append(StepAt.of(None, step, bool))
-            for piece in step:
+            pieces = list(step)
+            self.read.append(step.load(bool))
+            for piece in pieces:
                 yield piece or list(self.some[:1])
 
 
@@ -292,7 +293,7 @@ class LoaderReader(GlobalReader):
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
         self._steps_of((), Lists(), 0)  # raises for what cannot be
 
-    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
+    def steps(self, epoch: int, start: int) -> Iterator[Step]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
         if self.ends_together:
             self._agree()  # before there are workers: an error would end them while they start
@@ -308,7 +309,8 @@ class LoaderReader(GlobalReader):
             loader.generator
         )  # torch's iterator draws from it, into a tensor on the default device
         with self._random.of_epoch(), contextlib.nullcontext() if own is None else own.device:
-            pieces.begin(self._steps_of(self._index_batches(pieces), Lists(), start))
+            index_batches = itertools.chain.from_iterable(self._index_batches(pieces))
+            pieces.begin(self._steps_of(index_batches, Lists(), start))
             with starting_workers(self._user):
                 batches = guarded(iter(loader))
             if not loader.num_workers:  # otherwise the workers have their first indices
@@ -317,33 +319,37 @@ class LoaderReader(GlobalReader):
         if not loader.num_workers and not loader.pin_memory:
             # What `batches` does, in less time.
             for step in pieces.steps:
-                yield StepAt.of(began, step, self._loaded)
+                yield step.load(self._loaded, began)
             return
         k = len(self._share.replicas)
         while len(loaded := list(itertools.islice(batches, k))) == k:
             self._template = batch_of(loaded[0])
             step = pieces.read.popleft()
             entries = zip(loaded, step, strict=True)
-            whole = (batch if kind is True else kind for batch, kind in entries)
-            yield StepAt(began, whole, step.examples)
+            step[:] = [batch if kind is True else kind for batch, kind in entries]
+            step.position = began
+            yield step
 
     def _loaded(self, indices: list[Any]) -> Any:
         return self._collate(self._fetch(indices))
 
-    def _index_batches(self, pieces: _Pieces) -> Iterator[list[Any]]:
-        """The index lists of the global batches, as rank 0's sampler gives them; `pieces` learns of some examples."""
+    def _index_batches(self, pieces: _Pieces) -> Iterator[Iterable[list[Any]]]:
+        """The index lists of the global batches, some at a time, as rank 0's sampler gives them.
+
+        `pieces` learns of some examples.
+        """
         communicator = self._communicator
         if self._reads_all:
             for batch in map(list, self._batch_sampler):
                 pieces.some = pieces.some or batch
-                yield batch
+                yield [batch]
             return
         with communicator.raising_together():
             plan = _Plan.of(self._user)
         plan = communicator.broadcast_object(plan, label=_SAMPLER)
         if plan is not None:
             pieces.some = range(plan.examples)
-            yield from plan.index_batches(getattr(self._user.sampler, "generator", None))
+            yield plan.index_batches(getattr(self._user.sampler, "generator", None))
             return
         batches = iter(self._batch_sampler)
         if communicator.rank != 0:
@@ -358,7 +364,7 @@ class LoaderReader(GlobalReader):
                     block = [list(batch) for batch in itertools.islice(batches, length)]
             block = communicator.broadcast_object(block, label=_SAMPLER)
             pieces.some = pieces.some or next(filter(None, block), ())
-            yield from block
+            yield block
             if len(block) < length:
                 return
             length = min(2 * length, _BATCHES_OF_LONGEST)

@@ -16,6 +16,7 @@ NUMBERS = (signal.SIGUSR1, signal.SIGUSR2)
 
 # By signal that is kept: SIG_DFL, or a function that calls the handler of MPI, which calls the one before it.
 _previous: dict[int, Any] = {}
+kept: set[int] = set()  # those that have no handler, until a step begins
 _come: set[int] = set()
 
 
@@ -26,6 +27,8 @@ def keep() -> None:
             with contextlib.suppress(ValueError):  # on another thread
                 _previous[number] = before
                 signal.signal(number, _note)
+                if before == signal.SIG_DFL:
+                    kept.add(number)
 
 
 def previous(number: int) -> Any:
@@ -43,10 +46,11 @@ def heard(numbers: frozenset[int]) -> int:
 
 def release() -> None:
     """A step begins: what ends a program without a handler does so from now on, and if it has come."""
-    for number in NUMBERS:
-        if _previous.get(number) == signal.SIG_DFL and signal.getsignal(number) is _note:
+    for number in [*kept]:
+        if _previous[number] == signal.SIG_DFL and signal.getsignal(number) is _note:
             with contextlib.suppress(ValueError):  # on another thread: at a later step
                 signal.signal(number, signal.SIG_DFL)
+                kept.remove(number)
                 if heard(frozenset([number])):
                     signal.raise_signal(number)
 

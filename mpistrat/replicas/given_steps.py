@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,23 +84,25 @@ class GivenSteps:
 
     @property
     def _last_of_training(self) -> _Iteration | None:
-        last = max(self._iterations, key=lambda iteration: iteration.order, default=None)
+        last = max(self._iterations, key=operator.attrgetter("order"), default=None)
         return last if last is not None and last.order else None
 
     def give(self, iterator: Any, examples: StepExamples | None, *, gradients: bool) -> None:
         """`iterator` gives a step with these examples. Args: gradients: whether they are on."""
         self.distributed = True
-        iteration = self._iteration_of(iterator)
-        if iteration is None:
-            iteration = _Iteration(weakref.ref(iterator, self._forget))
-        else:
-            iteration.is_only = False
-        others = [i for i in self._iterations if i is not iteration and i.iterator() is not None]
+        iteration, others = None, []
+        for known in self._iterations:
+            owner = known.iterator()
+            if owner is iterator:
+                iteration = known
+                iteration.is_only = False
+            elif owner is not None and not (gradients and known.is_evaluation):
+                others.append(known)
+        iteration = iteration or _Iteration(weakref.ref(iterator, self._forget))
         iteration.examples = examples
         if gradients:
             self._order += 1
             self._shard_is_last = False
-            others = [i for i in others if not i.is_evaluation]
             iteration.training, iteration.order = examples, self._order
             if examples is not None:
                 iteration.since += 1
@@ -115,8 +118,8 @@ class GivenSteps:
         self._keep([i for i in self._iterations if not i.is_evaluation])
 
     def _keep(self, iterations: list[_Iteration]) -> None:
-        left = {size for i in self._iterations if i not in iterations for size in i.sizes}
-        self._left_uneven |= any(size % self._num_replicas for size in left)
+        for left in {*self._iterations}.difference(iterations):
+            self._left_uneven |= any(size % self._num_replicas for size in left.sizes)
         self._iterations = iterations
         last = self._last_of_training
         self.examples = iterations[-1].examples if iterations else None
@@ -124,15 +127,12 @@ class GivenSteps:
 
     def end(self, iterator: Any) -> None:
         """`iterator` has no more. If no backward came since its first step, its steps were those of an evaluation."""
-        iteration = self._iteration_of(iterator)
-        if iteration is not None:
-            iteration.is_only, iteration.has_ended = False, True
-            others = [i for i in self._iterations if i is not iteration]
-            if iteration.is_evaluation and any(i.order for i in others):
-                self._keep(others)
-
-    def _iteration_of(self, iterator: Any) -> _Iteration | None:
-        return next((i for i in self._iterations if i.iterator() is iterator), None)
+        for iteration in self._iterations:
+            if iteration.iterator() is iterator:
+                iteration.is_only, iteration.has_ended = False, True
+                others = [i for i in self._iterations if i is not iteration]
+                if iteration.is_evaluation and any(i.order for i in others):
+                    self._keep(others)
 
     def _forget(self, iterator: weakref.ref[Any]) -> None:
         last = self._iterations[-1]

@@ -23,13 +23,13 @@ TESTS = Path(__file__).parents[2]
 sys.path.insert(0, str(TESTS))
 
 from support import accelerator  # noqa: E402
-from support.frames import Frames, files_of, watching  # noqa: E402
+from support.trips import Figures, least  # noqa: E402
 
 SIM = accelerator.load()
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 KNOWN = 3  # steps after which gradients leave early
 BATCH = 4  # of each rank
-MOST_FRAMES, MOST_FILES = 7, 5
+MOST = Figures(244, 34)  # of the trip of eight gradients, each in a bucket of its own
 MOST_MEMORY = 1.25  # times the gradients
 _SOME = ms.MultiWorkerMirroredStrategy(gradients="sum").extended
 DEVICE = torch.device(_SOME.worker_devices[0])
@@ -371,20 +371,18 @@ def the_host_does_not_wait() -> None:
                 pair.strategy.run(step)
 
 
-def few_frames() -> None:
-    if not NATIVELY or accelerator.left_out(
-        "few_frames", "it counts frames below the simulated group", says_so=RANK == 0
-    ):
+def few_calls() -> None:
+    if not NATIVELY:
         return
-    pair = Pair(layers, bytes_per_pack=1)
-    pair.train()
-    frames, original = Frames(), SIM.ProcessGroupSim.allreduce
-    SIM.ProcessGroupSim.allreduce = watching(original, frames, itself=False)
-    pair.step()
-    SIM.ProcessGroupSim.allreduce = original
-    calls = frames.since("hook", "pytorch/gradients/arrivals.py")
-    assert len(calls) <= MOST_FRAMES, calls
-    assert len(files_of(calls)) <= MOST_FILES, files_of(calls)
+    pair, losses = Pair(layers, bytes_per_pack=1), []
+
+    def forward() -> None:
+        pair.model.zero_grad()
+        losses.append(pair.loss(pair.model, torch.ones(BATCH, 6, device=DEVICE), RANK))
+
+    trip = pair.strategy.run(lambda: least(lambda: losses.pop().backward(), forward))
+    assert "while backward() runs" in pair.strategy.extended.explain()
+    trip.check(MOST)
 
 
 def calls_inside_backward() -> None:
@@ -463,7 +461,7 @@ CHECKS = [
     *(several_models, unused_parameters, checkpoints_inside, accumulation, mixed_dtypes),
     sparse_gradients,
     *(clipping_and_scaling, several_streams, what_failed_leaves_memory_alone),
-    *(short_sums, little_memory, the_host_does_not_wait, few_frames, captured_graphs),
+    *(short_sums, little_memory, the_host_does_not_wait, few_calls, captured_graphs),
     *(calls_inside_backward, skipped_backward),
 ]
 

@@ -2,12 +2,14 @@
 
 import pytest
 
-from mpistrat.input.readers import StepAt, knowing_what_follows
+from mpistrat.input.readers import Step, knowing_what_follows
 
 
 def steps(count, error=False):
     for i in range(count):
-        yield StepAt(i, [i])
+        step = Step([i])
+        step.position = i
+        yield step
     if error:
         raise OSError("broken")
 
