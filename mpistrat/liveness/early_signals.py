@@ -16,6 +16,7 @@ NUMBERS = (signal.SIGUSR1, signal.SIGUSR2)
 
 # By signal that is kept: SIG_DFL, or a function that calls the handler of MPI, which calls the one before it.
 _previous: dict[int, Any] = {}
+kept: set[int] = set()  # those that end a program without a handler
 _come: set[int] = set()
 
 
@@ -26,6 +27,7 @@ def keep() -> None:
             with contextlib.suppress(ValueError):  # on another thread
                 _previous[number] = before
                 signal.signal(number, _note)
+                kept.update([number] if before == signal.SIG_DFL else ())
 
 
 def previous(number: int) -> Any:
@@ -47,6 +49,7 @@ def release() -> None:
         if _previous.get(number) == signal.SIG_DFL and signal.getsignal(number) is _note:
             with contextlib.suppress(ValueError):  # on another thread: at a later step
                 signal.signal(number, signal.SIG_DFL)
+                kept.discard(number)
                 if heard(frozenset([number])):
                     signal.raise_signal(number)
 

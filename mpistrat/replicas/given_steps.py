@@ -74,17 +74,13 @@ class GivenSteps:
         self.examples: StepExamples | None = None  # no property: compiled losses read it
         self.examples_with_gradients: StepExamples | None = None
         self._iterations: list[_Iteration] = []
+        self._last: _Iteration | None = None  # that gave a step while gradients were on
         self._order = 0
         self._shard_is_last = False  # after the steps of iterators
         self._left_uneven = (
             False  # parts of different sizes were given in steps that weigh no backward
         )
         self._said: set[str] = set()
-
-    @property
-    def _last_of_training(self) -> _Iteration | None:
-        last = max(self._iterations, key=lambda iteration: iteration.order, default=None)
-        return last if last is not None and last.order else None
 
     def give(self, iterator: Any, examples: StepExamples | None, *, gradients: bool) -> None:
         """`iterator` gives a step with these examples. Args: gradients: whether they are on."""
@@ -118,7 +114,8 @@ class GivenSteps:
         left = {size for i in self._iterations if i not in iterations for size in i.sizes}
         self._left_uneven |= any(size % self._num_replicas for size in left)
         self._iterations = iterations
-        last = self._last_of_training
+        last = max(iterations, key=lambda iteration: iteration.order, default=None)
+        self._last = last = last if last is not None and last.order else None
         self.examples = iterations[-1].examples if iterations else None
         self.examples_with_gradients = self.examples if last is None else last.training
 
@@ -147,10 +144,12 @@ class GivenSteps:
         Raises:
             RuntimeError: they do, and it is not known by which step. All ranks raise it.
         """
-        last = self._last_of_training
-        current = [i for i in self._iterations if i.since or i is last]
-        is_of_shard = self._shard_is_last and not any(i.since for i in current)
-        sizes = {size for i in current for size in i.take_sizes()}
+        last, is_of_shard, current, sizes = self._last, self._shard_is_last, [], set[int]()
+        for iteration in self._iterations:
+            if iteration.since or iteration is last:
+                is_of_shard &= not iteration.since
+                current.append(iteration)
+                sizes |= iteration.take_sizes()
         if not weighs or is_of_shard:
             return None
         if len(sizes) > 1 and any(size % self._num_replicas for size in sizes):
