@@ -62,6 +62,7 @@ class GivenSteps:
         examples: of the step that was given last; None if that is not known.
         examples_with_gradients: as `examples`, but of the last step that was given while gradients were on, if there is
             any.
+        iterations: those whose steps the program may compute with.
         blocks: how many threads are inside `Strategy.replica()`; steps that other threads are given are not theirs.
         distributed: a distributed dataset has given a step, or values were distributed or sharded.
     """
@@ -73,7 +74,7 @@ class GivenSteps:
         self.distributed = False
         self.examples: StepExamples | None = None  # no property: compiled losses read it
         self.examples_with_gradients: StepExamples | None = None
-        self._iterations: list[_Iteration] = []
+        self.iterations: list[_Iteration] = []
         self._last: _Iteration | None = None  # that gave a step while gradients were on
         self._order = 0
         self._shard_is_last = False  # after the steps of iterators
@@ -90,7 +91,7 @@ class GivenSteps:
             iteration = _Iteration(weakref.ref(iterator, self._forget))
         else:
             iteration.is_only = False
-        others = [i for i in self._iterations if i is not iteration and i.iterator() is not None]
+        others = [i for i in self.iterations if i is not iteration and i.iterator() is not None]
         iteration.examples = examples
         if gradients:
             self._order += 1
@@ -108,12 +109,12 @@ class GivenSteps:
     def shard(self) -> None:
         """Arrays are sharded that are no step of an iterator. What comes next may be of them."""
         self._shard_is_last = True
-        self._keep([i for i in self._iterations if not i.is_evaluation])
+        self._keep([i for i in self.iterations if not i.is_evaluation])
 
     def _keep(self, iterations: list[_Iteration]) -> None:
-        left = {size for i in self._iterations if i not in iterations for size in i.sizes}
+        left = {size for i in self.iterations if i not in iterations for size in i.sizes}
         self._left_uneven |= any(size % self._num_replicas for size in left)
-        self._iterations = iterations
+        self.iterations = iterations
         last = max(iterations, key=lambda iteration: iteration.order, default=None)
         self._last = last = last if last is not None and last.order else None
         self.examples = iterations[-1].examples if iterations else None
@@ -124,17 +125,17 @@ class GivenSteps:
         iteration = self._iteration_of(iterator)
         if iteration is not None:
             iteration.is_only, iteration.has_ended = False, True
-            others = [i for i in self._iterations if i is not iteration]
+            others = [i for i in self.iterations if i is not iteration]
             if iteration.is_evaluation and any(i.order for i in others):
                 self._keep(others)
 
     def _iteration_of(self, iterator: Any) -> _Iteration | None:
-        return next((i for i in self._iterations if i.iterator() is iterator), None)
+        return next((i for i in self.iterations if i.iterator() is iterator), None)
 
     def _forget(self, iterator: weakref.ref[Any]) -> None:
-        last = self._iterations[-1]
+        last = self.iterations[-1]
         stays = last.is_only and last.iterator is iterator
-        self._keep([i for i in self._iterations if i.iterator is not iterator or stays])
+        self._keep([i for i in self.iterations if i.iterator is not iterator or stays])
 
     def begin_backward(self, *, weighs: bool) -> StepExamples | None:
         """A backward begins. Returns: the examples of the step by which a replica's loss counts; None: all count alike.
@@ -145,7 +146,7 @@ class GivenSteps:
             RuntimeError: they do, and it is not known by which step. All ranks raise it.
         """
         last, is_of_shard, current, sizes = self._last, self._shard_is_last, [], set[int]()
-        for iteration in self._iterations:
+        for iteration in self.iterations:
             if iteration.since or iteration is last:
                 is_of_shard &= not iteration.since
                 current.append(iteration)
@@ -189,7 +190,7 @@ class GivenSteps:
 
     def has_given(self, size: int) -> bool:
         """Whether the last step of an iterator has so many examples over all replicas."""
-        return any(i.examples is not None and i.examples[-1] == size for i in self._iterations)
+        return any(i.examples is not None and i.examples[-1] == size for i in self.iterations)
 
     def tell_once(self, text: str) -> None:
         """Have the first rank say `text`."""

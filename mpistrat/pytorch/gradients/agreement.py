@@ -109,11 +109,17 @@ class StepAgreement:
         strategy, piggybacks = self._parts.strategy, list(self._parts.piggybacks)
         sharded, steps = extended.sharded, extended.given_steps
         facts = strategy.runs, optimizer_steps, sharded.count
-        used = _used(everyone)
-        unused = used == 0
+        kinds = [0] * len(self._registry)
+        for step in everyone:
+            for slot, gradient in enumerate(step.gradients):
+                if gradient is not None and kinds[slot] != _DENSE:
+                    kinds[slot] = _SPARSE if gradient.is_sparse else _DENSE
+        for slot in everyone[0].sent:
+            kinds[slot] = _AGAIN if kinds[slot] else _DENSE
+        unused = np.array(kinds, np.int32) == 0
         equal = np.array([*facts, sharded.first, zlib.crc32(unused.tobytes()) >> 1], np.int32)
         communicated = len(everyone) == 1 and everyone[0].communicated
-        words: list[Any] = [[communicated], equal, -equal, used, ()]
+        words: list[Any] = [[communicated], equal, -equal, kinds, ()]
         if self._registry.buffers:
             words[-1] = buffers.flags_of([step.buffers for step in everyone])
         if piggybacks:
@@ -168,14 +174,3 @@ class StepAgreement:
             f"gradients are on ({described}); a rank has skipped a backward. Every rank must call run, shard and "
             "backward() as often as the others; a loss of zero contributes nothing"
         )
-
-
-def _used(everyone: Sequence[Step]) -> np.ndarray:
-    """By slot, how the gradients of this rank's replicas are laid out; 0 of an unused parameter."""
-    used = np.zeros(len(everyone[0].gradients), np.int32)
-    for step in everyone:
-        kinds = [0 if g is None else _SPARSE if g.is_sparse else _DENSE for g in step.gradients]
-        np.maximum(used, np.array(kinds, np.int32), out=used)
-        for slot in step.sent:
-            used[slot] = _AGAIN if used[slot] else _DENSE
-    return used

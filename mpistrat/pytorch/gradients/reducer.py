@@ -248,7 +248,9 @@ class GradientReducer:
         """
         steps, sharded = self._extended.given_steps, self._extended.sharded
         is_mean, weight = self._parts.rule.chosen == "mean", 1.0
-        examples = steps.begin_backward(weighs=in_block and is_mean)
+        weighs, examples = in_block and is_mean, None
+        if weighs or steps.iterations:
+            examples = steps.begin_backward(weighs=weighs)
         if sharded.cuts:
             sharded.combine(alike=is_mean and (examples if in_block else steps.examples) is None)
         if examples is not None:
@@ -327,7 +329,8 @@ class GradientReducer:
         done = {*reduced, *early} - agreed.again
         slots = [s for s in agreed.dense if s not in done] if done else agreed.dense
         # Where the ranks have used other parameters, an error of one of them may come before the sums.
-        with self._communicator.following() if agreed.alike else contextlib.nullcontext():
+        following = self._communicator.contract.following
+        with following() if agreed.alike else contextlib.nullcontext():
             late = self._sum(slots, step, contributions)
         reduced |= late
         for slot in early.keys() & set(agreed.dense):
