@@ -346,17 +346,21 @@ class MpiAllReduce(CrossDeviceOps):
         """
         sums: dict[int, Array] = {}
         communicator = self.communicator
-        own_pack = packing.pack_of_itself(like, indices, contributions)
+        own_pack = None
+        if len(indices) == len(contributions) == 1:
+            own_pack = packing.pack_of_itself(like, indices, contributions)
         for pack in [own_pack] if own_pack else packer.packs(like, indices, communicator):
-            first, *others = ([own[i] for i in pack.indices] for own in contributions)
-            if pack is not own_pack:
-                packing.fill(pack.pieces, first)
-            for values in others:
-                packing.add(pack.pieces, values)
-            stays = communicator.takes_device_buffers or communicator.size == 1
+            for number, own in enumerate(contributions):
+                values = [*map(own.__getitem__, pack.indices)]
+                if number:
+                    packing.add(pack.pieces, values)
+                elif pack is not own_pack:
+                    packing.fill(pack.pieces, values)
+            stays = pack.flat.is_cpu or communicator.takes_device_buffers or communicator.size == 1
             host = pack.flat if stays else arrays.to_host(pack.flat)
-            communicator.all_reduce(host, reduction_of(pack.indices))
-            if host is not pack.flat:
+            given = host if pack.host is None else pack.host
+            communicator.all_reduce(given, reduction_of(pack.indices), follows=True)
+            if not stays:
                 pack.flat.copy_(host)
             sums.update(zip(pack.indices, pack.pieces, strict=True))
         return sums

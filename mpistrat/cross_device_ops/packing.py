@@ -6,13 +6,15 @@ gradients, buffers of modules and what is mirrored go in packs; nothing else in 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,21 +28,47 @@ if TYPE_CHECKING:
 
 
 _DTYPE, _SHAPE, _IS_CPU = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
+_LAYOUT = operator.attrgetter("dtype", "device", "shape")
+# Of parameters that take turns, such as a generator's and a discriminator's, the packs of so many turns are kept; two
+# of each, because a program that accumulates has the gradients of earlier backwards in one of them.
+_TURNS, _PACKS = 4, 2
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Pack:
-    """Some of a list of arrays, side by side in their order.
+    """Some of a list of tensors, side by side in their order.
 
     Attributes:
         flat: of shape [elements].
-        indices: of the arrays in their list.
-        pieces: views of `flat`, in the shapes of the arrays.
+        indices: of the tensors in their list.
+        pieces: views of `flat`, in the shapes of the tensors.
+        host: `flat` as NumPy has it, whose calls take a third of the time of torch's; None where it cannot.
+        alone: how often all that is referred to while nothing else does so.
     """
 
     flat: Array
     indices: list[int]
     pieces: list[Array]
+    host: np.ndarray | None = None
+    alone: Any = None
+
+    def references(self) -> Any:
+        """How often the memory and each piece are referred to, from Python and from torch."""
+        torch, storage = sys.modules["torch"], self.flat.untyped_storage()
+        counts = map(sys.getrefcount, self.pieces), map(torch.Tensor._use_count, self.pieces)
+        return torch._C._storage_Use_Count(storage._cdata), *map(list, counts)
+
+
+class Plan(NamedTuple):
+    """How tensors are packed, as long as their layouts stay as they are.
+
+    Attributes:
+        key: the layouts, and for whom they are packed.
+        packs: for each pack the indices of its tensors, and those on the host that were taken last.
+    """
+
+    key: tuple[Any, ...]
+    packs: list[tuple[list[int], list[Pack]]]
 
 
 class Packer:
@@ -50,6 +78,8 @@ class Packer:
         self._recycled = RecycledBuffers()
         # As an array on the host: another, uninitialized.
         self.like = self._recycled.like
+        self._plans: collections.deque[Plan] = collections.deque(maxlen=_TURNS)
+        self._asked: dict[Communicator | None, int] = {}  # for a window of so many bytes
 
     def packs(
         self,
@@ -58,23 +88,52 @@ class Packer:
         communicator: Communicator | None = None,
         *,
         asks: bool = True,
-    ) -> Iterator[Pack]:
-        """One for each dtype and device, with the arrays in the order of `indices`; uninitialized.
+    ) -> list[Pack]:
+        """One for each dtype and device, with the tensors in the order of `indices`; uninitialized.
 
         Args:
-            like: the arrays, of which only dtype, device, shape and strides count.
+            like: the tensors, of which only dtype, device, shape and strides count.
             communicator: whose window the packs are in, where there is room: then the call is collective.
             asks: False: for no larger window than there has been, and the call is not collective.
         """
-        for group in alike(like, indices):
-            own = [like[i] for i in group]
-            length = sum(map(arrays.num_elements, own))
-            window = communicator
-            if window is not None and not asks:
-                fits = length * arrays.itemsize(own[0]) <= window.memory.window_capacity
-                window = window if fits else None
-            flat = self.memory(length, own[0], communicator=window)
-            yield Pack(flat, group, pieces_of(flat, own))
+        own = [*map(like.__getitem__, indices)]
+        strides = [*map(sys.modules["torch"].Tensor.stride, own)]
+        key = communicator, asks, [*indices], [*map(_LAYOUT, own)], strides
+        for plan in self._plans:
+            if plan.key == key:
+                break
+        else:
+            plan = Plan(key, [(group, []) for group in alike(like, indices)])
+        packs = []
+        for group, kept in plan.packs:
+            for pack in kept:
+                if pack.references() == pack.alone:
+                    break
+            else:
+                pack = self._new_pack([like[i] for i in group], group, communicator, asks)
+                if pack.alone:
+                    kept[:] = [pack, *kept][:_PACKS]
+            packs.append(pack)
+        self._plans.append(plan)
+        return packs
+
+    def _new_pack(
+        self, own: list[Any], group: list[int], communicator: Communicator | None, asks: bool
+    ) -> Pack:
+        length = sum([tensor.numel() for tensor in own])
+        nbytes = length * own[0].itemsize
+        lacks = communicator is not None and nbytes > communicator.memory.window_capacity
+        if lacks and asks and nbytes > self._asked.get(communicator, 0):
+            self._plans.clear()  # a smaller window goes once nothing lies in it
+            flat = self.memory(length, own[0], communicator=communicator)
+            self._asked[communicator] = nbytes  # there may be no room for it, as all ranks know
+        else:
+            flat = self.memory(length, own[0], communicator=None if lacks else communicator)
+        pack = Pack(flat, group, pieces_of(flat, own))
+        if not arrays.is_on_accelerator(flat):  # where another allocator recycles
+            pack.host = flat.numpy() if arrays.numpy_knows(flat.dtype) else None
+            pack.alone = pack.references()
+        return pack
 
     def memory(
         self,
@@ -266,19 +325,19 @@ def is_dense(tensor: Any) -> bool:
 
 def fill(pieces: Sequence[Array], values: Sequence[Any]) -> None:
     """Copy `values` into `pieces`; None counts as zero."""
-    if not pieces or not arrays.is_torch(pieces[0]):
+    if not pieces or pieces[0].__class__ is np.ndarray:
         for piece, value in zip(pieces, values, strict=True):
             piece[...] = 0 if value is None else value
         return
-    import torch
-
-    absent = [piece for piece, value in zip(pieces, values, strict=True) if value is None]
-    if absent:
-        torch._foreach_zero_(absent)
-    targets = [p for p, v in zip(pieces, values, strict=True) if v is not None]
-    sources = [v.to_dense() if v.is_sparse else v for v in values if v is not None]
+    targets, sources = [], []
+    for piece, value in zip(pieces, values, strict=True):
+        if value is None:
+            piece.zero_()
+        else:
+            targets.append(piece)
+            sources.append(value.to_dense() if value.is_sparse else value)
     if targets:
-        torch._foreach_copy_(targets, sources)
+        sys.modules["torch"]._foreach_copy_(targets, sources)
 
 
 def add(pieces: Sequence[Array], values: Sequence[Any], absent: str = "skipped") -> None:

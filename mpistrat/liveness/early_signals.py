@@ -16,7 +16,7 @@ NUMBERS = (signal.SIGUSR1, signal.SIGUSR2)
 
 # By signal that is kept: SIG_DFL, or a function that calls the handler of MPI, which calls the one before it.
 _previous: dict[int, Any] = {}
-kept: set[int] = set()  # those that have no handler, until a step begins
+kept: set[int] = set()  # those without a handler, until a step begins
 _come: set[int] = set()
 
 
@@ -27,8 +27,7 @@ def keep() -> None:
             with contextlib.suppress(ValueError):  # on another thread
                 _previous[number] = before
                 signal.signal(number, _note)
-                if before == signal.SIG_DFL:
-                    kept.add(number)
+                kept.update([number] if before == signal.SIG_DFL else ())
 
 
 def previous(number: int) -> Any:
@@ -47,12 +46,12 @@ def heard(numbers: frozenset[int]) -> int:
 def release() -> None:
     """A step begins: what ends a program without a handler does so from now on, and if it has come."""
     for number in [*kept]:
-        if _previous[number] == signal.SIG_DFL and signal.getsignal(number) is _note:
-            with contextlib.suppress(ValueError):  # on another thread: at a later step
+        with contextlib.suppress(ValueError):  # on another thread: at a later step
+            if signal.getsignal(number) is _note:
                 signal.signal(number, signal.SIG_DFL)
-                kept.remove(number)
                 if heard(frozenset([number])):
                     signal.raise_signal(number)
+            kept.discard(number)
 
 
 def _note(number: int, frame: Any) -> None:

@@ -207,5 +207,5 @@ def _check_parameters(
     # Of the replicas of each rank the first is here: the others will find that this is done.
     _compare(optimizer, context, reducer)
     if optimizer not in reducer.optimizers.values():
-        reducer.add_optimizer(optimizer)
+        reducer.optimizers[next(reducer.numbers)] = optimizer
     _checked[optimizer] = found

@@ -63,6 +63,7 @@ class GivenSteps:
         examples: of the step that was given last; None if that is not known.
         examples_with_gradients: as `examples`, but of the last step that was given while gradients were on, if there is
             any.
+        iterations: those whose steps the program may compute with.
         blocks: how many threads are inside `Strategy.replica()`; steps that other threads are given are not theirs.
         distributed: a distributed dataset has given a step, or values were distributed or sharded.
     """
@@ -74,7 +75,8 @@ class GivenSteps:
         self.distributed = False
         self.examples: StepExamples | None = None  # no property: compiled losses read it
         self.examples_with_gradients: StepExamples | None = None
-        self._iterations: list[_Iteration] = []
+        self.iterations: list[_Iteration] = []
+        self._last: _Iteration | None = None  # that gave a step while gradients were on
         self._order = 0
         self._shard_is_last = False  # after the steps of iterators
         self._left_uneven = (
@@ -82,16 +84,11 @@ class GivenSteps:
         )
         self._said: set[str] = set()
 
-    @property
-    def _last_of_training(self) -> _Iteration | None:
-        last = max(self._iterations, key=operator.attrgetter("order"), default=None)
-        return last if last is not None and last.order else None
-
     def give(self, iterator: Any, examples: StepExamples | None, *, gradients: bool) -> None:
         """`iterator` gives a step with these examples. Args: gradients: whether they are on."""
         self.distributed = True
         iteration, others = None, []
-        for known in self._iterations:
+        for known in self.iterations:
             owner = known.iterator()
             if owner is iterator:
                 iteration = known
@@ -115,29 +112,30 @@ class GivenSteps:
     def shard(self) -> None:
         """Arrays are sharded that are no step of an iterator. What comes next may be of them."""
         self._shard_is_last = True
-        self._keep([i for i in self._iterations if not i.is_evaluation])
+        self._keep([i for i in self.iterations if not i.is_evaluation])
 
     def _keep(self, iterations: list[_Iteration]) -> None:
-        for left in {*self._iterations}.difference(iterations):
+        for left in {*self.iterations}.difference(iterations):
             self._left_uneven |= any(size % self._num_replicas for size in left.sizes)
-        self._iterations = iterations
-        last = self._last_of_training
+        self.iterations = iterations
+        last = max(iterations, key=operator.attrgetter("order"), default=None)
+        self._last = last = last if last is not None and last.order else None
         self.examples = iterations[-1].examples if iterations else None
         self.examples_with_gradients = self.examples if last is None else last.training
 
     def end(self, iterator: Any) -> None:
         """`iterator` has no more. If no backward came since its first step, its steps were those of an evaluation."""
-        for iteration in self._iterations:
+        for iteration in self.iterations:
             if iteration.iterator() is iterator:
                 iteration.is_only, iteration.has_ended = False, True
-                others = [i for i in self._iterations if i is not iteration]
+                others = [i for i in self.iterations if i is not iteration]
                 if iteration.is_evaluation and any(i.order for i in others):
                     self._keep(others)
 
     def _forget(self, iterator: weakref.ref[Any]) -> None:
-        last = self._iterations[-1]
+        last = self.iterations[-1]
         stays = last.is_only and last.iterator is iterator
-        self._keep([i for i in self._iterations if i.iterator is not iterator or stays])
+        self._keep([i for i in self.iterations if i.iterator is not iterator or stays])
 
     def begin_backward(self, *, weighs: bool) -> StepExamples | None:
         """A backward begins. Returns: the examples of the step by which a replica's loss counts; None: all count alike.
@@ -147,10 +145,12 @@ class GivenSteps:
         Raises:
             RuntimeError: they do, and it is not known by which step. All ranks raise it.
         """
-        last = self._last_of_training
-        current = [i for i in self._iterations if i.since or i is last]
-        is_of_shard = self._shard_is_last and not any(i.since for i in current)
-        sizes = {size for i in current for size in i.take_sizes()}
+        last, is_of_shard, current, sizes = self._last, self._shard_is_last, [], set[int]()
+        for iteration in self.iterations:
+            if iteration.since or iteration is last:
+                is_of_shard &= not iteration.since
+                current.append(iteration)
+                sizes |= iteration.take_sizes()
         if not weighs or is_of_shard:
             return None
         if len(sizes) > 1 and any(size % self._num_replicas for size in sizes):
@@ -190,7 +190,7 @@ class GivenSteps:
 
     def has_given(self, size: int) -> bool:
         """Whether the last step of an iterator has so many examples over all replicas."""
-        return any(i.examples is not None and i.examples[-1] == size for i in self._iterations)
+        return any(i.examples is not None and i.examples[-1] == size for i in self.iterations)
 
     def tell_once(self, text: str) -> None:
         """Have the first rank say `text`."""

@@ -21,13 +21,14 @@ class GradientRule:
         gradients: the strategy's argument: "sum", "mean" or None.
 
     Attributes:
+        chosen: "sum", "mean", or None while it is undecided.
         name: is no other rule's in this process.
         is_of_loss: whether a loss has decided it, and not the program's argument.
     """
 
     def __init__(self, gradients: str | None = None) -> None:
         self.name = f"rule {next(_numbers)}"
-        self._rule = gradients
+        self.chosen = gradients
         self._decided_by = f"the strategy's argument gradients={gradients!r}"
         self._has_warned = self.is_of_loss = False
 
@@ -36,10 +37,10 @@ class GradientRule:
 
         Args: warn: whether to say it, once, when another rule is decided, which stays.
         """
-        if self._rule is None:
-            self._rule, self._decided_by = rule, f"{call}, called at {call_site(sys._getframe())}"
+        if self.chosen is None:
+            self.chosen, self._decided_by = rule, f"{call}, called at {call_site(sys._getframe())}"
             self.is_of_loss = True
-        elif self._rule != rule and warn and not self._has_warned:
+        elif self.chosen != rule and warn and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{call} scales the loss for the {rule} of gradients, but {self}: gradients are divided by the number "
@@ -50,28 +51,24 @@ class GradientRule:
 
     def default_to_mean(self, call: str) -> None:
         """Average, as DistributedDataParallel does, if nothing has decided otherwise when `call` combines gradients."""
-        if self._rule is None:
-            self._rule = "mean"
+        if self.chosen is None:
+            self.chosen = "mean"
             site = call_site(sys._getframe())
             self._decided_by = (
                 f"{call} inside strategy.replica(), where it is the default, at {site}"
             )
 
-    @property
-    def is_mean(self) -> bool:
-        return self._rule == "mean"
-
     def decided(self, call: str) -> str:
         """The rule, for `call`, which combines gradients. Raises: RuntimeError while it is undecided."""
-        if self._rule is None:
+        if self.chosen is None:
             raise RuntimeError(
                 f"{call}: are gradients to be summed or averaged? Scale the loss with "
                 "mpistrat.compute_average_loss(per_example_loss, global_batch_size=...), whose gradients are summed, "
                 'or make the strategy with gradients="sum" or gradients="mean" (DistributedDataParallel\'s rule)'
             )
-        return self._rule
+        return self.chosen
 
     def __str__(self) -> str:
-        if self._rule is None:
+        if self.chosen is None:
             return "whether backward() leaves the sum or the mean of gradients is undecided"
-        return f"backward() leaves the {self._rule} of gradients, decided by {self._decided_by}"
+        return f"backward() leaves the {self.chosen} of gradients, decided by {self._decided_by}"

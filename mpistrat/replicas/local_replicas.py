@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from mpistrat.machine.devices import make_own_current
 
-MergeFunction = Callable[[list[tuple[Any, ...]]], Any]
+MergeFunction = Callable[[list[Any]], Any]
 
 
 class ReplicaState(Protocol):
@@ -95,7 +95,7 @@ class LocalReplicas:
             self._current.run = outer
             self._idle.append(threads)
 
-    def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
+    def meet(self, index: int, merge: MergeFunction, operands: Any) -> Any:
         """Wait until every replica has called this; `merge` of all operands, run by replica 0.
 
         Called by: replica `index`, inside `run`.
@@ -150,7 +150,7 @@ class _Run:
             raise self._error
         return self._results
 
-    def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
+    def meet(self, index: int, merge: MergeFunction, operands: Any) -> Any:
         if self._stopping:
             raise _Stopped
         self._operands[index] = operands

@@ -107,7 +107,7 @@ def _check_scale(own: int, size: int, contradicts_mean: bool, is_guess: bool) ->
     extended = get_strategy().extended
     is_compiling = torch.compiler.is_compiling()
     choose_sum(contradicts_mean, extended.modules.rule.name, is_compiling and is_guess)
-    if not is_compiling and not extended.modules.rule.is_mean:
+    if not is_compiling and extended.modules.rule.chosen != "mean":
         _tell_of_size(extended, own, size)
 
 

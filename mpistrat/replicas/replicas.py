@@ -145,7 +145,7 @@ class Replicas:
 
         return self.merge_call(context, merge, (value,), {})
 
-    def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
+    def meet(self, index: int, merge: MergeFunction, operands: Any) -> Any:
         """`merge` of the operands of all `count` calls, once for all. Called by: replica `index`, inside `run`."""
         self._end_turn(index)
         return self._turns.meet(index, merge, operands)

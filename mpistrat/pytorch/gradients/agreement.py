@@ -1,22 +1,25 @@
-"""What the ranks agree on before they reduce gradients: one MAX of a few words per parameter.
-
-`StepFacts` has what is compared, and counted for it.
-"""
+"""What the ranks agree on before they reduce gradients: one MAX of a few words per parameter."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
-from mpistrat.communicators import Communicator, reducing
+from mpistrat.communicators import reducing
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch.gradients.piggyback import Piggyback
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.registry import Registry
+from mpistrat.replicas.torch_modules import ModuleParts
+
+if TYPE_CHECKING:
+    from mpistrat.pytorch.gradients.buckets import Buckets
 
 # How a gradient is laid out. The MAX over all replicas wins: what is dense anywhere is dense.
 _SPARSE, _DENSE = 1, 2
@@ -25,24 +28,40 @@ _AGAIN = 3
 _NAMED = 5  # parameters that a message names
 
 
-class StepFacts(NamedTuple):
-    """What a rank knows of the step that a backward belongs to. All but `first_shard` must be equal on all ranks.
+@dataclasses.dataclass
+class Step:
+    """A backward of one replica.
 
     Attributes:
-        runs: calls of `run`; inside `replica()` steps of distributed datasets.
-        steps: of optimizers.
-        shards: calls of `Strategy.shard` inside `replica()`, while gradients were on.
-        first_shard: a checksum of the arrays that the first of these calls was given; 0 if it was compared before.
+        replica: its number among those of this rank.
+        parameters: by slot; None where the program has dropped one.
+        in_block: inside `replica()`, and not inside `run`.
+        synchronizes: whether gradients are reduced: not inside `no_sync()`.
+        scale: multiplied to the sums, or None.
+        weight: what the loss is multiplied by.
+        aside: by slot, the reduced gradients of earlier backwards.
+        buckets: take gradients while the engine computes others; None: they are reduced afterwards.
+        sent: the slots of which something has left in `buckets`.
+        communicated: the program has, inside backward(); until that has ended: perhaps.
+        gradients: by slot, what the replica contributes beside what was sent.
+        buffers: those that the replica's forward has left.
     """
 
-    runs: int
-    steps: int
-    shards: int = 0
-    first_shard: int = 0
+    replica: int
+    parameters: list[Any]
+    in_block: bool
+    synchronizes: bool
+    scale: float | None
+    weight: float
+    aside: dict[int, torch.Tensor]
+    buckets: Buckets | None
+    sent: frozenset[int] = frozenset()
+    communicated: bool = True
+    gradients: list[Any] = dataclasses.field(default_factory=list)
+    buffers: buffers.Snapshot = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """Equal on all ranks.
 
     Attributes:
@@ -50,9 +69,8 @@ class Agreement:
         again: the dense slots that have got something after their buckets had left.
         communicates: the program of some rank has communicated inside backward().
         alike: all replicas have used the same parameters.
-        same_batches: the first arrays given to `Strategy.shard` are equal on all ranks, as far as that was compared.
         buffers: of shape [buffers], bool: which of them are averaged.
-        maxima: for each piggyback the words that it gets.
+        maxima: the piggybacks, and the words that each gets.
     """
 
     dense: list[int]
@@ -60,9 +78,8 @@ class Agreement:
     again: frozenset[int]
     communicates: bool
     alike: bool
-    same_batches: bool
     buffers: np.ndarray
-    maxima: list[np.ndarray]
+    maxima: list[tuple[Piggyback, np.ndarray]]
 
 
 class StepAgreement:
@@ -72,59 +89,65 @@ class StepAgreement:
         registry: of the mirrored parameters.
     """
 
-    def __init__(self, communicator: Communicator, registry: Registry) -> None:
-        self._communicator, self._registry = communicator, registry
+    def __init__(self, parts: ModuleParts, registry: Registry) -> None:
+        self._parts, self._registry = parts, registry
+        self._communicator = parts.group.communicator
 
-    def agree(
-        self,
-        facts: StepFacts,
-        contributions: Sequence[Sequence[Any]],
-        sent: frozenset[int],
-        snapshots: Sequence[buffers.Snapshot],
-        piggybacks: Sequence[Piggyback],
-        communicated: bool = False,
-    ) -> Agreement:
+    def agree(self, everyone: Sequence[Step], extended: Any, optimizer_steps: int) -> Agreement:
         """Agree on what all replicas of all ranks have used and written. Called by: every rank.
 
+        Compared are calls of `run` (inside `replica()` steps of distributed datasets), steps of optimizers, calls of
+        `Strategy.shard` inside `replica()` while gradients were on, and the first arrays that these were given.
+
         Args:
-            contributions: for each replica of this rank its gradients by slot.
-            sent: the slots of which something has left in buckets.
-            snapshots: for each replica of this rank its buffers.
-            communicated: the program has, inside backward().
+            everyone: the steps of this rank's replicas.
+            extended: the strategy's.
         Raises:
             CollectiveMismatchError: the ranks are not in the same step. RuntimeError: this rank has frozen parameters
                 that others train; they hear of it.
         """
-        with self._communicator.raising_together():
-            words = [piggyback.words() for piggyback in piggybacks]
-        used = _used(contributions, sent)
-        unused = used == 0
-        equal = np.array([*facts, zlib.crc32(unused.tobytes()) >> 1], np.int32)
-        header = np.array([communicated, *equal, *-equal], np.int32)
-        written = np.zeros(buffers.FLAGS_PER_BUFFER * len(snapshots[0]), np.int32)
-        buffers.flag_written(snapshots, written)
-        parts = [header, used, written, *words]
-        flags = np.concatenate(parts)
+        strategy, piggybacks = self._parts.strategy, list(self._parts.piggybacks)
+        sharded, steps = extended.sharded, extended.given_steps
+        facts = strategy.runs, optimizer_steps, sharded.count
+        kinds = [0] * len(self._registry)
+        for step in everyone:
+            for slot, gradient in enumerate(step.gradients):
+                if gradient is not None and kinds[slot] != _DENSE:
+                    kinds[slot] = _SPARSE if gradient.is_sparse else _DENSE
+        for slot in everyone[0].sent:
+            kinds[slot] = _AGAIN if kinds[slot] else _DENSE
+        unused = np.array(kinds, np.int32) == 0
+        equal = np.array([*facts, sharded.first, zlib.crc32(unused.tobytes()) >> 1], np.int32)
+        communicated = len(everyone) == 1 and everyone[0].communicated
+        words: list[Any] = [[communicated], equal, -equal, kinds, ()]
+        if self._registry.buffers:
+            words[-1] = buffers.flags_of([step.buffers for step in everyone])
+        if piggybacks:
+            with self._communicator.raising_together():
+                words += [piggyback.words() for piggyback in piggybacks]
+        flags = np.concatenate(words, dtype=np.int32, casting="unsafe")
         self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
-        ends = np.cumsum([len(part) for part in parts[:-1]])
-        header, used, written, *maxima = np.split(flags, ends)
-        # Where all numbers are equal, the greatest and the greatest opposite add up to 0.
-        differ = header[1:].reshape(2, -1).sum(0, dtype=np.int64) > 0
-        *counts_differ, batches_differ, uses_differ = differ.tolist()
+        ends = [*itertools.accumulate(map(len, words))]
+        (communicates,), equal, opposite, used, written, *maxima = np.split(flags, ends[:-1])
+        # Of equal numbers the greatest is the opposite of the greatest opposite.
+        *counts_differ, batches_differ, uses_differ = (equal != -opposite).tolist()
         if any(counts_differ):
             raise CollectiveMismatchError(self._who_is_where(facts))
         if uses_differ:
             with self._communicator.raising_together():
                 self._check_not_frozen(np.flatnonzero(unused & (used != 0)).tolist())
+        if batches_differ or sharded.first:
+            sharded.compared(same=not batches_differ)
+        if not steps.distributed:
+            steps.reduced()
         return Agreement(
             np.flatnonzero(used >= _DENSE).tolist(),
             np.flatnonzero(used == _SPARSE).tolist(),
             frozenset(np.flatnonzero(used == _AGAIN).tolist()),
-            bool(header[0]),
+            bool(communicates),
             not uses_differ,
-            not batches_differ,
-            buffers.to_average(written),
-            maxima,
+            buffers.to_average(written) if len(written) else written,
+            list(zip(piggybacks, maxima, strict=True)),
         )
 
     def _check_not_frozen(self, slots: Sequence[int]) -> None:
@@ -139,11 +162,11 @@ class StepAgreement:
                 "small. Call requires_grad_ on every rank alike"
             )
 
-    def _who_is_where(self, facts: StepFacts) -> str:
+    def _who_is_where(self, facts: tuple[int, int, int]) -> str:
         everyone = self._communicator.all_gather_object(facts)
         described = ", ".join(
             f"rank {rank}: run {runs}, {steps} steps, shard {shards}"
-            for rank, (runs, steps, shards, _) in enumerate(everyone)
+            for rank, (runs, steps, shards) in enumerate(everyone)
         )
         return (
             f"backward() on rank {self._communicator.rank}: the ranks are not in the same step, counting calls of run "
@@ -151,15 +174,3 @@ class StepAgreement:
             f"gradients are on ({described}); a rank has skipped a backward. Every rank must call run, shard and "
             "backward() as often as the others; a loss of zero contributes nothing"
         )
-
-
-def _used(contributions: Sequence[Sequence[Any]], sent: frozenset[int]) -> np.ndarray:
-    """By slot, how the gradients of this rank's replicas are laid out; 0 of an unused parameter."""
-    kinds = [
-        [0 if g is None else _SPARSE if g.is_sparse else _DENSE for g in gradients]
-        for gradients in contributions
-    ]
-    used = np.array(kinds, np.int32).max(0)
-    for slot in sent:
-        used[slot] = _AGAIN if used[slot] else _DENSE
-    return used

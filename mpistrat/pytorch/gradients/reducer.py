@@ -19,31 +19,29 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpistrat.arrays import is_on_gpu
-from mpistrat.communicators import Reduction
+from mpistrat.communicators import Reduction, reducing
 from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing
-from mpistrat.context import (
-    AnyReplicaContext,
-    current_mode,
-    in_replica_block,
-)
+from mpistrat.context import AnyReplicaContext, per_thread
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.liveness import early_signals
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.gradients.agreement import StepAgreement, StepFacts
+from mpistrat.pytorch.gradients.agreement import Agreement, Step, StepAgreement
 from mpistrat.pytorch.gradients.arrivals import Arrivals
-from mpistrat.pytorch.gradients.buckets import Buckets, cut
+from mpistrat.pytorch.gradients.buckets import cut
 from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
 from mpistrat.pytorch.gradients.overlap import Overlap
 from mpistrat.pytorch.gradients.unsynchronized import Unsynchronized
-from mpistrat.pytorch.gradients.values import sum_rows, sums_by_custom_ops
+from mpistrat.pytorch.gradients.values import sum_by_custom_ops, sum_rows
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.registry import Registry
@@ -60,6 +58,9 @@ _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.Context
 )
 
 
+_GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
+_IS_THERE = functools.partial(operator.is_not, None)
+
 _MAY_INTERLEAVE = (
     "Gradients left while backward() ran: if the program communicates inside backward(), and its ranks use different "
     "parameters, have them reduced when it has ended, with CommunicationOptions(overlap=False)"
@@ -68,11 +69,12 @@ _MAY_INTERLEAVE = (
 
 def replica_here() -> tuple[AnyReplicaContext, GradientReducer] | None:
     """The replica that runs here, and the reducer of its strategy; None outside run, or if there is one replica."""
-    strategy, context, _ = current_mode()
-    if context is None or strategy.num_replicas_in_sync == 1:
+    if not per_thread.modes or (context := per_thread.modes[-1].replica_context) is None:
+        return None  # below all modes is the default strategy, of one replica
+    modules = per_thread.modes[-1].strategy.extended.modules.made
+    if modules is None or modules.reducer.count == 1:
         return None
-    modules = strategy.extended.modules.made
-    return None if modules is None else (context, modules.reducer)
+    return context, modules.reducer
 
 
 @functools.wraps(hooks.original_backward)
@@ -111,19 +113,6 @@ def _backward(arguments: tuple[Any, ...], weight: float) -> None:
     hooks.original_backward(tensors, *others)
 
 
-class _Contribution(NamedTuple):
-    """What one replica has when its backward has ended.
-
-    Attributes:
-        gradients: by slot.
-        aside: by slot, the reduced gradients of earlier backwards.
-    """
-
-    gradients: list[torch.Tensor | None]
-    buffers: buffers.Snapshot
-    aside: dict[int, torch.Tensor]
-
-
 class GradientReducer:
     """Reduces the gradients of a strategy's mirrored parameters.
 
@@ -131,10 +120,12 @@ class GradientReducer:
         slice_steps: of parameters that the ranks of a node share; None without `shared_parameters=True`.
 
     Attributes:
+        count: of replicas, on all ranks.
         steps: optimizer steps taken inside `run`; a rank whose count differs has skipped a backward.
         has_reduced: whether all ranks have come to the end of a backward.
         share: what this replica's loss counts in that of all, by the last backward; None before the first.
         optimizers: those that have stepped inside `run` and are still alive, by number in the order of first steps.
+        numbers: those of the next ones; equal on all ranks.
         slice_steps: as given.
         arrivals: watches the gradients that come.
     """
@@ -144,10 +135,12 @@ class GradientReducer:
     ) -> None:
         self._parts, self.registry, self.slice_steps = parts, registry, slice_steps
         self._communicator = parts.group.communicator
+        self._raising_together = self._communicator.raising_together()
+        self.count = parts.group.num_replicas_in_sync
         options = parts.ops.options
         short = None if options.wire_dtype is None else ShortFloats(options.wire_dtype)
         self.wires = Wires(options.wire_format or short, registry)
-        self._agreement = StepAgreement(self._communicator, registry)
+        self._agreement = StepAgreement(parts, registry)
         self._packer = Packer()
         self._sums = parts.gradient_sums or parts.ops.over_ranks
         self.overlap = Overlap(parts, self._packer, self.wires, shares=slice_steps is not None)
@@ -161,14 +154,12 @@ class GradientReducer:
         self.steps = 0
         self.has_reduced = False
         self.share: float | None = None
-        self.optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
-            weakref.WeakValueDictionary()
-        )
-        self._numbers = itertools.count()
+        self.optimizers = weakref.WeakValueDictionary[int, torch.optim.Optimizer]()
+        self.numbers = itertools.count()
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """It steps for the first time. Every rank takes the same steps."""
-        self.optimizers[next(self._numbers)] = optimizer
+    @functools.cached_property
+    def _extended(self) -> Any:  # which this is a part of
+        return self._parts.strategy.extended
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -187,75 +178,86 @@ class GradientReducer:
             context: of the replica.
             engine: is called with what the loss is multiplied by.
         """
-        replica, parts = context.local_index, self._parts
-        replicas, alone = parts.group.num_replicas_in_sync, parts.replicas.count == 1
+        step, reduced = self._set_aside(context.local_index), None
+        replicas, replica = self._parts.replicas, step.replica
+        try:
+            self._run(step, engine)
+            if step.synchronizes and replicas.count == 1:
+                (reduced,) = self._agree_and_reduce([step])
+            elif step.synchronizes:
+                reduced = replicas.meet(replica, self._agree_and_reduce, step)[replica]
+        except BaseException as error:
+            self._undo(step, error)
+            raise
+        self._spent = step.gradients
+        self._unsynchronized[replica].put_back(step.parameters, step.aside, reduced)
+
+    def _set_aside(self, replica: int) -> Step:
+        """Take what is reduced already out of every `.grad`."""
+        parts, rule, call = self._parts, self._parts.rule, f"backward() over {self.count} replicas"
+        parameters = [slot.reference() for slot in self.registry.slots]
+        in_block, scale = per_thread.modes[-1].in_block, None
         synchronizes = id(self) not in _not_synchronizing.get()
-        scale, buckets, in_block = None, None, in_replica_block(context.strategy)
-        parameters = self.registry.parameters()
-        # What torch has sharded leaves nothing to decide.
-        mirrors = any(parameter is not None for parameter in parameters)
-        call = f"backward() over {replicas} replicas"
         if in_block:
             _check_mirrors(parameters, call)
-            parts.rule.default_to_mean(call)
-        if synchronizes and mirrors and parts.rule.decided(call) == "mean":
-            scale = 1.0 / replicas
-        if synchronizes:
-            _check_not_captured(parameters)
+            rule.default_to_mean(call)
+        some = next(filter(_IS_THERE, parameters), None)
+        if synchronizes and some is not None:  # what torch has sharded leaves nothing to decide
+            scale = 1.0 / self.count if (rule.chosen or rule.decided(call)) == "mean" else None
+            if not some.is_cpu:
+                _check_not_captured(some)
         weight = self._weight(in_block)
-        self.share = weight / replicas if parts.rule.is_mean else weight
-        unsynchronized = self._unsynchronized[replica]
-        aside = unsynchronized.set_aside(parameters)
-        self._spent = []
-        if synchronizes and alone:
-            buckets = self.overlap.begin(parameters, scale)
-        communicated = True  # perhaps, as long as backward() has not ended
-        try:
-            calls = self._communicator.contract.calls
-            with self.arrivals.watched(replica, parameters, buckets) as check:
-                engine(weight)
-            own_calls = 0 if buckets is None else buckets.calls
-            communicated = self._communicator.contract.calls - calls > own_calls
-            if not synchronizes:
-                unsynchronized.keep(parameters, aside)
-                return
-            sent: frozenset[int] = frozenset()
-            with self._communicator.raising_together():
-                check(in_run=not in_block)
-                if buckets is not None:
-                    sent = buckets.finish()
-            gradients = [None if p is None else p.grad for p in parameters]
-            own = _Contribution(gradients, buffers.snapshot(self.registry), aside)
-            if alone:
-                (reduced,) = self._reduce([own], context, scale, buckets, sent, communicated)
-            else:
-                reduced = parts.replicas.meet(
-                    replica, lambda everyone: self._reduce(everyone, context, scale), own
-                )[replica]
-        except BaseException as error:
-            unsynchronized.undo(parameters, aside)
-            if buckets is not None:
-                buckets.leave()
-                if buckets.calls and communicated and isinstance(error, CollectiveMismatchError):
-                    error.args = (f"{error}. {_MAY_INTERLEAVE}",)
-            raise
-        self._spent = [g for g in gradients if g is not None and g.device.type == "cpu"]
-        unsynchronized.clear()
-        _install(parameters, reduced, aside)
+        aside, self._spent = self._unsynchronized[replica].set_aside(parameters), []
+        may_leave = synchronizes and parts.replicas.count == 1
+        buckets = self.overlap.begin(parameters, scale) if may_leave else None
+        return Step(replica, parameters, in_block, synchronizes, scale, weight, aside, buckets)
+
+    def _run(self, step: Step, engine: Callable[[float], None]) -> None:
+        """Have the engine compute what the replica contributes."""
+        contract, buckets = self._communicator.contract, step.buckets
+        calls = contract.calls
+        with self.arrivals.watched(step.replica, step.parameters, buckets) as check:
+            engine(step.weight)
+        step.communicated = contract.calls > calls + (0 if buckets is None else buckets.calls)
+        if step.synchronizes:
+            with self._raising_together:
+                check(in_run=not step.in_block)
+                step.sent = frozenset() if buckets is None else buckets.finish()
+            step.gradients = [None if p is None else p.grad for p in step.parameters]
+            step.buffers = buffers.snapshot(self.registry) if self.registry.buffers else []
+
+    def _agree_and_reduce(self, everyone: list[Step]) -> list[dict[int, torch.Tensor]]:
+        """For each replica of this rank by slot the reduced gradients, without those that no replica has used."""
+        with spans.current.range("reduce gradients"):
+            if self._parts.ops.custom is not None:
+                with self._raising_together:
+                    sum_by_custom_ops(self._parts.ops.custom, everyone)
+            agreed = self._agreement.agree(everyone, self._extended, self.steps)
+            if early_signals.kept or not self.has_reduced:
+                self._extended.first_step.begin(None)
+            self.has_reduced = True
+            reduced = [self._reduce(everyone, agreed)]
+            for _ in everyone[1:]:
+                reduced.append({slot: total.clone() for slot, total in reduced[0].items()})
+            return reduced
 
     def _weight(self, in_block: bool) -> float:
         """What this replica's loss counts in the mean of all: as much as it has of the examples of its loader's step.
 
         So the gradient of the mean over a replica's own part becomes that of the mean over the global batch.
         """
-        extended, is_mean = self._parts.strategy.extended, self._parts.rule.is_mean
-        steps, sharded = extended.given_steps, extended.sharded
-        examples = steps.begin_backward(weighs=in_block and is_mean)
-        sharded.combine(alike=is_mean and (examples if in_block else steps.examples) is None)
-        if examples is None:
-            return 1.0
-        own, of_all = examples.tolist()
-        return own * self._parts.group.num_replicas_in_sync / of_all
+        steps, sharded = self._extended.given_steps, self._extended.sharded
+        is_mean, weight = self._parts.rule.chosen == "mean", 1.0
+        weighs, examples = in_block and is_mean, None
+        if weighs or steps.iterations:
+            examples = steps.begin_backward(weighs=weighs)
+        if sharded.cuts:
+            sharded.combine(alike=is_mean and (examples if in_block else steps.examples) is None)
+        if examples is not None:
+            own, of_all = examples.tolist()
+            weight = own * self.count / of_all
+        self.share = weight / self.count if is_mean else weight
+        return weight
 
     def check_may_be_sharded(self, name: str) -> None:
         """Warn if the gradient of parameter `name`, a DTensor, may be scaled otherwise than those of mirrored ones.
@@ -314,94 +316,79 @@ class GradientReducer:
         lines = [str(self._parts.rule), self.overlap.explain(), self.wires.explain()]
         return "\n".join(filter(None, lines))
 
-    def _reduce(
-        self,
-        everyone: list[Any],
-        context: AnyReplicaContext,
-        scale: float | None,
-        buckets: Buckets | None = None,
-        sent: frozenset[int] = frozenset(),
-        communicated: bool = False,
-    ) -> list[dict[int, torch.Tensor]]:
-        """For each local replica the reduced gradients by slot, without those that no replica of any rank has used.
-
-        Args:
-            everyone: the `_Contribution` of each local replica.
-            scale: multiplied to the sums, or None.
-            buckets: have left, with something in the slots `sent`: contributions are what came later.
-            communicated: as of `StepAgreement.agree`.
-        """
-        parts, parameters = self._parts, list[Any](self.registry.parameters())
-        contributions: list[list[Any]] = [own.gradients for own in everyone]
-        snapshots = [own.buffers for own in everyone]
-        with spans.current.range("reduce gradients"):
-            if parts.ops.custom is not None:
-                with self._communicator.raising_together():
-                    contributions = [
-                        sums_by_custom_ops(parts.ops.custom, parameters, contributions)
-                    ]
-            piggybacks = list(parts.piggybacks)
-            extended = context.strategy.extended
-            sharded = extended.sharded
-            facts = StepFacts(context.strategy.runs, self.steps, sharded.count, sharded.first)
-            agreed = self._agreement.agree(
-                facts, contributions, sent, snapshots, piggybacks, communicated
+    def _reduce(self, everyone: list[Step], agreed: Agreement) -> dict[int, torch.Tensor]:
+        """Sum up the gradients that some replica has used, by slot, and average buffers."""
+        step, buckets = everyone[0], everyone[0].buckets
+        contributions = [*map(_GRADIENTS, everyone)]
+        reduced: dict[int, torch.Tensor] = {}
+        if self.slice_steps is not None:  # parameters are shared by ranks of one replica each
+            reduced = self.slice_steps.shared.reduce(
+                agreed.dense, step.parameters, step.gradients, step.aside, step.scale
             )
-            sharded.compared(same=agreed.same_batches)
-            extended.given_steps.reduced()
-            extended.first_step.begin(None)
-            self.has_reduced = True
-            reduced: dict[int, torch.Tensor] = {}
-            if self.slice_steps is not None:
-                (own,) = everyone  # parameters are shared by ranks of one replica each
-                reduced = self.slice_steps.shared.reduce(
-                    agreed.dense, parameters, own.gradients, own.aside, scale
-                )
-            early = {} if buckets is None else buckets.wait()
-            done = {*reduced, *early} - agreed.again
-
-            late: dict[int, torch.Tensor] = {}
-            for slots in self._packed([s for s in agreed.dense if s not in done], parameters):
-                reduction_of = functools.partial(self._reduction_of, scale, parameters)
-                late |= self._sums.all_reduce_packs(
-                    self._packer, parameters, slots, contributions, reduction_of
-                )
-                if len(everyone) == 1 and is_on_gpu(parameters[slots[0]]):
-                    # Their memory serves the buckets that come next.
-                    for slot in slots:
-                        let_go(contributions[0][slot])
-                        contributions[0][slot] = parameters[slot].grad = None
-            reduced |= late
-            for slot in early.keys() & set(agreed.dense):
-                reduced[slot] = early[slot].add_(late[slot]) if slot in late else early[slot]
-            if len(everyone) == 1:
-                self.overlap.end(
-                    agreed.dense, parameters, buckets, agreed.communicates, agreed.alike
-                )
-            for slot in agreed.sparse:
-                rows = [gradients[slot] for gradients in contributions]
-                total = sum_rows(parts.ops.over_ranks, parameters[slot], rows)
-                reduced[slot] = total if scale is None else total * scale
+        early = {} if buckets is None else buckets.wait()
+        done = {*reduced, *early} - agreed.again
+        slots = [s for s in agreed.dense if s not in done] if done else agreed.dense
+        # Where the ranks have used other parameters, an error of one of them may come before the sums.
+        following = self._communicator.contract.following
+        with following() if agreed.alike else contextlib.nullcontext():
+            late = self._sum(slots, step, contributions)
+        reduced |= late
+        for slot in early.keys() & set(agreed.dense):
+            reduced[slot] = early[slot].add_(late[slot]) if slot in late else early[slot]
+        if len(everyone) == 1:
+            rest = step.parameters, buckets, agreed.communicates, agreed.alike
+            self.overlap.end(agreed.dense, *rest)
+        for slot in agreed.sparse:
+            rows = [gradients[slot] for gradients in contributions]
+            total = sum_rows(self._parts.ops.over_ranks, step.parameters[slot], rows)
+            reduced[slot] = total if step.scale is None else total * step.scale
+        if self.wires.has_format:
             self.wires.end_backward()
-            buffers.average(parts, self.registry.buffers, snapshots, agreed.buffers)
-            for piggyback, greatest in zip(piggybacks, agreed.maxima, strict=True):
-                piggyback.received(greatest)
-            copies = ({slot: t.clone() for slot, t in reduced.items()} for _ in everyone[1:])
-            return [reduced, *copies]
+        if self.registry.buffers:
+            snapshots = [own.buffers for own in everyone]
+            buffers.average(self._parts, self.registry.buffers, snapshots, agreed.buffers)
+        for piggyback, greatest in agreed.maxima:
+            piggyback.received(greatest)
+        return reduced
 
-    def _packed(self, slots: list[int], parameters: Sequence[Any]) -> list[list[int]]:
-        """`slots` in the parts whose gradients are packed, and reduced, one after the other."""
-        if not any(is_on_gpu(parameters[slot]) for slot in slots):
-            return [slots] if slots else []
-        nbytes = bucket_bytes(parameters, slots, self._parts.ops.options.bytes_per_pack)
-        return cut(slots[::-1], parameters, nbytes)
+    def _sum(
+        self, slots: list[int], step: Step, contributions: list[list[Any]]
+    ) -> dict[int, torch.Tensor]:
+        """The sums of dense gradients; on an accelerator of one bucket after the other."""
+        parameters, communicator = step.parameters, self._communicator
 
-    def _reduction_of(
-        self, scale: float | None, parameters: Sequence[Any], slots: Sequence[int]
-    ) -> Reduction:
-        natively = self._communicator.ordered_by_streams and is_on_gpu(parameters[slots[0]])
-        label = f"gradients of {len(slots)} parameters"
-        return self.wires.reduction(label, scale, slots, natively=natively)
+        def reduction_of(part: Sequence[int]) -> Reduction:
+            label = f"gradients of {len(part)} parameters"
+            if not self.wires.has_format:
+                return reducing("sum", label, step.scale)
+            natively = communicator.ordered_by_streams and is_on_gpu(parameters[part[0]])
+            return self.wires.reduction(label, step.scale, part, natively=natively)
+
+        rest = contributions, reduction_of
+        if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
+            return self._sums.all_reduce_packs(self._packer, parameters, slots, *rest)
+        packed = [slots]
+        if any(is_on_gpu(parameters[slot]) for slot in slots):
+            nbytes = bucket_bytes(parameters, slots, self._parts.ops.options.bytes_per_pack)
+            packed = cut(slots[::-1], parameters, nbytes)
+        sums: dict[int, torch.Tensor] = {}
+        for part in packed:
+            sums |= self._sums.all_reduce_packs(self._packer, parameters, part, *rest)
+            if len(contributions) == 1 and is_on_gpu(parameters[part[0]]):
+                # Their memory serves the buckets that come next.
+                for slot in part:
+                    let_go(step.gradients[slot])
+                    step.gradients[slot] = parameters[slot].grad = None
+        return sums
+
+    def _undo(self, step: Step, error: BaseException) -> None:
+        """The backward has failed for `error`."""
+        self._unsynchronized[step.replica].undo(step.parameters, step.aside)
+        if step.buckets is not None:
+            step.buckets.leave()
+            interleaved = step.buckets.calls and step.communicated
+            if interleaved and isinstance(error, CollectiveMismatchError):
+                error.args = (f"{error}. {_MAY_INTERLEAVE}",)
 
 
 def _check_mirrors(parameters: Sequence[Any], call: str) -> None:
@@ -415,10 +402,9 @@ def _check_mirrors(parameters: Sequence[Any], call: str) -> None:
         )
 
 
-def _check_not_captured(parameters: Sequence[torch.Tensor | None]) -> None:
-    """Raises: RuntimeError while a graph of the parameters' device is captured."""
-    some = next((parameter for parameter in parameters if parameter is not None), None)
-    if some is not None and is_capturing(some):
+def _check_not_captured(parameter: torch.Tensor) -> None:
+    """Raises: RuntimeError while a graph of the parameter's device is captured."""
+    if is_capturing(parameter):
         raise RuntimeError(
             "backward() inside run was called while a graph of the device is captured: the ranks agree on the host on "
             "what they reduce, which a replay would leave out. Capture the model alone, by "
@@ -430,26 +416,3 @@ def _check_not_captured(parameters: Sequence[torch.Tensor | None]) -> None:
 def install() -> None:
     """Have backwards inside `run` reduce gradients."""
     hooks.replace_backward(reducing_backward)
-
-
-def _install(
-    parameters: Sequence[torch.Tensor | None],
-    reduced: Mapping[int, torch.Tensor],
-    aside: Mapping[int, torch.Tensor],
-) -> None:
-    """Put the reduced gradients into `.grad`, added to those of earlier backwards in `aside`."""
-    totals, addends = [], []
-    for slot, parameter in enumerate(parameters):
-        if parameter is None:
-            continue
-        before, added = aside.get(slot), reduced.get(slot)
-        if before is None or added is None:
-            parameter.grad = before if added is None else added
-        elif before.is_sparse or added.is_sparse:
-            parameter.grad = before + added
-        else:
-            parameter.grad = before
-            totals.append(before)
-            addends.append(added)
-    if totals:
-        torch._foreach_add_(totals, addends)

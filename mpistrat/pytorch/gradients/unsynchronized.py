@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,57 +27,71 @@ class Unsynchronized:
         self._local: set[ParameterSlot] = set()
         self._splits: dict[ParameterSlot, _Split] = {}
 
-    def set_aside(self, parameters: list[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    def set_aside(self, parameters: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Take what is reduced out of every `.grad`; returns it by position in `parameters`."""
         aside = {}
-        for i, slot, parameter in self._present(parameters):
-            gradient = parameter.grad
+        for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
+            gradient = None if parameter is None else parameter.grad
+            if slot not in self._local:
+                if gradient is not None:
+                    aside[i], parameter.grad = gradient, None
+                continue
+            split = self._splits.pop(slot, None)
             if gradient is None:
                 self._local.discard(slot)
-                self._splits.pop(slot, None)
-            elif slot not in self._local:
-                aside[i] = gradient
-                parameter.grad = None
-            elif slot in self._splits:
-                split = self._splits.pop(slot)
-                if gradient is split.combined and gradient._version == split.version:
-                    aside[i] = split.reduced
-                    parameter.grad = split.local
-                elif gradient.to_dense().any():
-                    raise RuntimeError(
-                        f"the .grad of {slot.name} mixes reduced and no_sync() gradients, and was changed "
-                        "before the next backward(); call zero_grad() before accumulating with no_sync()"
-                    )
+            elif split is None:
+                continue
+            elif gradient is split.combined and gradient._version == split.version:
+                aside[i], parameter.grad = split.reduced, split.local
+            elif gradient.to_dense().any():
+                raise RuntimeError(
+                    f"the .grad of {slot.name} mixes reduced and no_sync() gradients, and was changed "
+                    "before the next backward(); call zero_grad() before accumulating with no_sync()"
+                )
         return aside
 
-    def keep(self, parameters: list[torch.Tensor | None], aside: dict[int, torch.Tensor]) -> None:
-        """After a backward that reduced nothing: put back what was set aside."""
-        for i, slot, parameter in self._present(parameters):
-            local, reduced = parameter.grad, aside.get(i)
-            if local is None:
-                parameter.grad = reduced
-                continue
-            self._local.add(slot)
-            if reduced is not None:
-                combined = reduced + local
-                parameter.grad = combined
-                self._splits[slot] = _Split(combined, combined._version, reduced, local)
-
-    def undo(self, parameters: list[torch.Tensor | None], aside: dict[int, torch.Tensor]) -> None:
-        """After a backward that failed: forget what it added where nothing is waiting to be reduced."""
-        for _, slot, parameter in self._present(parameters):
-            if slot not in self._local:
-                parameter.grad = None
-        self.keep(parameters, aside)
-
-    def _present(
-        self, parameters: Sequence[torch.Tensor | None]
-    ) -> Iterator[tuple[int, ParameterSlot, torch.Tensor]]:
-        for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
-            if parameter is not None:
-                yield i, slot, parameter
-
-    def clear(self) -> None:
-        """Everything in `.grad` has been reduced."""
+    def put_back(
+        self,
+        parameters: Sequence[Any],
+        aside: dict[int, torch.Tensor],
+        reduced: dict[int, torch.Tensor] | None,
+    ) -> None:
+        """Put what was set aside, and what was `reduced` since, into `.grad`. None: nothing was."""
+        if reduced is None:
+            self._keep(parameters, aside)
+            return
         self._local.clear()
         self._splits.clear()
+        totals, addends = [], []
+        for i, parameter in enumerate(parameters):
+            if parameter is None:
+                continue
+            before, added = aside.get(i), reduced.get(i)
+            if before is None or added is None:
+                parameter.grad = before if added is None else added
+            elif before.is_sparse or added.is_sparse:
+                parameter.grad = before + added
+            else:
+                parameter.grad = before
+                totals.append(before)
+                addends.append(added)
+        if totals:
+            torch._foreach_add_(totals, addends)
+
+    def _keep(self, parameters: Sequence[Any], aside: dict[int, torch.Tensor]) -> None:
+        for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
+            local, reduced = None if parameter is None else parameter.grad, aside.get(i)
+            if local is not None:
+                self._local.add(slot)
+                if reduced is not None:
+                    parameter.grad = combined = reduced + local
+                    self._splits[slot] = _Split(combined, combined._version, reduced, local)
+            elif parameter is not None:
+                parameter.grad = reduced
+
+    def undo(self, parameters: Sequence[Any], aside: dict[int, torch.Tensor]) -> None:
+        """After a backward that failed: forget what it added where nothing is waiting to be reduced."""
+        for slot, parameter in zip(self._registry.slots, parameters, strict=True):
+            if parameter is not None and slot not in self._local:
+                parameter.grad = None
+        self._keep(parameters, aside)

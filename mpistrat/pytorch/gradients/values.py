@@ -15,28 +15,29 @@ from mpistrat.values import PerReplica
 if TYPE_CHECKING:
     from mpistrat.cross_device_ops import CrossDeviceOps
     from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
+    from mpistrat.pytorch.gradients.agreement import Step
 
 Gradient = torch.Tensor | None  # None where a replica has not used the parameter
 
 
-def sums_by_custom_ops(
-    custom: CrossDeviceOps, parameters: Sequence[Any], contributions: Sequence[Sequence[Gradient]]
-) -> list[Gradient]:
-    """By slot, what this rank's replicas contribute together, added up by the program's own `cross_device_ops`.
+def sum_by_custom_ops(custom: CrossDeviceOps, everyone: Sequence[Step]) -> None:
+    """Have the first replica of this rank contribute what all of them do, added up by the program's `cross_device_ops`.
 
     It gets the gradients of all parameters that a replica has used in one call, as it gets values of `reduce`.
     """
-    sums: list[Gradient] = [None] * len(parameters)
     slots, pairs = [], []
-    for slot, (parameter, *gradients) in enumerate(zip(parameters, *contributions, strict=True)):
+    first, *others = everyone
+    for slot, parameter in enumerate(first.parameters):
+        gradients = [step.gradients[slot] for step in everyone]
         if parameter is not None and any(g is not None for g in gradients):
             slots.append(slot)
             pairs.append((PerReplica(_components(parameter, gradients)), parameter.detach()))
     for slot, total in zip(slots, sums_of_rank(custom, pairs), strict=True):
         if isinstance(total, IndexedSlices):
-            total = as_sparse(total.indices, total.values, parameters[slot].shape)
-        sums[slot] = total
-    return sums
+            total = as_sparse(total.indices, total.values, first.parameters[slot].shape)
+        first.gradients[slot] = total
+        for step in others:
+            step.gradients[slot] = None
 
 
 def sum_rows(

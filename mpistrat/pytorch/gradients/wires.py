@@ -51,10 +51,13 @@ class Wires:
     Args:
         wire_format: None leaves everything as it is.
         registry: of the parameters, whose slots change their numbers when others are dropped.
+
+    Attributes: has_format: whether gradients are sent otherwise than they are.
     """
 
     def __init__(self, wire_format: WireFormat | None, registry: Registry) -> None:
         self._format, self._registry = wire_format, registry
+        self.has_format = wire_format is not None
         self._wires: dict[tuple[ParameterSlot, ...], Wire] = {}  # the least recently used first
         self._used: set[tuple[ParameterSlot, ...]] = set()  # in this backward
         self._most = 0

@@ -34,24 +34,23 @@ def snapshot(registry: Registry) -> Snapshot:
     return [(tensor, id(module) in written) for _, module, tensor in found]
 
 
-FLAGS_PER_BUFFER = 3
+_LIMITS = np.iinfo(np.int32)
 
 
-def flag_written(snapshots: Sequence[Snapshot], flags: np.ndarray) -> None:
-    """Set the flags of the buffers that a local replica has written. The ranks then take the MAX of all flags.
+def flags_of(snapshots: Sequence[Snapshot]) -> np.ndarray:
+    """Of the buffers that a local replica has written. The ranks then take the MAX of all flags.
 
-    Args:
-        flags: of shape [buffers · FLAGS_PER_BUFFER]: written, and the shape's checksum and its negative.
+    Returns: int32, for each buffer: written, and the shape's checksum and its negative.
     """
-    rows = flags.reshape(-1, FLAGS_PER_BUFFER)
-    rows[:, 1:] = np.iinfo(flags.dtype).min
+    flags = np.array([(0, _LIMITS.min, _LIMITS.min)] * len(snapshots[0]), np.int32)
     for taken in snapshots:
-        for row, (tensor, written) in zip(rows, taken, strict=True):
+        for row, (tensor, written) in zip(flags, taken, strict=True):
             if tensor is None:
-                row[1] = np.iinfo(flags.dtype).max  # a rank without it has no part in an average
+                row[1] = _LIMITS.max  # a rank without it has no part in an average
             else:
                 checksum = zlib.crc32(repr(tuple(tensor.shape)).encode()) >> 1
-                row[:] = np.maximum(row, (written, checksum, -checksum))
+                np.maximum(row, (written, checksum, -checksum), out=row)
+    return flags.reshape(-1)
 
 
 def to_average(flags: np.ndarray) -> np.ndarray:
@@ -59,7 +58,7 @@ def to_average(flags: np.ndarray) -> np.ndarray:
 
     A forward may replace a buffer by one of its batch's length, such as a cache of positions: that is left alone.
     """
-    rows = flags.reshape(-1, FLAGS_PER_BUFFER)
+    rows = flags.reshape(-1, 3)
     return (rows[:, 0] == 1) & (rows[:, 1] == -rows[:, 2])
 
 

@@ -143,8 +143,7 @@ class Mirroring(StrategyModules):
         if self._is_alone or not slots:
             return
         snapshot = buffers.snapshot(self.registry)
-        flags = np.zeros(buffers.FLAGS_PER_BUFFER * len(slots), np.int32)
-        buffers.flag_written([snapshot], flags)
+        flags = buffers.flags_of([snapshot])
         label = "buffers at the end of a loader"
         self._communicator.all_reduce(flags, reducing("max", label))
         buffers.average(self.parts, slots, [snapshot], buffers.to_average(flags), label)
