@@ -1,0 +1,33 @@
+"""The caches that processors share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+
+def caches_of(
+    cpus: Collection[int],
+    devices: str = "/sys/devices/system/cpu",
+    described: str = "/proc/cpuinfo",
+) -> tuple[str, ...]:
+    """The caches that all of `cpus` share, each as its level and its processors: ("2 00000003", "3 000000ff").
+
+    Empty where there is none, as for a process that is not bound, and where the kernel does not know: the host of a
+    virtual machine moves its processors.
+    """
+    found = set()
+    try:
+        if "hypervisor" in Path(described).read_text(encoding="utf-8"):
+            return ()
+        for folder in Path(devices).glob(f"cpu{min(cpus)}/cache/index*"):
+            level, sharing = (
+                (folder / name).read_text(encoding="utf-8").strip()
+                for name in ("level", "shared_cpu_map")
+            )
+            mask = int(sharing.replace(",", ""), 16)
+            if all(mask >> cpu & 1 for cpu in cpus):
+                found.add(f"{level} {sharing}")
+    except (OSError, ValueError):
+        return ()
+    return tuple(sorted(found))
