@@ -38,8 +38,8 @@ def read(folder: str, key: dict[str, Any]) -> list[Observation]:
         if content["format"] != FORMAT or _text_of(content["key"]) != _text_of(key):
             return []
         found = [Observation(**fields) for fields in content["observations"]]
-        numbers = [t for one in found for seconds in one.seconds.values() for t in seconds]
-        numbers += [one.distance + one.when for one in found]
+        numbers = [seconds for o in found for times in o.seconds.values() for seconds in times]
+        numbers += [o.distance + o.when for o in found]
         if not all(math.isfinite(number) and number > 0 for number in numbers):
             return []
         oldest, newest = time.time() - SECONDS_TO_LIVE, time.time() + _SECONDS_AHEAD
@@ -56,14 +56,13 @@ def add(folder: str, key: dict[str, Any], observation: Observation) -> None:
     """
     import tempfile  # here, because it makes importing mpistrat slower
 
-    alike: list[Observation] = []
-    others: list[Observation] = []
-    for one in [*read(folder, key), observation]:
-        (alike if are_near(one.distance, observation.distance) else others).append(one)
+    kept = read(folder, key)
+    near = [o for o in kept if are_near(o.distance, observation.distance)]
+    far = [o for o in kept if o not in near]
     content = {
         "format": FORMAT,
         "key": key,
-        "observations": [dataclasses.asdict(one) for one in [*others, *alike[-MOST:]]],
+        "observations": [*map(dataclasses.asdict, [*far, *[*near, observation][-MOST:]])],
     }
     with contextlib.suppress(OSError):  # a home that is read-only, or full
         make_folder(folder)

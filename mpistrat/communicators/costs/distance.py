@@ -7,7 +7,7 @@ processors at any time, and the kernel in it does not know. So the distance is m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,10 +46,19 @@ def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[]
 
 
 def distance_on(node: MPI.Intracomm) -> float:
-    """The greatest distance of the ranks of a node; 0 of a rank alone, or where ranks share no memory. Collective."""
+    """This rank's `distance` from the next rank of a node; 0 where it is alone, or shares no memory. Collective."""
     segments, _ = share(Blocks.NBYTES + NBYTES, node.rank, node.allgather, populate=True)
     if segments is None or node.size == 1:
         return 0.0
     meet = Blocks(segments, node.rank, CommunicatorWatch()).tick
     parts = [segment[-NBYTES:] for segment in segments]
-    return max(node.allgather(distance(parts, node.rank, meet)))
+    return distance(parts, node.rank, meet)
+
+
+def in_words(seconds: float, caches: Sequence[Collection[str]]) -> str:
+    """Args: caches: of each rank, as `caches_of` has them."""
+    text = f"a rank takes 128 KB that another has just written in {seconds * 1e6:.1f} us"
+    if not all(caches):
+        return f"{text}; the kernel does not say which caches their cores share"
+    shared = set.intersection(*map(set, caches))
+    return f"{text}: their cores share {f'a cache of level {min(shared)[0]}' if shared else 'no cache'}"

@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 # So many jobs measure at least; more of them, up to MOST, while the newest was clearly faster than those before it.
 ENOUGH, MOST = 3, 5
-_CLEARLY_FASTER = 0.9
+CLEARLY_FASTER = 0.9
 # Two distances are near if neither is more than so many times the other. Without a common cache they are nearly
 # twice as far, and they are measured again within a tenth, unless others use a core, too.
 NEAR = 1.25
@@ -56,7 +56,7 @@ def suffice(observations: Sequence[Observation]) -> bool:
         return len(observations) >= MOST
     before, newest = least_of(observations[:-1]), observations[-1].seconds
     return not any(
-        now < _CLEARLY_FASTER * then
+        now < CLEARLY_FASTER * then
         for way in newest
         for now, then in zip_longest(newest[way], before[way], fillvalue=math.inf)
     )

@@ -71,8 +71,9 @@ def table_report(
         f"{where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores · "
         f"{where['device']}"
     )
+    far = distance_in_words(where)
     notes = [f"{name}: skipped, {reason}" for name, reason in left_out.items()]
-    lines = [f"\n{title} · {taken_on}", *table(rows), *notes, *oversubscription(where)]
+    lines = [f"\n{title} · {taken_on}", *far, *table(rows), *notes, *oversubscription(where)]
     wrong = any(row.get("wrong") for row in rows)
     return Report(title, where, rows, lines, {"left_out": left_out}, draw, wrong)
 
@@ -101,6 +102,14 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 def aligned(cells: Iterable[str], widths: Iterable[int], between: str = "") -> str:
     return between.join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def distance_in_words(where: Row) -> list[str]:
+    """How far apart the cores were; empty where that is not measured."""
+    if not where.get("distance_before"):
+        return []
+    before, after = (f"in {where[f'distance_{when}']:.1f} us" for when in ("before", "after"))
+    return [f"A rank took 128 KB that another had just written {before} before, {after} after"]
 
 
 def oversubscription(where: Row) -> list[str]:

@@ -25,8 +25,8 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     folder = str(tmp_path / "not" / "there yet")
     assert cost_cache.read(folder, KEY) == []
     written = [observation(1), observation()]
-    for one in written[::-1]:
-        cost_cache.add(folder, KEY, one)
+    for each in written[::-1]:
+        cost_cache.add(folder, KEY, each)
     assert cost_cache.read(folder, KEY) == written
     assert cost_cache.read(folder, {**KEY, "mpi": "Open MPI v5.0.11"}) == []
     assert len(os.listdir(folder)) == 1
@@ -38,8 +38,8 @@ def test_the_newest_of_each_distance_are_kept(
     """Those that are too old fall out one by one."""
     far = [observation(days, 6e-6) for days in (6, 5)]
     near = [observation(days) for days in range(6, -1, -1)]
-    for one in (*far, *near):
-        cost_cache.add(str(tmp_path), KEY, one)
+    for each in (*far, *near):
+        cost_cache.add(str(tmp_path), KEY, each)
     kept = [*far, *near[-MOST:]]
     assert cost_cache.read(str(tmp_path), KEY) == kept
     now = time.time()
@@ -127,11 +127,11 @@ def test_many_jobs_at_once(tmp_path: Path) -> None:
     stop = threading.Event()
     written = [observation(days) for days in range(4)]
 
-    def write(one: Observation) -> None:
+    def write(mine: Observation) -> None:
         while not stop.is_set():
-            cost_cache.add(str(tmp_path), KEY, one)
+            cost_cache.add(str(tmp_path), KEY, mine)
 
-    writers = [threading.Thread(target=write, args=(one,)) for one in written]
+    writers = [threading.Thread(target=write, args=(each,)) for each in written]
     for writer in writers:
         writer.start()
     try:
@@ -142,5 +142,5 @@ def test_many_jobs_at_once(tmp_path: Path) -> None:
         stop.set()
         for writer in writers:
             writer.join()
-    assert all(read and all(one in written for one in read) for read in found)
+    assert all(read and all(each in written for each in read) for read in found)
     assert len(os.listdir(tmp_path)) == 1
