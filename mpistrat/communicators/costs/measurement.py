@@ -36,11 +36,13 @@ from mpistrat.settings import cache_folder, transport_settings
 SIZES = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
 LARGEST = SIZES[-1]
 # Of a node's memory: a way may win at one size and lose at the next, as long as caches hold the buffers.
-SIZES_ON_NODE = (*(1 << power for power in range(15, 24)), 1 << 25)
+SIZES_ON_NODE = tuple(1 << power for power in range(15, 26))
 # Of buffers on a device, which are fast with larger ones only.
 SIZES_ON_DEVICE = (1 << 17, 1 << 19, 1 << 21, 1 << 23)
 # Rounds that are timed, after a first in which pages and connections are missing.
 ROUNDS = 9
+# Calls of a way in a round, if they take no longer. Buffers of more bytes are timed in one round.
+_CALLS, _SECONDS_OF_CALLS, _ONCE = 8, 4e-3, 1 << 23
 SECONDS = 0.3  # for all rounds on a node; a call that has begun ends, too
 SECONDS_BETWEEN_NODES = 0.2  # for the ways of each slice, and as long for those of all ranks
 # Ranks spin while they wait. If one had less of its core, other programs, or ranks without a core, disturbed it.
@@ -254,7 +256,7 @@ def measure(
     """Time rounds of all ways and buffers, ROUNDS of them if `seconds` suffice by the slowest rank's clock. Collective.
 
     In a round each way takes its turn, so that whatever else the machine does hits all of them alike; in every second
-    round in the opposite order, for who comes later finds the buffer in the caches.
+    round in the opposite order.
     Args: here: the `distance` between the ranks' cores that is expected.
     """
     rounds: list[list[np.ndarray]] = []
@@ -265,26 +267,37 @@ def measure(
         rows: list[np.ndarray] = []
         turns = list(enumerate(ways.items()))[:: (-1) ** len(rounds)]
         rounds.append(rows)
-        for buffer in buffers:
-            took = np.empty(len(ways) + 2)
-            for i, (name, way) in turns:
+        for number, buffer in enumerate(buffers):
+            calls = _calls(buffer.nbytes, [row[number] for row in rounds[:-1]])
+            took = np.empty((calls, len(ways)))
+            for (i, (name, way)), call in itertools.product(turns, range(calls)):
+                buffer[...] = 0  # as a program has just written what it combines
+                communicator.barrier()
                 begun, ran_before = time.perf_counter(), time.thread_time()
                 way(buffer)
-                took[i] = time.perf_counter() - begun
+                took[call, i] = time.perf_counter() - begun
                 if name not in asleep:
-                    awake += took[i]
+                    awake += took[call, i]
                     ran += time.thread_time() - ran_before
-            took[-2:] = distance(), time.perf_counter() - started
-            communicator.all_reduce(took, "max")
-            rows.append(took[:-2])
-            stayed &= are_near(here, took[-2])
-            in_time = bool(took[-1] < seconds)
+            slowest = np.append(took, [distance(), time.perf_counter() - started])
+            communicator.all_reduce(slowest, "max")
+            rows.append(slowest[:-2].reshape(took.shape).min(axis=0, initial=math.inf))
+            stayed &= are_near(here, slowest[-2])
+            in_time = bool(slowest[-1] < seconds)
             if not in_time:
                 break
     share = np.array(ran / awake if awake else 1.0)
     communicator.all_reduce(share, "min")
     whole = [rows for rows in rounds[1:] if len(rows) == len(buffers)]
     return Measured(np.array(whole or rounds[:1]), float(share), bool(stayed))
+
+
+def _calls(nbytes: int, before: Sequence[np.ndarray]) -> int:
+    """How often each way is called with a buffer in a round. Args: before: the rounds before it."""
+    if nbytes > _ONCE:
+        return int(len(before) < 2)
+    longest = before[-1].max() if before else _SECONDS_OF_CALLS
+    return int(max(1, min(_CALLS, _SECONDS_OF_CALLS // longest)))
 
 
 def _joined(
@@ -296,8 +309,10 @@ def _joined(
     key: dict[str, Any],
 ) -> Costs:
     """The costs by what earlier jobs and this one have measured. That is kept, unless the ranks' cores have moved."""
-    rounds, known, _ = measured.seconds.shape
-    times = dict(zip(ways, measured.seconds.min(axis=0).T.tolist(), strict=True))
+    least = measured.seconds.min(axis=0)
+    least = least[np.isfinite(least).all(axis=1)]  # the largest sizes are missing if time ran out
+    rounds, known = len(measured.seconds), len(least)
+    times = dict(zip(ways, least.T.tolist(), strict=True))
     observation, folder = Observation(time.time(), here, times), cache_folder()
     origin = f"measured {_date(observation.when)}, in this job: least of {rounds} calls of each of {known} sizes"
     used = [*kept, observation] if known > 1 and (measured.stayed or not kept) else kept

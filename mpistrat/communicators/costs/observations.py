@@ -14,9 +14,9 @@ from itertools import zip_longest
 # So many jobs measure at least; more of them, up to MOST, while the newest was clearly faster than those before it.
 ENOUGH, MOST = 3, 5
 CLEARLY_FASTER = 0.9
-# Two distances are near if neither is more than so many times the other. Without a common cache they are nearly
-# twice as far, and they are measured again within a tenth, unless others use a core, too.
-NEAR = 1.25
+# Two distances are near if neither is more than so many times the other. Without a common cache they are three times as
+# far, and where others use a core, too, up to 1.4 times.
+NEAR = 1.5
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ def distance_in_words(where: Row) -> list[str]:
     """How far apart the cores were; empty where that is not measured."""
     if not where.get("distance_before"):
         return []
-    before, after = (f"in {where[f'distance_{when}']:.1f} us" for when in ("before", "after"))
-    return [f"A rank took 128 KB that another had just written {before} before, {after} after"]
+    before, after = (f"in {where[f'distance_{when}']:.0f} us" for when in ("before", "after"))
+    return [f"Two ranks handed each other 128 KB {before} before, {after} after"]
 
 
 def oversubscription(where: Row) -> list[str]:
