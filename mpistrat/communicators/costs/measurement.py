@@ -196,36 +196,31 @@ def costs_of(
         "nodes": sorted([*node, ranks] for node, ranks in nodes.items()),
         "caches": sorted([cache.split()[0], ranks] for cache, ranks in sharers.items()),
     }
-    kept, costs = list[Observation](), None
-    if communicator.rank == 0:
-        kept = _kept(key, ways, memory.sizes, here)
+    first, kept, costs = communicator.rank == 0, list[Observation](), None
+    if first:
+        kept = _kept(key, ways, here)
         costs = costs_of_this_job.get(repr(key))
         if costs is None and suffice(kept):
-            origin = f"measured {_date(kept[-1].when)}, {_read(kept, key)}"
-            costs = _fitted(kept, memory.sizes, origin)
+            costs = _fitted(kept, memory.sizes, f"measured {_read(kept, key)}")
     known: Costs | None = communicator.broadcast_object(costs)
     if known is None:
         buffers = [memory.zeros(nbytes // 4) for nbytes in memory.sizes]
         measured = measure(ways, buffers, communicator, _limit(key), asleep, distance, here)
-        if communicator.rank == 0:
-            costs = _joined(kept, measured, here, ways, memory.sizes, key)
+        costs = _joined(kept, measured, here, ways, memory.sizes, key) if first else None
         known = communicator.broadcast_object(costs)
-    if communicator.rank == 0:
+    if first:
         costs_of_this_job[repr(key)] = known
     return known
 
 
-def _kept(
-    key: dict[str, Any], ways: Collection[str], sizes: Sequence[int], here: float
-) -> list[Observation]:
+def _kept(key: dict[str, Any], ways: Collection[str], here: float) -> list[Observation]:
     """What earlier jobs have measured at about the distance `here`, the newest last."""
-    folder = cache_folder()
     return [
         observation
-        for observation in ([] if folder is None else cache.read(folder, key))
+        for observation in cache.read(cache_folder() or os.devnull, key)
         if are_near(observation.distance, here)
         and observation.seconds.keys() == set(ways)
-        and all(2 <= len(times) <= len(sizes) for times in observation.seconds.values())
+        and all(1 < len(times) < len(key["memory"]) for times in observation.seconds.values())
     ]
 
 
@@ -311,24 +306,24 @@ def _joined(
     """The costs by what earlier jobs and this one have measured. That is kept, unless the ranks' cores have moved."""
     least = measured.seconds.min(axis=0)
     least = least[np.isfinite(least).all(axis=1)]  # the largest sizes are missing if time ran out
-    rounds, known = len(measured.seconds), len(least)
     times = dict(zip(ways, least.T.tolist(), strict=True))
-    observation, folder = Observation(time.time(), here, times), cache_folder()
-    origin = f"measured {_date(observation.when)}, in this job: least of {rounds} calls of each of {known} sizes"
-    used = [*kept, observation] if known > 1 and (measured.stayed or not kept) else kept
+    observation = Observation(time.time(), here, times)
+    counts = f"least of {len(measured.seconds)} rounds of calls of each of {len(least)} sizes"
+    used = [*kept, observation] if len(least) > 1 and (measured.stayed or not kept) else kept
     if not used:
         return Costs({}, f"not measured: calls of two sizes took longer than {_limit(key):g} s")
-    if known > 1 and measured.stayed and folder is not None:
-        cache.add(folder, key, observation)
-    if kept:
-        origin += f"; and {_read(kept, key)}"
-    if not measured.stayed:
-        origin += "; the ranks' cores moved meanwhile, so it is not kept for other jobs"
+    if len(least) > 1 and measured.stayed:
+        cache.add(cache_folder() or os.devnull, key, observation)
     disturbed = measured.cpu_share < LEAST_CPU_SHARE
-    if disturbed:
-        share = f"{100 * measured.cpu_share:.0f} %"
-        origin += f"; other programs or ranks left a rank {share} of its core"
-    return _fitted(used, sizes, origin, disturbed)
+    share = f"{100 * measured.cpu_share:.0f} %"
+    notes = [
+        f"measured {_date(observation.when)}, in this job: {counts}",
+        f"and {_read(kept, key)}" if kept else "",
+        "the ranks' cores moved meanwhile, so it is not kept for other jobs"
+        * (not measured.stayed),
+        f"other programs or ranks left a rank {share} of its core" * disturbed,
+    ]
+    return _fitted(used, sizes, "; ".join(filter(None, notes)), disturbed)
 
 
 def _fitted(
@@ -348,11 +343,11 @@ def _limit(key: dict[str, Any]) -> float:
 
 
 def _read(kept: Sequence[Observation], key: dict[str, Any]) -> str:
-    """For people: "in 3 earlier jobs, read from ~/.cache/…"."""
-    path = cache.path_of(cache_folder() or "", key)
+    """For people: "2026-01-31 12:00 UTC, in 3 earlier jobs, read from ~/.cache/…"."""
+    path = cache.path_of(cache_folder() or os.devnull, key)
     home = os.path.expanduser("~")
     shown = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path
-    return f"in {len(kept)} earlier jobs, read from {shown}"
+    return f"{_date(kept[-1].when)}, in {len(kept)} earlier jobs, read from {shown}"
 
 
 def _date(seconds: float) -> str:

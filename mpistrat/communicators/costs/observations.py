@@ -7,7 +7,7 @@ order, and one quiet job among disturbed ones decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -38,16 +38,10 @@ def are_near(*distances: float) -> bool:
     return max(distances) <= NEAR * min(distances)
 
 
-def least_of(observations: Iterable[Observation]) -> dict[str, list[float]]:
+def least_of(observations: Sequence[Observation]) -> dict[str, list[float]]:
     """By way, the least time of each size. All observations have the same ways."""
-    times: dict[str, list[Sequence[float]]] = {}
-    for observation in observations:
-        for way, seconds in observation.seconds.items():
-            times.setdefault(way, []).append(seconds)
-    return {
-        way: [min(of_size) for of_size in zip_longest(*of_way, fillvalue=math.inf)]
-        for way, of_way in times.items()
-    }
+    times = {way: [o.seconds[way] for o in observations] for way in observations[0].seconds}
+    return {way: [*map(min, zip_longest(*of, fillvalue=math.inf))] for way, of in times.items()}
 
 
 def suffice(observations: Sequence[Observation]) -> bool:

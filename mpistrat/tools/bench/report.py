@@ -71,9 +71,9 @@ def table_report(
         f"{where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores · "
         f"{where['device']}"
     )
-    far = distance_in_words(where)
     notes = [f"{name}: skipped, {reason}" for name, reason in left_out.items()]
-    lines = [f"\n{title} · {taken_on}", *far, *table(rows), *notes, *oversubscription(where)]
+    notes += oversubscription(where)
+    lines = [f"\n{title} · {taken_on}", *distance_in_words(where), *table(rows), *notes]
     wrong = any(row.get("wrong") for row in rows)
     return Report(title, where, rows, lines, {"left_out": left_out}, draw, wrong)
 
@@ -106,10 +106,10 @@ def aligned(cells: Iterable[str], widths: Iterable[int], between: str = "") -> s
 
 def distance_in_words(where: Row) -> list[str]:
     """How far apart the cores were; empty where that is not measured."""
-    if not where.get("distance_before"):
+    if not min(where.get("distance_us", [0])):
         return []
-    before, after = (f"in {where[f'distance_{when}']:.0f} us" for when in ("before", "after"))
-    return [f"Two ranks handed each other 128 KB {before} before, {after} after"]
+    words = "Two ranks handed each other 128 KB in {:.0f} us before, and in {:.0f} us after"
+    return [words.format(*where["distance_us"])]
 
 
 def oversubscription(where: Row) -> list[str]:

@@ -22,10 +22,9 @@ from mpistrat.tools.bench.rounds import distance_before, distance_now
 def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str, Any]:
     """Collective; equal on all ranks. Args: device: whose memory was measured."""
     cores = sorted(os.sched_getaffinity(0))
-    distances = distance_before() * 1e6, distance_now() * 1e6
+    distances = distance_before(), distance_now()
     everyone = communicator.all_gather_object((socket.gethostname(), cores, distances))
     usable = len({(host, cpu) for host, cpus, _ in everyone for cpu in cpus})
-    before, after = (max(far) for far in zip(*(own for *_, own in everyone), strict=True))
     here = {
         "tool": f"mpistrat {_version()}",
         "python": platform.python_version(),
@@ -37,8 +36,7 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
         "hosts": sorted({host for host, *_ in everyone}),
         "usable_cores": usable,
         "oversubscribed": usable < communicator.size,
-        "distance_before": before,
-        "distance_after": after,
+        "distance_us": [1e6 * max(own[when] for *_, own in everyone) for when in (0, 1)],
         "mpi": _mpi(),
         "device": str(device),
         **_torch(),
