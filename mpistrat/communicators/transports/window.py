@@ -173,7 +173,7 @@ class WindowTransport(Transport, NodeMemory):
             return self  # the ranks compare the sizes of their parts first
         if operands.buffer.nbytes < SMALLEST or not is_combined_in_slices(call, operands):
             return None
-        blocks = self.shared_blocks()
+        blocks = self._blocks or self.shared_blocks()
         if blocks is None:
             return None
         window = self.window if call == "all_reduce" else None
