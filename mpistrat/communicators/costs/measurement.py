@@ -149,13 +149,12 @@ class Memory:
     zeros: Callable[[int], Any]
 
 
-def _written(length: int) -> np.ndarray:
+def written(length: int) -> np.ndarray:
     """As a program's buffers: pages that nobody has written are all the same zeros."""
     return np.full(length, 0, np.float32)
 
 
-HOST = Memory("host", SIZES, _written)
-HOST_OF_NODE = Memory("host", SIZES_ON_NODE, _written)
+HOST = Memory("host", SIZES, written)
 
 
 def costs_of(

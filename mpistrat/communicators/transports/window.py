@@ -17,7 +17,13 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import can_combine, share_of
 from mpistrat.communicators.costs.distance import NBYTES, distance
-from mpistrat.communicators.costs.measurement import HOST_OF_NODE, NOT_MEASURED, costs_of
+from mpistrat.communicators.costs.measurement import (
+    NOT_MEASURED,
+    SIZES_ON_NODE,
+    Memory,
+    costs_of,
+    written,
+)
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, room_for, view_of
 from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.node.common_memory import PAGE, CommonMemory
@@ -147,7 +153,7 @@ class WindowTransport(Transport, NodeMemory):
         """Find out from which size on memory is faster than MPI."""
         crowded = any(self.mpi.comm.allgather(self._watch.crowded))
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
-        result = HOST_OF_NODE.zeros(HOST_OF_NODE.sizes[-1] // 4)
+        buffer, result = (written(SIZES_ON_NODE[-1] // 4) for _ in range(2))
         ways = {
             MEMORY: lambda zeros: blocks.all_reduce(Operands(zeros, out=result[: len(zeros)])),
             MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros, out=result[: len(zeros)])),
@@ -157,7 +163,7 @@ class WindowTransport(Transport, NodeMemory):
             Router(Ways(self.mpi)),
             self.mpi.library,
             [self.size],
-            memory=HOST_OF_NODE,
+            memory=Memory("host", SIZES_ON_NODE, lambda length: buffer[:length]),
             distance=functools.partial(distance, segments, self.rank, blocks.tick),
         )
         self.borders = self.costs.borders(MEMORY, MPI, SMALLEST)
