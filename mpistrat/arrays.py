@@ -116,7 +116,7 @@ def as_operand(value: Any) -> Array:
 
 def dtype_name(array: Array) -> str:
     """The dtype's name as all libraries spell it: "float32", "bfloat16", "int64", "bool"."""
-    return _name_of(array.dtype)
+    return name_of_dtype(array.dtype)
 
 
 def described(array: Array) -> str:
@@ -125,7 +125,7 @@ def described(array: Array) -> str:
 
 
 @functools.cache
-def _name_of(dtype: Any) -> str:
+def name_of_dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -141,7 +141,7 @@ def dtype_like(name: str, like: Array) -> Any:
 @functools.cache
 def numpy_knows(dtype: Any) -> bool:
     """Whether tensors of `dtype` can be NumPy arrays: not those of bfloat16 and of 8-bit floats."""
-    return hasattr(np, _name_of(dtype)) or _name_of(dtype) == "bool"
+    return hasattr(np, name_of_dtype(dtype)) or name_of_dtype(dtype) == "bool"
 
 
 def itemsize(array: Array) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, dtype_name, is_torch
+from mpistrat.arrays import Array, name_of_dtype
 from mpistrat.communicators.host_views import view_of
 from mpistrat.communicators.reduction import BITWISE
 
@@ -64,31 +64,34 @@ class Arithmetic(abc.ABC):
 
 def can_combine(buffer: Array, op: str) -> bool:
     """Whether `arithmetic_of` knows the elements of `buffer`."""
-    if not (is_torch(buffer) or buffer.dtype.isnative):
-        return False
-    name = dtype_name(buffer)
-    if op in BITWISE and "float" in name:
+    return _knows(buffer.dtype, op)
+
+
+def arithmetic_of(buffer: Array, op: str) -> Arithmetic:
+    """What combines the elements of `buffer` by `op`, one of `OPS`. Raises: TypeError unless `can_combine`."""
+    return _arithmetic(buffer.dtype, op)
+
+
+@functools.lru_cache
+def _knows(dtype: Any, op: str) -> bool:
+    name = name_of_dtype(dtype)
+    if (op in BITWISE and "float" in name) or (isinstance(dtype, np.dtype) and not dtype.isnative):
         return False
     if name.startswith(SUMMED_AS_FLOAT32):
         return True
     return name in KNOWN_TO_MPI and (op in _OF_COMPLEX or not name.startswith("complex"))
 
 
-def arithmetic_of(buffer: Array, op: str) -> Arithmetic:
-    """What combines the elements of `buffer` by `op`, one of `OPS`. Raises: TypeError unless `can_combine`."""
-    name = dtype_name(buffer)
-    if not can_combine(buffer, op):
+@functools.lru_cache
+def _arithmetic(dtype: Any, op: str) -> Arithmetic:
+    name = name_of_dtype(dtype)
+    if not _knows(dtype, op):
         raise TypeError(
             f"{name} cannot be combined by {op!r}; convert it to float32 or float64 first"
         )
-    return _arithmetic(name, op, is_torch(buffer))
-
-
-@functools.lru_cache
-def _arithmetic(name: str, op: str, of_torch: bool) -> Arithmetic:
     if not name.startswith(SUMMED_AS_FLOAT32):
         return _NumPy(np.dtype(name), op)
-    return _Torch(name, op) if of_torch else _Half(np.dtype(name), op)
+    return _Half(dtype, op) if isinstance(dtype, np.dtype) else _Torch(name, op)
 
 
 def share_of(

@@ -12,13 +12,11 @@ from mpistrat.arrays import Array, is_torch, numpy_knows
 
 def view_of(buffer: Array) -> np.ndarray:
     """`buffer`'s own memory as a NumPy array; dtypes that NumPy lacks appear as unsigned integers."""
-    if buffer.__class__ is np.ndarray:
+    if isinstance(buffer.dtype, np.dtype):
         return buffer
-    if is_torch(buffer):
-        tensor = buffer.detach() if buffer.requires_grad else buffer
-        stand_in = _stand_in(tensor.dtype)
-        return (tensor if stand_in is None else tensor.view(stand_in)).numpy()
-    return buffer
+    tensor = buffer.detach() if buffer.requires_grad else buffer
+    stand_in = _stand_in(tensor.dtype)
+    return (tensor if stand_in is None else tensor.view(stand_in)).numpy()
 
 
 @functools.cache
@@ -61,7 +59,7 @@ def address_of(memory: np.ndarray) -> int:
 
 def bytes_of(buffer: Array) -> np.ndarray:
     """The memory of `buffer` as bytes. Raises: ValueError when it is not C-contiguous."""
-    view = view_of(buffer)
+    view = buffer if buffer.__class__ is np.ndarray else view_of(buffer)
     if not view.flags.c_contiguous:
         raise ValueError(
             f"expected a C-contiguous buffer, got one of shape {view.shape} with strides {view.strides}; copy it first"

@@ -143,7 +143,10 @@ def tree_sum_of(buffer: Array, tree: ReductionTree) -> TreeSum:
         raise TypeError(
             f"{dtype_name(buffer)} cannot be added up in the order of replicas; convert it to float32 or float64 first"
         )
-    return TreeSum(arithmetic_of(buffer, "sum"), tree)
+    return _tree_sum(arithmetic_of(buffer, "sum"), tree)
+
+
+_tree_sum = functools.lru_cache(TreeSum)
 
 
 def how_to_combine(buffer: Array, op: str, tree: ReductionTree | None = None) -> Arithmetic:

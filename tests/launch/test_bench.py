@@ -29,6 +29,9 @@ def test_a_sweep(launcher: Launcher, tmp_path: Path, operation: str) -> None:
     content = json.loads(file.read_text())
     assert content["operation"] == operation
     assert content["surroundings"]["ranks"] == ranks
+    before, after = content["surroundings"]["distance_us"]
+    words = f"# Two ranks handed each other 128 KB in {before:.0f} us before, and in {after:.0f} us after"
+    assert words in job.stdout
     table = [line.split() for line in job.stdout.splitlines() if line.startswith(" ")]
     assert len(table) == len(content["rows"]) == 3
     for cells, row in zip(table, content["rows"], strict=True):

@@ -41,6 +41,11 @@ def test_two_ranks(launcher: Launcher) -> None:
     assert "sees the same" in " ".join(job.stdout.split())
 
 
+def without_distance(text: str) -> str:
+    """The host of a virtual machine moves the cores at any time."""
+    return re.sub(r"128 KB in \d+ us", "128 KB in … us", text)
+
+
 def test_json_has_the_same_findings() -> None:
     """Of ranks with more threads than cores, on all machines."""
     launcher = Launcher.named("MPICH")
@@ -54,10 +59,11 @@ def test_json_has_the_same_findings() -> None:
     assert threads["level"] == "problem"
     assert "2 ranks of 2" in threads["text"]
     assert threads["fix"].startswith("unset OMP_NUM_THREADS")
-    said = " ".join(texts.stdout.split())
+    said = without_distance(" ".join(texts.stdout.split()))
+    assert "Two ranks hand each other 128 KB in … us" in said
     for finding in findings:
         if finding["check"] != "memory":  # what is free changes
-            assert f"{finding['check']}: {finding['text']}" in said
+            assert without_distance(f"{finding['check']}: {finding['text']}") in said
             assert finding["fix"] in said
 
 

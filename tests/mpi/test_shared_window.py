@@ -44,10 +44,10 @@ def window():
     assert isinstance(shared, WindowTransport)
     checked.all_reduce(np.zeros(1 << 18))  # measures, once
     assert not shared.why_not
-    measured = shared.smallest
-    shared.smallest = 0
+    measured = shared.borders
+    shared.borders = [0]
     yield checked
-    shared.smallest = measured
+    shared.borders = measured
 
 
 def of_its_own(limit=math.inf):
@@ -247,7 +247,7 @@ def test_below_what_was_measured_mpi_is_used(window, monkeypatch):
     monkeypatch.setattr(
         window.mpi, "all_reduce", lambda *a, **k: (taken.append(1), through_mpi(*a, **k))
     )
-    monkeypatch.setattr(window.ways.transports[0], "smallest", 1 << 22)
+    monkeypatch.setattr(window.ways.transports[0], "borders", [1 << 22])
     buffer = np.full(100_000, RANK, np.float32)
     window.all_reduce(buffer)
     assert taken
@@ -259,7 +259,7 @@ def test_what_is_left_in_its_middle_is_not_followed_by_another(monkeypatch):
     communicator, shared = of_its_own()
     buffer = np.ones(1 << 18)
     communicator.all_reduce(buffer)
-    shared.smallest = 0
+    shared.borders = [0]
     tick = Blocks.tick
 
     def interrupted(*args):
@@ -485,7 +485,7 @@ def test_gradients_lie_in_the_window(monkeypatch, accumulate, clip):
     through_window, lay_there = trained(strategy, 6, accumulate, clip)
     assert lay_there
     monkeypatch.setattr(WindowTransport, "window_buffer", lambda self, nbytes: None)
-    monkeypatch.setattr(strategy.extended.communicator.ways.transports[0], "smallest", 1 << 40)
+    monkeypatch.setattr(strategy.extended.communicator.ways.transports[0], "borders", [1 << 40])
     through_mpi, lay_there = trained(strategy, 6, accumulate, clip)
     assert not lay_there
     for in_window_gradient, other in zip(through_window, through_mpi, strict=True):

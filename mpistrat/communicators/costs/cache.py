@@ -1,4 +1,4 @@
-"""Costs in a file, which later jobs read.
+"""What jobs have measured, in a file, which later jobs read.
 
 The file's name is a hash of what the costs depend on; the file holds that, too. If anything is wrong with the file or
 its folder, the costs are measured again.
@@ -14,11 +14,11 @@ import os
 import time
 from typing import Any
 
-from mpistrat.communicators.costs.model import Cost
+from mpistrat.communicators.costs.observations import MOST, Observation, are_near
 from mpistrat.machine.private_files import make_folder
 
 # Increased when the cost of a way changes, so that what other versions measured is not used.
-FORMAT = 2
+FORMAT = 3
 SECONDS_TO_LIVE = 7 * 86400.0  # so that what was measured on a busy machine is forgotten
 _SECONDS_AHEAD = 3600.0  # the clock of the node that wrote the file may be so far ahead
 
@@ -30,36 +30,39 @@ def path_of(folder: str, key: dict[str, Any]) -> str:
     return os.path.join(folder, f"costs-{digest}.json")
 
 
-def read(folder: str, key: dict[str, Any]) -> tuple[dict[str, Cost], float] | None:
-    """The costs of each way by `key`, and when they were measured, in seconds since 1970; None if there are none."""
+def read(folder: str, key: dict[str, Any]) -> list[Observation]:
+    """What is kept by `key` and not too old, the newest last."""
     try:
         with open(path_of(folder, key), encoding="utf-8") as file:
             content = json.load(file)
-        age = time.time() - content["measured"]
         if content["format"] != FORMAT or _text_of(content["key"]) != _text_of(key):
-            return None
-        if not -_SECONDS_AHEAD < age < SECONDS_TO_LIVE:
-            return None
-        costs = {
-            str(way): Cost(float(terms["alpha"]), float(terms["beta"]), float(terms["error"]))
-            for way, terms in content["costs"].items()
-        }
-        measured = float(content["measured"])
+            return []
+        found = [Observation(**fields) for fields in content["observations"]]
+        numbers = [seconds for o in found for times in o.seconds.values() for seconds in times]
+        numbers += [o.distance + o.when for o in found]
+        if not all(math.isfinite(number) and number > 0 for number in numbers):
+            return []
+        oldest, newest = time.time() - SECONDS_TO_LIVE, time.time() + _SECONDS_AHEAD
+        return sorted((o for o in found if oldest < o.when < newest), key=lambda o: o.when)
     except Exception:  # of any class: somebody else may have written the file, or half of it
-        return None
-    terms = [term for cost in costs.values() for term in dataclasses.astuple(cost)]
-    return (costs, measured) if all(math.isfinite(t) and t >= 0 for t in terms) else None
+        return []
 
 
-def write(folder: str, key: dict[str, Any], costs: dict[str, Cost]) -> None:
-    """Write the file as a whole, whoever else writes it at the same time; remove files that are too old to be read."""
+def add(folder: str, key: dict[str, Any], observation: Observation) -> None:
+    """Write the file as a whole, whoever else writes it at the same time; remove files that are too old to be read.
+
+    Of observations at about the same distance, the newest are kept. Of two jobs that write at the same time, one may
+    lose its observation.
+    """
     import tempfile  # here, because it makes importing mpistrat slower
 
+    kept = read(folder, key)
+    near = [o for o in kept if are_near(o.distance, observation.distance)]
+    far = [o for o in kept if o not in near]
     content = {
         "format": FORMAT,
         "key": key,
-        "measured": time.time(),
-        "costs": {way: dataclasses.asdict(cost) for way, cost in costs.items()},
+        "observations": [*map(dataclasses.asdict, [*far, *[*near, observation][-MOST:]])],
     }
     with contextlib.suppress(OSError):  # a home that is read-only, or full
         make_folder(folder)

@@ -1,12 +1,13 @@
-"""What ways cost: all ranks measure them together, once, or read the file of an earlier job.
+"""What ways cost: all ranks measure them together, once, or read what earlier jobs have measured.
 
-Ranks must decide alike, so the first rank fits the costs and sends them to the others. A time is that of the slowest
-rank.
+Ranks must decide alike, so the first rank reads, fits and decides, and sends the costs to the others. A time is that of
+the slowest rank. While a job runs its costs stay.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import os
 import time
@@ -19,17 +20,29 @@ import numpy as np
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs import cache
 from mpistrat.communicators.costs.model import Cost, fitted
+from mpistrat.communicators.costs.observations import (
+    ENOUGH,
+    Observation,
+    are_near,
+    least_of,
+    suffice,
+)
 from mpistrat.machine.cpu_model import cpu_model
 from mpistrat.machine.network_links import network_links
+from mpistrat.machine.shared_caches import caches_of
 from mpistrat.settings import cache_folder, transport_settings
 
 # Sizes that are timed: from the smallest that goes another way than MPI's to more than the caches of a core hold.
 SIZES = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
 LARGEST = SIZES[-1]
+# Of a node's memory: a way may win at one size and lose at the next, as long as caches hold the buffers.
+SIZES_ON_NODE = tuple(1 << power for power in range(15, 26))
 # Of buffers on a device, which are fast with larger ones only.
 SIZES_ON_DEVICE = (1 << 17, 1 << 19, 1 << 21, 1 << 23)
 # Rounds that are timed, after a first in which pages and connections are missing.
 ROUNDS = 9
+# Calls of a way in a round, if they take no longer. Buffers of more bytes are timed in one round.
+_CALLS, _SECONDS_OF_CALLS, _ONCE = 8, 4e-3, 1 << 23
 SECONDS = 0.3  # for all rounds on a node; a call that has begun ends, too
 SECONDS_BETWEEN_NODES = 0.2  # for the ways of each slice, and as long for those of all ranks
 # Ranks spin while they wait. If one had less of its core, other programs, or ranks without a core, disturbed it.
@@ -52,39 +65,70 @@ class Costs:
     Attributes:
         ways: the costs by name; empty if time ran out.
         origin: where they come from, for people.
-        disturbed: other programs ran, too, so that a way may look slower than it is.
+        disturbed: for people: other programs ran, too, when this job measured.
         largest: the largest size that is measured.
+        jobs: how many have measured them.
+        sizes: that are measured, in ascending order.
+        seconds: by way, the least time of each size.
     """
 
     ways: Mapping[str, Cost] = field(default_factory=dict)
     origin: str = "not measured yet"
     disturbed: bool = False
     largest: int = LARGEST
+    jobs: int = ENOUGH
+    sizes: Sequence[int] = ()
+    seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def cheaper_from(self, way: str, other: str, floor: int, clearly: float = CLEARLY) -> float:
         """The number of bytes from which on `way` is taken, not `other`: `floor` at least; infinite for never.
 
-        From `largest` on it is taken, unless it costs more than `clearly` times as much there, undisturbed.
+        From `largest` on it is taken, unless it costs more than `clearly` times as much there. That few jobs do not
+        prove: others may have disturbed them.
         """
         if not self.ways:
             return max(floor, UNMEASURED)
         this, that = self.ways[way], self.ways[other]
         dearer = this.seconds(self.largest) > clearly * that.seconds(self.largest)
-        if dearer and not self.disturbed:
+        if dearer and self.jobs >= ENOUGH:
             return math.inf
         return max(floor, math.ceil(min(self.largest, this.cheaper_from(that))))
+
+    def borders(self, way: str, other: str, floor: int) -> list[float]:
+        """The sizes at which another way is taken: `way` from the first on, `other` from the second on, and so on.
+
+        They lie amid two sizes of which the one way and the other take less time. After the largest size, few jobs do
+        not prove that `way` is dearer.
+        """
+        if not self.ways:
+            return [max(floor, UNMEASURED)]
+        found: list[float] = []
+        smaller = 0
+        for size, this, that in zip(
+            self.sizes, self.seconds[way], self.seconds[other], strict=False
+        ):
+            if (this <= that) == (len(found) % 2 == 0):
+                found.append(max(floor, math.sqrt(smaller * size)))
+            smaller = size
+        if len(found) % 2 == 0 and self.jobs < ENOUGH:
+            found.append(self.largest)
+        return found
 
     def explain(self) -> str:
         """A line for each way, and where they come from."""
         lines = [f"    {way}: {cost}" for way, cost in self.ways.items()]
         return "\n".join([*lines, f"    {self.origin}"])
 
-    def explain_from(self, smallest: float) -> str:
-        """For people: a way is taken from `smallest` bytes on, by these costs."""
+    def explain_from(self, *borders: float) -> str:
+        """For people: a way is taken from the first of `borders` on, up to the second, and so on, by these costs."""
         if self is NOT_MEASURED:
             return "once something large has been combined"
-        sizes = "never" if math.isinf(smallest) else f"from {smallest:.0f} bytes on"
-        return f"{sizes}; of S bytes an all-reduce takes\n{self.explain()}"
+        starts = [f"from {border:.0f} " for border in borders[::2] if border < math.inf]
+        ends = [f"to {border:.0f} bytes" for border in borders[1::2]]
+        ranges = map("".join, itertools.zip_longest(starts, ends, fillvalue="bytes on"))
+        return (
+            f"{' and '.join(ranges) or 'never'}; of S bytes an all-reduce takes\n{self.explain()}"
+        )
 
 
 NOT_MEASURED = Costs()
@@ -105,7 +149,12 @@ class Memory:
     zeros: Callable[[int], Any]
 
 
-HOST = Memory("host", SIZES, lambda length: np.zeros(length, np.float32))
+def written(length: int) -> np.ndarray:
+    """As a program's buffers: pages that nobody has written are all the same zeros."""
+    return np.full(length, 0, np.float32)
+
+
+HOST = Memory("host", SIZES, written)
 
 
 def costs_of(
@@ -117,6 +166,7 @@ def costs_of(
     abreast: int = 1,
     asleep: Collection[str] = (),
     memory: Memory = HOST,
+    distance: Callable[[], float] = lambda: 0.0,
 ) -> Costs:
     """The costs of `ways` to all-reduce. Collective over `communicator`; it takes less than half a second.
 
@@ -127,9 +177,14 @@ def costs_of(
         ranks_of_nodes: the number of ranks of each node, the same on all ranks.
         abreast: the number of such communicators over the same nodes that measure at the same time.
         asleep: the ways that leave the core while they wait.
+        distance: measures how far apart the ranks' cores are, in seconds; costs at another distance are not used.
     """
-    mine = (cpu_model(), len(os.sched_getaffinity(0)), network_links())
-    everyone = communicator.all_gather_object(mine)
+    cpus = os.sched_getaffinity(0)
+    mine = (cpu_model(), len(cpus), network_links())
+    everyone = communicator.all_gather_object((mine, caches_of(cpus), distance()))
+    nodes = collections.Counter(processors for processors, *_ in everyone)
+    sharers = collections.Counter(cache for _, caches, _ in everyone for cache in caches)
+    here = max(away for *_, away in everyone)
     key = {
         "ways": sorted(ways),
         "mpi": mpi,
@@ -137,38 +192,35 @@ def costs_of(
         "ranks_of_nodes": sorted(ranks_of_nodes),
         "abreast": abreast,
         "memory": [memory.name, *memory.sizes],
-        "nodes": sorted([*node, ranks] for node, ranks in collections.Counter(everyone).items()),
+        "nodes": sorted([*node, ranks] for node, ranks in nodes.items()),
+        "caches": sorted([cache.split()[0], ranks] for cache, ranks in sharers.items()),
     }
-    folder = cache_folder()
-    costs = _known(folder, key, ways, memory.sizes[-1]) if communicator.rank == 0 else None
+    first, kept, costs = communicator.rank == 0, list[Observation](), None
+    if first:
+        kept = _kept(key, ways, here)
+        costs = costs_of_this_job.get(repr(key))
+        if costs is None and suffice(kept):
+            costs = _fitted(kept, memory.sizes, f"measured {_read(kept, key)}")
     known: Costs | None = communicator.broadcast_object(costs)
-    if known is not None:
-        return known
-    seconds = SECONDS if len(ranks_of_nodes) == 1 else SECONDS_BETWEEN_NODES
-    buffers = [memory.zeros(nbytes // 4) for nbytes in memory.sizes]
-    measured = measure(ways, buffers, communicator, seconds, asleep)
-    if communicator.rank == 0:
-        costs = costs_of_this_job[repr(key)] = _fitted(ways, memory.sizes, measured, seconds)
-        if folder is not None and costs.ways and not costs.disturbed:
-            cache.write(folder, key, dict(costs.ways))
-    return communicator.broadcast_object(costs)
+    if known is None:
+        buffers = [memory.zeros(nbytes // 4) for nbytes in memory.sizes]
+        measured = measure(ways, buffers, communicator, _limit(key), asleep, distance, here)
+        costs = _joined(kept, measured, here, ways, memory.sizes, key) if first else None
+        known = communicator.broadcast_object(costs)
+    if first:
+        costs_of_this_job[repr(key)] = known
+    return known
 
 
-def _known(
-    folder: str | None, key: dict[str, Any], ways: Mapping[str, Way], largest: int
-) -> Costs | None:
-    """The costs that another communicator of this process, or another job, has measured."""
-    if repr(key) in costs_of_this_job:
-        return costs_of_this_job[repr(key)]
-    found = None if folder is None else cache.read(folder, key)
-    if folder is None or found is None or found[0].keys() != ways.keys():
-        return None
-    costs = {way: found[0][way] for way in ways}
-    path = cache.path_of(folder, key)
-    home = os.path.expanduser("~")
-    shown = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path
-    origin = f"measured {_date(found[1])}, read from {shown}"
-    return Costs(costs, origin, largest=largest)
+def _kept(key: dict[str, Any], ways: Collection[str], here: float) -> list[Observation]:
+    """What earlier jobs have measured at about the distance `here`, the newest last."""
+    return [
+        observation
+        for observation in cache.read(cache_folder() or os.devnull, key)
+        if are_near(observation.distance, here)
+        and observation.seconds.keys() == set(ways)
+        and all(1 < len(times) < len(key["memory"]) for times in observation.seconds.values())
+    ]
 
 
 @dataclass(frozen=True)
@@ -178,10 +230,12 @@ class Measured:
     Attributes:
         seconds: by round, size and way; of the slowest rank. There are fewer sizes if time ran out.
         cpu_share: the share of its core that a rank had in ways that wait awake; the smallest of all ranks.
+        stayed: the ranks' cores stayed as far from each other as they were before.
     """
 
     seconds: np.ndarray
     cpu_share: float
+    stayed: bool = True
 
 
 def measure(
@@ -190,54 +244,109 @@ def measure(
     communicator: Communicator,
     seconds: float,
     asleep: Collection[str] = (),
+    distance: Callable[[], float] = lambda: 0.0,
+    here: float = 0.0,
 ) -> Measured:
     """Time rounds of all ways and buffers, ROUNDS of them if `seconds` suffice by the slowest rank's clock. Collective.
 
-    In a round each way takes its turn, so that whatever else the machine does hits all of them alike.
+    In a round each way takes its turn, so that whatever else the machine does hits all of them alike; in every second
+    round in the opposite order.
+    Args: here: the `distance` between the ranks' cores that is expected.
     """
     rounds: list[list[np.ndarray]] = []
     started = time.perf_counter()
     awake = ran = 0.0
-    in_time = True
+    in_time = stayed = True
     while in_time and len(rounds) <= ROUNDS:
         rows: list[np.ndarray] = []
+        turns = list(enumerate(ways.items()))[:: (-1) ** len(rounds)]
         rounds.append(rows)
-        for buffer in buffers:
-            took = np.empty(len(ways) + 1)
-            for i, (name, way) in enumerate(ways.items()):
+        for number, buffer in enumerate(buffers):
+            calls = _calls(buffer.nbytes, [row[number] for row in rounds[:-1]])
+            took = np.empty((calls, len(ways)))
+            for (i, (name, way)), call in itertools.product(turns, range(calls)):
+                buffer[...] = 0  # as a program has just written what it combines
+                communicator.barrier()
                 begun, ran_before = time.perf_counter(), time.thread_time()
                 way(buffer)
-                took[i] = time.perf_counter() - begun
+                took[call, i] = time.perf_counter() - begun
                 if name not in asleep:
-                    awake += took[i]
+                    awake += took[call, i]
                     ran += time.thread_time() - ran_before
-            took[-1] = time.perf_counter() - started
-            communicator.all_reduce(took, "max")
-            rows.append(took[:-1])
-            in_time = bool(took[-1] < seconds)
+            slowest = np.append(took, [distance(), time.perf_counter() - started])
+            communicator.all_reduce(slowest, "max")
+            rows.append(slowest[:-2].reshape(took.shape).min(axis=0, initial=math.inf))
+            stayed &= are_near(here, slowest[-2])
+            in_time = bool(slowest[-1] < seconds)
             if not in_time:
                 break
     share = np.array(ran / awake if awake else 1.0)
     communicator.all_reduce(share, "min")
     whole = [rows for rows in rounds[1:] if len(rows) == len(buffers)]
-    return Measured(np.array(whole or rounds[:1]), float(share))
+    return Measured(np.array(whole or rounds[:1]), float(share), bool(stayed))
+
+
+def _calls(nbytes: int, before: Sequence[np.ndarray]) -> int:
+    """How often each way is called with a buffer in a round. Args: before: the rounds before it."""
+    if nbytes > _ONCE:
+        return int(len(before) < 2)
+    longest = before[-1].max() if before else _SECONDS_OF_CALLS
+    return int(max(1, min(_CALLS, _SECONDS_OF_CALLS // longest)))
+
+
+def _joined(
+    kept: Sequence[Observation],
+    measured: Measured,
+    here: float,
+    ways: Collection[str],
+    sizes: Sequence[int],
+    key: dict[str, Any],
+) -> Costs:
+    """The costs by what earlier jobs and this one have measured. That is kept, unless the ranks' cores have moved."""
+    least = measured.seconds.min(axis=0)
+    least = least[np.isfinite(least).all(axis=1)]  # the largest sizes are missing if time ran out
+    times = dict(zip(ways, least.T.tolist(), strict=True))
+    observation = Observation(time.time(), here, times)
+    counts = f"least of {len(measured.seconds)} rounds of calls of each of {len(least)} sizes"
+    used = [*kept, observation] if len(least) > 1 and (measured.stayed or not kept) else kept
+    if not used:
+        return Costs({}, f"not measured: calls of two sizes took longer than {_limit(key):g} s")
+    if len(least) > 1 and measured.stayed:
+        cache.add(cache_folder() or os.devnull, key, observation)
+    disturbed = measured.cpu_share < LEAST_CPU_SHARE
+    share = f"{100 * measured.cpu_share:.0f} %"
+    notes = [
+        f"measured {_date(observation.when)}, in this job: {counts}",
+        f"and {_read(kept, key)}" if kept else "",
+        "the ranks' cores moved meanwhile, so it is not kept for other jobs"
+        * (not measured.stayed),
+        f"other programs or ranks left a rank {share} of its core" * disturbed,
+    ]
+    return _fitted(used, sizes, "; ".join(filter(None, notes)), disturbed)
 
 
 def _fitted(
-    ways: Mapping[str, Way], sizes: Sequence[int], measured: Measured, seconds: float
+    observations: Sequence[Observation],
+    sizes: Sequence[int],
+    origin: str,
+    disturbed: bool = False,
 ) -> Costs:
-    """Lines through the medians of the rounds."""
-    rounds, known, _ = measured.seconds.shape
-    if known < 2:
-        return Costs({}, f"not measured: calls of two sizes took longer than {seconds:g} s")
-    medians = np.median(measured.seconds, axis=0)
-    costs = {way: fitted(sizes[:known], list(medians[:, i])) for i, way in enumerate(ways)}
-    disturbed = measured.cpu_share < LEAST_CPU_SHARE
-    origin = f"measured {_date(time.time())}, in this job: medians of {rounds} calls of each of {known} sizes"
-    if disturbed:
-        share = f"{100 * measured.cpu_share:.0f} %"
-        origin += f"; other programs or ranks left a rank {share} of its core, so it is not kept for other jobs"
-    return Costs(costs, origin, disturbed, sizes[-1])
+    """Lines through the least times."""
+    least = least_of(observations)
+    lines = {way: fitted(sizes[: len(times)], times) for way, times in least.items()}
+    return Costs(lines, origin, disturbed, sizes[-1], len(observations), sizes, least)
+
+
+def _limit(key: dict[str, Any]) -> float:
+    return SECONDS if len(key["ranks_of_nodes"]) == 1 else SECONDS_BETWEEN_NODES
+
+
+def _read(kept: Sequence[Observation], key: dict[str, Any]) -> str:
+    """For people: "2026-01-31 12:00 UTC, in 3 earlier jobs, read from ~/.cache/…"."""
+    path = cache.path_of(cache_folder() or os.devnull, key)
+    home = os.path.expanduser("~")
+    shown = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path
+    return f"{_date(kept[-1].when)}, in {len(kept)} earlier jobs, read from {shown}"
 
 
 def _date(seconds: float) -> str:

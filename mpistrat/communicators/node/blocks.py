@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from mpistrat.communicators.arithmetic import Arithmetic, share_of
 from mpistrat.communicators.host_views import address_of, bytes_of
-from mpistrat.communicators.node.shared_memory import before_others_see
+from mpistrat.communicators.node.shared_memory import FENCE
 from mpistrat.communicators.reduction_tree import how_to_combine
 from mpistrat.communicators.transports.transport import Mover, Operands, Unbroken
 from mpistrat.liveness.waiting import wait_until
@@ -32,8 +33,8 @@ _TICK, _PLACE = 0, 8
 class Blocks(Mover):
     """Where ranks meet and hand each other blocks.
 
-    A block is written before tick t, combined after it, and read after tick t + 1. So its slot may be written again
-    after tick t + 2, which needs three slots.
+    A block is written before tick t, combined after it, and its result is read after tick t + 1. A third slot leaves
+    the caches time: two are written again at once, which takes longer.
 
     Attributes:
         unbroken: surrounds a collective, which may be part of another.
@@ -47,21 +48,30 @@ class Blocks(Mover):
         self._words = [memoryview(segment[:PAGE].data).cast("q") for segment in segments]
         self._others = [peer for peer in range(self._size) if peer != rank]
         self._peers = [self._words[peer] for peer in self._others]
-        self._slots = [
+        self._own_first = [rank, *self._others]
+        self._slots = slots = [
             [segment[PAGE + i * _BLOCK : PAGE + (i + 1) * _BLOCK] for segment in segments]
             for i in range(_SLOTS)
         ]
         self._ticks = 0
 
+        @functools.lru_cache
+        def elements(how: Arithmetic) -> list[list[Any]]:
+            return [[how.view(slot) for slot in of_ranks] for of_ranks in slots]
+
+        self._elements = elements
+
     def tick(self) -> None:
         """Return once every rank has come here as often."""
         self._ticks = ticks = self._ticks + 1
-        before_others_see()
+        if FENCE is not None:
+            FENCE()
         self._words[self.rank][_TICK] = ticks
         for words in self._peers:
             if words[_TICK] < ticks:
                 wait_until(lambda words=words: words[_TICK] >= ticks, self._watch)  # type: ignore[misc]
-        before_others_see()
+        if FENCE is not None:
+            FENCE()
 
     def exchange(self, place: int) -> list[int]:
         """The places that all ranks call this with. Ranks must meet elsewhere before they call it again."""
@@ -69,39 +79,46 @@ class Blocks(Mover):
         self.tick()
         return [words[_PLACE] for words in self._words]
 
-    def all_reduce(self, operands: Operands, takes: bool = True) -> None:
+    def all_reduce(self, operands: Operands, takers: Sequence[int] = ()) -> None:
         """Block by block: while the next block is brought, this one is combined, then its result is taken.
 
-        Args: takes: whether this rank takes the result.
+        A result is written over the pieces that were brought. The rank that combines was the last to read these cache
+        lines, so the others' cores need not be asked for them: far from each other, that costs ten times as much.
+
+        Args: takers: the ranks that take the result; none: all of them.
         """
-        how = how_to_combine(operands.buffer, operands.reduction.op, operands.tree)
-        source, target = bytes_of(operands.buffer), bytes_of(operands.target)
-        width = _width(self._size, len(source))
+        buffer, out, scale = operands.buffer, operands.out, operands.reduction.scale
+        how = how_to_combine(buffer, operands.reduction.op, operands.tree)
+        source = how.view(bytes_of(buffer))
+        target = source if out is None else how.view(bytes_of(out))
+        slots, rank, takers = self._elements(how), self.rank, takers or self._own_first
+        width = _width(self._size, int(buffer.nbytes)) // how.itemsize
         step = width * self._size
-        blocks = -(-len(source) // step)
         with self.unbroken:
-            for i in range(blocks + 1):
-                if i < blocks:
-                    starts = range(i * step, (i + 1) * step, width)
-                    self._bring(source, [(start, len(source)) for start in starts], width)
-                start = (i - 1) * step + self.rank * width
-                if i > 0 and start < len(source):
-                    pieces, result = self._brought(source[start : start + width], width)
-                    how.combine(
-                        list(map(how.view, pieces)), how.view(result), operands.reduction.scale
-                    )
-                    if takes:
-                        target[start : start + len(result)] = result
-                self.tick()
-                if i > 0 and takes:
-                    slots = self._slots[(self._ticks - 2) % _SLOTS]
+            for start in range(0, len(source) + step, step):
+                room, brought = slots[self._ticks % _SLOTS], slots[(self._ticks - 1) % _SLOTS]
+                for peer in self._others:
+                    part = source[start + peer * width : start + (peer + 1) * width]
+                    room[rank][peer * width : peer * width + len(part)] = part
+                before = start - step
+                first = before + rank * width
+                if 0 <= first < len(source):
+                    pieces = [source[first : first + width]] * self._size
                     for peer in self._others:
-                        start = (i - 1) * step + peer * width
-                        taken = target[start : start + width]
-                        taken[:] = slots[peer][peer * width : peer * width + len(taken)]
+                        pieces[peer] = brought[peer][rank * width :][: len(pieces[rank])]
+                    results = pieces.copy()
+                    results[rank] = target[first : first + width]
+                    how.combine(pieces, results[takers[0]], scale)
+                    for taker in takers[1:]:
+                        results[taker][:] = results[takers[0]]
+                self.tick()
+                if start and rank in takers:
+                    for peer in self._others:
+                        part = target[before + peer * width : before + (peer + 1) * width]
+                        part[:] = brought[rank][peer * width : peer * width + len(part)]
 
     def reduce(self, operands: Operands) -> None:
-        self.all_reduce(operands, takes=self.rank == operands.root)
+        self.all_reduce(operands, [operands.root])
 
     def reduce_scatter(self, operands: Operands) -> None:
         source = bytes_of(operands.buffer)
@@ -123,10 +140,12 @@ class Blocks(Mover):
                     self._bring(source, rest, width)
                 start = first + (i - 1) * width
                 if i > 0 and start < end:
-                    pieces, result = self._brought(source[start : min(start + width, end)], width)
+                    own, mine = source[start : min(start + width, end)], self.rank * width
+                    slots = self._slots[(self._ticks - 1) % _SLOTS]
+                    pieces = [how.view(slot[mine : mine + len(own)]) for slot in slots]
+                    pieces[self.rank] = how.view(own)
                     begin = (i - 1) * width // how.itemsize
-                    part = out[..., begin : begin + len(result) // how.itemsize]
-                    how.combine(list(map(how.view, pieces)), part, None)
+                    how.combine(pieces, out[..., begin : begin + len(own) // how.itemsize], None)
                 self.tick()
 
     def _bring(self, source: np.ndarray, bounds: Sequence[tuple[int, int]], width: int) -> None:
@@ -136,14 +155,6 @@ class Blocks(Mover):
             start, stop = bounds[peer]
             part = source[start : min(start + width, stop)]
             slot[peer * width : peer * width + len(part)] = part
-
-    def _brought(self, own: np.ndarray, width: int) -> tuple[list[np.ndarray], np.ndarray]:
-        """The pieces that all ranks brought to this rank before the last tick, and room for the result."""
-        start = self.rank * width
-        slots = self._slots[(self._ticks - 1) % _SLOTS]
-        pieces = [slot[start : start + len(own)] for slot in slots]
-        result, pieces[self.rank] = pieces[self.rank], own
-        return pieces, result
 
     def broadcast(self, operands: Operands) -> None:
         memory, root = bytes_of(operands.buffer), operands.root

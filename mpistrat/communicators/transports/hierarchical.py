@@ -110,8 +110,8 @@ class HierarchicalTransport(Transport, NodeMemory):
             memory = slowest(node.ways[MEMORY] for node in nodes)
             by_node = memory.followed_by(costs.ways[BETWEEN])
             known = {BY_NODE: by_node, MEMORY: memory, **costs.ways}
-        disturbed = costs.disturbed or any(node.disturbed for node in nodes)
-        self.costs = Costs(known, costs.origin, disturbed)
+        jobs = min(of.jobs for of in [costs, *nodes])
+        self.costs = Costs(known, costs.origin, costs.disturbed, jobs=jobs)
         self.smallest = self.costs.cheaper_from(BY_NODE, MPI, SMALLEST)
 
     @property

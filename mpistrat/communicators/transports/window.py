@@ -6,15 +6,24 @@ slices. A buffer that lies in the window is combined where it is, and nothing is
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import can_combine, share_of
-from mpistrat.communicators.costs.measurement import NOT_MEASURED, costs_of
+from mpistrat.communicators.costs.distance import NBYTES, distance
+from mpistrat.communicators.costs.measurement import (
+    NOT_MEASURED,
+    SIZES_ON_NODE,
+    Memory,
+    costs_of,
+    written,
+)
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, room_for, view_of
 from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.node.common_memory import PAGE, CommonMemory
@@ -44,7 +53,8 @@ class WindowTransport(Transport, NodeMemory):
     Attributes:
         why_not: why the ranks share no memory; then this takes no call.
         costs: what its ways cost; they are measured when there is memory, at the first large buffer.
-        smallest: from so many bytes on a buffer outside the window is combined through blocks, by these costs.
+        borders: a buffer outside the window is combined through blocks from the first number of bytes on, by MPI from
+            the second on, and so on, by these costs.
         window: moves buffers that lie in it; None until a buffer there was asked for.
     """
 
@@ -56,7 +66,7 @@ class WindowTransport(Transport, NodeMemory):
         self._watch, self._limit = watch, limit
         self.why_not = ""
         self.costs = NOT_MEASURED
-        self.smallest = 0.0
+        self.borders: Sequence[float] = ()
         self._blocks: Blocks | None = None
         self.window: Window | None = None
 
@@ -141,12 +151,26 @@ class WindowTransport(Transport, NodeMemory):
 
     def _measure(self, blocks: Blocks) -> None:
         """Find out from which size on memory is faster than MPI."""
+        crowded = any(self.mpi.comm.allgather(self._watch.crowded))
+        segments = None if crowded else self._share(NBYTES, populate=True)[0]
+        buffer, result = (written(SIZES_ON_NODE[-1] // 4) for _ in range(2))
         ways = {
-            MEMORY: lambda zeros: blocks.all_reduce(Operands(zeros)),
-            MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros)),
+            MEMORY: lambda zeros: blocks.all_reduce(Operands(zeros, out=result[: len(zeros)])),
+            MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros, out=result[: len(zeros)])),
         }
-        self.costs = costs_of(ways, Router(Ways(self.mpi)), self.mpi.library, [self.size])
-        self.smallest = self.costs.cheaper_from(MEMORY, MPI, SMALLEST)
+        self.costs = costs_of(
+            ways,
+            Router(Ways(self.mpi)),
+            self.mpi.library,
+            [self.size],
+            memory=Memory("host", SIZES_ON_NODE, lambda length: buffer[:length]),
+            distance=functools.partial(distance, segments, self.rank, blocks.tick),
+        )
+        self.borders = self.costs.borders(MEMORY, MPI, SMALLEST)
+
+    def _gains(self, nbytes: int) -> bool:
+        """Whether blocks are faster than MPI."""
+        return bisect.bisect_right(self.borders, nbytes) % 2 == 1
 
     # Collectives
 
@@ -155,20 +179,20 @@ class WindowTransport(Transport, NodeMemory):
             return self  # the ranks compare the sizes of their parts first
         if operands.buffer.nbytes < SMALLEST or not is_combined_in_slices(call, operands):
             return None
-        blocks = self.shared_blocks()
+        blocks = self._blocks or self.shared_blocks()
         if blocks is None:
             return None
         window = self.window if call == "all_reduce" else None
         if window is not None and window.find(operands.buffer, operands.out):
             return window
-        return blocks if operands.buffer.nbytes >= self.smallest else None
+        return blocks if self._gains(operands.buffer.nbytes) else None
 
     def all_gather(self, operands: Operands) -> list[Array]:
         buffer = operands.buffer
         shapes = self.mpi.shapes_of(operands)
         largest = int(shapes.prod(axis=1).max()) * view_of(buffer).itemsize
         blocks = self.shared_blocks() if largest >= SMALLEST else None
-        if blocks is None or largest < self.smallest:
+        if blocks is None or not self._gains(largest):
             return self.mpi.all_gather(operands)
         parts = room_for(buffer, shapes)
         blocks.gather(bytes_of(buffer), [bytes_of(part) for part in parts])
@@ -178,7 +202,7 @@ class WindowTransport(Transport, NodeMemory):
         starts = self.mpi.starts_of(operands)
         largest = max(of_rank[-1] for of_rank in starts) * operands.row_bytes
         blocks = self.shared_blocks() if largest >= SMALLEST else None
-        if blocks is None or largest < self.smallest:
+        if blocks is None or not self._gains(largest):
             self.mpi.all_to_all(operands)
         else:
             blocks.all_to_all(operands)
@@ -193,7 +217,7 @@ class WindowTransport(Transport, NodeMemory):
             window = f"up to {self.window.nbytes_for(self.window.capacity) / 1e6:.1f} MB, as far as it is used"
         return (
             f"{self.size} ranks of a node, through shared memory: what lies in its window, and all else "
-            f"{self.costs.explain_from(self.smallest)}\n"
+            f"{self.costs.explain_from(*self.borders)}\n"
             f"    of each rank: {Blocks.NBYTES / 1e6:.1f} MB for blocks in flight; window: {window}\n"
             f"{rest}"
         )

@@ -72,7 +72,8 @@ def table_report(
         f"{where['device']}"
     )
     notes = [f"{name}: skipped, {reason}" for name, reason in left_out.items()]
-    lines = [f"\n{title} · {taken_on}", *table(rows), *notes, *oversubscription(where)]
+    notes += oversubscription(where)
+    lines = [f"\n{title} · {taken_on}", *distance_in_words(where), *table(rows), *notes]
     wrong = any(row.get("wrong") for row in rows)
     return Report(title, where, rows, lines, {"left_out": left_out}, draw, wrong)
 
@@ -101,6 +102,14 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 def aligned(cells: Iterable[str], widths: Iterable[int], between: str = "") -> str:
     return between.join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def distance_in_words(where: Row) -> list[str]:
+    """How far apart the cores were; empty where that is not measured."""
+    if not min(where.get("distance_us", [0])):
+        return []
+    words = "Two ranks handed each other 128 KB in {:.0f} us before, and in {:.0f} us after"
+    return [words.format(*where["distance_us"])]
 
 
 def oversubscription(where: Row) -> list[str]:

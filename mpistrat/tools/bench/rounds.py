@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
+from mpistrat.communicators.costs.distance import distance_on
 from mpistrat.strategies.wiring import communicator_of
 
 ROUNDS = 9
@@ -19,7 +21,21 @@ SECONDS_PER_TURN = 0.1
 
 def all_ranks() -> Communicator:
     """The communicator of all ranks of the job. Called by: every rank."""
-    return communicator_of(MPIClusterResolver(), "always", "mpistrat-bench")
+    communicator = communicator_of(MPIClusterResolver(), "always", "mpistrat-bench")
+    distance_before()
+    return communicator
+
+
+def distance_now() -> float:
+    """Between this rank's core and the next one's of its node, in seconds. Called by: every rank."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return distance_on(mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)) if mpi else 0.0
+
+
+@functools.cache
+def distance_before() -> float:
+    """`distance_now()` when the benchmark began."""
+    return distance_now()
 
 
 def own_host() -> str:

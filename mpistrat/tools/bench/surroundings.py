@@ -16,13 +16,15 @@ from mpistrat.communicators import Communicator
 from mpistrat.machine.cpu_model import cpu_model
 from mpistrat.machine.devices import num_accelerators, torch_accelerator
 from mpistrat.tools.bench.device import HOST, Device
+from mpistrat.tools.bench.rounds import distance_before, distance_now
 
 
 def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str, Any]:
     """Collective; equal on all ranks. Args: device: whose memory was measured."""
     cores = sorted(os.sched_getaffinity(0))
-    everyone = communicator.all_gather_object((socket.gethostname(), cores))
-    usable = len({(host, cpu) for host, cpus in everyone for cpu in cpus})
+    distances = distance_before(), distance_now()
+    everyone = communicator.all_gather_object((socket.gethostname(), cores, distances))
+    usable = len({(host, cpu) for host, cpus, _ in everyone for cpu in cpus})
     here = {
         "tool": f"mpistrat {_version()}",
         "python": platform.python_version(),
@@ -31,9 +33,10 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
         "cpu": cpu_model(),
         "cores_of_rank_0": len(cores),
         "ranks": communicator.size,
-        "hosts": sorted({host for host, _ in everyone}),
+        "hosts": sorted({host for host, *_ in everyone}),
         "usable_cores": usable,
         "oversubscribed": usable < communicator.size,
+        "distance_us": [1e6 * max(own[when] for *_, own in everyone) for when in (0, 1)],
         "mpi": _mpi(),
         "device": str(device),
         **_torch(),

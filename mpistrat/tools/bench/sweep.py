@@ -14,7 +14,7 @@ import numpy as np
 from mpistrat.communicators import Communicator
 from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.operations import Operation
-from mpistrat.tools.bench.report import aligned, oversubscription
+from mpistrat.tools.bench.report import aligned, distance_in_words, oversubscription
 from mpistrat.tools.bench.rounds import seconds_of
 
 WARM_UP = 3
@@ -170,6 +170,7 @@ def footer(rows: Sequence[Row], where: Mapping[str, Any]) -> list[str]:
         f"Slowest rank: {slowest.slowest_rank}, {slowest.slowest_ratio:.2f} times the median of the ranks at "
         f"{slowest.bytes} bytes",
         *where["ways"],
+        *distance_in_words(where),
         *oversubscription(where),
     ]
     return [f"# {text}" for text in lines]

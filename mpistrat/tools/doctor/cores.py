@@ -7,10 +7,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
+from mpistrat.communicators.costs.distance import in_words
 from mpistrat.liveness.processes import launcher_of
 from mpistrat.machine.control_groups import allowed
 from mpistrat.machine.cpu_share import cpu_share, intra_op_threads, users_threads
 from mpistrat.machine.notices import runs_in_words
+from mpistrat.machine.shared_caches import caches_of
 from mpistrat.tools.doctor.facts import Cores, Job, Rank
 from mpistrat.tools.doctor.finding import PROBLEM, Finding, findings_of, on_node
 from mpistrat.tools.doctor.wording import count
@@ -21,11 +23,13 @@ STEPS_CPUS_PER_TASK = "SRUN_CPUS_PER_TASK"  # since Slurm 22.05 srun looks at th
 
 
 def look() -> Cores:
+    mine = os.sched_getaffinity(0)
     return Cores(
-        allowed=sorted(os.sched_getaffinity(0)),
+        allowed=sorted(mine),
         of_launcher=_cores_of_launcher(),
         quota=allowed().cpus,
         threads=users_threads(),
+        caches=list(caches_of(mine)),
     )
 
 
@@ -45,6 +49,9 @@ def check(job: Job) -> Iterator[Finding]:
         found = [*_sharing(ranks), *_threads(ranks), *_slurm(ranks)]
         if not any(finding.level == PROBLEM for finding in found):
             found.append(_fine(ranks))
+        if farthest := max(rank.cores.distance for rank in ranks):
+            words = in_words(farthest, [rank.cores.caches for rank in ranks])
+            found.append(ok(f"{words[0].upper()}{words[1:]}."))
         yield from on_node(name, found)
 
 

@@ -80,6 +80,8 @@ class Cores:
     quota: float | None = None  # CPUs' worth of time that a control group allows
     # {"OMP_NUM_THREADS": "8"}, as the user set them.
     threads: dict[str, str] = field(default_factory=dict)
+    caches: list[str] = field(default_factory=list)  # that its cores share, as `caches_of` has them
+    distance: float = 0.0  # seconds: `distance` from the next rank's; 0 where it is not measured
 
 
 @dataclass(frozen=True)

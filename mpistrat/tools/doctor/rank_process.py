@@ -114,6 +114,10 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
 
         refusal = reason_against("torch" if gpus.torch_gpus else "cupy", 0)
         rank = dataclasses.replace(rank, gpus=dataclasses.replace(gpus, mpi_refusal=refusal))
+    from mpistrat.communicators.costs.distance import distance_on
+
+    far = distance_on(world.Split_type(mpi.COMM_TYPE_SHARED))
+    rank = dataclasses.replace(rank, cores=dataclasses.replace(rank.cores, distance=far))
     ranks = world.gather(as_json(rank))
 
     leaders = world.Split(0 if first else 1, topology.rank)

@@ -23,7 +23,7 @@ def left_by_an_error() -> None:
             group: Any = groups[number - 1]
             window = group.communicator.ways.transports[0]
             window.shared_blocks()
-            window.smallest = smallest
+            window.borders = [smallest]
 
     def failing(*_: Any) -> None:
         raise MemoryError("no memory\nfor 3 GB of messages")

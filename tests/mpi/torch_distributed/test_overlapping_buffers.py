@@ -29,7 +29,7 @@ def ways() -> list[Collectives]:
     communicator = cast("Router", new_communicator(MPI.COMM_WORLD.Dup()))
     window = cast("WindowTransport", communicator.ways.transports[0])
     assert window.shared_blocks() is not None
-    window.smallest = 0.0
+    window.borders = [0]
     by_mpi = communicator.by(ms.CommunicationImplementation.MPI)
     return [Collectives(communicator), Collectives(by_mpi)]
 

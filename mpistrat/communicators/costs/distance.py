@@ -1,0 +1,68 @@
+"""How far the cores of a node's ranks are from each other.
+
+Cores that share a cache hand each other memory three times as fast as others. The host of a virtual machine moves its
+processors at any time, and the kernel in it does not know. So the distance is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpistrat.communicators.node.blocks import Blocks
+from mpistrat.communicators.node.shared_memory import share
+from mpistrat.liveness.watch import CommunicatorWatch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+NBYTES = 1 << 17  # many, beside Python's own time, and fewer than a core's own cache holds
+_TIMES = 10
+
+
+def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[], None]) -> float:
+    """Seconds in which this rank writes 128 KB that another has read, and reads 128 KB that the next has just written.
+
+    Collective; the median of some times: ranks that take turns on a core are as near as never else.
+    Args:
+        segments: memory that the ranks of a node share, NBYTES of each; None where they share none: it is 0 there.
+        meet: returns once every rank has called it.
+    """
+    if segments is None:
+        return 0.0
+    own, next_one = segments[rank], segments[(rank + 1) % len(segments)]
+    here = np.ones_like(own)
+    seconds = []
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        own[:] = here
+        written = time.perf_counter() - began
+        meet()
+        began = time.perf_counter()
+        here[:] = next_one
+        seconds.append(written + time.perf_counter() - began)
+        meet()
+    return statistics.median(seconds[1:])  # before the first, nobody has read
+
+
+def distance_on(node: MPI.Intracomm) -> float:
+    """This rank's `distance` from the next rank of a node; 0 where it is alone, or shares no memory. Collective."""
+    segments, _ = share(Blocks.NBYTES + NBYTES, node.rank, node.allgather, populate=True)
+    if segments is None or node.size == 1:
+        return 0.0
+    meet = Blocks(segments, node.rank, CommunicatorWatch()).tick
+    parts = [segment[-NBYTES:] for segment in segments]
+    return distance(parts, node.rank, meet)
+
+
+def in_words(seconds: float, caches: Sequence[Collection[str]]) -> str:
+    """Args: caches: of each rank, as `caches_of` has them."""
+    text = f"two ranks hand each other 128 KB in {seconds * 1e6:.0f} us"
+    if not all(caches):
+        return f"{text}; the kernel does not say which caches their cores share"
+    shared = set.intersection(*map(set, caches))
+    return f"{text}: their cores share {f'a cache of level {min(shared)[0]}' if shared else 'no cache'}"

@@ -1,0 +1,30 @@
+"""The caches that processors share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from pathlib import Path
+
+_DEVICES = "/sys/devices/system/cpu"
+
+
+def caches_of(
+    cpus: Collection[int], devices: str = _DEVICES, described: str = "/proc/cpuinfo"
+) -> tuple[str, ...]:
+    """The caches that all of `cpus` share, each as its level and its processors: ("2 00000003", "3 000000ff").
+
+    Empty where there is none, as for a process that is not bound, and where the kernel does not know: the host of a
+    virtual machine moves its processors.
+    """
+    found = set()
+    with contextlib.suppress(OSError, ValueError):
+        virtual = "hypervisor" in Path(described).read_text(encoding="utf-8")
+        for folder in Path(devices).glob(f"cpu{min(cpus)}/cache/index*" if not virtual else "none"):
+            level, sharing = (
+                (folder / name).read_text(encoding="utf-8").strip()
+                for name in ("level", "shared_cpu_map")
+            )
+            if all(int(sharing.replace(",", ""), 16) >> cpu & 1 for cpu in cpus):
+                found.add(f"{level} {sharing}")
+    return tuple(sorted(found))

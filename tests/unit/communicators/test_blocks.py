@@ -1,0 +1,37 @@
+"""Reductions through shared blocks. Each rank is a thread."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from mpistrat.communicators.node.blocks import PAGE, Blocks
+from mpistrat.communicators.reduction import SUM
+from mpistrat.communicators.transports.transport import Operands
+from mpistrat.liveness.watch import CommunicatorWatch
+
+
+@pytest.mark.parametrize("root", [None, 1])
+def test_a_result_is_written_over_the_pieces_that_were_brought(root: int | None) -> None:
+    """No rank writes a cache line of which another rank was the last reader: that costs a request to its core."""
+    ranks, length = 3, 3 * (1 << 12)
+    segments = [np.zeros(Blocks.NBYTES, np.uint8) for _ in range(ranks)]
+    buffers = [np.full(length, 1 + rank, np.uint8) for rank in range(ranks)]
+
+    def of_rank(rank: int) -> None:
+        blocks = Blocks(segments, rank, CommunicatorWatch(crowded=True))
+        call = blocks.all_reduce if root is None else blocks.reduce
+        call(Operands(buffers[rank], SUM, root=root or 0))
+
+    threads = [threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    totals = [6 if root in (None, rank) else 1 + rank for rank in range(ranks)]
+    assert [set(buffer.tolist()) for buffer in buffers] == [{total} for total in totals]
+    written = [np.count_nonzero(segment[PAGE:]) for segment in segments]
+    assert written == [length * (ranks - 1) // ranks] * ranks
