@@ -84,7 +84,7 @@ class Router(Communicator):
         self.on_one_node = contract.watch is not None and contract.watch.peers is not None
         self.takes_device_buffers = any(t.takes_device_buffers for t in ways.transports)
         self.ordered_by_streams = any(t.ordered_by_streams for t in ways.transports)
-        self._enter = _entering(contract, last_words)
+        self._last_words = last_words
         self.memory = CheckedMemory(ways.memory, self._enter)
         # Without an agreement there is nothing that small calls could travel with.
         slots = None if contract.agreement is None else ways.slots
@@ -92,6 +92,10 @@ class Router(Communicator):
             self.size, slots, self.takes_device_buffers, last_words, contract.raise_together
         )
         self._overridden: dict[CommunicationImplementation, _Overridden] = {}
+
+    def _enter(self, *words: Any) -> contextlib.AbstractContextManager[None]:
+        """What surrounds a call of these words."""
+        return self.contract.enter(signature_of(words + self._last_words))
 
     # Collectives
 
@@ -137,10 +141,8 @@ class Router(Communicator):
         return self._call("all_gather", Operands(buffer), ("", label, None))
 
     def all_gather_into(self, buffer: Array, out: Array, *, label: str = "") -> None:
-        try:
+        with self.raising_together():
             check_contiguous(buffer, out)
-        except ValueError as error:
-            self.raise_together(error)
         self._call("all_gather_into", Operands(buffer, out=out), ("", label, None))
 
     def all_to_all(
@@ -152,17 +154,13 @@ class Router(Communicator):
         *,
         label: str = "",
     ) -> None:
-        try:
+        with self.raising_together():
             check_contiguous(buffer, out)
-        except ValueError as error:
-            self.raise_together(error)
         operands = Operands(buffer, out=out, sent=tuple(sent), received=tuple(received))
         self._call("all_to_all", operands, ("", label, None))
-        try:
-            if operands.starts is not None:
+        if operands.starts is not None:
+            with self.raising_together():
                 check_arrived(operands.starts, operands.received, self.rank)
-        except ValueError as error:
-            self.raise_together(error)
 
     def _call(
         self,
@@ -265,10 +263,3 @@ class _Overridden(Router):
 
     def explain(self) -> str:
         return f"implementation={self._implementation.name} was asked for:\n{super().explain()}"
-
-
-def _entering(
-    contract: Unchecked, last_words: tuple[str, ...]
-) -> Callable[..., contextlib.AbstractContextManager[None]]:
-    """A function of the words of a call, whose result surrounds the call."""
-    return lambda *words: contract.enter(signature_of(words + last_words))

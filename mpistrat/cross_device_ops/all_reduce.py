@@ -136,12 +136,16 @@ class _Pack(NamedTuple):
         indices: of the arrays in their list.
         on_device: they are in the memory of an accelerator.
         to_numpy: they are tensors of the host, of a dtype that NumPy knows.
+        length: the number of elements of all.
+        shape: of each of them, if all are equal.
     """
 
     indices: list[int]
     reduction: Reduction
     on_device: bool
     to_numpy: bool
+    length: int
+    shape: Sequence[int] | None
 
 
 class MpiAllReduce(CrossDeviceOps):
@@ -234,11 +238,10 @@ class MpiAllReduce(CrossDeviceOps):
             options: override the defaults.
             label: what the values are, e.g. their structure; must be equal on all ranks.
         """
-        kinds = _kinds_of(values) if options is None else None
+        results, kinds = _plain(values) if options is None else ([], None)
         packs = self._packs.get((reduce_op, label, kinds))
         communicator = self.communicator
         if packs is not None:
-            results = list(next(zip(*values, strict=True)))
             if self._implementation is not CommunicationImplementation.AUTO:
                 communicator = communicator.by(self._implementation)
         else:
@@ -248,26 +251,18 @@ class MpiAllReduce(CrossDeviceOps):
                     self._packs.clear()
                 self._packs[reduce_op, label, kinds] = packs
         for pack in packs:
-            whole = len(pack.indices) == len(results)
-            like = results if whole else [results[i] for i in pack.indices]
+            like = list(map(results.__getitem__, pack.indices))
             pieces = self._reduce_pack(communicator, pack, like)
-            if whole:
-                results = pieces
-                break
             for i, piece in zip(pack.indices, pieces, strict=True):
                 results[i] = piece
-        if kinds is not None and reduce_op is ReduceOp.SUM:
-            return results
-        if reduce_op is ReduceOp.MEAN:
-            results = [
-                accumulation.divide(total, len(components) * communicator.size)
-                for total, components in zip(results, values, strict=True)
-            ]
-        elif not reduce_op.adds_up:
-            results = [
-                extrema.restored(reduce_op, total, components[0])
-                for total, components in zip(results, values, strict=True)
-            ]
+        if reduce_op is ReduceOp.SUM:
+            return results if kinds is not None else as_given(results, values)
+        for i, components in enumerate(values):
+            if reduce_op is ReduceOp.MEAN:
+                count = len(components) * communicator.size
+                results[i] = accumulation.divide(results[i], count)
+            else:
+                results[i] = extrema.restored(reduce_op, results[i], components[0])
         return as_given(results, values)
 
     def _prepare(
@@ -283,10 +278,8 @@ class MpiAllReduce(CrossDeviceOps):
             if options is not None:
                 merged = self.merged(options)
             communicator = self.communicator.by(implementation_of(merged))
-            own = accumulation.sum_of
-            if not reduce_op.adds_up:
-                own = functools.partial(extrema.of_rank, reduce_op)
-            totals = list(map(own, values))
+            own = functools.partial(extrema.of_rank, reduce_op)
+            totals = list(map(accumulation.sum_of if reduce_op.adds_up else own, values))
         except Exception as error:
             self.communicator.raise_together(error)
         name, op = name_of(reduce_op, label), extrema.OPS.get(reduce_op, "sum")
@@ -301,7 +294,9 @@ class MpiAllReduce(CrossDeviceOps):
             to_numpy = (
                 not on_device and arrays.is_torch(like[0]) and arrays.numpy_knows(like[0].dtype)
             )
-            packs.append(_Pack(group, reduction, on_device, to_numpy))
+            shape = like[0].shape if len({value.shape for value in like}) == 1 else None
+            length = sum(map(arrays.num_elements, like))
+            packs.append(_Pack(group, reduction, on_device, to_numpy, length, shape))
         return communicator, totals, packs
 
     def _reduce_pack(
@@ -311,7 +306,7 @@ class MpiAllReduce(CrossDeviceOps):
         first = like[0]
         stays = not pack.on_device or communicator.takes_device_buffers or communicator.size == 1
         if len(like) > 1 or (pack.on_device and stays):
-            flat, pieces = self._packer.join(like)
+            flat, pieces = self._packer.join(like, pack.length, pack.shape)
             host = flat if stays else arrays.to_host(flat)
             communicator.all_reduce(host.numpy() if pack.to_numpy else host, pack.reduction)
             return pieces if stays else packing.unpack(arrays.to_device_of(host, first), like)
@@ -412,19 +407,25 @@ class MpiAllReduce(CrossDeviceOps):
         return self.communicator.raising_together()
 
 
-def _kinds_of(values: Sequence[Sequence[Any]]) -> Any:
-    """The dtypes and shapes of arrays of the host, a component each, that autograd does not know; None of others."""
+def _plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
+    """Arrays of the host, a component each, that autograd does not know; their dtypes and shapes, or None of others."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if len(values) == 1 == len(values[0]):  # the loops below take as long as a small sum
+        (first,) = values[0]
+        own = first.__class__ is tensor and first.is_cpu and not first.requires_grad
+        if own or first.__class__ is np.ndarray:
+            return [first], (first.dtype, first.shape)
     if set(map(len, values)) != {1}:
-        return None
-    (firsts,) = zip(*values, strict=True)
-    kinds = set(map(type, firsts))
-    if kinds != {np.ndarray}:
-        torch = sys.modules.get("torch")
-        if torch is None or kinds != {torch.Tensor}:
-            return None
-        if not all(map(_IS_CPU, firsts)) or any(map(_REQUIRES_GRAD, firsts)):
-            return None
-    return tuple(map(_DTYPE, firsts)), tuple(map(_SHAPE, firsts))
+        return [], None
+    firsts = list(next(zip(*values, strict=True)))
+    classes, own = set(map(type, firsts)), True
+    if classes != {np.ndarray}:
+        own = (
+            classes == {tensor}
+            and all(map(_IS_CPU, firsts))
+            and not any(map(_REQUIRES_GRAD, firsts))
+        )
+    return (firsts, (tuple(map(_DTYPE, firsts)), tuple(map(_SHAPE, firsts)))) if own else ([], None)
 
 
 def name_of(reduce_op: ReduceOp, label: str) -> str:

@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import math
 import operator
 import sys
 from collections.abc import Sequence
@@ -167,30 +166,30 @@ class Packer:
 
         return torch.from_numpy(memory).view(dtype)
 
-    def join(self, values: Sequence[Array]) -> tuple[Array, list[Array]]:
-        """A flat copy of `values`, all of one dtype and device, side by side; and its pieces, as of `unpack`."""
-        if arrays.is_on_accelerator(values[0]):  # whose allocator recycles
+    def join(
+        self, values: Sequence[Array], length: int, shape: Sequence[int] | None
+    ) -> tuple[Array, list[Array]]:
+        """A flat copy of `values`, all of one dtype and device, side by side; and its pieces, as of `unpack`.
+
+        Args:
+            length: the number of elements of all.
+            shape: of each of them, if all are equal.
+        """
+        first = values[0]
+        if arrays.is_on_accelerator(first):  # whose allocator recycles
             flat = concatenated(values)
             return flat, unpack(flat, values)
-        shapes, dtype = list(map(_SHAPE, values)), values[0].dtype
-        length = sum(map(math.prod, shapes))
-        if not arrays.is_torch(values[0]):
-            flat = self._recycled.empty((length,), dtype)
-            pieces = unpack(flat, values)
-            fill(pieces, values)
-            return flat, pieces
-        import torch
-
-        if length * dtype.itemsize < SMALLEST:
-            flat = torch.empty(length, dtype=dtype, device="cpu")
+        if not arrays.is_torch(first) or length * first.dtype.itemsize >= SMALLEST:
+            flat = self._recycled.empty((length,), first.dtype)
         else:
-            flat = self._recycled.empty((length,), dtype)
-        if shapes.count(shapes[0]) == len(shapes):
+            flat = first.new_empty(length)
+        if shape is not None and arrays.is_torch(first):
             # In half the time of what follows. Views that one call makes of all could not be written to.
-            rows = torch.stack(tuple(values), out=flat.view(len(shapes), *shapes[0]))
-            return flat, list(map(rows.__getitem__, range(len(shapes))))
+            rows = flat.view(len(values), *shape)
+            sys.modules["torch"].stack(tuple(values), out=rows)
+            return flat, list(map(rows.__getitem__, range(len(values))))
         pieces = unpack(flat, values)
-        torch._foreach_copy_(pieces, values)
+        fill(pieces, values)
         return flat, pieces
 
 

@@ -65,7 +65,7 @@ class Collectives:
         for tensor in tensors:
             how = combination_of(op, tensor.dtype, self._size)
             own = tensor
-            if self._rank != root and how.changes_operands:
+            if self._rank != root and (how.factor is not None or how.divisor is not None):
                 own = tensor.detach().clone()  # the others' tensors stay as they are
             with operand(own, how) as buffer:
                 self.communicator.reduce(buffer, root, how.reduction)

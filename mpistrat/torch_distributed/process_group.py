@@ -175,7 +175,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
     # Collectives
 
     def allreduce(self, tensors: Tensors, opts: Any = _SUM, timeout: Any = None) -> dist.Work:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
         if native := self._native_of(tensors):
             return native.allreduce(tensors, opts)
         op = getattr(opts, "reduceOp", opts)

@@ -51,10 +51,6 @@ class Combination(NamedTuple):
     divisor: int | None = None
     of_numpy: bool = False
 
-    @property
-    def changes_operands(self) -> bool:
-        return self.factor is not None or self.divisor is not None
-
 
 def combination_of(op: Any, dtype: torch.dtype, ranks: int) -> Combination:
     """How `op`, a `ReduceOp` or one of its constants, combines tensors of `dtype` of so many ranks.

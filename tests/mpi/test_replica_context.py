@@ -244,3 +244,18 @@ def test_calls_that_differ_between_the_replicas_of_one_rank(pair, different):
 
     assert_all_raise("InvalidArgumentError", LAST, lambda: on_each_replica(pair, replica))
     assert_usable(pair)
+
+
+def test_sums_of_equal_tensors_are_the_programs_own(strategy):
+    """A list of them is copied at once; each result can be written to, also by what needs a gradient."""
+    values = [torch.full((2, 3), 1.0 + i) for i in range(4)]
+
+    def summed(context, _):
+        totals = context.all_reduce("sum", values)
+        totals[0].mul_(torch.ones(3, requires_grad=True))
+        return totals
+
+    for totals in on_each_replica(strategy, summed):
+        assert totals[0].requires_grad
+        for value, total in zip(values, totals, strict=True):
+            assert torch.equal(total, strategy.num_replicas_in_sync * value)

@@ -60,3 +60,14 @@ def test_descriptions_show_the_structure_alone():
     assert nest.describe({"a": 1, "b": 2}) == nest.describe({"b": 9, "a": 8})
     assert nest.describe([1]) != nest.describe((1,))
     assert nest.describe(1) == "*"
+
+
+def test_a_structure_is_walked_once() -> None:
+    """The leaves, the text and what arranges other leaves come of one walk."""
+    structure = {"b": [1, (2, 3)], "a": {"d": 4, "c": 5}}
+    leaves, text, pack = nest.take_apart(structure)
+    assert leaves == [5, 4, 1, 2, 3]
+    assert text == "{'a': {'c': *, 'd': *}, 'b': [*, (*, *)]}"
+    packed = pack(list("vwxyz"))
+    assert packed == {"b": ["x", ("y", "z")], "a": {"d": "w", "c": "v"}}
+    assert list(packed) == ["b", "a"]
