@@ -127,7 +127,7 @@ class Buckets:
         self.shown: dict[int, tuple[Any, Any, int]] = {}
         self.places: dict[int, Bucket] = {}
         for number, bucket in enumerate(self._buckets, 1):
-            bucket.parameters = [parameters[slot] for slot in bucket.slots]
+            bucket.parameters = list(map(parameters.__getitem__, bucket.slots))
             bucket.missing = set(map(id, bucket.parameters))
             self.places.update(dict.fromkeys(bucket.missing, bucket))
             if not bucket.reduction.label or bucket.reduction.compressor is not None:
@@ -241,8 +241,10 @@ class HostBuckets(Buckets):
         window = self._communicator.memory.window_capacity
         if window != self._window:  # what lies in a smaller one is not summed where it is
             self._window, self._memories = window, []
-        memory = next((memory for memory in self._memories if memory.is_free()), None)
-        if memory is None:
+        for memory in self._memories:
+            if memory.is_free():
+                break
+        else:
             memory = _Memory(self._allocate())
             self._memories = [memory, *self._memories][:_KEPT]
         for bucket, (flat, pieces) in zip(self._buckets, memory.parts, strict=True):
