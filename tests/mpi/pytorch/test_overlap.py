@@ -193,7 +193,7 @@ def test_memory_of_buckets_is_kept(
     calls.clear()
     assert trained(8.0) == 0
     assert (calls.count("hook"), calls.count("filled")) == (6, 6)
-    assert len(calls) < 6 + 2 * 6 + 20, calls
+    assert len(calls) < 6 + 2 * 6 + 24, calls
 
 
 class Recurring(torch.nn.Module):
