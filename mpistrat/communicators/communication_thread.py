@@ -10,20 +10,16 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.liveness.call_site import Place, instead
 from mpistrat.liveness.rank_end import rank_end
 from mpistrat.machine.devices import make_own_current
 
-if TYPE_CHECKING:
-    from fractions import Fraction
-
 _threads: dict[Communicator, CommunicationThread] = {}
 
 
-def takes_a_core(on_one_node: bool, cpu_share: float | Fraction, threads: int) -> bool:
+def takes_a_core(on_one_node: bool, cpu_share: float, threads: int) -> bool:
     """Whether a communication thread would take a core from the program of a rank, and for nothing but memory.
 
     Memory does not wait, as a network does.

@@ -365,13 +365,9 @@ class MpistratProcessGroup(dist.ProcessGroup):
             if self._thread is None:
                 self._thread = CommunicationThread(self._communicator, SECONDS_FOR_OTHERS)
         after = self._after_backward
-        holds = (
-            after.is_worth_it
-            and takes_a_core(
-                self._communicator.on_one_node, self._cpu_share, torch.get_num_threads()
-            )
-            and inside_backward()
-        )
+        cpus, threads = self._cpu_share, torch.get_num_threads()
+        is_busy = takes_a_core(self._communicator.on_one_node, cpus, threads)
+        holds = after.is_worth_it and is_busy and inside_backward()
         work = UnfinishedWork(result, self._note_failure, after.make if holds else None)
 
         def make() -> None:

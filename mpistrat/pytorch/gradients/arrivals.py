@@ -48,9 +48,8 @@ class Arrivals:
     def __init__(self, registry: Registry) -> None:
         self.made_in_run: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._registry = registry
-        self._backwards: dict[
-            int, _Backward
-        ] = {}  # by local replica, those that the engine computes now
+        # By local replica, those that the engine computes now.
+        self._backwards: dict[int, _Backward] = {}
         reference = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
@@ -140,14 +139,23 @@ class Arrivals:
         Raises:
             RuntimeError: a parameter was updated, or its gradient is gone, or no strategy keeps it equal.
         """
-        in_buckets = () if backward.buckets is None else backward.buckets.taken
-        for parameter, _ in backward.came:
-            if parameter.grad is None and id(parameter) not in in_buckets:
-                self._refuse(parameter, "lost its gradient")
+        in_buckets = {} if backward.buckets is None else backward.buckets.taken
         written = [of for of, tensor, version in taken if tensor._version != version]
-        for parameter, version in (*backward.watched, *backward.came):
-            if parameter._version != version or id(parameter) in written:
-                self._refuse(parameter, "was changed")
+        gone = [p for p, _ in backward.came if p.grad is None and id(p) not in in_buckets]
+        changed = [
+            p
+            for p, version in (*backward.watched, *backward.came)
+            if p._version != version or id(p) in written
+        ]
+        if gone or changed:
+            happened = "lost its gradient" if gone else "was changed"
+            parameter = (gone or changed)[0]
+            name = next(s.name for s in self._registry.slots if s.reference() is parameter)
+            raise RuntimeError(
+                f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "
+                "rank would make another update. Update parameters after backward(); or call backward() inside "
+                "strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
+            )
         reached = [self.made_in_run[p] for p in backward.unmirrored if p.grad is not None]
         if in_run and reached:
             raise RuntimeError(
@@ -155,11 +163,3 @@ class Arrivals:
                 "of the strategy, so nothing keeps it equal on all ranks. Build the module before run, in "
                 "strategy.scope(); or use torch.autograd.grad where each replica is to have a module of its own"
             )
-
-    def _refuse(self, parameter: torch.Tensor, happened: str) -> None:
-        name = next(s.name for s in self._registry.slots if s.reference() is parameter)
-        raise RuntimeError(
-            f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "
-            "rank would make another update. Update parameters after backward(); or call backward() inside "
-            "strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
-        )

@@ -25,8 +25,6 @@ from mpistrat.pytorch.gradients.wires import Wires
 
 # Of float32 over 1 Gbit/s 32 ms: long beside what a message costs, short beside a backward that takes longer.
 DEFAULT_BYTES = 1 << 22
-# Memories of a strategy's buckets: the program may hold the gradients of one backward during the next.
-_KEPT = 2
 _ALIGNMENT = 64  # bytes, of a bucket
 
 _Part = tuple[torch.Tensor, list[torch.Tensor]]  # flat memory, and its pieces
@@ -127,7 +125,7 @@ class Buckets:
         self.shown: dict[int, tuple[Any, Any, int]] = {}
         self.places: dict[int, Bucket] = {}
         for number, bucket in enumerate(self._buckets, 1):
-            bucket.parameters = [parameters[slot] for slot in bucket.slots]
+            bucket.parameters = list(map(parameters.__getitem__, bucket.slots))
             bucket.missing = set(map(id, bucket.parameters))
             self.places.update(dict.fromkeys(bucket.missing, bucket))
             if not bucket.reduction.label or bucket.reduction.compressor is not None:
@@ -233,19 +231,17 @@ class HostBuckets(Buckets):
         super().__init__(parts, like, wires, scale, thread.communicator.all_reduce, thread)
         self._packer, self._communicator = packer, thread.communicator
         self._nbytes = nbytes_for(like.values())
-        self._memories: list[_Memory] = []
+        self._memory: _Memory | None = None
         self._window = 0
 
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
         super().begin(parameters)
+        # What lies in a smaller window is not summed where it is.
         window = self._communicator.memory.window_capacity
-        if window != self._window:  # what lies in a smaller one is not summed where it is
-            self._window, self._memories = window, []
-        memory = next((memory for memory in self._memories if memory.is_free()), None)
-        if memory is None:
-            memory = _Memory(self._allocate())
-            self._memories = [memory, *self._memories][:_KEPT]
-        for bucket, (flat, pieces) in zip(self._buckets, memory.parts, strict=True):
+        if self._memory is None or window != self._window or not self._memory.is_free():
+            self._window, self._memory = window, None
+            self._memory = _Memory(self._allocate())
+        for bucket, (flat, pieces) in zip(self._buckets, self._memory.parts, strict=True):
             bucket.flat, bucket.pieces = flat, pieces
 
     def _allocate(self) -> list[_Part]:

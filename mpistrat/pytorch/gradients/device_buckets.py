@@ -58,7 +58,7 @@ class SideStream:
         self.stream = self.module.Stream(device)
 
     def all_reduce(self, flat: torch.Tensor, reduction: Reduction, ready: Any) -> None:
-        """Sum up `flat` after the event `ready`. Collective, on the thread."""
+        """Sum up `flat` after the event `ready`. Collective."""
         self.stream.wait_event(ready)
         with self.module.stream(self.stream):
             if self.communicator.takes_device_buffers:

@@ -28,6 +28,7 @@ from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
 
 _Parameters = Sequence[torch.Tensor | None]  # by slot
+_Carrier = CommunicationThread | SideStream
 
 # Below, in bytes of all gradients, there is nothing to hide.
 SMALLEST = 1 << 20
@@ -61,7 +62,7 @@ class Overlap:
         self._communicator, self._packer, self._wires = parts.group.communicator, packer, wires
         options = parts.ops.options
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
-        self._carrier: CommunicationThread | SideStream | None = None
+        self._carrier: _Carrier | None = None
         self._devices: frozenset[torch.device] | None = None  # of what is expected
         self._communicates = False  # the program, inside some backward()
         self._differ = False  # ranks have used different parameters in some backward()
@@ -88,7 +89,8 @@ class Overlap:
 
         Not collective: a rank that skips this backward is found out at its end.
         """
-        if self._carrier is None or not self._expected:
+        carrier = self._carrier
+        if carrier is None or not self._expected:
             return None
         turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
         buckets = None
@@ -99,19 +101,20 @@ class Overlap:
             if self._buckets is None or self._made_for != made_for:
                 if _devices_of(parameters, self._expected) - (self._devices or frozenset()):
                     return None  # they were moved
-                self._buckets, self._made_for = self._new_buckets(own, scale), made_for
+                self._buckets, self._made_for = self._new_buckets(carrier, own, scale), made_for
             # Those of a backward that fails do not come back: what is under way uses them.
             buckets, self._buckets = self._buckets, None
             buckets.begin(own)
         self._started = time.perf_counter()
         return buckets
 
-    def _new_buckets(self, own: Mapping[int, torch.Tensor], scale: float | None) -> Buckets:
+    def _new_buckets(
+        self, carrier: _Carrier, own: Mapping[int, torch.Tensor], scale: float | None
+    ) -> Buckets:
         rest = self._wires, _without_memory(own), scale, self._nbytes
-        if isinstance(self._carrier, SideStream):
-            return DeviceBuckets(self._carrier, *rest)
-        assert self._carrier is not None
-        return HostBuckets(self._carrier, self._packer, *rest)
+        if isinstance(carrier, SideStream):
+            return DeviceBuckets(carrier, *rest)
+        return HostBuckets(carrier, self._packer, *rest)
 
     def end(
         self,
@@ -265,7 +268,9 @@ def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:
     nbytes = everyone[0].nbytes
     kinds: frozenset[str] = frozenset().union(*(facts.kinds for facts in everyone))
     masks = [facts.cpus for facts in everyone]
-    busy = any(takes_a_core(on_one_node, cpu_share(f.cpus, masks), f.threads) for f in everyone)
+    busy = any(
+        takes_a_core(on_one_node, float(cpu_share(f.cpus, masks)), f.threads) for f in everyone
+    )
     reasons = (
         ("as asked for", False in asked),
         (

@@ -1,9 +1,11 @@
 """Gradients that leave while `backward()` runs: early, right whatever each rank uses, None where nobody does."""
 
 import gc
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import mpistrat as ms
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.communicators.local import LocalCommunicator
+from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.pytorch.gradients.wires import Wire, Wires
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.wire_formats import TopK
@@ -126,6 +129,71 @@ def test_ranks_use_different_parameters(overlapping: ms.Strategy) -> None:
             else:
                 expected = torch.full((5,), float(sum(rank + 1 for rank in users)))
                 assert torch.equal(parameter.grad, expected), (number, i)
+
+
+def test_memory_of_buckets_is_kept(
+    overlapping: ms.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the program holds a gradient, or a view of one, or a backward fails; a step then makes few calls."""
+    allocated: list[int] = []
+    memory = Packer.memory
+
+    def counted(packer: Packer, length: int, *rest: Any, **more: Any) -> Any:
+        allocated.append(length)
+        return memory(packer, length, *rest, **more)
+
+    monkeypatch.setattr(Packer, "memory", counted)
+    rank, size = overlapping.extended.communicator.rank, overlapping.extended.communicator.size
+    with overlapping.scope():
+        model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+    weight = model[-1].weight
+    calls: list[str] = []
+    fails = False
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.endswith(("arrivals.py", "buckets.py", "overlap.py")):
+            calls.append(frame.f_code.co_name)
+
+    def step(factor: float) -> None:
+        model.zero_grad()
+        hidden = model[0](torch.ones(1, 3))
+        if fails:
+            hidden.register_hook(lambda gradient: 1 / 0)
+        loss = model[1:](hidden).sum() * (rank + 1) * factor
+        sys.setprofile(see)
+        try:
+            loss.backward()
+        finally:
+            sys.setprofile(None)
+
+    def trained(factor: float) -> int:
+        """How often memory was allocated in a step."""
+        allocated.clear()
+        overlapping.run(step, args=(factor,))
+        expected = model[1](model[0](torch.ones(1, 3))).detach() * factor * size * (size + 1) / 2
+        torch.testing.assert_close(weight.grad[0], expected[0])
+        return len(allocated)
+
+    for number in range(KNOWN + 1):
+        trained(number)
+    assert [trained(1.0), trained(2.0)] == [0, 0]
+    holds: list[Callable[[Any], Any]] = [lambda g: g, lambda g: g[0], lambda g: g.numpy()]
+    for hold in holds:
+        held = hold(weight.grad)
+        before = torch.as_tensor(held).clone()
+        assert [trained(3.0), trained(4.0)] == [1, 0]
+        assert torch.equal(torch.as_tensor(held), before)
+        del held
+    fails = True
+    with pytest.raises(ZeroDivisionError):
+        overlapping.run(step, args=(6.0,))
+    fails = False
+    assert trained(7.0) == 1
+    calls.clear()
+    assert trained(8.0) == 0
+    assert (calls.count("hook"), calls.count("filled")) == (6, 6)
+    assert len(calls) < 6 + 2 * 6 + 24, calls
 
 
 class Recurring(torch.nn.Module):
