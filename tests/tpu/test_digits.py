@@ -1,7 +1,9 @@
 """The digits job on torch_xla's CPU device, beside the same job without XLA."""
 
+import functools
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ WITHIN = 1e-4
 class Trained(NamedTuple):
     output: str
     answers: list[dict[str, object]]  # by rank
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]  # after the first epoch
 
     def farthest_from(self, other: "Trained") -> float:
         assert self.tensors.keys() == other.tensors.keys()
@@ -31,10 +33,15 @@ class Trained(NamedTuple):
         )
 
 
-def train(
-    launcher: Launcher, ranks: int, folder: Path, *arguments: str, devices: int = 1
-) -> Trained:
-    path = folder / f"{ranks}x{devices}-{'-'.join(arguments)}.pt"
+@functools.cache  # tests ask for the same job, whose graphs take most of its time
+def train(mpi: str, ranks: int, *arguments: str, devices: int = 1) -> Trained:
+    with tempfile.TemporaryDirectory() as folder:
+        return _train(
+            Launcher.named(mpi), ranks, Path(folder) / "tensors.pt", *arguments, devices=devices
+        )
+
+
+def _train(launcher: Launcher, ranks: int, path: Path, *arguments: str, devices: int) -> Trained:
     environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
     job = launcher.run_python(
         ranks, PROGRAM, path, *arguments, env=environment, seconds=150, forked=True
@@ -48,13 +55,12 @@ def train(
     return Trained(job.output, answers, torch.load(path))
 
 
-@pytest.fixture(params=MPI_NAMES)
-def launcher(request: pytest.FixtureRequest) -> Launcher:
-    return Launcher.named(request.param)
+TPU = ("--strategy", "tpu", "--explain")
 
 
-def test_two_ranks_learn_to_read(launcher: Launcher, tmp_path: Path) -> None:
-    trained = train(launcher, 2, tmp_path, "--strategy", "tpu", "--explain")
+@pytest.mark.parametrize("mpi", MPI_NAMES)
+def test_two_ranks_learn_to_read(mpi: str) -> None:
+    trained = train(mpi, 2, *TPU)
     assert [line["code"] for line in trained.answers] == [0, 0]
     assert float(re.findall(r"Test accuracy ([0-9.]+)", trained.output)[0]) >= 0.97
     assert trained.output.count("samples/s") == 12
@@ -63,17 +69,16 @@ def test_two_ranks_learn_to_read(launcher: Launcher, tmp_path: Path) -> None:
     assert "test_step: 1 graph for float32[180,1,8,8], int64[180]\n" in trained.output
 
 
-def test_an_epoch_is_that_of_ranks_without_xla(tmp_path: Path) -> None:
-    mpich = Launcher.named("MPICH")
-    hosts = train(mpich, 2, tmp_path, "--epochs", "1")
-    ranks = train(mpich, 2, tmp_path, "--epochs", "1", "--strategy", "tpu")
-    cores = train(mpich, 1, tmp_path, "--epochs", "1", "--strategy", "tpu", devices=2)
+def test_an_epoch_is_that_of_ranks_without_xla() -> None:
+    hosts = train("MPICH", 2)
+    ranks = train("MPICH", 2, *TPU)
+    cores = train("MPICH", 1, *TPU, devices=2)
     assert ranks.farthest_from(hosts) < WITHIN
     assert cores.farthest_from(hosts) < WITHIN
 
 
-def test_one_rank_with_two_devices_learns_to_read(tmp_path: Path) -> None:
+def test_one_rank_with_two_devices_learns_to_read() -> None:
     """Its steps go on after those of the test, which write nothing."""
-    trained = train(Launcher.named("MPICH"), 1, tmp_path, "--strategy", "tpu", devices=2)
+    trained = train("MPICH", 1, *TPU, devices=2)
     assert trained.answers[0]["code"] == 0
     assert "was compiled in" not in trained.output

@@ -1,6 +1,7 @@
-"""scripts/train_digits.py without its picture, and then what became of its parameters and gradients.
+"""scripts/train_digits.py without its picture, and what became of its parameters and gradients.
 
-Arguments: the file that rank 0 saves them in, and those of the script. Each rank writes a line of JSON.
+Arguments: the file that rank 0 saves those after the first epoch in, and the arguments of the script. Each rank writes
+a line of JSON, with a digest of those at the end.
 """
 
 import hashlib
@@ -15,13 +16,29 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 import train_digits
 
-models = []
+models: list[Any] = []
+after_an_epoch: dict[str, torch.Tensor] = {}
 build = train_digits.build_model
 
 
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    tensors = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    return tensors | {f"{name}.grad": p.grad.cpu() for name, p in model.named_parameters()}
+
+
 def remembered() -> Any:
-    models.append(build())
-    return models[-1]
+    """A model that keeps a copy of its tensors when it is tested for the first time."""
+    model: Any = build()
+    models.append(model)
+    test = model.eval
+
+    def first_test() -> Any:
+        after_an_epoch.update((name, t.clone()) for name, t in tensors_of(model).items())
+        model.eval = test
+        return test()
+
+    model.eval = first_test
+    return model
 
 
 train_digits.build_model = remembered
@@ -29,11 +46,9 @@ train_digits.plot = lambda *_: None  # matplotlib is not in this environment
 path = sys.argv.pop(1)
 code = train_digits.main()
 (model,) = models
-tensors = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-tensors |= {f"{name}.grad": p.grad.cpu() for name, p in model.named_parameters()}
-digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors.values())).hexdigest()
+digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors_of(model).values()))
 if MPI.COMM_WORLD.rank == 0:
-    torch.save(tensors, path)
-answer = {"rank": MPI.COMM_WORLD.rank, "code": code, "digest": digest}
+    torch.save(after_an_epoch, path)
+answer = {"rank": MPI.COMM_WORLD.rank, "code": code, "digest": digest.hexdigest()}
 sys.stdout.write(f"\n{json.dumps(answer)}\n")
 sys.stdout.flush()
