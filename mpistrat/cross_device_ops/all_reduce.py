@@ -353,8 +353,8 @@ class MpiAllReduce(CrossDeviceOps):
                     packing.fill(pack.pieces, values)
             stays = pack.flat.is_cpu or communicator.takes_device_buffers or communicator.size == 1
             host = pack.flat if stays else arrays.to_host(pack.flat)
-            given = host if pack.host is None else pack.host
-            communicator.all_reduce(given, reduction_of(pack.indices), follows=True)
+            operand = host if pack.host is None else pack.host
+            communicator.all_reduce(operand, reduction_of(pack.indices), follows=True)
             if not stays:
                 pack.flat.copy_(host)
             sums.update(zip(pack.indices, pack.pieces, strict=True))

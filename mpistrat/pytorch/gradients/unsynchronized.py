@@ -63,12 +63,12 @@ class Unsynchronized:
         self._local.clear()
         self._splits.clear()
         totals, addends = [], []
-        for i, parameter in enumerate(parameters):
+        for slot, added in reduced.items():
+            before, parameter = aside.pop(slot, None), parameters[slot]
             if parameter is None:
                 continue
-            before, added = aside.get(i), reduced.get(i)
-            if before is None or added is None:
-                parameter.grad = before if added is None else added
+            if before is None:
+                parameter.grad = added
             elif before.is_sparse or added.is_sparse:
                 parameter.grad = before + added
             else:
@@ -77,6 +77,8 @@ class Unsynchronized:
                 addends.append(added)
         if totals:
             torch._foreach_add_(totals, addends)
+        for slot, before in aside.items():  # that no replica has used
+            parameters[slot].grad = before
 
     def _keep(self, parameters: Sequence[Any], aside: dict[int, torch.Tensor]) -> None:
         for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
