@@ -12,6 +12,7 @@ import functools
 import itertools
 import operator
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,6 +71,9 @@ class Plan(NamedTuple):
     packs: list[tuple[list[int], list[Pack]]]
 
 
+_packers: weakref.WeakSet[Packer] = weakref.WeakSet()  # of this process
+
+
 class Packer:
     """Makes packs, whose memory on the host is used again once nothing refers to it, nor to anything made of it."""
 
@@ -77,8 +81,13 @@ class Packer:
         self._recycled = RecycledBuffers()
         # As an array on the host: another, uninitialized.
         self.like = self._recycled.like
+        _packers.add(self)
         self._plans: collections.deque[Plan] = collections.deque(maxlen=_TURNS)
         self._asked: dict[Communicator | None, int] = {}  # for a window of so many bytes
+
+    def forget(self) -> None:
+        """Keep no pack, and no plan. Memory that is in use stays so."""
+        self._plans.clear()
 
     def packs(
         self,
@@ -98,7 +107,7 @@ class Packer:
         own = [*map(like.__getitem__, indices)]
         strides = [*map(sys.modules["torch"].Tensor.stride, own)]
         key = communicator, asks, [*indices], [*map(_LAYOUT, own)], strides
-        for plan in self._plans:
+        for plan in [*self._plans]:
             if plan.key == key:
                 break
         else:
@@ -157,7 +166,12 @@ class Packer:
             return torch.empty(length, dtype=dtype, device=like.device)  # its allocator recycles
         memory = None
         if communicator is not None:
-            memory = communicator.memory.window_buffer(length * dtype.itemsize)
+            nbytes = length * dtype.itemsize
+            memory = communicator.memory.window_buffer(nbytes)
+            if memory is None and nbytes <= communicator.memory.window_capacity:
+                for packer in _packers:  # their packs that are not in use leave the window
+                    packer.forget()
+                memory = communicator.memory.window_buffer(nbytes)
         if memory is None:
             return self._recycled.empty((length,), dtype)
         if not torch_like:

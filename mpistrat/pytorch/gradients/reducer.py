@@ -128,6 +128,7 @@ class GradientReducer:
         numbers: those of the next ones; equal on all ranks.
         slice_steps: as given.
         arrivals: watches the gradients that come.
+        packer: makes the packs of gradients.
     """
 
     def __init__(
@@ -141,9 +142,9 @@ class GradientReducer:
         short = None if options.wire_dtype is None else ShortFloats(options.wire_dtype)
         self.wires = Wires(options.wire_format or short, registry)
         self._agreement = StepAgreement(parts, registry)
-        self._packer = Packer()
+        self.packer = Packer()
         self._sums = parts.gradient_sums or parts.ops.over_ranks
-        self.overlap = Overlap(parts, self._packer, self.wires, shares=slice_steps is not None)
+        self.overlap = Overlap(parts, self.packer, self.wires, shares=slice_steps is not None)
         self.arrivals = Arrivals(registry)
         self._unsynchronized = [Unsynchronized(registry) for _ in range(parts.replicas.count)]
         # The last contributions, kept until the next backward takes their memory again. Freed all at once
@@ -366,14 +367,14 @@ class GradientReducer:
 
         rest = contributions, reduction_of
         if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
-            return self._sums.all_reduce_packs(self._packer, parameters, slots, *rest)
+            return self._sums.all_reduce_packs(self.packer, parameters, slots, *rest)
         packed = [slots]
         if any(is_on_gpu(parameters[slot]) for slot in slots):
             nbytes = bucket_bytes(parameters, slots, self._parts.ops.options.bytes_per_pack)
             packed = cut(slots[::-1], parameters, nbytes)
         sums: dict[int, torch.Tensor] = {}
         for part in packed:
-            sums |= self._sums.all_reduce_packs(self._packer, parameters, part, *rest)
+            sums |= self._sums.all_reduce_packs(self.packer, parameters, part, *rest)
             if len(contributions) == 1 and is_on_gpu(parameters[part[0]]):
                 # Their memory serves the buckets that come next.
                 for slot in part:

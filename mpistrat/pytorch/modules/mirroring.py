@@ -265,6 +265,7 @@ class Mirroring(StrategyModules):
             if not alive.all():
                 self.registry.keep(alive.tolist())
                 self.reducer.overlap.forget()
+                self.reducer.packer.forget()
 
 
 def _flatten(value: Any) -> Iterator[torch.nn.Module | torch.Tensor]:
