@@ -120,6 +120,7 @@ class Buckets:
         frame = outside(sys._getframe())
         self._place = Place(frame.f_code, frame.f_lineno)
         self._done: list[Future[None]] = []
+        self._program: Any = None if self.stream is None else self.stream()
         self._sent = self.calls = 0
         self.taken: dict[int, int] = {}
         self.shown: dict[int, tuple[Any, Any, int]] = {}

@@ -94,10 +94,6 @@ class DeviceBuckets(Buckets):
         self._side = side
         self.stream = functools.partial(side.module.current_stream, side.device)
 
-    def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        super().begin(parameters)
-        self._program = self.stream()
-
     def wait(self) -> dict[int, torch.Tensor]:
         """As of `Buckets`; it is the program's stream that waits for the sums."""
         sums = super().wait()

@@ -101,20 +101,17 @@ class Overlap:
             if self._buckets is None or self._made_for != made_for:
                 if _devices_of(parameters, self._expected) - (self._devices or frozenset()):
                     return None  # they were moved
-                self._buckets, self._made_for = self._new_buckets(carrier, own, scale), made_for
+                rest = self._wires, _without_memory(own), scale, self._nbytes
+                if isinstance(carrier, SideStream):
+                    self._buckets = DeviceBuckets(carrier, *rest)
+                else:
+                    self._buckets = HostBuckets(carrier, self._packer, *rest)
+                self._made_for = made_for
             # Those of a backward that fails do not come back: what is under way uses them.
             buckets, self._buckets = self._buckets, None
             buckets.begin(own)
         self._started = time.perf_counter()
         return buckets
-
-    def _new_buckets(
-        self, carrier: _Carrier, own: Mapping[int, torch.Tensor], scale: float | None
-    ) -> Buckets:
-        rest = self._wires, _without_memory(own), scale, self._nbytes
-        if isinstance(carrier, SideStream):
-            return DeviceBuckets(carrier, *rest)
-        return HostBuckets(carrier, self._packer, *rest)
 
     def end(
         self,
