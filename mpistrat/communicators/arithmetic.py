@@ -62,18 +62,9 @@ class Arithmetic(abc.ABC):
         """
 
 
-def can_combine(buffer: Array, op: str) -> bool:
-    """Whether `arithmetic_of` knows the elements of `buffer`."""
-    return _knows(buffer.dtype, op)
-
-
-def arithmetic_of(buffer: Array, op: str) -> Arithmetic:
-    """What combines the elements of `buffer` by `op`, one of `OPS`. Raises: TypeError unless `can_combine`."""
-    return _arithmetic(buffer.dtype, op)
-
-
 @functools.lru_cache
-def _knows(dtype: Any, op: str) -> bool:
+def can_combine(dtype: Any, op: str) -> bool:
+    """Whether `arithmetic_of` knows elements of `dtype`, of NumPy or torch."""
     name = name_of_dtype(dtype)
     if (op in BITWISE and "float" in name) or (isinstance(dtype, np.dtype) and not dtype.isnative):
         return False
@@ -83,9 +74,10 @@ def _knows(dtype: Any, op: str) -> bool:
 
 
 @functools.lru_cache
-def _arithmetic(dtype: Any, op: str) -> Arithmetic:
+def arithmetic_of(dtype: Any, op: str) -> Arithmetic:
+    """What combines elements of `dtype` by `op`, one of `OPS`. Raises: TypeError unless `can_combine`."""
     name = name_of_dtype(dtype)
-    if not _knows(dtype, op):
+    if not can_combine(dtype, op):
         raise TypeError(
             f"{name} cannot be combined by {op!r}; convert it to float32 or float64 first"
         )

@@ -50,7 +50,7 @@ class LocalCommunicator(Communicator):
         from mpistrat.communicators.host_views import bytes_of
         from mpistrat.communicators.reduction_tree import tree_sum_of
 
-        memory, how = bytes_of(sums), tree_sum_of(sums, tree)
+        memory, how = bytes_of(sums), tree_sum_of(sums.dtype, tree)
         how.combine([how.view(memory)], how.view(memory), reduction.scale)
 
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:

@@ -14,12 +14,9 @@ from mpistrat.arrays import Array
 SMALLEST = 1 << 16  # bytes; the allocators recycle smaller memory themselves
 
 
-def _references(buffers: list[np.ndarray], index: int) -> int:
-    return sys.getrefcount(buffers[index])
-
-
 # References to a buffer that nothing but this module uses. Their number depends on the interpreter's version.
-_OWN_REFERENCES = _references([np.empty(0)], 0)
+_buffers = [np.empty(0)]
+_OWN_REFERENCES = sys.getrefcount(_buffers[0])
 
 
 class RecycledBuffers:
@@ -58,31 +55,26 @@ class RecycledBuffers:
         return sys.modules["torch"].empty_like(array)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
-        """A C-contiguous NumPy array, or a CPU tensor, whose dtype it is."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        if isinstance(dtype, np.dtype):
-            if nbytes < SMALLEST:
-                return np.empty(shape, dtype)
-            return self._take(nbytes).view(dtype).reshape(shape)
-        import torch
-
+        """A C-contiguous NumPy array, or a CPU tensor, whose dtype it is. Arrays made of it keep its memory in use."""
+        nbytes, of_numpy = math.prod(shape) * dtype.itemsize, isinstance(dtype, np.dtype)
         if nbytes < SMALLEST:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.from_numpy(self._take(nbytes)).view(dtype).view(shape)
-
-    def _take(self, nbytes: int) -> np.ndarray:
-        """A buffer of exactly `nbytes` that no array shares; arrays made of it keep it in use."""
+            if of_numpy:
+                return np.empty(shape, dtype)
+            return sys.modules["torch"].empty(shape, dtype=dtype, device="cpu")
         index = self._idle(nbytes, nbytes)
         if index is None:
             index, self._buffers = 0, [np.empty(nbytes, np.uint8), *self._buffers][: self._kept]
-        return self._buffers[index]
+        memory = self._buffers[index]
+        if of_numpy:
+            return memory.view(dtype).reshape(shape)
+        return sys.modules["torch"].from_numpy(memory).view(dtype).view(shape)
 
     def _idle(self, least: int, most: float) -> int | None:
-        """The index of the first idle buffer of `least` to `most` bytes."""
+        """The index of the first of `least` to `most` bytes that nothing refers to."""
         for i in range(len(self._buffers)):
             if least <= self._buffers[i].nbytes <= most and self._is_idle(i):
                 return i
         return None
 
     def _is_idle(self, index: int) -> bool:
-        return _references(self._buffers, index) == _OWN_REFERENCES
+        return sys.getrefcount(self._buffers[index]) == _OWN_REFERENCES

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, dtype_name
+from mpistrat.arrays import Array, name_of_dtype
 from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of, can_combine
 
 # Bytes that are added up before the next, so that sums stay in the caches.
@@ -137,18 +137,18 @@ class TreeSum(Arithmetic):
                 combine((values[position],), out, scale)
 
 
-def tree_sum_of(buffer: Array, tree: ReductionTree) -> TreeSum:
-    """What adds up the elements of `buffer`. Raises: TypeError for a dtype that MPI does not know either."""
-    if not can_combine(buffer, "sum"):
+@functools.lru_cache
+def tree_sum_of(dtype: Any, tree: ReductionTree) -> TreeSum:
+    """What adds up elements of `dtype`. Raises: TypeError for a dtype that MPI does not know either."""
+    if not can_combine(dtype, "sum"):
         raise TypeError(
-            f"{dtype_name(buffer)} cannot be added up in the order of replicas; convert it to float32 or float64 first"
+            f"{name_of_dtype(dtype)} cannot be added up in the order of replicas; convert it to float32 or float64 "
+            "first"
         )
-    return _tree_sum(arithmetic_of(buffer, "sum"), tree)
+    return TreeSum(arithmetic_of(dtype, "sum"), tree)
 
 
-_tree_sum = functools.lru_cache(TreeSum)
-
-
-def how_to_combine(buffer: Array, op: str, tree: ReductionTree | None = None) -> Arithmetic:
+@functools.lru_cache
+def how_to_combine(dtype: Any, op: str, tree: ReductionTree | None = None) -> Arithmetic:
     """What combines in the order of `tree`; without a tree, in that of the ranks."""
-    return arithmetic_of(buffer, op) if tree is None else tree_sum_of(buffer, tree)
+    return arithmetic_of(dtype, op) if tree is None else tree_sum_of(dtype, tree)

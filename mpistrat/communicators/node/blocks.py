@@ -88,9 +88,9 @@ class Blocks(Mover):
         Args: takers: the ranks that take the result; none: all of them.
         """
         buffer, out, scale = operands.buffer, operands.out, operands.reduction.scale
-        how = how_to_combine(buffer, operands.reduction.op, operands.tree)
-        source = how.view(bytes_of(buffer))
-        target = source if out is None else how.view(bytes_of(out))
+        how = how_to_combine(buffer.dtype, operands.reduction.op, operands.tree)
+        source = how.elements(buffer).reshape(-1)
+        target = source if out is None else how.elements(out).reshape(-1)
         slots, rank, takers = self._elements(how), self.rank, takers or self._own_first
         width = _width(self._size, int(buffer.nbytes)) // how.itemsize
         step = width * self._size
@@ -122,7 +122,7 @@ class Blocks(Mover):
 
     def reduce_scatter(self, operands: Operands) -> None:
         source = bytes_of(operands.buffer)
-        how = how_to_combine(operands.buffer, operands.reduction.op)
+        how = how_to_combine(operands.buffer.dtype, operands.reduction.op)
         bounds = share_of(len(source), len(source) // self._size, self._size)
         self.combine_slice(how, source, bounds, how.view(bytes_of(operands.target)))
 
@@ -217,6 +217,7 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
     target[:length] = source[:length]
 
 
+@functools.lru_cache
 def _width(size: int, nbytes: int | None = None) -> int:
     """The bytes of a block that each of `size` ranks combines: whole cache lines, which hold whole elements.
 

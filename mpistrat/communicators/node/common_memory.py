@@ -218,7 +218,7 @@ class CommonMemory:
             self._blocks.tick()  # all slices are there, and nobody reads contributions
 
     def _sum(self, part: Part, first: int, end: int, view: View, factor: float | None) -> None:
-        how = arithmetic_of(part.like, "sum")
+        how = arithmetic_of(part.like.dtype, "sum")
         pieces = [how.view(memory[first:end]) for memory in self.contributions]
         out, before = how.view(self.shared[first:end]), how.view(view.memory[first:end])
         chunk = _CHUNK // how.itemsize

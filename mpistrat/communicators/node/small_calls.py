@@ -58,7 +58,7 @@ class SmallAllReduce(SmallCall):
     def __init__(self, slots: SharedSlots, operands: Operands) -> None:
         buffer = operands.buffer
         self._rank = slots.rank
-        self._how = how = arithmetic_of(buffer, operands.reduction.op)
+        self._how = how = arithmetic_of(buffer.dtype, operands.reduction.op)
         shape = tuple(buffer.shape)
         even, odd = (
             [how.view(place).reshape(shape) for place in places]
@@ -221,7 +221,7 @@ def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall |
     if nbytes > LARGEST:
         return None
     if call in ("all_reduce", "reduce", "reduce_scatter"):
-        if not can_combine(operands.buffer, operands.reduction.op):
+        if not can_combine(operands.buffer.dtype, operands.reduction.op):
             return None
         if call != "reduce_scatter" and nbytes > largest_combined(slots.size):
             return None

@@ -82,7 +82,7 @@ class Window(Mover):
 
     def all_reduce(self, operands: Operands) -> None:
         """Combine this rank's share of all buffers, into all of them."""
-        how = how_to_combine(operands.buffer, operands.reduction.op, operands.tree)
+        how = how_to_combine(operands.buffer.dtype, operands.reduction.op, operands.tree)
         bounds = share_of(int(operands.buffer.nbytes), how.itemsize, self._size)[self.rank]
         with self._blocks.unbroken:
             for _, pieces in self._chunks(how, self._places, bounds):

@@ -28,7 +28,7 @@ from mpistrat.communicators.transports.window import (
     MEMORY,
     MPI,
     WindowTransport,
-    is_combined_in_slices,
+    are_sliced,
 )
 
 # Below, the meetings within a node cost more than the network saves.
@@ -74,8 +74,12 @@ class HierarchicalTransport(Transport, NodeMemory):
         self._places: list[tuple[int, int]] = mpi.comm.allgather((first, node.rank))
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
-        nbytes = int(operands.buffer.nbytes)
-        if nbytes < SMALLEST or call not in _CALLS or not is_combined_in_slices(call, operands):
+        nbytes, op, dtype = operands.buffer.nbytes, operands.reduction.op, operands.buffer.dtype
+        if (
+            nbytes < SMALLEST
+            or call not in _CALLS
+            or not are_sliced(call, op, dtype, operands.tree)
+        ):
             return None
         return self if self._by_node(nbytes) else None
 
@@ -143,7 +147,7 @@ class HierarchicalTransport(Transport, NodeMemory):
             self._refuse("all_reduce")
         buffer, reduction, tree = operands.buffer, operands.reduction, operands.tree
         within, between = (None, None) if tree is None else self._parts_of(tree)
-        how = how_to_combine(buffer, reduction.op, within)
+        how = how_to_combine(buffer.dtype, reduction.op, within)
         source, target = bytes_of(buffer), bytes_of(operands.target)
         bounds = share_of(len(source), how.itemsize, self.node.size, self.carriers)
         first, end = bounds[self.node.rank]

@@ -70,7 +70,7 @@ class MpiTransport(Transport):
                 )
                 return
             how, own, total = (
-                arithmetic_of(buffer, reduction.op),
+                arithmetic_of(buffer.dtype, reduction.op),
                 bytes_of(buffer),
                 bytes_of(operands.target),
             )
@@ -166,7 +166,7 @@ def _all_reduce_by_tree(
     comm: MPI.Intracomm, sums: Array, tree: ReductionTree, factor: float | None
 ) -> None:
     """In slices; of small sums each rank adds up all."""
-    how = tree_sum_of(sums, tree)
+    how = tree_sum_of(sums.dtype, tree)
     held = [len(parts) for parts in tree.held]
     mine = bytes_of(sums).reshape(held[comm.rank], -1)
     nbytes = mine.shape[1]

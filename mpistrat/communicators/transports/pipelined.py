@@ -67,7 +67,7 @@ class PipelinedTransport(Transport):
         buffer = operands.buffer
         if call != "all_reduce" or operands.tree is not None or buffer.nbytes < SMALLEST:
             return None
-        if not can_combine(buffer, operands.reduction.op):
+        if not can_combine(buffer.dtype, operands.reduction.op):
             return None
         self.settle()
         return self if buffer.nbytes >= self.smallest else None
@@ -100,7 +100,7 @@ class PipelinedTransport(Transport):
 
         All ranks send and receive in the same order, so messages need no numbers.
         """
-        how = arithmetic_of(operands.buffer, operands.reduction.op)
+        how = arithmetic_of(operands.buffer.dtype, operands.reduction.op)
         source, target = bytes_of(operands.buffer), bytes_of(operands.target)
         length = TO_EACH * min(self.size, _MOST_RANKS)
         firsts = range(0, len(source), length)

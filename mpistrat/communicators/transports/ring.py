@@ -47,7 +47,7 @@ class RingTransport(Transport):
         if call in ("all_gather", "all_gather_into"):
             return self
         goes_round = call in _REDUCTIONS and operands.tree is None
-        known = goes_round and can_combine(operands.buffer, operands.reduction.op)
+        known = goes_round and can_combine(operands.buffer.dtype, operands.reduction.op)
         return self if known else None
 
     def all_reduce(self, operands: Operands) -> None:
@@ -70,7 +70,7 @@ class RingTransport(Transport):
         """Combine part r on rank r. The other parts are left half combined."""
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         arrived = np.empty(max(map(len, parts)), parts[0].dtype)
-        how = arithmetic_of(arrived, op)
+        how = arithmetic_of(arrived.dtype, op)
         for step in range(1, self.size):
             sent, mine = parts[(self.rank - step) % self.size], parts[before - step]
             received = arrived[: len(mine)]

@@ -11,6 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from mpistrat.communicators.node.memory import NodeMemory
 from mpistrat.communicators.node.shared_memory import own_bytes, share
 from mpistrat.communicators.node.slots import SharedSlots
 from mpistrat.communicators.node.window import Window
+from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.transport import Mover, Operands, Transport
@@ -177,15 +179,18 @@ class WindowTransport(Transport, NodeMemory):
     def choose(self, call: str, operands: Operands) -> Mover | None:
         if call in ("all_gather", "all_to_all"):
             return self  # the ranks compare the sizes of their parts first
-        if operands.buffer.nbytes < SMALLEST or not is_combined_in_slices(call, operands):
+        buffer, nbytes = operands.buffer, operands.buffer.nbytes
+        if nbytes < SMALLEST or not are_sliced(
+            call, operands.reduction.op, buffer.dtype, operands.tree
+        ):
             return None
         blocks = self._blocks or self.shared_blocks()
         if blocks is None:
             return None
         window = self.window if call == "all_reduce" else None
-        if window is not None and window.find(operands.buffer, operands.out):
+        if window is not None and window.find(buffer, operands.out):
             return window
-        return blocks if self._gains(operands.buffer.nbytes) else None
+        return blocks if self._gains(nbytes) else None
 
     def all_gather(self, operands: Operands) -> list[Array]:
         buffer = operands.buffer
@@ -223,12 +228,12 @@ class WindowTransport(Transport, NodeMemory):
         )
 
 
-def is_combined_in_slices(call: str, operands: Operands) -> bool:
-    """Whether ranks can take a call of which each combines a slice.
+@functools.lru_cache
+def are_sliced(call: str, op: str, dtype: Any, tree: ReductionTree | None) -> bool:
+    """Whether ranks can take such calls, of which each combines a slice.
 
     Where ranks have 3, 5, 6, 7, … replicas, they may hold several sums of a tree: MPI combines those.
     """
-    if operands.tree is not None and not operands.tree.one_each:
+    if tree is not None and not tree.one_each:
         return False
-    moved = call in ("broadcast", "all_gather_into")
-    return moved or can_combine(operands.buffer, operands.reduction.op)
+    return call in ("broadcast", "all_gather_into") or can_combine(dtype, op)

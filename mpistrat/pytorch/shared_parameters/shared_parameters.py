@@ -261,7 +261,7 @@ def _is_plain(parameter: torch.Tensor) -> bool:
         _storage(parameter) != 0
         and not parameter.is_inference()
         and (parameter.is_floating_point() or parameter.is_complex())
-        and can_combine(parameter, "sum")
+        and can_combine(parameter.dtype, "sum")
         and parameter.numel() > 1
         and is_dense(parameter)
     )
