@@ -16,8 +16,8 @@ from support.harness.mpi_launcher import Launcher
 pytestmark = pytest.mark.slurm
 
 RANKS = 2
-SECONDS_PER_STEP = 0.2  # until they may hurry
-STEPS_PER_START = 150  # of which no more than 25 s are taken
+SECONDS_PER_STEP = 0.05  # until they may hurry
+STEPS_PER_START = 600  # of which no more than 25 s are taken
 MARGIN = 5
 SECONDS = 180.0
 
@@ -167,7 +167,7 @@ def undisturbed(folder: Path, steps: int) -> Path:
     folder /= "undisturbed"
     folder.mkdir()
     arguments = [PROGRAM, folder, str(steps), "0"]
-    done = Launcher.named("MPICH").run_python(RANKS, *arguments, seconds=120, forked=True)
+    done = Launcher.named("MPICH").run_python(RANKS, *arguments, seconds=120)
     assert done.returncode == 0, done.output
     return folder
 

@@ -1,6 +1,8 @@
 """`python server.py CONTROL MODULE…`: imports torch, mpistrat and the modules, and forks a daemon for each job that it
 is asked for.
 
+torch imports `torch._dynamo`, which takes 1.4 s, when a program makes its first optimizer: so does the server.
+
 CONTROL is the descriptor of a socket. Each request over it is the address that a job's daemon listens at, and comes
 with a descriptor of that job, which is closed when the job is over. The server ends when CONTROL is closed.
 """
@@ -49,7 +51,7 @@ def main() -> None:
     import mpistrat  # noqa: F401
 
     for_torch_xla = _FOR_TORCH_XLA if importlib.util.find_spec("torch_xla") else ()
-    for name in (*for_torch_xla, *sys.argv[2:]):
+    for name in ("torch._dynamo", *for_torch_xla, *sys.argv[2:]):
         importlib.import_module(name)
 
     assert len(os.listdir("/proc/self/task")) == 1, "what has threads cannot be forked safely"
