@@ -13,7 +13,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 _DTYPE, _SHAPE, _IS_CPU = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
-_LAYOUT = operator.attrgetter("dtype", "device", "shape")
 # Of parameters that take turns, such as a generator's and a discriminator's, the packs of so many turns are kept; two
 # of each, because a program that accumulates has the gradients of earlier backwards in one of them.
 _TURNS, _PACKS = 4, 2
@@ -91,7 +90,7 @@ class Packer:
 
     def packs(
         self,
-        like: Sequence[Any],
+        like: Any,
         indices: Sequence[int],
         communicator: Communicator | None = None,
         *,
@@ -104,9 +103,7 @@ class Packer:
             communicator: whose window the packs are in, where there is room: then the call is collective.
             asks: False: for no larger window than there has been, and the call is not collective.
         """
-        own = [*map(like.__getitem__, indices)]
-        strides = [*map(sys.modules["torch"].Tensor.stride, own)]
-        key = communicator, asks, [*indices], [*map(_LAYOUT, own)], strides
+        key = communicator, asks, [*indices], layouts(map(like.__getitem__, indices))
         for plan in [*self._plans]:
             if plan.key == key:
                 break
@@ -207,7 +204,12 @@ class Packer:
         return flat, pieces
 
 
-def alike(like: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
+def layouts(tensors: Iterable[Any]) -> list[Any]:
+    """Equal ones have their elements in the same places of a pack."""
+    return [(t.dtype, t.device, t.shape, t.stride()) for t in tensors]
+
+
+def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:
     """The `indices` of each dtype and device, in their order. A tensor on "meta" stands for one of the host."""
     is_whole = isinstance(indices, range) and len(indices) == len(like)
     some = like if is_whole else [like[i] for i in indices]

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,9 +25,7 @@ from mpistrat.pytorch.gradients.wires import Wires
 
 # Of float32 over 1 Gbit/s 32 ms: long beside what a message costs, short beside a backward that takes longer.
 DEFAULT_BYTES = 1 << 22
-_ALIGNMENT = 64  # bytes, of a bucket
 
-_Part = tuple[torch.Tensor, list[torch.Tensor]]  # flat memory, and its pieces
 _GRAD = operator.attrgetter("grad")
 
 
@@ -56,6 +54,9 @@ class Bucket:
     pieces: list[Any] = dataclasses.field(default_factory=list)
     writers: set[Any] = dataclasses.field(default_factory=set)
     ready: list[Any] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.length = sum([parameter.numel() for parameter in self.like])
 
 
 def cut(slots: Sequence[int], like: Any, nbytes: int) -> list[list[int]]:
@@ -210,11 +211,11 @@ class Buckets:
 
 
 class HostBuckets(Buckets):
-    """Buckets in host memory, all of it there when a backward begins.
+    """Buckets in packs of the host, whose memory is there when a backward begins.
 
     Args:
         thread: carries them.
-        packer: has the memory.
+        packer: makes the packs.
         like: the parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
         nbytes: of a bucket, at most; 0 is `DEFAULT_BYTES`.
     """
@@ -228,61 +229,24 @@ class HostBuckets(Buckets):
         scale: float | None,
         nbytes: int,
     ) -> None:
-        parts = cut(list(like)[::-1], like, nbytes or DEFAULT_BYTES)
+        self._slots = list(like)[::-1]
+        parts = cut(self._slots, like, nbytes or DEFAULT_BYTES)
         super().__init__(parts, like, wires, scale, thread.communicator.all_reduce, thread)
-        self._packer, self._communicator = packer, thread.communicator
-        self._nbytes = nbytes_for(like.values())
-        self._memory: _Memory | None = None
-        self._window = 0
+        self._packer, self._like, self._communicator = packer, like, thread.communicator
 
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
         super().begin(parameters)
-        # What lies in a smaller window is not summed where it is.
-        window = self._communicator.memory.window_capacity
-        if self._memory is None or window != self._window or not self._memory.is_free():
-            self._window, self._memory = window, None
-            self._memory = _Memory(self._allocate())
-        for bucket, (flat, pieces) in zip(self._buckets, self._memory.parts, strict=True):
-            bucket.flat, bucket.pieces = flat, pieces
-
-    def _allocate(self) -> list[_Part]:
         # Not collective: the ranks have shared the window before.
-        window = self._communicator if self._nbytes <= self._window else None
-        some = self._buckets[0].like[0]
-        memory = self._packer.memory(self._nbytes, some, torch.uint8, window)
-        parts, start = [], 0
+        for pack in self._packer.packs(self._like, self._slots, self._communicator, asks=False):
+            start = first = 0
+            for bucket in self._buckets:
+                if bucket.like[0].dtype == pack.flat.dtype:
+                    bucket.flat = pack.flat[start : start + bucket.length]
+                    bucket.pieces = pack.pieces[first : first + len(bucket.slots)]
+                    start, first = start + bucket.length, first + len(bucket.slots)
+
+    def wait(self) -> dict[int, torch.Tensor]:
+        sums = super().wait()
         for bucket in self._buckets:
-            end = start + sum([parameter.nbytes for parameter in bucket.like])
-            flat = memory[start:end].view(bucket.like[0].dtype)
-            parts.append((flat, packing.pieces_of(flat, bucket.like)))
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return parts
-
-
-def nbytes_for(like: Collection[torch.Tensor]) -> int:
-    """The size of a memory for the gradients of `like`, in any buckets."""
-    return sum([parameter.nbytes + _ALIGNMENT for parameter in like])
-
-
-class _Memory:
-    """Memory of all buckets, used again once the program refers to none of it.
-
-    Args: parts: of each bucket. Nothing else refers to them.
-    """
-
-    def __init__(self, parts: list[_Part]) -> None:
-        self.parts = parts
-        self._pieces = [piece for _, pieces in parts for piece in pieces]
-        self._own_references = self._references()
-
-    def is_free(self) -> bool:
-        return self._references() == self._own_references
-
-    def _references(self) -> list[int]:
-        """How many tensors lie in the memory, and how many refer to each piece, from Python and from C++."""
-        storage = self.parts[0][0].untyped_storage()
-        return [
-            torch._C._storage_Use_Count(storage._cdata),
-            *map(sys.getrefcount, self._pieces),
-            *map(torch.Tensor._use_count, self._pieces),  # type: ignore[attr-defined]
-        ]
+            bucket.flat, bucket.pieces = None, []  # nothing but the program refers to the pack
+        return sums

@@ -121,9 +121,10 @@ class DeviceBuckets(Buckets):
         if single is not None and id(bucket.parameters[0]) not in self.shown:
             bucket.flat, bucket.pieces = packing.flat_view(single, bucket.like[0]), gradients
         if bucket.flat is None:
-            length = sum([parameter.numel() for parameter in bucket.like])
             with self._side.module.stream(self._program):
-                flat = torch.empty(length, dtype=bucket.like[0].dtype, device=self._side.device)
+                flat = torch.empty(
+                    bucket.length, dtype=bucket.like[0].dtype, device=self._side.device
+                )
             bucket.flat, bucket.pieces = flat, packing.pieces_of(flat, bucket.like)
             if here != self._program:  # which may still use what the memory held before
                 here.wait_stream(self._program)

@@ -20,9 +20,9 @@ import torch
 
 from mpistrat.communicators import reducing
 from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
-from mpistrat.cross_device_ops.packing import Packer
+from mpistrat.cross_device_ops.packing import Packer, layouts
 from mpistrat.machine.cpu_share import cpu_share
-from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets, nbytes_for
+from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
 from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
@@ -70,7 +70,7 @@ class Overlap:
         self._last: tuple[int, ...] = ()
         self._like: dict[int, torch.Tensor] = {}  # those slots' parameters, without memory
         self._buckets: Buckets | None = None  # of the next backward
-        self._made_for: list[Any] = []  # the scale, and where the parameters lie
+        self._made_for: list[Any] = []  # the scale, and the layouts of parameters
         self._seconds: tuple[list[float], list[float]] = ([], [])  # sequential, overlapped
         self._started = 0.0
         self._overlaps: bool | None = None
@@ -97,7 +97,7 @@ class Overlap:
         if self._overlaps or turn:
             # A model that the program has dropped goes when Python collects it, on each rank at another time.
             own = {s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()}
-            made_for = [scale, *map(torch.Tensor.data_ptr, own.values())]
+            made_for = [scale, *layouts(own.values())]
             if self._buckets is None or self._made_for != made_for:
                 if _devices_of(parameters, self._expected) - (self._devices or frozenset()):
                     return None  # they were moved
@@ -165,7 +165,8 @@ class Overlap:
             self._carry()
         if isinstance(self._carrier, CommunicationThread):
             # Has the ranks share the window, which is collective, now that all of them are here.
-            self._carrier.communicator.memory.window_buffer(nbytes_for(self._like.values()))
+            nbytes = sum([parameter.nbytes for parameter in self._like.values()])
+            self._carrier.communicator.memory.window_buffer(nbytes)
 
     def state(self) -> dict[str, Any]:
         """Which gradients leave in the next backward, for `load`; the same on all ranks."""
