@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _DTYPE, _SHAPE, _IS_CPU = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
+_LAYOUT = operator.attrgetter("dtype", "device", "shape")
 # Of parameters that take turns, such as a generator's and a discriminator's, the packs of so many turns are kept; two
 # of each, because a program that accumulates has the gradients of earlier backwards in one of them.
 _TURNS, _PACKS = 4, 2
@@ -206,7 +207,8 @@ class Packer:
 
 def layouts(tensors: Iterable[Any]) -> list[Any]:
     """Equal ones have their elements in the same places of a pack."""
-    return [(t.dtype, t.device, t.shape, t.stride()) for t in tensors]
+    some = list(tensors)
+    return [*map(_LAYOUT, some), *map(sys.modules["torch"].Tensor.stride, some)]
 
 
 def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:

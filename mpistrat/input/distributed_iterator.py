@@ -208,7 +208,7 @@ class DistributedIterator(Iterator[Any]):
                     "the dataset has no example that could tell what a batch looks like"
                 )
             entry = without_examples(self._template)
-        structure = nest.describe(entry)
+        structure = nest.take_apart(entry)[1]
         if self._structure not in (None, structure):
             raise ValueError(
                 f"the dataset changes its structure: step {self._steps_read} is {structure}, those before it were "

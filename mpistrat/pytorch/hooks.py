@@ -94,9 +94,9 @@ def before_data_parallel(see: Callable[[torch.nn.Module, str, Any], None]) -> No
     cls.__init__ = init  # type: ignore[method-assign]
 
 
-def replace_data(getter: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
-    """Have `.data` of parameters be what `getter` returns; what is assigned to it goes to torch."""
-    torch.nn.Parameter.data = property(getter, torch.Tensor.data.__set__)  # type: ignore
+# Of the function that gives `.data` of parameters, what `torch.nn.Parameter.data` is to be: what is assigned to it goes
+# to torch.
+data_given_by: Any = functools.partial(property, fset=torch.Tensor.data.__set__)  # type: ignore
 
 
 def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
@@ -130,7 +130,7 @@ def noticing_data() -> Iterator[list[tuple[int, torch.Tensor, int]]]:
             taken.append((id(parameter), tensor, tensor._version))
         return tensor
 
-    replace_data(data)
+    torch.nn.Parameter.data = data_given_by(data)
     try:
         yield taken
     finally:
@@ -263,9 +263,8 @@ def _replace_exports(check: Callable[[torch.nn.Module], None]) -> None:
         cls.__prepare_scriptable__ = prepare
 
 
-def inside_backward() -> bool:
-    """Whether this thread is in a hook or a function that the autograd engine calls."""
-    return torch._C._current_graph_task_id() != -1
+# The number of the backward() in one of whose hooks or functions this thread is; -1 outside.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

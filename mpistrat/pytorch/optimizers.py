@@ -52,7 +52,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         _warn_of_lone_ranks(optimizer)
         return None
     context, reducer = here
-    if hooks.inside_backward():
+    if hooks.graph_task() >= 0:
         raise RuntimeError(
             "optimizer.step() was called by a hook inside backward(), before gradients are reduced over "
             "replicas; call it after backward()"

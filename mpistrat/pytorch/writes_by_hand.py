@@ -44,7 +44,7 @@ class WritesByHand:
     def __init__(
         self, registry: Registry, count: int, modules: Callable[[], Iterable[torch.nn.Module]]
     ) -> None:
-        hooks.replace_data(_data)
+        torch.nn.Parameter.data = hooks.data_given_by(_data)
         self._registry, self._count, self._modules = registry, count, modules
         self._memories: weakref.WeakValueDictionary[ParameterSlot, _Memory] = (
             weakref.WeakValueDictionary()

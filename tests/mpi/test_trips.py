@@ -17,7 +17,7 @@ MEGABYTES = torch.ones(1 << 20)
 VALUES = {
     "16 B of NumPy": (np.ones(2), Figures(22, 12)),
     "8 B of torch": (torch.ones(2), Figures(26, 12)),
-    "4 MB of torch": (MEGABYTES, Figures(35 + 2 * (MEGABYTES.nbytes // (512 << 10)), 14)),
+    "4 MB of torch": (MEGABYTES, Figures(35 + 2 * (MEGABYTES.nbytes // (512 << 10)), 15)),
     "a dict of two tensors": ({"a": torch.ones(3), "b": torch.ones(4)}, Figures(45, 13)),
 }
 LAYER_NBYTES = 4 * (8 * 8 + 8)
@@ -40,7 +40,7 @@ def test_a_value(name):
         ms.get_replica_context().all_reduce("sum", value)
 
     whole.run(reduce)  # measures, once
-    whole.extended.communicator.ways.transports[0].smallest = 0
+    whole.extended.communicator.ways.transports[0].borders = [0]
     whole.run(lambda: least(reduce)).check(most)
 
 

@@ -109,7 +109,7 @@ class StepAgreement:
         strategy, piggybacks = self._parts.strategy, list(self._parts.piggybacks)
         sharded, steps = extended.sharded, extended.given_steps
         facts = strategy.runs, optimizer_steps, sharded.count
-        kinds = [0] * len(self._registry)
+        kinds = [0] * len(self._registry.slots)
         for step in everyone:
             for slot, gradient in enumerate(step.gradients):
                 if gradient is not None and kinds[slot] != _DENSE:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -111,12 +111,14 @@ class Arrivals:
         """
         made, watched = self.made_in_run, []
         unmirrored = [p for p in made if p.grad is None and p not in self._registry] if made else []
-        present = [p for p in parameters if p is not None]
-        # By hooks beside ours the program may write any parameter.
-        if [
-            p for p in present if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1
-        ]:
-            watched = [(p, p._version) for p in present if not p.is_inference()]
+        for p in parameters:
+            # By a hook beside ours the program may write any parameter.
+            if p is not None and (
+                p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1
+            ):
+                present = [p for p in parameters if p is not None]
+                watched = [(p, p._version) for p in present if not p.is_inference()]
+                break
         self._backwards[replica] = backward = _Backward(buckets, unmirrored, watched)
         try:
             alone = len(self._backwards) == 1  # replicas may leave in another order
@@ -140,26 +142,30 @@ class Arrivals:
             RuntimeError: a parameter was updated, or its gradient is gone, or no strategy keeps it equal.
         """
         in_buckets = {} if backward.buckets is None else backward.buckets.taken
-        written = [of for of, tensor, version in taken if tensor._version != version]
-        gone = [p for p, _ in backward.came if p.grad is None and id(p) not in in_buckets]
-        changed = [
-            p
-            for p, version in (*backward.watched, *backward.came)
-            if p._version != version or id(p) in written
-        ]
-        if gone or changed:
-            happened = "lost its gradient" if gone else "was changed"
-            parameter = (gone or changed)[0]
-            name = next(s.name for s in self._registry.slots if s.reference() is parameter)
-            raise RuntimeError(
-                f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "
-                "rank would make another update. Update parameters after backward(); or call backward() inside "
-                "strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
-            )
-        reached = [self.made_in_run[p] for p in backward.unmirrored if p.grad is not None]
-        if in_run and reached:
-            raise RuntimeError(
-                f"backward() inside run reached {reached[0]}, of a module that was made inside run: it is no variable "
-                "of the strategy, so nothing keeps it equal on all ranks. Build the module before run, in "
-                "strategy.scope(); or use torch.autograd.grad where each replica is to have a module of its own"
-            )
+        written = (
+            {of for of, tensor, version in taken if tensor._version != version} if taken else ()
+        )
+        for parameters in backward.came, backward.watched:
+            for parameter, version in parameters:
+                is_gone = parameters is backward.came and parameter.grad is None
+                is_gone &= id(parameter) not in in_buckets
+                if is_gone or parameter._version != version or id(parameter) in written:
+                    self._raise_changed(
+                        parameter, "lost its gradient" if is_gone else "was changed"
+                    )
+        for parameter in backward.unmirrored:
+            if in_run and parameter.grad is not None:
+                raise RuntimeError(
+                    f"backward() inside run reached {self.made_in_run[parameter]}, of a module that was made inside "
+                    "run: it is no variable of the strategy, so nothing keeps it equal on all ranks. Build the module "
+                    "before run, in strategy.scope(); or use torch.autograd.grad where each replica is to have a "
+                    "module of its own"
+                )
+
+    def _raise_changed(self, parameter: torch.Tensor, happened: str) -> NoReturn:
+        name = next(s.name for s in self._registry.slots if s.reference() is parameter)
+        raise RuntimeError(
+            f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "
+            "rank would make another update. Update parameters after backward(); or call backward() inside "
+            "strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
+        )

@@ -114,13 +114,14 @@ class Buckets:
     ) -> None:
         self._buckets = [Bucket(part, [like[slot] for slot in part]) for part in parts]
         self._wires, self._scale = wires, scale
-        self._all_reduce, self._thread = all_reduce, thread
+        self._all_reduce, self._natively = all_reduce, thread is None
+        self._submit = self._call if thread is None else thread.submit
 
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
         """A backward begins. Args: parameters: by slot; those that this rank has dropped are on "meta"."""
         frame = outside(sys._getframe())
         self._place = Place(frame.f_code, frame.f_lineno)
-        self._done: list[Future[None]] = []
+        self._done: list[Future[None] | None] = []
         self._program: Any = None if self.stream is None else self.stream()
         self._sent = self.calls = 0
         self.taken: dict[int, int] = {}
@@ -133,7 +134,7 @@ class Buckets:
             if not bucket.reduction.label or bucket.reduction.compressor is not None:
                 label = f"gradients, bucket {number} of {len(self._buckets)}"
                 bucket.reduction = self._wires.reduction(
-                    label, self._scale, bucket.slots, natively=self._thread is None
+                    label, self._scale, bucket.slots, natively=self._natively
                 )
 
     def filled(self, bucket: Bucket) -> None:
@@ -159,20 +160,19 @@ class Buckets:
         if self.stream is not None:
             bucket.ready = [self.stream().record_event()]
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
-            self._send(self._buckets[self._sent])
+            full = self._buckets[self._sent]
+            self._sent += 1
+            work = functools.partial(self._all_reduce, full.flat, full.reduction, *full.ready)
+            self._done.append(self._submit(work, self._place))
 
-    def _send(self, bucket: Bucket) -> None:
-        self._sent += 1
-        work = functools.partial(self._all_reduce, bucket.flat, bucket.reduction, *bucket.ready)
-        if self._thread is None:
-            self.calls += 1
-            instead.place = self._place
-            try:
-                work()
-            finally:
-                instead.place = None
-        else:
-            self._done.append(self._thread.submit(work, self._place))
+    def _call(self, work: Callable[[], None], place: Place) -> None:
+        """As `CommunicationThread.submit`, on this thread."""
+        self.calls += 1
+        instead.place = place
+        try:
+            work()
+        finally:
+            instead.place = None
 
     def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
         """Find memory for `bucket`, which has none, and gets `gradients`."""
@@ -198,7 +198,7 @@ class Buckets:
 
     def wait(self) -> dict[int, torch.Tensor]:
         """The sums by slot, once all buckets are back. Raises: what a collective has raised meanwhile."""
-        for done in self._done:
+        for done in filter(None, self._done):
             done.result()
         sums: dict[int, torch.Tensor] = {}
         for bucket in self._buckets:

@@ -22,6 +22,7 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
 from mpistrat.cross_device_ops.packing import Packer, layouts
 from mpistrat.machine.cpu_share import cpu_share
+from mpistrat.pytorch.gradients.agreement import Agreement, Step
 from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
 from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
 from mpistrat.pytorch.gradients.wires import Wires
@@ -56,6 +57,9 @@ class Overlap:
     Called by: one replica per rank, equally often on all.
     Args:
         shares: whether the ranks of a node share parameters.
+
+    Attributes:
+        may_come: it is not decided yet, or decided for.
     """
 
     def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires, *, shares: bool) -> None:
@@ -74,6 +78,7 @@ class Overlap:
         self._seconds: tuple[list[float], list[float]] = ([], [])  # sequential, overlapped
         self._started = 0.0
         self._overlaps: bool | None = None
+        self.may_come = True
         self._why = "not measured yet"
         self._has_wire = options.wire_dtype is not None or options.wire_format is not None
         why_not = _why_never(parts, shares)
@@ -113,30 +118,18 @@ class Overlap:
         self._started = time.perf_counter()
         return buckets
 
-    def end(
-        self,
-        slots: Sequence[int],
-        parameters: _Parameters,
-        buckets: Buckets | None,
-        communicates: bool,
-        alike: bool,
-    ) -> None:
-        """A backward has ended, in which `slots` got dense gradients on some rank. Collective.
-
-        Args: communicates, alike: as of `agreement.Agreement`.
-        """
-        if self._overlaps is False:
-            return
+    def end(self, step: Step, agreed: Agreement) -> None:
+        """The backward `step` has ended, in which the slots `agreed.dense` got gradients on some rank. Collective."""
         if self._overlaps is None and self._started:
-            self._seconds[buckets is not None].append(time.perf_counter() - self._started)
+            self._seconds[step.buckets is not None].append(time.perf_counter() - self._started)
             self._decide()
         self._started = 0.0
-        self._buckets = buckets or self._buckets
-        last, self._last = self._last, tuple(slots)
+        self._buckets = step.buckets or self._buckets
+        last, self._last = self._last, tuple(agreed.dense)
         # Where parameters take turns, those of the other turn would be sent for nothing.
-        self._expect(last if last == self._last else None, parameters)
-        self._communicates |= communicates
-        self._differ |= not alike
+        self._expect(last if last == self._last else None, step.parameters)
+        self._communicates |= agreed.communicates
+        self._differ |= not agreed.alike
         if self._communicates and isinstance(self._carrier, SideStream):
             # Buckets on a device cannot leave beside the program's own calls then.
             if self._carrier.thread is not None:
@@ -174,7 +167,7 @@ class Overlap:
 
     def load(self, state: Mapping[str, Any], parameters: _Parameters) -> None:
         """Collective."""
-        if self._overlaps is not False:
+        if self.may_come:
             self._last = state["last"]
             self._expect(state["expected"], parameters)
 
@@ -224,7 +217,7 @@ class Overlap:
 
     def _decline(self, why: str) -> None:
         """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
-        self._overlaps, self._why, self._buckets = False, why, None
+        self.may_come, self._overlaps, self._why, self._buckets = False, False, why, None
         if self._asked and self._communicator.rank == 0:
             warnings.warn(
                 f"overlap=True, but gradients are reduced when backward() has ended: {why}",

@@ -22,7 +22,7 @@ import itertools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +89,7 @@ def reducing_backward(
     arguments = (tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
     here = replica_here()
     # A backward inside a backward (reentrant checkpointing) is part of the outer one.
-    if here is None or hooks.inside_backward():
+    if here is None or hooks.graph_task() >= 0:
         hooks.original_backward(*arguments)
         return
     if create_graph:
@@ -100,17 +100,13 @@ def reducing_backward(
         )
     context, reducer = here
     with spans.current.range("backward"), hooks.without_compiled_autograd():
-        reducer.backward(context, functools.partial(_backward, arguments))
+        reducer.backward(context, *arguments)
 
 
-def _backward(arguments: tuple[Any, ...], weight: float) -> None:
-    """The autograd engine's backward, of the tensors times `weight`."""
-    tensors, *others = arguments
-    if weight != 1.0:
-        several = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
-        with torch.enable_grad():
-            tensors = [tensor * weight for tensor in several]
-    hooks.original_backward(tensors, *others)
+def _times(weight: float, tensors: Any) -> list[torch.Tensor]:
+    several = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+    with torch.enable_grad():
+        return [tensor * weight for tensor in several]
 
 
 class GradientReducer:
@@ -171,18 +167,18 @@ class GradientReducer:
         finally:
             _not_synchronizing.reset(token)
 
-    def backward(self, context: AnyReplicaContext, engine: Callable[[float], None]) -> None:
+    def backward(self, context: AnyReplicaContext, tensors: Any, *arguments: Any) -> None:
         """Call the autograd engine, and reduce what it has added to `.grad`.
 
         Called by: every replica, equally often.
         Args:
             context: of the replica.
-            engine: is called with what the loss is multiplied by.
+            tensors, arguments: of torch's `backward`.
         """
         step, reduced = self._set_aside(context.local_index), None
         replicas, replica = self._parts.replicas, step.replica
         try:
-            self._run(step, engine)
+            self._run(step, tensors, *arguments)
             if step.synchronizes and replicas.count == 1:
                 (reduced,) = self._agree_and_reduce([step])
             elif step.synchronizes:
@@ -195,7 +191,7 @@ class GradientReducer:
 
     def _set_aside(self, replica: int) -> Step:
         """Take what is reduced already out of every `.grad`."""
-        parts, rule, call = self._parts, self._parts.rule, f"backward() over {self.count} replicas"
+        rule, call = self._parts.rule, f"backward() over {self.count} replicas"
         parameters = [slot.reference() for slot in self.registry.slots]
         in_block, scale = per_thread.modes[-1].in_block, None
         synchronizes = id(self) not in _not_synchronizing.get()
@@ -209,16 +205,17 @@ class GradientReducer:
                 _check_not_captured(some)
         weight = self._weight(in_block)
         aside, self._spent = self._unsynchronized[replica].set_aside(parameters), []
-        may_leave = synchronizes and parts.replicas.count == 1
+        may_leave = synchronizes and self.overlap.may_come
         buckets = self.overlap.begin(parameters, scale) if may_leave else None
         return Step(replica, parameters, in_block, synchronizes, scale, weight, aside, buckets)
 
-    def _run(self, step: Step, engine: Callable[[float], None]) -> None:
+    def _run(self, step: Step, tensors: Any, *arguments: Any) -> None:
         """Have the engine compute what the replica contributes."""
         contract, buckets = self._communicator.contract, step.buckets
         calls = contract.calls
         with self.arrivals.watched(step.replica, step.parameters, buckets) as check:
-            engine(step.weight)
+            loss = tensors if step.weight == 1.0 else _times(step.weight, tensors)
+            hooks.original_backward(loss, *arguments)
         step.communicated = contract.calls > calls + (0 if buckets is None else buckets.calls)
         if step.synchronizes:
             with self._raising_together:
@@ -327,18 +324,18 @@ class GradientReducer:
                 agreed.dense, step.parameters, step.gradients, step.aside, step.scale
             )
         early = {} if buckets is None else buckets.wait()
-        done = {*reduced, *early} - agreed.again
-        slots = [s for s in agreed.dense if s not in done] if done else agreed.dense
-        # Where the ranks have used other parameters, an error of one of them may come before the sums.
-        following = self._communicator.contract.following
-        with following() if agreed.alike else contextlib.nullcontext():
-            late = self._sum(slots, step, contributions)
+        done, late = {*reduced, *early} - agreed.again, dict[int, torch.Tensor]()
+        slots = sorted({*agreed.dense} - done)
+        if slots:
+            # Where the ranks have used other parameters, an error of one of them may come before the sums.
+            following = self._communicator.contract.following
+            with following() if agreed.alike else contextlib.nullcontext():
+                late = self._sum(slots, step, contributions)
         reduced |= late
         for slot in early.keys() & set(agreed.dense):
             reduced[slot] = early[slot].add_(late[slot]) if slot in late else early[slot]
-        if len(everyone) == 1:
-            rest = step.parameters, buckets, agreed.communicates, agreed.alike
-            self.overlap.end(agreed.dense, *rest)
+        if self.overlap.may_come:
+            self.overlap.end(step, agreed)
         for slot in agreed.sparse:
             rows = [gradients[slot] for gradients in contributions]
             total = sum_rows(self._parts.ops.over_ranks, step.parameters[slot], rows)

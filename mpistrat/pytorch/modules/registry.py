@@ -78,9 +78,6 @@ class Registry:
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._slot_of
 
-    def __len__(self) -> int:
-        return len(self.slots)
-
     def parameters(self) -> list[torch.Tensor | None]:
         """All parameters by slot; None where the program has dropped one."""
         return [slot.reference() for slot in self.slots]
