@@ -137,7 +137,7 @@ class Packer:
             flat = self.memory(length, own[0], communicator=None if lacks else communicator)
         pack = Pack(flat, group, pieces_of(flat, own))
         if not arrays.is_on_accelerator(flat):  # where another allocator recycles
-            pack.host = flat.numpy() if arrays.numpy_knows(flat.dtype) else None
+            pack.host = arrays.to_numpy(flat) if arrays.numpy_knows(flat.dtype) else None
             pack.alone = pack.references()
         return pack
 

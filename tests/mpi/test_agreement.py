@@ -202,7 +202,7 @@ def test_an_error_before_a_call_that_follows_ends_the_call(monkeypatch):
     communicator = communicator_for(WORLD.Dup())
     window = communicator.ways.transports[0]
     window.shared_blocks()
-    window.smallest = 0.0
+    window.borders = [0]
     communicator.all_reduce(np.ones(2))
 
     def following():

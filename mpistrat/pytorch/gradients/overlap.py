@@ -13,7 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,11 +22,13 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
 from mpistrat.cross_device_ops.packing import Packer, layouts
 from mpistrat.machine.cpu_share import cpu_share
-from mpistrat.pytorch.gradients.agreement import Agreement, Step
 from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
 from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
+
+if TYPE_CHECKING:
+    from mpistrat.pytorch.gradients.agreement import Agreement, Step
 
 _Parameters = Sequence[torch.Tensor | None]  # by slot
 _Carrier = CommunicationThread | SideStream
