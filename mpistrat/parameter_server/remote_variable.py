@@ -9,13 +9,13 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
-from mpistrat.context import AnyStrategy, current_local_replica, get_strategy, has_strategy
+from mpistrat.context import AnyStrategy, current_local_replica
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client import Address, Change, Client
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.updates import fitting_operand
-from mpistrat.variables.variable import Variable
+from mpistrat.variables.variable import Variable, check_strategy
 
 
 class RemoteVariable(Variable):
@@ -58,7 +58,7 @@ class RemoteVariable(Variable):
         return f"/job:ps/replica:0/task:{task}/device:CPU:0"
 
     def read_value(self) -> Array:
-        self._check_strategy()
+        check_strategy(self)
         return self._brought(self._client.pull(self.address))
 
     def state(self) -> Array:
@@ -69,7 +69,7 @@ class RemoteVariable(Variable):
 
     def sparse_read(self, indices: Any) -> Array:
         """The rows at `indices`, integers of shape [n], in their order. Reads these rows only."""
-        self._check_strategy()
+        check_strategy(self)
         rows = arrays.to_numpy(arrays.as_array(arrays.detach_read(indices)))
         if not self.shape:
             raise ValueError(f"variable {self.name!r} is a number, and has no rows")
@@ -104,16 +104,9 @@ class RemoteVariable(Variable):
         return Change(self.address, method, fits)
 
     def _update(self, method: str, operand: Any) -> Any:
-        self._check_strategy()
+        check_strategy(self)
         value = self._client.change([self.change(method, operand)])[0]
         return self if value is None else value
-
-    def _check_strategy(self) -> None:
-        if has_strategy() and get_strategy() is not self.strategy:
-            raise RuntimeError(
-                f"variable {self.name!r} belongs to {self.strategy} and was used while {get_strategy()} is in force; "
-                "strategies must not be mixed"
-            )
 
 
 class RemoteShards(ShardedVariable):

@@ -20,15 +20,13 @@ from mpistrat.parameter_server.coordinator.worker import Worker
 from mpistrat.parameter_server.coordinator.worker_seeds import seed_for_worker
 from mpistrat.parameter_server.extended import ServersExtended
 from mpistrat.parameter_server.joining import (
-    check_partitioner,
-    check_replication,
+    check_arguments,
     join_job,
     resolver_of,
 )
 from mpistrat.parameter_server.modules.object_references import ObjectReferences
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategy import Strategy, checked_input_options
 from mpistrat.variables.partitioners import Partitioner
 
@@ -81,9 +79,7 @@ class ParameterServerStrategy(Strategy):
         gradients: str | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
-        check_strategy_arguments(None, gradients)
-        check_partitioner(variable_partitioner)
-        check_replication(replication)
+        check_arguments(variable_partitioner, replication, gradients)
         job, devices = join_job(
             cluster_resolver,
             num_ps,
@@ -133,7 +129,7 @@ class ParameterServerStrategy(Strategy):
         gradients: str | None = None,
         cluster_resolver: ClusterResolver | None = None,
     ) -> None:
-        extended = wiring.coordinated(self, job, devices, partitioner, gradients)
+        extended = wiring.with_servers(self, job, devices, partitioner, gradients)
         super().__init__(extended, cluster_resolver)
 
     def work(self) -> None:
