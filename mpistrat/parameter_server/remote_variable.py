@@ -14,7 +14,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client import Address, Change, Client
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.variables.sharded import ShardedVariable
-from mpistrat.variables.updates import fitting_operand
+from mpistrat.variables.updates import fitting_operand, out_of_bounds
 from mpistrat.variables.variable import Variable, check_strategy
 
 
@@ -64,9 +64,6 @@ class RemoteVariable(Variable):
     def state(self) -> Array:
         return self._client.pull(self.address)
 
-    def load_state(self, state: Any) -> None:
-        self._update("assign", state)
-
     def sparse_read(self, indices: Any) -> Array:
         """The rows at `indices`, integers of shape [n], in their order. Reads these rows only."""
         check_strategy(self)
@@ -81,9 +78,7 @@ class RemoteVariable(Variable):
         rows = rows.astype(np.int64, copy=False)
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.shape[0]:
             wrong = rows.min() if rows.min() < 0 else rows.max()
-            raise IndexError(
-                f"row {wrong} of variable {self.name!r} is out of bounds: it has rows 0 to {self.shape[0] - 1}"
-            )
+            raise out_of_bounds(wrong, self.shape[0], self.name)
         return self._brought(self._client.rows(self.address, rows))
 
     def _brought(self, value: Array) -> Array:

@@ -92,23 +92,17 @@ class ParameterServerStrategy(Strategy):
         if job.roles.task_type == "ps":
             job.serve()
             raise SystemExit(0)
-        self._join(
-            job,
-            devices,
-            variable_partitioner,
-            gradients,
-            cluster_resolver or resolver_of(job.roles),
-        )
+        extended = wiring.with_servers(self, job, devices, variable_partitioner, gradients)
+        super().__init__(extended, cluster_resolver or resolver_of(job.roles))
         if job.roles.task_type == "worker":
             self.work()
             raise SystemExit(0)
         if job.roles.task_type != "chief":
             return  # an evaluator, which reads the variables
-        references = ObjectReferences(self, job)
         self._extended.cluster = Cluster(
             job.rpc,
             job.workers,
-            references,
+            ObjectReferences(self, job),
             job.client.routes.forget,
             self._refresh,
             is_needed=job.client.routes.is_lost_with,
@@ -118,19 +112,8 @@ class ParameterServerStrategy(Strategy):
     def of_worker(cls, job: ServerJob, devices: Sequence[str]) -> ParameterServerStrategy:
         """What the functions on a worker have, whose rank has joined the job already."""
         strategy = cls.__new__(cls)
-        strategy._join(job, devices)
+        Strategy.__init__(strategy, wiring.with_servers(strategy, job, devices, None, None))
         return strategy
-
-    def _join(
-        self,
-        job: ServerJob,
-        devices: Sequence[str],
-        partitioner: Partitioner | None = None,
-        gradients: str | None = None,
-        cluster_resolver: ClusterResolver | None = None,
-    ) -> None:
-        extended = wiring.with_servers(self, job, devices, partitioner, gradients)
-        super().__init__(extended, cluster_resolver)
 
     def work(self) -> None:
         """Run the chief's functions until it has come to its end. Called by: a worker."""
