@@ -67,7 +67,8 @@ class AnnouncedEnd:
         number = self._signal.number
         level = NOTHING
         if self._grace_began is not None:
-            if time.monotonic() - self._grace_began >= self._grace_period - self._seconds_to_end():
+            to_end = _STEPS_BEFORE_THE_END * self.steps.mean + self.seconds_to_save
+            if time.monotonic() - self._grace_began >= self._grace_period - to_end:
                 level = SAVE_AND_LEAVE
         elif number or self._is_near.is_set():
             level = SAVE if self._grace_period else SAVE_AND_LEAVE
@@ -110,9 +111,6 @@ class AnnouncedEnd:
         part = _PART_WHEN_MEASURED if self.seconds_to_save else _PART_UNTIL_MEASURED
         margin = min(self._margin, max(part * self._most_left, self.seconds_to_save))
         return margin + 2 * (self.steps.longest + self.seconds_to_save)
-
-    def _seconds_to_end(self) -> float:
-        return _STEPS_BEFORE_THE_END * self.steps.mean + self.seconds_to_save
 
 
 def level_of(word: int) -> int:

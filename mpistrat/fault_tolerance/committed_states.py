@@ -6,7 +6,7 @@ import copy
 import itertools
 from typing import Any
 
-from mpistrat import arrays
+from mpistrat import arrays, nest
 
 
 class CommittedStates:
@@ -26,7 +26,8 @@ class CommittedStates:
     @property
     def nbytes(self) -> int:
         """Of the arrays of one state."""
-        return _nbytes_of(self._kept[-1][1]) if self._kept else 0
+        leaves = nest.leaves(self._kept[-1:])
+        return sum(int(leaf.nbytes) for leaf in leaves if arrays.is_array(leaf))
 
     def keep(self, step: int, state: Any) -> None:
         memory = self._kept.pop(0)[1] if len(self._kept) > 1 else None
@@ -68,11 +69,3 @@ def copied(value: Any, memory: Any = None) -> Any:
         return arrays.copy(value)
     memory[...] = value
     return memory
-
-
-def _nbytes_of(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(map(_nbytes_of, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(_nbytes_of, value))
-    return int(value.nbytes) if arrays.is_array(value) else 0

@@ -69,8 +69,8 @@ class CheckpointsOfJob(CheckpointRole):
                 "INFO",
             )
 
-    def tell_followers(self, what: str, value: Any) -> None:
-        self._publish(what, value, None)
+    def tell_followers(self, what: str, value: Any, error: Exception | None = None) -> None:
+        self._job.client.publish((what, next(self._published)), (value, error))
 
     @contextlib.contextmanager
     def telling_failure(self, what: str) -> Iterator[None]:
@@ -78,11 +78,8 @@ class CheckpointsOfJob(CheckpointRole):
             yield
         except BaseException as error:
             failed = f"{self._job.name_of(self._job.rpc.rank)} has not {what}"
-            self._publish(what, None, attributed_error(error, failed))
+            self.tell_followers(what, None, attributed_error(error, failed))
             raise
-
-    def _publish(self, what: str, value: Any, error: Exception | None) -> None:
-        self._job.client.publish((what, next(self._published)), (value, error))
 
     def follow(self, what: str) -> Any:
         value, error = self._job.client.await_published((what, next(self._published)))

@@ -160,7 +160,7 @@ class Client:
 
         Returns: for each change, the value then, if it is small.
         """
-        if self._already_written:
+        if self._already_written or not changes:
             return [None] * len(changes)
         with self.numbers.push() as settled:
             return self._change(changes, settled)

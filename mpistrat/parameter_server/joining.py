@@ -17,6 +17,7 @@ from mpistrat.cluster_resolver.task_roles import Cluster, normalize_cluster_spec
 from mpistrat.communicators.communicator import RaisingOnAll
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.devices import accelerator, check_devices
+from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.threads import share_cores
 from mpistrat.strategies.wiring import communicator_of
@@ -132,15 +133,14 @@ def devices_of_worker(num_gpus_per_worker: int) -> list[str]:
     return [f"{accelerator() or 'cuda'}:{i}" for i in range(num_gpus_per_worker)] or ["cpu:0"]
 
 
-def check_partitioner(partitioner: Any) -> None:
+def check_arguments(partitioner: Any, replication: Any, gradients: Any) -> None:
+    """Raises: ValueError for arguments that no strategy with parameter servers takes."""
+    check_strategy_arguments(None, gradients)
     if partitioner is not None and not callable(partitioner):
         raise ValueError(
             f"variable_partitioner must be a function of shape and dtype, such as ms.experimental.partitioners."
             f"FixedShardsPartitioner(2), got {partitioner!r:.60}"
         )
-
-
-def check_replication(replication: Any) -> None:
     if type(replication) is not int or replication not in (1, 2):
         raise ValueError(
             "replication must be the number of parameter servers that have a copy of each variable, 1 or 2, got "

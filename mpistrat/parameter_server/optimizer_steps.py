@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mpistrat.parameter_server.server_optimizers import (
         OptimizerDefinition,
         ServerOptimizer,
-        State,
     )
 
 
@@ -50,7 +49,7 @@ class OptimizerSteps:
         Args: gradient: an array, or `IndexedSlices`, in memory that may change after this.
         Raises: ValueError, TypeError, IndexError: the gradient does not fit.
         """
-        optimizer = self._of(step.optimizer, key)
+        optimizer = self.of(step.optimizer, key)
         if step.round is None:
             with table.writing():
                 optimizer.step(gradient, step.hyperparameters)
@@ -84,7 +83,7 @@ class OptimizerSteps:
                 try:
                     combined = _combined(pending, who_ended(number))
                     with pending.table.writing():
-                        self._of(optimizer, key).step(combined, pending.first.hyperparameters)
+                        self.of(optimizer, key).step(combined, pending.first.hyperparameters)
                 except Exception as error:  # an optimizer's may be any
                     failed.append((pending.table.name, error))
         return failed
@@ -103,13 +102,7 @@ class OptimizerSteps:
         for number, of_round in other.pending.items():
             self.pending.setdefault(number, {}).update(of_round)
 
-    def state(self, optimizer: int, key: int) -> State:
-        return self._of(optimizer, key).state_dict()
-
-    def load_state(self, optimizer: int, key: int, state: State) -> None:
-        self._of(optimizer, key).load_state_dict(state)
-
-    def _of(self, optimizer: int, key: int) -> ServerOptimizer:
+    def of(self, optimizer: int, key: int) -> ServerOptimizer:
         try:
             return self.by_key[optimizer, key]
         except KeyError:

@@ -9,13 +9,13 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
-from mpistrat.context import AnyStrategy, current_local_replica, get_strategy, has_strategy
+from mpistrat.context import AnyStrategy, current_local_replica
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client import Address, Change, Client
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.variables.sharded import ShardedVariable
-from mpistrat.variables.updates import fitting_operand
-from mpistrat.variables.variable import Variable
+from mpistrat.variables.updates import fitting_operand, out_of_bounds
+from mpistrat.variables.variable import Variable, check_strategy
 
 
 class RemoteVariable(Variable):
@@ -58,18 +58,15 @@ class RemoteVariable(Variable):
         return f"/job:ps/replica:0/task:{task}/device:CPU:0"
 
     def read_value(self) -> Array:
-        self._check_strategy()
+        check_strategy(self)
         return self._brought(self._client.pull(self.address))
 
     def state(self) -> Array:
         return self._client.pull(self.address)
 
-    def load_state(self, state: Any) -> None:
-        self._update("assign", state)
-
     def sparse_read(self, indices: Any) -> Array:
         """The rows at `indices`, integers of shape [n], in their order. Reads these rows only."""
-        self._check_strategy()
+        check_strategy(self)
         rows = arrays.to_numpy(arrays.as_array(arrays.detach_read(indices)))
         if not self.shape:
             raise ValueError(f"variable {self.name!r} is a number, and has no rows")
@@ -81,9 +78,7 @@ class RemoteVariable(Variable):
         rows = rows.astype(np.int64, copy=False)
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.shape[0]:
             wrong = rows.min() if rows.min() < 0 else rows.max()
-            raise IndexError(
-                f"row {wrong} of variable {self.name!r} is out of bounds: it has rows 0 to {self.shape[0] - 1}"
-            )
+            raise out_of_bounds(wrong, self.shape[0], self.name)
         return self._brought(self._client.rows(self.address, rows))
 
     def _brought(self, value: Array) -> Array:
@@ -104,16 +99,9 @@ class RemoteVariable(Variable):
         return Change(self.address, method, fits)
 
     def _update(self, method: str, operand: Any) -> Any:
-        self._check_strategy()
+        check_strategy(self)
         value = self._client.change([self.change(method, operand)])[0]
         return self if value is None else value
-
-    def _check_strategy(self) -> None:
-        if has_strategy() and get_strategy() is not self.strategy:
-            raise RuntimeError(
-                f"variable {self.name!r} belongs to {self.strategy} and was used while {get_strategy()} is in force; "
-                "strategies must not be mixed"
-            )
 
 
 class RemoteShards(ShardedVariable):

@@ -56,6 +56,7 @@ class Backup:
 
     def __init__(self, rpc: RpcEndpoint, rank: int | None) -> None:
         self._rpc, self._rank = rpc, rank
+        self._shares_memory = rank is not None and rpc.channel.shares_memory_with(rank)
         self._buffers = Buffers()
         self._names: dict[int, str] = {}  # of the arrays that the backup has, by key
         self._forwarded: deque[Forwarded] = deque()
@@ -83,7 +84,7 @@ class Backup:
             return
         value: PackedTensor | None = None
         if new.value is not None:
-            value = table.shared if self._shares_memory(self._rank) else inline(table.array)
+            value = table.shared if self._shares_memory else inline(table.array)
         self.forward(protocol.CREATE, source, new._replace(value=value))
         self._names[new.key] = new.name
 
@@ -91,8 +92,7 @@ class Backup:
         self, source: int, updates: Updates, operands: Sequence[Array]
     ) -> Forwarded:
         """Args: operands: of all updates. They are packed in this process's memory: the client's goes with it."""
-        shares_memory = self._rank is not None and self._shares_memory(self._rank)
-        packed, region = pack(operands, self._buffers if shares_memory else None)
+        packed, region = pack(operands, self._buffers if self._shares_memory else None)
         parts = iter(packed)
         again = [
             update._replace(operand=list(islice(parts, len(update.operand))))
@@ -110,9 +110,6 @@ class Backup:
     def lost(self, rank: int) -> None:
         if rank == self._rank:
             self._end()
-
-    def _shares_memory(self, rank: int) -> bool:
-        return self._rpc.channel.shares_memory_with(rank)
 
     def _changed(self, number: int, why_not: str) -> None:
         if self._rank is None:

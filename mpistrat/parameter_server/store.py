@@ -130,12 +130,12 @@ class Store:
 
     def optimizer_state(self, optimizer: int, key: int) -> Any:
         self.has(key)
-        state = self.optimizers.state(optimizer, key)
+        state = self.optimizers.of(optimizer, key).state_dict()
         return {name: copy.copy(value) for name, value in state.items()}  # as in `pull`
 
     def load_optimizer_state(self, optimizer: int, key: int, state: Any) -> None:
         self.has(key)
-        self.optimizers.load_state(optimizer, key, state)
+        self.optimizers.of(optimizer, key).load_state_dict(state)
 
     def sibling(self) -> Store:
         """An empty store for other arrays of this process, which shares the numbered updates and the mappings."""

@@ -20,15 +20,13 @@ from mpistrat.parameter_server.coordinator.worker import Worker
 from mpistrat.parameter_server.coordinator.worker_seeds import seed_for_worker
 from mpistrat.parameter_server.extended import ServersExtended
 from mpistrat.parameter_server.joining import (
-    check_partitioner,
-    check_replication,
+    check_arguments,
     join_job,
     resolver_of,
 )
 from mpistrat.parameter_server.modules.object_references import ObjectReferences
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategy import Strategy, checked_input_options
 from mpistrat.variables.partitioners import Partitioner
 
@@ -81,9 +79,7 @@ class ParameterServerStrategy(Strategy):
         gradients: str | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
-        check_strategy_arguments(None, gradients)
-        check_partitioner(variable_partitioner)
-        check_replication(replication)
+        check_arguments(variable_partitioner, replication, gradients)
         job, devices = join_job(
             cluster_resolver,
             num_ps,
@@ -96,23 +92,17 @@ class ParameterServerStrategy(Strategy):
         if job.roles.task_type == "ps":
             job.serve()
             raise SystemExit(0)
-        self._join(
-            job,
-            devices,
-            variable_partitioner,
-            gradients,
-            cluster_resolver or resolver_of(job.roles),
-        )
+        extended = wiring.with_servers(self, job, devices, variable_partitioner, gradients)
+        super().__init__(extended, cluster_resolver or resolver_of(job.roles))
         if job.roles.task_type == "worker":
             self.work()
             raise SystemExit(0)
         if job.roles.task_type != "chief":
             return  # an evaluator, which reads the variables
-        references = ObjectReferences(self, job)
         self._extended.cluster = Cluster(
             job.rpc,
             job.workers,
-            references,
+            ObjectReferences(self, job),
             job.client.routes.forget,
             self._refresh,
             is_needed=job.client.routes.is_lost_with,
@@ -122,19 +112,8 @@ class ParameterServerStrategy(Strategy):
     def of_worker(cls, job: ServerJob, devices: Sequence[str]) -> ParameterServerStrategy:
         """What the functions on a worker have, whose rank has joined the job already."""
         strategy = cls.__new__(cls)
-        strategy._join(job, devices)
+        Strategy.__init__(strategy, wiring.with_servers(strategy, job, devices, None, None))
         return strategy
-
-    def _join(
-        self,
-        job: ServerJob,
-        devices: Sequence[str],
-        partitioner: Partitioner | None = None,
-        gradients: str | None = None,
-        cluster_resolver: ClusterResolver | None = None,
-    ) -> None:
-        extended = wiring.coordinated(self, job, devices, partitioner, gradients)
-        super().__init__(extended, cluster_resolver)
 
     def work(self) -> None:
         """Run the chief's functions until it has come to its end. Called by: a worker."""

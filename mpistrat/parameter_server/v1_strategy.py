@@ -13,8 +13,7 @@ from mpistrat.machine.devices import check_devices
 from mpistrat.options import RunOptions
 from mpistrat.parameter_server import wiring
 from mpistrat.parameter_server.joining import (
-    check_partitioner,
-    check_replication,
+    check_arguments,
     devices_of_worker,
     join_job,
     resolver_of,
@@ -23,7 +22,6 @@ from mpistrat.parameter_server.joining import (
 from mpistrat.parameter_server.staleness import WorkerClock
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.wiring import central_storage
 from mpistrat.strategy import Strategy
@@ -107,9 +105,7 @@ class BetweenGraphStrategy(Strategy):
             if devices is not None:
                 raise ValueError("num_gpus_per_worker and devices both name devices: give one")
             devices = devices_of_worker(num_gpus_per_worker)
-        check_strategy_arguments(None, gradients)
-        check_partitioner(variable_partitioner)
-        check_replication(replication)
+        check_arguments(variable_partitioner, replication, gradients)
         _check_max_staleness(max_staleness)
         if num_ps is not None:
             check_num_ps(num_ps)
@@ -136,7 +132,7 @@ class BetweenGraphStrategy(Strategy):
             raise SystemExit(0)
         clock = WorkerClock(job.client.routes, max_staleness)
         self._servers = _Servers(job, clock)
-        extended = wiring.worker(self, job, devices, variable_partitioner, gradients, clock)
+        extended = wiring.with_servers(self, job, devices, variable_partitioner, gradients, clock)
         super().__init__(extended, cluster_resolver or resolver_of(job.roles))
         if clock.combines:
             self.workers_combined = len(job.trainers)

@@ -73,7 +73,8 @@ class VariablesOnServers(VariableStore):
     @contextlib.contextmanager
     def colocated(self, variable: Any) -> Iterator[None]:
         """Inside, variables go to the servers of `variable`, part by part where both have several."""
-        before, self._colocated = self._colocated, _servers_of(variable)
+        before = self._colocated
+        self._colocated = [part.address.server for part in parts_of(variable)]
         try:
             yield
         finally:
@@ -112,10 +113,6 @@ class VariablesOnServers(VariableStore):
             addresses.append(self._placed(self._next_place(part), full_name, size, made_of, value))
             first += rows
         return addresses
-
-    def place_tensor(self, name: str, tensor: Any) -> list[Address]:
-        """`place`, for a tensor of a torch module."""
-        return self.place(tensor, name)
 
     def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
         """The rows of each part; [] for a variable that is not split."""
@@ -184,12 +181,11 @@ class VariablesOnServers(VariableStore):
             self._job.client.cannot_create(server, key, attributed_error(error, who))
 
 
-def _servers_of(variable: Any) -> list[int]:
-    """Where each of its parts is."""
+def parts_of(variable: Any) -> Sequence[Any]:
+    """The variables, each on one server, of which a variable on servers consists; of all else, itself."""
     if isinstance(variable, AggregatingVariable):
         variable = variable.values[0]
-    parts = variable.variables if isinstance(variable, RemoteShards) else [variable]
-    return [part.address.server for part in parts]
+    return variable.variables if isinstance(variable, RemoteShards) else [variable]
 
 
 def variable_of(

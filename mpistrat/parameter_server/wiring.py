@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.communicators.local import LocalCommunicator
@@ -27,72 +27,18 @@ if TYPE_CHECKING:
     from mpistrat.parameter_server.coordinator.pickling import References
     from mpistrat.parameter_server.job import ServerJob
 
-MakeModules = Callable[[ModuleParts, VariablesOnServers, bool], Any]
 
-
-def worker(
+def with_servers(
     strategy: Any,
     job: ServerJob,
     devices: Sequence[str],
     partitioner: Partitioner | None,
     gradients: str | None,
-    clock: WorkerClock,
+    clock: WorkerClock | None = None,
 ) -> ServersExtended:
-    """A worker that trains by itself."""
-
-    def make(parts: ModuleParts, variables: VariablesOnServers, owns: bool) -> Any:
-        from mpistrat.parameter_server.modules.remote_modules import RemoteModules
-
-        place = variables.place_tensor
-        return RemoteModules(parts, job.client, place, owns, clock)
-
-    return _with_servers(strategy, job, devices, partitioner, gradients, make, coordinated=False)
-
-
-def coordinated(
-    strategy: Any,
-    job: ServerJob,
-    devices: Sequence[str],
-    partitioner: Partitioner | None,
-    gradients: str | None,
-) -> ServersExtended:
-    """The chief of a job, or a worker that runs the chief's functions."""
-
-    def make(parts: ModuleParts, variables: VariablesOnServers, owns: bool) -> Any:
-        from mpistrat.parameter_server.modules.remote_modules import RemoteModules
-        from mpistrat.parameter_server.modules.worker_modules import WorkerModules
-
-        if not owns:
-            return WorkerModules(parts, job.client)
-
-        def place(name: str, tensor: Any) -> list[Address]:
-            if len(devices) > 1:
-                raise NotImplementedError(
-                    "torch modules in the scope of a ParameterServerStrategy whose workers have several devices each: "
-                    "give each device a worker of its own"
-                )
-            return variables.place_tensor(name, tensor)
-
-        return RemoteModules(parts, job.client, place, True, None)
-
-    return _with_servers(strategy, job, devices, partitioner, gradients, make, coordinated=True)
-
-
-def _with_servers(
-    strategy: Any,
-    job: ServerJob,
-    devices: Sequence[str],
-    partitioner: Partitioner | None,
-    gradients: str | None,
-    make_modules: MakeModules,
-    *,
-    coordinated: bool,
-) -> ServersExtended:
-    roles = job.roles
-    owns = (roles.task_type, roles.task_id) == (
-        "chief" if "chief" in roles.ranks else "worker",
-        0,
-    )
+    """Args: clock: of a worker that trains by itself; None on a chief, and on a worker that runs its functions."""
+    roles, coordinated = job.roles, clock is None
+    owns = roles.rank == job.trainers[0]
     trains = roles.rank in job.trainers
     # What runs on servers is none of the program.
     topology = job.topology.part(job.trainers) if trains else Topology.single()
@@ -101,11 +47,25 @@ def _with_servers(
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
 
     replicas = Replicas(strategy, group, ops)
-    modules = TorchModules(
-        ModuleParts(strategy, group, replicas, ops, GradientRule(gradients)),
-        lambda parts: make_modules(parts, variables, owns),
-        needed=True,
-    )
+
+    def place(name: str, tensor: Any) -> list[Address]:
+        if coordinated and len(devices) > 1:
+            raise NotImplementedError(
+                "torch modules in the scope of a ParameterServerStrategy whose workers have several devices each: "
+                "give each device a worker of its own"
+            )
+        return variables.place(tensor, name)
+
+    def make_modules(parts: ModuleParts) -> Any:
+        from mpistrat.parameter_server.modules.remote_modules import RemoteModules
+        from mpistrat.parameter_server.modules.worker_modules import WorkerModules
+
+        if coordinated and not owns:
+            return WorkerModules(parts, job.client)
+        return RemoteModules(parts, job.client, place, owns, clock)
+
+    module_parts = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
+    modules = TorchModules(module_parts, make_modules, needed=True)
 
     @functools.cache
     def torch_references() -> References:

@@ -17,12 +17,6 @@ class AggregatingVariable(DistributedVariable):
         self._here()
         return self._values[0].read_value()
 
-    def state(self) -> Any:
-        return self._values[0].state()
-
-    def load_state(self, state: Any) -> None:
-        self._update_all("assign", state)
-
     def sparse_read(self, indices: Any) -> Any:
         self._here()
         return self._values[0].sparse_read(indices)
@@ -45,7 +39,4 @@ class AggregatingVariable(DistributedVariable):
         return arrays.to_device(updated, readers[replica]) if readers else updated
 
     def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:
-        combined = strategy.extended.cross_replica_ops.aggregate(
-            self.aggregation, operand, f"{method} to {self.name!r}"
-        )
-        return self._values[0]._update(method, combined)
+        return self._values[0]._update(method, self._aggregated(operand, f"{method} to"))

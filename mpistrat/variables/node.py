@@ -12,23 +12,17 @@ from mpistrat.arrays import Array
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.node.common_memory import PAGE, CommonMemory
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.variables.updates import fitting_operand, updated
 from mpistrat.variables.variable import PlainVariable
 
 
 def variable_of_node(
-    communicator: Communicator,
-    value: Array,
-    trainable: bool,
-    name: str,
-    synchronization: VariableSynchronization,
-    aggregation: VariableAggregation,
+    communicator: Communicator, value: Array, trainable: bool, name: str, *how: Any
 ) -> PlainVariable:
     """A `NodeVariable`; a copy of each rank's own where they cannot have one in common.
 
     Called by: every rank, in the same order.
-    Args: value: equal on all ranks.
+    Args: value: equal on all ranks. how: the further arguments of `PlainVariable`.
     """
     memory, why = None, ""
     nbytes = arrays.num_elements(value) * arrays.itemsize(value)
@@ -39,8 +33,8 @@ def variable_of_node(
             warnings.warn(
                 f"each rank keeps a copy of variable {name!r}: {why}", RuntimeWarning, stacklevel=2
             )
-        return PlainVariable(value, trainable, name, synchronization, aggregation)
-    return NodeVariable(value, trainable, name, synchronization, aggregation, communicator, memory)
+        return PlainVariable(value, trainable, name, *how)
+    return NodeVariable(communicator, memory, value, trainable, name, *how)
 
 
 class NodeVariable(PlainVariable):
@@ -50,24 +44,18 @@ class NodeVariable(PlainVariable):
     an operand that is equal on all ranks; each rank computes a part of it.
 
     Args:
+        memory: of these ranks, and at least as large as `value`.
         value: on the CPU, equal on all ranks, of one element or more.
-        memory: of these ranks, and at least as large.
+        how: the further arguments of `PlainVariable`.
     """
 
     def __init__(
-        self,
-        value: Array,
-        trainable: bool,
-        name: str,
-        synchronization: VariableSynchronization,
-        aggregation: VariableAggregation,
-        communicator: Communicator,
-        memory: CommonMemory,
+        self, communicator: Communicator, memory: CommonMemory, value: Array, *how: Any
     ) -> None:
         self._communicator = communicator
         self._view = memory.view()
         self._common = _as(memory.shared, value)  # where updates are written
-        super().__init__(value, trainable, name, synchronization, aggregation)
+        super().__init__(value, *how)
 
     def _kept(self, value: Array) -> Array:
         part = self._part_of(arrays.num_elements(value))

@@ -63,7 +63,7 @@ class MinSizePartitioner(Partitioner):
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         _check(shape, axis)
-        total = math.prod(shape) * _itemsize(dtype, self._bytes_per_string)
+        total = math.prod(shape) * (arrays.itemsize_of(dtype) or self._bytes_per_string)
         wanted = -(-total // self._min_shard_bytes)
         return _only_along(axis, max(1, min(shape[axis], self._max_shards, wanted)), shape)
 
@@ -93,7 +93,7 @@ class MaxSizePartitioner(Partitioner):
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         _check(shape, axis)
         others = math.prod(size for at, size in enumerate(shape) if at != axis % len(shape))
-        row = others * _itemsize(dtype, self._bytes_per_string)
+        row = others * (arrays.itemsize_of(dtype) or self._bytes_per_string)
         rows = max(1, self._max_shard_bytes // row if row else shape[axis])
         shards = max(1, -(-shape[axis] // rows))
         return _only_along(axis, min(shards, self._max_shards or shards), shape)
@@ -111,10 +111,6 @@ def _check(shape: Sequence[int], axis: int) -> None:
             raise TypeError(f"partitioning needs all sizes of a shape, got {list(shape)}")
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"a variable of shape {list(shape)} cannot be split along axis {axis}")
-
-
-def _itemsize(dtype: Any, bytes_per_string: int) -> int:
-    return arrays.itemsize_of(dtype) or bytes_per_string
 
 
 def _only_along(axis: int, shards: int, shape: Sequence[int]) -> list[int]:

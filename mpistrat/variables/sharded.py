@@ -12,6 +12,7 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.variables.updates import out_of_bounds
 from mpistrat.variables.variable import Variable
 
 
@@ -135,9 +136,7 @@ class ShardedVariable(Variable):
         size = self.shape[0]
         outside = positions[(positions < 0) | (positions >= size)]
         if len(outside):
-            raise IndexError(
-                f"row {outside[0]} of variable {self.name!r} is out of bounds: it has rows 0 to {size - 1}"
-            )
+            raise out_of_bounds(outside[0], size, self.name)
         return np.searchsorted(self._ends, positions, side="right")
 
     def _update(self, method: str, operand: Any) -> ShardedVariable:

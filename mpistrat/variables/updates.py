@@ -124,6 +124,10 @@ def _check_slices(array: Array, slices: Any, name: str) -> None:
         return  # XLA's may be still to be computed
     for index in (int(slices.indices.min()), int(slices.indices.max())):
         if not 0 <= index < array.shape[0]:
-            raise IndexError(
-                f"row {index} of variable {name!r} is out of bounds: it has rows 0 to {array.shape[0] - 1}"
-            )
+            raise out_of_bounds(index, array.shape[0], name)
+
+
+def out_of_bounds(row: Any, rows: int, name: str) -> IndexError:
+    return IndexError(
+        f"row {row} of variable {name!r} is out of bounds: it has rows 0 to {rows - 1}"
+    )

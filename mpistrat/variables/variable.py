@@ -86,7 +86,7 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
 
     def load_state(self, state: Any) -> None:
         """Restore what `state` returned, on every copy. Called by every rank."""
-        raise NotImplementedError
+        self._update("assign", state)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -206,9 +206,6 @@ class PlainVariable(Variable):
     def state(self) -> Array:
         return arrays.copy(self._array)
 
-    def load_state(self, state: Any) -> None:
-        self._update("assign", state)
-
     def _update(self, method: str, operand: Any) -> Array:
         # Updates make a new array, so that what was read before stays what it was.
         self._array = updated(method, self._array, operand, self.name)
@@ -248,17 +245,24 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
 
     def _here(self) -> int | None:
         """The local replica that this thread is; None outside `run`. RuntimeError in another strategy."""
-        if has_strategy() and get_strategy() is not self.strategy:
-            raise RuntimeError(
-                f"variable {self.name!r} belongs to {self.strategy} and was used while "
-                f"{get_strategy()} is in force; strategies must not be mixed"
-            )
+        check_strategy(self)
         return current_local_replica()
 
     def _own_copy_update(self, replica: int, method: str, operand: Any) -> Array:
         if isinstance(operand, DistributedValues):
             operand = operand.values[replica]
         return self._values[replica]._update(method, operand)
+
+    def state(self) -> Array:
+        return self._values[0].state()
+
+    def load_state(self, state: Any) -> None:
+        self._update_all("assign", state)
+
+    def _aggregated(self, values: Any, what: str) -> Any:
+        """The replicas' `values`, combined."""
+        ops = self.strategy.extended.cross_replica_ops
+        return ops.aggregate(self.aggregation, values, f"{what} {self.name!r}")
 
     def _update_all(self, method: str, operand: Any) -> None:
         if isinstance(operand, DistributedValues) and not isinstance(operand, Variable):
@@ -283,12 +287,6 @@ class MirroredVariable(DistributedVariable):
     def read_value(self) -> Array:
         return self._values[self._here() or 0].read_value()
 
-    def state(self) -> Array:
-        return self._values[0].state()
-
-    def load_state(self, state: Any) -> None:
-        self._update_all("assign", state)
-
     def _update(self, method: str, operand: Any) -> Any:
         replica = self._here()
         check_scatter(self, method)
@@ -300,9 +298,7 @@ class MirroredVariable(DistributedVariable):
         return get_replica_context().merge_call(self._merge_update, (method, operand))
 
     def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:
-        combined = strategy.extended.cross_replica_ops.aggregate(
-            self.aggregation, operand, f"{method} to {self.name!r}"
-        )
+        combined = self._aggregated(operand, f"{method} to")
         for component in self._values:
             component._update(method, combined)
         return DistributedValues([component.read_value() for component in self._values])
@@ -329,9 +325,7 @@ class SyncOnReadVariable(DistributedVariable):
                 "value. Read it inside run, or give it an aggregation"
             )
         copies = DistributedValues([component.read_value() for component in self._values])
-        return self.strategy.extended.cross_replica_ops.aggregate(
-            self.aggregation, copies, f"read of {self.name!r}"
-        )
+        return self._aggregated(copies, "read of")
 
     def state(self) -> Array:
         return arrays.copy(self.read_value())
@@ -364,6 +358,15 @@ class SyncOnReadVariable(DistributedVariable):
         else:
             self._update_all(method, operand)
         return None if self.aggregation is VariableAggregation.NONE else self.read_value()
+
+
+def check_strategy(variable: Any) -> None:
+    """RuntimeError in another strategy than the variable's."""
+    if has_strategy() and get_strategy() is not variable.strategy:
+        raise RuntimeError(
+            f"variable {variable.name!r} belongs to {variable.strategy} and was used while "
+            f"{get_strategy()} is in force; strategies must not be mixed"
+        )
 
 
 def check_scatter(variable: Variable, method: str) -> None:

@@ -18,25 +18,18 @@ class References(Protocol):
 
     def reference_of(self, value: Any) -> Any | None:
         """The key of such an object; None for all others."""
-        ...
 
     def resolve(self, key: Any) -> Any:
         """This rank's object."""
-        ...
 
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
         """For an object that the other side is to take note of: its `__reduce__`; None for all others."""
-        ...
-
-
-def _as_usual(value: Any) -> None:
-    return None
 
 
 def dumps(
     value: Any,
     reference_of: Callable[[Any], Any | None],
-    reduction_of: Callable[[Any], tuple[Any, ...] | None] = _as_usual,
+    reduction_of: Callable[[Any], tuple[Any, ...] | None] = lambda value: None,
 ) -> bytes:
     """Args: as of `References`. Raises: whatever the pickling raises."""
     with io.BytesIO() as file:

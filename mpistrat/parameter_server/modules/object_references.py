@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.context import AnyStrategy
 from mpistrat.parameter_server.coordinator.pickling import References
-from mpistrat.parameter_server.remote_variable import RemoteShards, RemoteVariable
-from mpistrat.parameter_server.variables import variable_of
-from mpistrat.variables.aggregating import AggregatingVariable
+from mpistrat.parameter_server.remote_variable import RemoteVariable
+from mpistrat.parameter_server.variables import parts_of, variable_of
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.job import ServerJob
@@ -34,15 +33,8 @@ class ObjectReferences:
         of_torch = self._of_torch
         if of_torch is not None and (key := of_torch.reference_of(value)) is not None:
             return _OF_TORCH, key
-        if isinstance(value, AggregatingVariable):
-            value = value.values[0]
-        if isinstance(value, RemoteVariable):
-            parts = [value]
-        elif isinstance(value, RemoteShards):
-            parts = value.variables
-        else:
-            return None
-        if value.strategy is not self._strategy:
+        parts = parts_of(value)
+        if not isinstance(parts[0], RemoteVariable) or value.strategy is not self._strategy:
             return None
         how = value.trainable, value.synchronization, value.aggregation
         return _VARIABLE, value.name, tuple(part.address for part in parts), how

@@ -7,7 +7,6 @@ the weight works on a copy of all of it.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,9 @@ _ABOUT = frozenset(
         *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
     )
 )
-_NUMBERS = ("data", "T", "mT", "H", "mH", "real", "imag")
+_NUMBERS = tuple(
+    getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")
+)
 
 
 def looks_up(module: torch.nn.Module) -> bool:
@@ -65,7 +66,7 @@ class RemoteRows(torch.nn.Parameter):
                 return _look_up(func, args, kwargs)
             name = func.__name__
             if name in ("__get__", "__set__", "__delete__"):
-                reads = getattr(func, "__self__", None) in _number_properties()
+                reads = getattr(func, "__self__", None) in _NUMBERS
                 if name == "__set__" and reads:
                     raise RuntimeError(
                         "an embedding whose rows are on servers cannot be moved, or given other memory: do that in "
@@ -87,9 +88,7 @@ class RemoteRows(torch.nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.remote.pull(self), self.requires_grad).__reduce_ex__(
-            protocol
-        )
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
 
 
 def _refuse_rows(module: torch.nn.Module) -> None:
@@ -100,11 +99,6 @@ def _refuse_rows(module: torch.nn.Module) -> None:
                 f"{name} of {type(module).__name__}: an embedding whose rows are on servers cannot be exported or "
                 "scripted; take copy.deepcopy(model), which has all rows"
             )
-
-
-@functools.cache
-def _number_properties() -> tuple[Any, ...]:
-    return tuple(getattr(torch.Tensor, name) for name in _NUMBERS)
 
 
 def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

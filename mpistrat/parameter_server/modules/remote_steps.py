@@ -115,8 +115,7 @@ class RemoteSteps:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     changes += _changes(_remote[parameter][0], parameter.grad.detach(), step)
-        if changes:
-            self._tensors.client.change(changes)
+        self._tensors.client.change(changes)
 
     def of(self, optimizer: Optimizer) -> RemoteOptimizer:
         """The optimizer on the servers: it is made there, with the state that was loaded here, if need be."""

@@ -140,7 +140,9 @@ class RemoteTensors:
     def send_written(self, held: Sequence[Held]) -> None:
         """Send what has been written here since it last was equal on the servers."""
         written = [(remote, tensor) for remote, tensor in held if version(tensor) != remote.version]
-        self._change([c for remote, tensor in written for c in remote.changes("assign", tensor)])
+        self.client.change(
+            [change for remote, tensor in written for change in remote.changes("assign", tensor)]
+        )
         for remote, tensor in written:
             remote.version = version(tensor)
 
@@ -166,15 +168,11 @@ class RemoteTensors:
                     changes += remote.changes("assign_add", added)
             remote.version = version(tensor)
         self.drop_run()
-        self._change(changes)
+        self.client.change(changes)
 
     def drop_run(self) -> None:
         """What the run has added to buffers is not to be sent."""
         self._pulled = []
-
-    def _change(self, changes: list[Change]) -> None:
-        if changes:
-            self.client.change(changes)
 
 
 def _put_back(slot: BufferSlot, tensor: torch.Tensor) -> None:

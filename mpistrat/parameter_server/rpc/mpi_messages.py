@@ -48,7 +48,7 @@ class MpiMessages:
     def flush(self) -> bool:
         """Drop the messages that have gone out. Returns: whether there were any."""
         before = len(self._sent)
-        self._dropped = [message for message in self._dropped if not message.is_over()]
+        self._dropped = [message for message in self._dropped if not _all_done(message.requests)]
         self._sent = deque(entry for entry in self._sent if not _all_done(entry[1]))
         return len(self._sent) < before
 
@@ -116,34 +116,31 @@ class _Arriving:
     """A message that arrives: first its head, then its buffers.
 
     Attributes:
+        requests: of MPI, which may write to the buffers until they are done.
         message: its pickle and its buffers, once it has come.
     """
 
     def __init__(self, comm: MPI.Intracomm, source: int, head: MPI.Message, nbytes: int) -> None:
         self._comm, self._source = comm, source
         self._first = bytearray(nbytes)
-        self._requests = [head.Irecv([self._first, MPI.BYTE])]
+        self.requests = [head.Irecv([self._first, MPI.BYTE])]
         self._has_head = False
         self.message: tuple[bytes, list[np.ndarray]] = (b"", [])
 
     def has_come(self) -> bool:
-        if not all(request.Test() for request in self._requests):
+        if not all(request.Test() for request in self.requests):
             return False
         if self._has_head:
             return True
         head, lengths = pickle.loads(self._first)
         self.message = head, [np.empty(length, np.uint8) for length in lengths]
         self._has_head = True
-        self._requests = [
+        self.requests = [
             self._comm.Irecv([buffer, MPI.BYTE], self._source, BUFFERS)
             for buffer in self.message[1]
             if len(buffer)
         ]
-        return all(request.Test() for request in self._requests)
-
-    def is_over(self) -> bool:
-        """Whether MPI is done with its buffers."""
-        return _all_done(self._requests)
+        return all(request.Test() for request in self.requests)
 
 
 def _all_done(requests: list[MPI.Request]) -> bool:
