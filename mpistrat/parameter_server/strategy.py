@@ -28,7 +28,7 @@ from mpistrat.parameter_server.joining import (
 from mpistrat.parameter_server.modules.object_references import ObjectReferences
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.strategies.arguments import check_strategy_arguments
+from mpistrat.strategies.arguments import StrategyArguments
 from mpistrat.strategy import Strategy, checked_input_options
 from mpistrat.variables.partitioners import Partitioner
 
@@ -81,7 +81,7 @@ class ParameterServerStrategy(Strategy):
         gradients: str | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
-        check_strategy_arguments(None, gradients)
+        StrategyArguments(gradients=gradients)  # raises for a wrong one
         check_partitioner(variable_partitioner)
         check_replication(replication)
         job, devices = join_job(

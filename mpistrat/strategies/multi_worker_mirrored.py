@@ -11,7 +11,7 @@ from mpistrat.cluster_resolver.task_claims import resolver_of_trainers
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import wiring
-from mpistrat.strategies.arguments import check_strategy_arguments
+from mpistrat.strategies.arguments import StrategyArguments
 from mpistrat.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -66,12 +66,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         shared_parameters: bool = False,
         torch_distributed: bool = False,
     ) -> None:
-        check_strategy_arguments(
+        asked = StrategyArguments(
             communication_options,
             gradients,
-            check=check,
-            deterministic=deterministic,
-            torch_distributed=torch_distributed,
+            check,
+            torch_distributed,
+            deterministic,
+            shared_parameters,
         )
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise ValueError(
@@ -93,23 +94,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             asks_tf_config=comm is None,
         )
         group = wiring.agree(
-            name,
-            topology,
-            communicator,
-            checked,
-            communication_options,
-            gradients,
-            deterministic=deterministic,
-            shared_parameters=shared_parameters,
-            torch_distributed=torch_distributed,
-            comm=lambda: over_mpi.comm,
+            name, topology, communicator, checked, asked, comm=lambda: over_mpi.comm
         )
-        extended = wiring.mirrored(
-            self,
-            group,
-            communication_options,
-            gradients=gradients,
-            shared_parameters=shared_parameters,
-            ranks_are_workers=True,
-        )
+        extended = wiring.mirrored(self, group, asked, ranks_are_workers=True)
         super().__init__(extended, named or over_mpi)
