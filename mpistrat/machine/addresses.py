@@ -11,7 +11,6 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 SECONDS_TO_ANSWER = 4.0  # a first packet that is lost is sent again after 1 and 3 s
 
@@ -70,12 +69,7 @@ class Answering:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)  # ends accept
         self._thread.join()
         self._socket.close()

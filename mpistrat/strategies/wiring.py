@@ -73,7 +73,7 @@ def agree(
     options, deterministic = asked.options, asked.deterministic
     replicas = 1 if devices is None else len(devices)
     if asked.shared_parameters:
-        _check_shared_parameters(replicas, deterministic, options)
+        _check_shared_parameters(replicas, asked)
     sharing = ", shared_parameters=True" if asked.shared_parameters else ""
     sharing += ", torch_distributed=True" if asked.torch_distributed else ""
     wire = "" if options is None or options.wire_format is None else name_of(options.wire_format)
@@ -101,15 +101,14 @@ def agree(
     )
 
 
-def _check_shared_parameters(
-    replicas: int, deterministic: bool, options: CommunicationOptions | None
-) -> None:
+def _check_shared_parameters(replicas: int, asked: StrategyArguments) -> None:
+    options = asked.options
     if replicas > 1:
         raise ValueError(
             f"shared_parameters=True takes one replica per rank, got {replicas} devices; the replicas of one rank "
             "share their parameters anyway"
         )
-    if deterministic:
+    if asked.deterministic:
         raise ValueError(
             "shared_parameters=True adds up in the order of the ranks, deterministic=True in that of a tree; leave "
             "one of them out"

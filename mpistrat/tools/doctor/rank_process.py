@@ -67,7 +67,9 @@ def main() -> None:
     try:
         start_mpi()
     except TopologyError as error:
-        tell(failure=as_json(Failure("MPI_Init", "topology", _what_is_wrong(error))))
+        # The doctor knows a better fix than the lines after the error's first.
+        wrong = str(error).splitlines()[0].rstrip(".")
+        tell(failure=as_json(Failure("MPI_Init", "topology", wrong)))
         return
     library = dataclasses.replace(library, thread_level=LEVELS[mpi.Query_thread()])
     _meet(mpi, dataclasses.replace(rank, library=library), tell)
@@ -95,11 +97,6 @@ def _library(mpi: Any) -> Library:
         candidates=[list(found) for found in visible_mpi_libraries()],
         built_for_one="mpi4py.MPI" not in choices.get("_registry", {}),
     )
-
-
-def _what_is_wrong(error: TopologyError) -> str:
-    """The error's first line. The doctor knows a better fix than the lines after it."""
-    return str(error).splitlines()[0].rstrip(".")
 
 
 def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
