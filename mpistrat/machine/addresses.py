@@ -59,11 +59,9 @@ class Answering:
 
     def __enter__(self) -> Answering:
         self.token = secrets.token_bytes(16)
-        self._socket = (
-            socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-            if socket.has_dualstack_ipv6()
-            else socket.create_server(("", 0))
-        )
+        both = socket.has_dualstack_ipv6()  # one socket for IPv4 and IPv6
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._answer, daemon=True)
         self._thread.start()

@@ -80,8 +80,7 @@ class MirroredStrategy(Strategy):
         )
         if cross_device_ops is not None:
             between_ranks = CommunicationOptions(implementation=cross_device_ops.between_ranks)
-            options = between_ranks.merge(communication_options)
-            asked = dataclasses.replace(asked, options=options)
+            asked = dataclasses.replace(asked, options=between_ranks.merge(communication_options))
         checked = check_devices(devices) if devices else None
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()

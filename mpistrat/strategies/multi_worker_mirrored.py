@@ -79,11 +79,9 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r:.60}"
             )
         checked = check_devices(devices) if devices else None
-        over_mpi = (
-            cluster_resolver
-            if isinstance(cluster_resolver, MPIClusterResolver)
-            else MPIClusterResolver(comm)
-        )
+        over_mpi = cluster_resolver
+        if not isinstance(over_mpi, MPIClusterResolver):
+            over_mpi = MPIClusterResolver(comm)
         topology = over_mpi.topology()
         name = type(self).__name__
         communicator = wiring.communicator_of(over_mpi, check, name)

@@ -271,8 +271,7 @@ def _last_to_enter(parts: list[_Part]) -> dict[_Collective, tuple[int, int, int]
 
 
 def _metadata(what: str, pid: int, tid: int, **arguments: Any) -> str:
-    event = {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments}
-    return json.dumps(event)
+    return json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments})
 
 
 def _us(nanoseconds: int) -> str:

@@ -123,7 +123,11 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
         clocks, measured = _between_nodes(leaders, topology, tell)
     elif not first:
         tell(stage="waiting for the first ranks of nodes", seconds=SECONDS_TO_GATHER)
-    _wait_for_all(world)
+    request = world.Ibarrier()
+    while (
+        not request.Test()
+    ):  # and not a barrier, which would take the cores of the ranks that measure
+        time.sleep(0.005)
     if topology.rank:
         tell(rank=topology.rank)
     else:
@@ -145,13 +149,6 @@ def _between_nodes(
     speeds = leaders.gather(list(network_links())) or []
     pairs = topology.num_nodes * (topology.num_nodes - 1) // 2
     return clocks, Links([rate for own in rates for rate in own], speeds, pairs)
-
-
-def _wait_for_all(comm: Any) -> None:
-    """A barrier that leaves the cores to the ranks that measure."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(0.005)
 
 
 if __name__ == "__main__":
