@@ -84,7 +84,8 @@ class Router(Communicator):
         self.on_one_node = contract.watch is not None and contract.watch.peers is not None
         self.takes_device_buffers = any(t.takes_device_buffers for t in ways.transports)
         self.ordered_by_streams = any(t.ordered_by_streams for t in ways.transports)
-        self._last_words = last_words
+        # Not a method: a communicator that goes gives its memory back at once.
+        self._enter = lambda *words: contract.enter(signature_of(words + last_words))
         self.memory = CheckedMemory(ways.memory, self._enter)
         # Without an agreement there is nothing that small calls could travel with.
         slots = None if contract.agreement is None else ways.slots
@@ -92,10 +93,6 @@ class Router(Communicator):
             self.size, slots, self.takes_device_buffers, last_words, contract.raise_together
         )
         self._overridden: dict[CommunicationImplementation, _Overridden] = {}
-
-    def _enter(self, *words: Any) -> contextlib.AbstractContextManager[None]:
-        """What surrounds a call of these words."""
-        return self.contract.enter(signature_of(words + self._last_words))
 
     # Collectives
 

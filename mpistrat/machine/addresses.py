@@ -11,7 +11,6 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 SECONDS_TO_ANSWER = 4.0  # a first packet that is lost is sent again after 1 and 3 s
 
@@ -60,22 +59,15 @@ class Answering:
 
     def __enter__(self) -> Answering:
         self.token = secrets.token_bytes(16)
-        self._socket = (
-            socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-            if socket.has_dualstack_ipv6()
-            else socket.create_server(("", 0))
-        )
+        both = socket.has_dualstack_ipv6()  # one socket for IPv4 and IPv6
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._answer, daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)  # ends accept
         self._thread.join()
         self._socket.close()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 
 
 def cpu_model() -> str:
     """As /proc/cpuinfo has it ("AMD EPYC 9654 96-Core Processor"); where it names none, the architecture."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
     return platform.machine()

@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from mpistrat.arrays import device_kinds
 
@@ -136,15 +137,12 @@ def make_own_current() -> None:
         make_current(chosen)
 
 
-@contextlib.contextmanager
-def current(device: str) -> Iterator[None]:
+def current(device: str) -> contextlib.AbstractContextManager[Any]:
     """Inside, on this thread, torch takes `device` where a program names none, if it is an accelerator."""
     kind, _, index = device.partition(":")
     if kind == torch_accelerator():
-        with sys.modules["torch"].accelerator.device_index(int(index)):
-            yield
-    else:
-        yield
+        return sys.modules["torch"].accelerator.device_index(int(index))
+    return contextlib.nullcontext()
 
 
 # After an error of a call, torch's watchdog of NCCL waits for a dump, and four times as long for the dumps of other

@@ -17,7 +17,6 @@ from mpistrat.cluster_resolver.task_roles import Cluster, normalize_cluster_spec
 from mpistrat.communicators.communicator import RaisingOnAll
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.devices import accelerator, check_devices
-from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.threads import share_cores
 from mpistrat.strategies.wiring import communicator_of
@@ -133,9 +132,8 @@ def devices_of_worker(num_gpus_per_worker: int) -> list[str]:
     return [f"{accelerator() or 'cuda'}:{i}" for i in range(num_gpus_per_worker)] or ["cpu:0"]
 
 
-def check_arguments(partitioner: Any, replication: Any, gradients: Any) -> None:
+def check_arguments(partitioner: Any, replication: Any) -> None:
     """Raises: ValueError for arguments that no strategy with parameter servers takes."""
-    check_strategy_arguments(None, gradients)
     if partitioner is not None and not callable(partitioner):
         raise ValueError(
             f"variable_partitioner must be a function of shape and dtype, such as ms.experimental.partitioners."

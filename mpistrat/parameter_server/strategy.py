@@ -27,6 +27,7 @@ from mpistrat.parameter_server.joining import (
 from mpistrat.parameter_server.modules.object_references import ObjectReferences
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
+from mpistrat.strategies.arguments import StrategyArguments
 from mpistrat.strategy import Strategy, checked_input_options
 from mpistrat.variables.partitioners import Partitioner
 
@@ -79,7 +80,8 @@ class ParameterServerStrategy(Strategy):
         gradients: str | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
-        check_arguments(variable_partitioner, replication, gradients)
+        StrategyArguments(gradients=gradients)  # raises for a wrong one
+        check_arguments(variable_partitioner, replication)
         job, devices = join_job(
             cluster_resolver,
             num_ps,

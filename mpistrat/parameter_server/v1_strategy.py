@@ -22,6 +22,7 @@ from mpistrat.parameter_server.joining import (
 from mpistrat.parameter_server.staleness import WorkerClock
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.replicas.group import ReplicaGroup
+from mpistrat.strategies.arguments import StrategyArguments
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.wiring import central_storage
 from mpistrat.strategy import Strategy
@@ -105,7 +106,8 @@ class BetweenGraphStrategy(Strategy):
             if devices is not None:
                 raise ValueError("num_gpus_per_worker and devices both name devices: give one")
             devices = devices_of_worker(num_gpus_per_worker)
-        check_arguments(variable_partitioner, replication, gradients)
+        asked = StrategyArguments(gradients=gradients)
+        check_arguments(variable_partitioner, replication)
         _check_max_staleness(max_staleness)
         if num_ps is not None:
             check_num_ps(num_ps)
@@ -114,7 +116,7 @@ class BetweenGraphStrategy(Strategy):
             mine = bind(LocalCommunicator(), topology, check_devices(devices) if devices else None)
             group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), mine)
             parameter_device = mine[0] if len(mine) == 1 else "cpu:0"
-            alone = central_storage(self, group, parameter_device, gradients=gradients)
+            alone = central_storage(self, group, parameter_device, asked)
             super().__init__(alone, cluster_resolver)
             self._servers: _Servers | None = None
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.machine.devices import check_device, check_devices
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import wiring
-from mpistrat.strategies.arguments import check_strategy_arguments
+from mpistrat.strategies.arguments import StrategyArguments
 from mpistrat.strategies.binding import bind_all
 from mpistrat.strategy import Strategy
 
@@ -50,9 +51,7 @@ class CentralStorageStrategy(Strategy):
         check: str = "always",
         torch_distributed: bool = False,
     ) -> None:
-        check_strategy_arguments(
-            communication_options, gradients, check=check, torch_distributed=torch_distributed
-        )
+        asked = StrategyArguments(communication_options, gradients, check, torch_distributed)
         wire = communication_options
         if wire is not None and (wire.wire_dtype or wire.wire_format):
             raise ValueError(
@@ -73,23 +72,8 @@ class CentralStorageStrategy(Strategy):
         devices = checked or bind_all(communicator, topology)
         shared = len(devices) == 1
         parameter_device = parameter_device or (devices[0] if shared else "cpu:0")
+        asked = dataclasses.replace(asked, shared_parameters=shared)
         group = wiring.agree(
-            name,
-            topology,
-            communicator,
-            devices,
-            communication_options,
-            gradients,
-            shared_parameters=shared,
-            torch_distributed=torch_distributed,
-            comm=lambda: resolver.comm,
+            name, topology, communicator, devices, asked, comm=lambda: resolver.comm
         )
-        extended = wiring.central_storage(
-            self,
-            group,
-            parameter_device,
-            communication_options,
-            gradients=gradients,
-            shared_parameters=shared,
-        )
-        super().__init__(extended)
+        super().__init__(wiring.central_storage(self, group, parameter_device, asked))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import wiring
-from mpistrat.strategies.arguments import check_strategy_arguments
+from mpistrat.strategies.arguments import StrategyArguments
 from mpistrat.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -68,17 +69,18 @@ class MirroredStrategy(Strategy):
         shared_parameters: bool = False,
         torch_distributed: bool = False,
     ) -> None:
-        check_strategy_arguments(
+        asked = StrategyArguments(
             communication_options,
             gradients,
-            cross_device_ops,
             check,
-            deterministic,
             torch_distributed,
+            deterministic,
+            shared_parameters,
+            cross_device_ops,
         )
         if cross_device_ops is not None:
             between_ranks = CommunicationOptions(implementation=cross_device_ops.between_ranks)
-            communication_options = between_ranks.merge(communication_options)
+            asked = dataclasses.replace(asked, options=between_ranks.merge(communication_options))
         checked = check_devices(devices) if devices else None
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
@@ -91,19 +93,7 @@ class MirroredStrategy(Strategy):
             topology,
             communicator,
             checked,
-            communication_options,
-            gradients,
-            deterministic=deterministic,
-            shared_parameters=shared_parameters,
-            torch_distributed=torch_distributed,
+            asked,
             comm=lambda: _comm_of_node(topology.node) if is_part else resolver.comm,
         )
-        extended = wiring.mirrored(
-            self,
-            group,
-            communication_options,
-            cross_device_ops=cross_device_ops,
-            gradients=gradients,
-            shared_parameters=shared_parameters,
-        )
-        super().__init__(extended)
+        super().__init__(wiring.mirrored(self, group, asked))

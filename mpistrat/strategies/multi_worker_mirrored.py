@@ -11,7 +11,7 @@ from mpistrat.cluster_resolver.task_claims import resolver_of_trainers
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import wiring
-from mpistrat.strategies.arguments import check_strategy_arguments
+from mpistrat.strategies.arguments import StrategyArguments
 from mpistrat.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -66,23 +66,22 @@ class MultiWorkerMirroredStrategy(Strategy):
         shared_parameters: bool = False,
         torch_distributed: bool = False,
     ) -> None:
-        check_strategy_arguments(
+        asked = StrategyArguments(
             communication_options,
             gradients,
-            check=check,
-            deterministic=deterministic,
-            torch_distributed=torch_distributed,
+            check,
+            torch_distributed,
+            deterministic,
+            shared_parameters,
         )
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise ValueError(
                 f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r:.60}"
             )
         checked = check_devices(devices) if devices else None
-        over_mpi = (
-            cluster_resolver
-            if isinstance(cluster_resolver, MPIClusterResolver)
-            else MPIClusterResolver(comm)
-        )
+        over_mpi = cluster_resolver
+        if not isinstance(over_mpi, MPIClusterResolver):
+            over_mpi = MPIClusterResolver(comm)
         topology = over_mpi.topology()
         name = type(self).__name__
         communicator = wiring.communicator_of(over_mpi, check, name)
@@ -93,23 +92,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             asks_tf_config=comm is None,
         )
         group = wiring.agree(
-            name,
-            topology,
-            communicator,
-            checked,
-            communication_options,
-            gradients,
-            deterministic=deterministic,
-            shared_parameters=shared_parameters,
-            torch_distributed=torch_distributed,
-            comm=lambda: over_mpi.comm,
+            name, topology, communicator, checked, asked, comm=lambda: over_mpi.comm
         )
-        extended = wiring.mirrored(
-            self,
-            group,
-            communication_options,
-            gradients=gradients,
-            shared_parameters=shared_parameters,
-            ranks_are_workers=True,
-        )
+        extended = wiring.mirrored(self, group, asked, ranks_are_workers=True)
         super().__init__(extended, named or over_mpi)

@@ -30,10 +30,6 @@ def share_cores(
     """
     global announced
     fixed = fixed_threads() if deterministic else None
-    if communicator.size == 1:
-        if fixed is not None:
-            _set_threads(fixed)
-        return fixed
     mine = os.sched_getaffinity(0)
     everyone = communicator.all_gather_object(
         (topology.node, sorted(mine), fixed), label="CPU affinity"
@@ -42,7 +38,7 @@ def share_cores(
     if fixed is not None:
         _set_threads(fixed)
         return fixed
-    if user_set_threads():  # on this rank; others may differ
+    if communicator.size == 1 or user_set_threads():  # on this rank; others may differ
         return None
     local = [set(cpus) for node, cpus, _ in everyone if node == topology.node]
     threads = intra_op_threads(mine, local)

@@ -25,6 +25,7 @@ from mpistrat.replicas.input_plan import InputPlan, Share
 from mpistrat.replicas.replica_context import ReplicaContext
 from mpistrat.replicas.replicas import Replicas
 from mpistrat.replicas.torch_modules import ModuleParts, TorchModules
+from mpistrat.strategies.arguments import StrategyArguments
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.replicated import ReplicatedExtended
 from mpistrat.strategies.threads import share_cores
@@ -34,6 +35,8 @@ from mpistrat.topology import Topology
 from mpistrat.torch_distributed import default_group
 from mpistrat.variables.store import VariableStore
 from mpistrat.wire_formats import name_of
+
+_NOTHING_ASKED = StrategyArguments()
 
 
 def communicator_of(resolver: ClusterResolver, check: str, what: str) -> Communicator:
@@ -51,12 +54,7 @@ def agree(
     topology: Topology,
     communicator: Communicator,
     devices: Sequence[str] | None,
-    options: CommunicationOptions | None,
-    gradients: str | None,
-    *,
-    deterministic: bool = False,
-    shared_parameters: bool = False,
-    torch_distributed: bool = False,
+    asked: StrategyArguments,
     comm: Callable[[], Any] | None = None,
 ) -> ReplicaGroup:
     """Agree with the other ranks on a strategy of class `what`, and share out the cores and the GPUs.
@@ -72,17 +70,16 @@ def agree(
         RuntimeError: on all ranks, with `torch_distributed=True`, when the program's own group is over others.
         ValueError: parameters are to be shared by several replicas of a rank, or with a wire format.
     """
-    if not isinstance(shared_parameters, bool):
-        raise ValueError(f"shared_parameters must be True or False, got {shared_parameters!r:.60}")
+    options, deterministic = asked.options, asked.deterministic
     replicas = 1 if devices is None else len(devices)
-    if shared_parameters:
-        _check_shared_parameters(replicas, deterministic, options)
-    sharing = ", shared_parameters=True" if shared_parameters else ""
-    sharing += ", torch_distributed=True" if torch_distributed else ""
+    if asked.shared_parameters:
+        _check_shared_parameters(replicas, asked)
+    sharing = ", shared_parameters=True" if asked.shared_parameters else ""
+    sharing += ", torch_distributed=True" if asked.torch_distributed else ""
     wire = "" if options is None or options.wire_format is None else name_of(options.wire_format)
     early_signals.keep()
     communicator.barrier(
-        label=f"constructor of {what}, gradients={gradients!r}{sharing}, {options} {wire}".rstrip()
+        label=f"constructor of {what}, gradients={asked.gradients!r}{sharing}, {options} {wire}".rstrip()
     )
     threads = share_cores(communicator, topology, deterministic)
     trace_ranges(communicator)
@@ -95,7 +92,7 @@ def agree(
         )
     by_mpi = implementation_of(options).name in ("MPI", "RING")  # the program has chosen it
     bound = bind(communicator, topology, devices, quiet=by_mpi)
-    if comm is not None and (torch_distributed or default_group.is_wanted()):
+    if comm is not None and (asked.torch_distributed or default_group.is_wanted()):
         default_group.share_default_group(what, comm(), communicator)
     if communicator.size < topology.size:
         topology = topology.part(topology.ranks_on_node(topology.node))
@@ -104,15 +101,14 @@ def agree(
     )
 
 
-def _check_shared_parameters(
-    replicas: int, deterministic: bool, options: CommunicationOptions | None
-) -> None:
+def _check_shared_parameters(replicas: int, asked: StrategyArguments) -> None:
+    options = asked.options
     if replicas > 1:
         raise ValueError(
             f"shared_parameters=True takes one replica per rank, got {replicas} devices; the replicas of one rank "
             "share their parameters anyway"
         )
-    if deterministic:
+    if asked.deterministic:
         raise ValueError(
             "shared_parameters=True adds up in the order of the ranks, deterministic=True in that of a tree; leave "
             "one of them out"
@@ -126,11 +122,8 @@ def _check_shared_parameters(
 def mirrored(
     strategy: Any,
     group: ReplicaGroup,
-    options: CommunicationOptions | None = None,
+    asked: StrategyArguments = _NOTHING_ASKED,
     *,
-    cross_device_ops: CrossDeviceOps | None = None,
-    gradients: str | None = None,
-    shared_parameters: bool = False,
     ranks_are_workers: bool = False,
 ) -> ReplicatedExtended:
     """A copy of every variable on each replica.
@@ -138,10 +131,10 @@ def mirrored(
     Args:
         ranks_are_workers: each rank reads for its own replicas; else all ranks together are one worker.
     """
-    ops = ops_of(group, cross_device_ops, options)
+    ops = ops_of(group, asked.cross_device_ops, asked.options)
     variables = CopyPerReplica(strategy, ops, group.worker_devices)
     plan = input_plan(group, ranks_are_workers, per_replica=not ranks_are_workers)
-    parts = _parts(strategy, group, ops, variables, plan, gradients, shared_parameters)
+    parts = _parts(strategy, group, ops, variables, plan, asked)
     return ReplicatedExtended(strategy, parts, between_graph=ranks_are_workers)
 
 
@@ -149,25 +142,13 @@ def central_storage(
     strategy: Any,
     group: ReplicaGroup,
     parameter_device: str,
-    options: CommunicationOptions | None = None,
-    *,
-    gradients: str | None = None,
-    shared_parameters: bool = False,
+    asked: StrategyArguments,
 ) -> ReplicatedExtended:
     """One copy of every variable, for all replicas of a node."""
-    ops = ops_of(group, None, options)
+    ops = ops_of(group, None, asked.options)
     variables = CopyPerNode(strategy, ops, parameter_device, group.worker_devices)
     plan = input_plan(group, False, partial_steps=False, per_replica=True)
-    parts = _parts(
-        strategy,
-        group,
-        ops,
-        variables,
-        plan,
-        gradients,
-        shared_parameters,
-        parameter_device=parameter_device,
-    )
+    parts = _parts(strategy, group, ops, variables, plan, asked, parameter_device=parameter_device)
     return ReplicatedExtended(strategy, parts, between_graph=True)
 
 
@@ -190,16 +171,15 @@ def _parts(
     ops: CrossReplicaOps,
     variables: VariableStore,
     plan: InputPlan,
-    gradients: str | None = None,
-    shared_parameters: bool = False,
+    asked: StrategyArguments = _NOTHING_ASKED,
     contexts: list[ReplicaContext] | None = None,
     parameter_device: str | None = None,
 ) -> Parts:
     if group.communicator.size > 1:
         warn_of_metrics_of(strategy)
     replicas = Replicas(strategy, group, ops, contexts, parameter_device)
-    used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
-    modules = mirrored_modules(used, shared_parameters)
+    used = ModuleParts(strategy, group, replicas, ops, GradientRule(asked.gradients))
+    modules = mirrored_modules(used, asked.shared_parameters)
     return Parts(group, replicas, ops, variables, CheckpointRole(), plan, modules)
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,18 +104,17 @@ def size_of_parts(folder: str) -> int:
 
 
 def remove_parts(folder: str) -> None:
-    for rank in _ranks_in(folder):
-        with contextlib.suppress(OSError):
-            os.unlink(part_of(folder, rank))
+    _remove(part_of(folder, rank) for rank in _ranks_in(folder))
 
 
 def remove_older(folder: str, size: int) -> None:
     """What an earlier job left in `folder` that the `size` ranks of this one do not overwrite themselves."""
-    older = [
-        trace_of(folder),
-        *(part_of(folder, rank) for rank in _ranks_in(folder) if rank >= size),
-    ]
-    for path in older:
+    _remove([trace_of(folder)])
+    _remove(part_of(folder, rank) for rank in _ranks_in(folder) if rank >= size)
+
+
+def _remove(paths: Iterable[str]) -> None:
+    for path in paths:
         with contextlib.suppress(OSError):
             os.unlink(path)
 
@@ -272,8 +271,7 @@ def _last_to_enter(parts: list[_Part]) -> dict[_Collective, tuple[int, int, int]
 
 
 def _metadata(what: str, pid: int, tid: int, **arguments: Any) -> str:
-    event = {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments}
-    return json.dumps(event)
+    return json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments})
 
 
 def _us(nanoseconds: int) -> str:

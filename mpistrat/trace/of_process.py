@@ -14,11 +14,9 @@ from mpistrat.trace.timeline import Timeline, host_clock
 MOST_BYTES_AT_EXIT = 64_000_000
 
 _timeline: Timeline | None = None
-_is_complete = False
-
-
-def timeline() -> Timeline | None:
-    return _timeline
+is_complete = (
+    False  # all ranks of the job have closed their parts, and rank 0 has them in its folder
+)
 
 
 def begin(folder: str, rank: int, size: int) -> Timeline:
@@ -33,17 +31,11 @@ def begin(folder: str, rank: int, size: int) -> Timeline:
     return _timeline
 
 
-def all_parts_are_there() -> None:
-    """All ranks of the job have closed their parts, and rank 0 has them in its folder."""
-    global _is_complete
-    _is_complete = True
-
-
 def _finish(pid: int, timeline: Timeline, size: int) -> None:
     if os.getpid() != pid:
         return
     timeline.close()
-    if timeline.rank != 0 or not (_is_complete or size == 1):
+    if timeline.rank != 0 or not (is_complete or size == 1):
         return
     try:
         nbytes = merging.size_of_parts(timeline.folder)

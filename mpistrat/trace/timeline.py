@@ -83,8 +83,7 @@ class Timeline:
         with self._lock:
             number = self._kinds
             self._kinds += 1
-            line = {"kind": number, "name": name, "category": category, "told": details}
-            self._tell(line)
+            self._tell({"kind": number, "name": name, "category": category, "told": details})
         return number
 
     def add(self, kind: int, start: int, end: int) -> None:
@@ -121,8 +120,7 @@ class Timeline:
         if track is None:
             with self._lock:
                 track = self._tracks[thread] = len(self._tracks) + 1
-                line = {"track": track, "name": threading.current_thread().name}
-                self._tell(line)
+                self._tell({"track": track, "name": threading.current_thread().name})
         return track
 
     def _tell(self, line: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.cluster_resolver import MPIClusterResolver, TPUClusterResolver
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import wiring
-from mpistrat.strategies.arguments import check_strategy_arguments
+from mpistrat.strategies.arguments import StrategyArguments
 from mpistrat.strategy import Strategy
 from mpistrat.xla.placement import replicas_of_rank
 from mpistrat.xla.system import start_system
@@ -53,7 +53,7 @@ class TPUStrategy(Strategy):
         gradients: str | None = None,
         check: str = "always",
     ) -> None:
-        check_strategy_arguments(communication_options, gradients, check=check)
+        asked = StrategyArguments(communication_options, gradients, check)
         resolver, assignment = tpu_cluster_resolver, experimental_device_assignment
         if resolver is not None and not isinstance(resolver, TPUClusterResolver):
             raise ValueError(
@@ -75,9 +75,7 @@ class TPUStrategy(Strategy):
         if one_program:
             system.runtime.use_spmd()
             system.runtime.cores_of_ranks = system.cores_of_ranks
-        group = wiring.agree(
-            type(self).__name__, topology, communicator, devices, communication_options, gradients
-        )
+        group = wiring.agree(type(self).__name__, topology, communicator, devices, asked)
         extended = on_xla(self, group, communication_options, gradients, system, len(replicas[0]))
         super().__init__(extended, resolver or over_mpi)
         self._logical_devices = extended.logical_devices

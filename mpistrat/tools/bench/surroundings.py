@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import socket
@@ -17,6 +16,7 @@ from mpistrat.machine.cpu_model import cpu_model
 from mpistrat.machine.devices import num_accelerators, torch_accelerator
 from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.rounds import distance_before, distance_now
+from mpistrat.tools.doctor.software import version_of
 
 
 def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
     everyone = communicator.all_gather_object((socket.gethostname(), cores, distances))
     usable = len({(host, cpu) for host, cpus, _ in everyone for cpu in cpus})
     here = {
-        "tool": f"mpistrat {_version()}",
+        "tool": f"mpistrat {version_of('mpistrat') or '(not installed)'}",
         "python": platform.python_version(),
         "numpy": np.__version__,
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -43,13 +43,6 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
         "ways": communicator.explain().split("\n"),
     }
     return communicator.broadcast_object(here)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("mpistrat")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _mpi() -> str:

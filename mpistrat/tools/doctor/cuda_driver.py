@@ -81,11 +81,9 @@ def _in_words(library: Any, code: int) -> str:
 
 def main() -> None:
     try:
-        library = ctypes.CDLL(LIBRARY)
-    except OSError as error:
+        driver = driver_of(ctypes.CDLL(LIBRARY))
+    except OSError as error:  # there is no such library
         driver = Driver(False, error=str(error))
-    else:
-        driver = driver_of(library)
     print(json.dumps(dataclasses.asdict(driver)))
 
 

@@ -6,7 +6,6 @@ import glob
 import itertools
 import os
 import re
-import shutil
 from collections.abc import Iterator
 
 from mpistrat.cluster_resolver.launcher import MPICH, OPEN_MPI, library_family, library_name
@@ -218,10 +217,8 @@ def _command(launch: Launch, library: Library) -> Iterator[Finding]:
         yield warning("There is no mpirun in PATH.", f"{put}, or start ranks with srun")
     if not launch.mpirun:
         return
-    first, name = (
-        f"The mpirun that is first in PATH, {launch.mpirun},",
-        library_name(library.version),
-    )
+    first = f"The mpirun that is first in PATH, {launch.mpirun},"
+    name = library_name(library.version)
     family, of_command = library_family(library.version), command_family(launch.mpirun_version)
     versions = [_version_in(text) for text in (launch.mpirun_version, name)]
     majors = {version.split(".")[0] for version in versions}
@@ -253,10 +250,6 @@ def command_family(version: str) -> str:
     if re.search(r"Open ?MPI|OpenRTE|PRRTE|prterun", version, re.IGNORECASE):
         return OPEN_MPI
     return MPICH if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", version, re.IGNORECASE) else ""
-
-
-def first_mpirun() -> str:
-    return shutil.which("mpirun") or shutil.which("mpiexec") or ""
 
 
 def launcher_of(library: str) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,6 @@ from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import Answer, ask
 from mpistrat.tools.doctor.facts import Clock, Job, Launch
 from mpistrat.tools.doctor.finding import Finding, findings_of
-from mpistrat.tools.doctor.mpi_library import first_mpirun
 from mpistrat.tools.doctor.wording import count
 from mpistrat.trace.clocks import ROUNDS, compare
 
@@ -54,7 +54,8 @@ def look() -> Launch:
 
 def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a `Launch` that commands answer."""
-    mpirun, job, none = first_mpirun(), slurm.get("SLURM_JOB_ID", ""), Answer("", "", "")
+    mpirun = shutil.which("mpirun") or shutil.which("mpiexec") or ""
+    job, none = slurm.get("SLURM_JOB_ID", ""), Answer("", "", "")
     version = _ask(mpirun, "--version") if mpirun else none
     types = _ask("srun", "--mpi=list") if slurm else none
     return {

@@ -67,7 +67,9 @@ def main() -> None:
     try:
         start_mpi()
     except TopologyError as error:
-        tell(failure=as_json(Failure("MPI_Init", "topology", _what_is_wrong(error))))
+        # The doctor knows a better fix than the lines after the error's first.
+        wrong = str(error).splitlines()[0].rstrip(".")
+        tell(failure=as_json(Failure("MPI_Init", "topology", wrong)))
         return
     library = dataclasses.replace(library, thread_level=LEVELS[mpi.Query_thread()])
     _meet(mpi, dataclasses.replace(rank, library=library), tell)
@@ -97,11 +99,6 @@ def _library(mpi: Any) -> Library:
     )
 
 
-def _what_is_wrong(error: TopologyError) -> str:
-    """The error's first line. The doctor knows a better fix than the lines after it."""
-    return str(error).splitlines()[0].rstrip(".")
-
-
 def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
     world = mpi.COMM_WORLD
     tell(stage="the first message between all ranks", seconds=SECONDS_TO_GATHER)
@@ -126,7 +123,11 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
         clocks, measured = _between_nodes(leaders, topology, tell)
     elif not first:
         tell(stage="waiting for the first ranks of nodes", seconds=SECONDS_TO_GATHER)
-    _wait_for_all(world)
+    request = world.Ibarrier()
+    while (
+        not request.Test()
+    ):  # and not a barrier, which would take the cores of the ranks that measure
+        time.sleep(0.005)
     if topology.rank:
         tell(rank=topology.rank)
     else:
@@ -148,13 +149,6 @@ def _between_nodes(
     speeds = leaders.gather(list(network_links())) or []
     pairs = topology.num_nodes * (topology.num_nodes - 1) // 2
     return clocks, Links([rate for own in rates for rate in own], speeds, pairs)
-
-
-def _wait_for_all(comm: Any) -> None:
-    """A barrier that leaves the cores to the ranks that measure."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(0.005)
 
 
 if __name__ == "__main__":

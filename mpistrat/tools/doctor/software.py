@@ -23,9 +23,9 @@ def look() -> Software:
     return Software(
         python=platform.python_version(),
         executable=sys.executable,
-        mpistrat=_version("mpistrat") or "of a checkout",
+        mpistrat=version_of("mpistrat") or "of a checkout",
         folder=os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")),
-        **{package: _version(package) for package in ("mpi4py", "numpy", "torch", "torch_xla")},
+        **{package: version_of(package) for package in ("mpi4py", "numpy", "torch", "torch_xla")},
     )
 
 
@@ -60,7 +60,8 @@ def _differences(ranks: Sequence[Rank]) -> Iterator[Finding]:
             )
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """ "" for a package that is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
