@@ -297,15 +297,12 @@ class FailureDetector:
         # The launcher may kill some when one has returned an exit code.
         returned = [r for r in self.deaths if r.status and os.WIFEXITED(r.status)]
         by_itself = any(r.ended_well for r in returned)
-        return [
-            r
-            for r in self.deaths
-            if not (r.ended_well or r.lost)
-            and not (
-                r.status in KILLED_BY_LAUNCHERS
-                and (by_itself or (returned and r.record.state == LEFT))
-            )
-        ]
+
+        def killed_in_turn(rank: Rank) -> bool:
+            had_left = bool(returned) and rank.record.state == LEFT
+            return rank.status in KILLED_BY_LAUNCHERS and (by_itself or had_left)
+
+        return [r for r in self.deaths if not (r.ended_well or r.lost or killed_in_turn(r))]
 
     def in_state(self, state: int) -> list[Rank]:
         return [rank for rank in self.ranks.values() if rank.record.state == state]

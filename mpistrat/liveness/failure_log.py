@@ -124,10 +124,9 @@ class FailureLog:
         all_failed = len({entry.rank for entry in failed}) == self._size and not self._patience
         if not all_failed and now - max((entry.at for entry in failed), default=0.0) <= self._pause:
             return False
-        return all(self._is_said(entry.error) for entry in failed) and self._is_passed_on(now)
-
-    def _is_passed_on(self, now: float) -> bool:
-        """Whether launchers have had the time to pass on all that other ranks have said."""
+        if not all(self._is_said(entry.error) for entry in failed):
+            return False
+        # Launchers must have had the time to pass on all that other ranks have said.
         others = (entry.at for entry in self._entries(_SAID) if entry.rank != self._rank)
         return now - max(others, default=0.0) > SECONDS_TO_BE_PASSED_ON
 

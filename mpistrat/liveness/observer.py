@@ -171,12 +171,9 @@ class Observer:
     def _judge_deaths(self) -> None:
         detector = self._detector
         unexplained = detector.unexplained()
-        if (
-            not unexplained
-            or self._reported
-            or detector.in_state(ENDING)
-            or self._is_reported_elsewhere()
-        ):
+        if not unexplained or self._reported or detector.in_state(ENDING):
+            return
+        if self._is_reported_elsewhere():
             return
         if self._others_went_on() and all(rank.record.expendable for rank in unexplained):
             detector.let_go(unexplained)
