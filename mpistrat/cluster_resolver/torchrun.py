@@ -37,6 +37,11 @@ def torchrun_environment(
     }
 
 
+def set_torchrun_environment(topology: Topology, master: tuple[str, int], run_id: str) -> None:
+    """Set them in this process's environment, over what may be there from another launcher."""
+    os.environ.update(torchrun_environment(topology, master, run_id))
+
+
 def have_accelerate_use_cpus() -> None:
     """Have Hugging Face's accelerate use CPUs, as `accelerate launch --cpu` does, unless the user has set whether.
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.torchrun import have_accelerate_use_cpus, torchrun_environment
+from mpistrat.cluster_resolver.torchrun import have_accelerate_use_cpus, set_torchrun_environment
 from mpistrat.liveness.program_exit import remember_raised
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.machine.cpu_share import intra_op_threads, user_set_threads
@@ -39,8 +39,7 @@ def run_program(
 
     default_group.make_known_to_torch()
     ranks = base()
-    # Over what may be there from another launcher
-    os.environ.update(torchrun_environment(ranks.topology, *start_agent_store(ranks)))
+    set_torchrun_environment(ranks.topology, *start_agent_store(ranks))
     if not _has_accelerator():
         have_accelerate_use_cpus()
     if not keeps_backend:
