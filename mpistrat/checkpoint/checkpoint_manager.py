@@ -23,6 +23,7 @@ from mpistrat.checkpoint.shards import Assembly
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
 from mpistrat.context import cross_replica, require_cross_replica
+from mpistrat.liveness.unwaited import soon
 from mpistrat.machine.notices import tell
 
 SECONDS_TO_BE_SEEN = 5.0
@@ -356,14 +357,11 @@ def _checked_step(step: Any) -> int:
 
 def _wait_to_see(folder: str) -> None:
     """A folder that rank 0 has just made, on a file system that may take a moment to show it."""
-    started = time.monotonic()
-    while not os.path.isdir(folder):
-        if time.monotonic() - started > SECONDS_TO_BE_SEEN:
-            raise FileNotFoundError(
-                f"{folder}, which rank 0 has made, is not there: the directory of checkpoints must be on a file system "
-                "that all ranks see"
-            )
-        time.sleep(0.05)
+    if not soon(lambda: os.path.isdir(folder), SECONDS_TO_BE_SEEN, pause=0.05):
+        raise FileNotFoundError(
+            f"{folder}, which rank 0 has made, is not there: the directory of checkpoints must be on a file system "
+            "that all ranks see"
+        )
 
 
 @functools.cache

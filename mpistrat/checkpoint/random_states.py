@@ -102,11 +102,12 @@ class RandomStates:
 
         extended = self._strategy.extended
         generators, missing = [], []
+        cpu = some["torch"][0][0].numpy().tobytes()
         for replica in range(first, first + extended.num_local_replicas):
             saved = of(replica)
             if saved is None:
                 missing.append(replica)
-                generators.append(seeded_generators(_seed_of_replica(some, replica)))
+                generators.append(seeded_generators(_seed(cpu, replica)))
             else:
                 generators.append(saved["torch"][replica - saved["first_replica"]])
         set_generators_of(extended.replicas, generators)
@@ -129,10 +130,6 @@ def _seed_rank(saved: Mapping[str, Any], first: int) -> None:
     seed = _seed(saved["numpy"][1].tobytes(), first)
     random.seed(seed)
     np.random.seed(seed)
-
-
-def _seed_of_replica(saved: Mapping[str, Any], replica: int) -> int:
-    return _seed(saved["torch"][0][0].numpy().tobytes(), replica)
 
 
 def _seed(state: bytes, replica: int) -> int:

@@ -12,6 +12,11 @@ from mpistrat.machine.gpus import visible_gpus
 from mpistrat.topology import Topology
 
 
+def _value(name: str) -> Any:
+    """A property of a resolver, which subclasses may find, or refuse to set, in their `_get` and `_set`."""
+    return property(lambda self: self._get(name), lambda self, value: self._set(name, value))
+
+
 class ClusterResolver(ABC):
     """Finds the tasks of a job and this process's place among them.
 
@@ -66,29 +71,9 @@ class ClusterResolver(ABC):
     def environment(self) -> str | None:
         return self._environment
 
-    @property
-    def task_type(self) -> str | None:
-        return self._get("task_type")
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._set("task_type", task_type)
-
-    @property
-    def task_id(self) -> int | None:
-        return self._get("task_id")
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._set("task_id", task_id)
-
-    @property
-    def rpc_layer(self) -> str | None:
-        return self._get("rpc_layer")
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._set("rpc_layer", rpc_layer)
+    task_type: str | None = _value("task_type")
+    task_id: int | None = _value("task_id")
+    rpc_layer: str | None = _value("rpc_layer")
 
     def _get(self, name: str) -> Any:
         """The value of "task_type", "task_id" or "rpc_layer"; where it was not given, a subclass may find it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpistrat.errors import TopologyError
@@ -97,29 +97,21 @@ def certain_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int] | 
     """
     environ = os.environ if environ is None else environ
     claim = read_claim(environ)
-    if (
-        claim is None
-        or claim.rank is None
-        or claim.size is None
-        or claim.at_least
-        or _REORDER in environ
-    ):
+    if claim is None or claim.rank is None or claim.at_least or _REORDER in environ:
         return None
-    return (claim.rank, claim.size) if claim.size > 1 else None
+    return (claim.rank, claim.size) if claim.size and claim.size > 1 else None
 
 
 def _claims(environ: Mapping[str, str], family: str) -> Iterator[Claim]:
     """All claims, the one that counts first. Others may be of the shell in which the launcher was called."""
-    for size, rank, launcher, of_family in sorted(
-        SIZE_AND_RANK, key=lambda row: not (family and row[3] == family)
-    ):
-        if size in environ:
-            yield _claim(environ, size, rank, launcher, of_family)
-    size, rank, launcher, of_family = SLURM_STEP
+    for row in sorted(SIZE_AND_RANK, key=lambda row: not (family and row[3] == family)):
+        if row[0] in environ:
+            yield _claim(environ, row)
+    size, rank, _, _ = SLURM_STEP
     if size in environ and rank in environ and "PRTE_LAUNCHED" not in environ:
         # Each component of a heterogeneous job counts its own tasks.
         several = (_number(environ, "SLURM_HET_SIZE") or 0) > 1
-        yield _claim(environ, size, rank, launcher, of_family, at_least=several)
+        yield _claim(environ, SLURM_STEP, at_least=several)
     for rank, launcher in RANK_ONLY:
         if rank in environ:
             yield Claim(None, _number(environ, rank), f"{rank}={environ[rank]}", launcher)
@@ -288,14 +280,9 @@ def environment_of_children(environ: Mapping[str, str] | None = None) -> dict[st
     return {name: value for name, value in environ.items() if not confuses_children(name)}
 
 
-def _claim(
-    environ: Mapping[str, str],
-    size: str,
-    rank: str,
-    launcher: str,
-    family: str,
-    at_least: bool = False,
-) -> Claim:
+def _claim(environ: Mapping[str, str], row: Sequence[str], at_least: bool = False) -> Claim:
+    """Args: row: of `SIZE_AND_RANK`, or `SLURM_STEP`."""
+    size, rank, launcher, family = row
     variables = ", ".join(f"{name}={environ[name]}" for name in (size, rank) if name in environ)
     return Claim(
         _number(environ, size), _number(environ, rank), variables, launcher, family, at_least

@@ -7,11 +7,10 @@ observer opens it when there is something to say, and closes it then.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Iterable
 
-from mpistrat.liveness.processes import launcher_of, open_pidfd
+from mpistrat.liveness.processes import launcher_of, open_pidfd, syscall
 from mpistrat.machine.notices import write
 
 _SILENT = ("/dev/null", "/dev/full")
@@ -76,10 +75,6 @@ def _shared(pid: int) -> int:
     """
     pidfd = open_pidfd(pid)
     try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        file: int = libc.syscall(438, pidfd, 2, 0)  # pidfd_getfd
-        if file < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return file
+        return syscall(438, pidfd, 2, 0)  # pidfd_getfd
     finally:
         os.close(pidfd)

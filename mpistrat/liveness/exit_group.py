@@ -97,13 +97,9 @@ class ExitGroup:
 
     def verdict(self) -> tuple[str, int] | None:
         """Why the job is over and its exit code, if this rank has the exit coordinator and the job is over."""
-        if (
-            self._coordinator is None
-            or (verdict := self._coordinator.verdict(time.monotonic())) is None
-        ):
-            return None
-        text, code = verdict
-        return f"ending the job: {text}", code
+        coordinator = self._coordinator
+        verdict = None if coordinator is None else coordinator.verdict(time.monotonic())
+        return verdict and (f"ending the job: {verdict[0]}", verdict[1])
 
     def leave(self, end: ProgramExit) -> None:
         calls = {calls.name: calls.calls for calls in self.calls()}

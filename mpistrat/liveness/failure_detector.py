@@ -90,11 +90,8 @@ class Rank:
         if self.script is not None and not self.record.boards():
             return not self._script_has_failed
         if state == LEFT:  # it may be killed all the same, in MPI_Finalize for one
-            return not (
-                status is not None
-                and os.WIFSIGNALED(status)
-                and os.path.exists(self.record.path or "")
-            )
+            was_killed = status is not None and os.WIFSIGNALED(status)
+            return not (was_killed and os.path.exists(self.record.path or ""))
         never_joined = state == RUNNING and not self.record.boards()
         return state == ENDING or (never_joined and status == 0)
 
@@ -125,15 +122,9 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[Rank]:
         if inode not in known:
             with contextlib.suppress(OSError, ValueError):  # being made just now
                 record = RankRecord(record_of(folder, rank))
-                script = launched(record.pid)
-                found.append(
-                    Rank(
-                        record,
-                        stacks_of(folder, rank),
-                        inode,
-                        script if script != record.pid else None,
-                    )
-                )
+                started = launched(record.pid)
+                script = None if started == record.pid else started
+                found.append(Rank(record, stacks_of(folder, rank), inode, script))
     return found
 
 
@@ -304,19 +295,14 @@ class FailureDetector:
     def unexplained(self) -> list[Rank]:
         """The dead that had not said that they leave or end the job."""
         # The launcher may kill some when one has returned an exit code.
-        returned = [
-            r for r in self.deaths if r.status is not None and os.WIFEXITED(r.status) and r.status
-        ]
+        returned = [r for r in self.deaths if r.status and os.WIFEXITED(r.status)]
         by_itself = any(r.ended_well for r in returned)
-        return [
-            r
-            for r in self.deaths
-            if not (r.ended_well or r.lost)
-            and not (
-                r.status in KILLED_BY_LAUNCHERS
-                and (by_itself or (returned and r.record.state == LEFT))
-            )
-        ]
+
+        def killed_in_turn(rank: Rank) -> bool:
+            had_left = bool(returned) and rank.record.state == LEFT
+            return rank.status in KILLED_BY_LAUNCHERS and (by_itself or had_left)
+
+        return [r for r in self.deaths if not (r.ended_well or r.lost or killed_in_turn(r))]
 
     def in_state(self, state: int) -> list[Rank]:
         return [rank for rank in self.ranks.values() if rank.record.state == state]

@@ -9,7 +9,6 @@ speak for all.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mpistrat.liveness.job_folder import lock
 from mpistrat.liveness.unwaited import soon, within
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.machine.private_files import private
@@ -37,20 +37,17 @@ _NUMBER_OF_RANK = re.compile(r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\
 
 
 @dataclass(frozen=True)
-class _Entry:
-    kind: str
-    at: float  # time.monotonic()
-    rank: int
-    error: str
-
-
-@dataclass(frozen=True)
 class Failure:
     """What a rank notes, as other nodes are told."""
 
     kind: str
     rank: int
     error: str
+
+
+@dataclass(frozen=True)
+class _Entry(Failure):
+    at: float  # time.monotonic()
 
 
 class Nodes(Protocol):
@@ -127,10 +124,9 @@ class FailureLog:
         all_failed = len({entry.rank for entry in failed}) == self._size and not self._patience
         if not all_failed and now - max((entry.at for entry in failed), default=0.0) <= self._pause:
             return False
-        return all(self._is_said(entry.error) for entry in failed) and self._is_passed_on(now)
-
-    def _is_passed_on(self, now: float) -> bool:
-        """Whether launchers have had the time to pass on all that other ranks have said."""
+        if not all(self._is_said(entry.error) for entry in failed):
+            return False
+        # Launchers must have had the time to pass on all that other ranks have said.
         others = (entry.at for entry in self._entries(_SAID) if entry.rank != self._rank)
         return now - max(others, default=0.0) > SECONDS_TO_BE_PASSED_ON
 
@@ -142,7 +138,7 @@ class FailureLog:
         """The entries of this kind from the last seconds, in their order."""
         with open(self._path, encoding="utf-8") as file:
             found = (line.split() for line in file if line.endswith("\n"))
-            entries = [_Entry(kind, float(at), int(rank), e) for kind, at, rank, e in found]
+            entries = [_Entry(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
         since = time.monotonic() - SECONDS_TO_LAST
         return [entry for entry in entries if entry.kind == wanted and entry.at > since]
 
@@ -156,7 +152,7 @@ class FailureLog:
     def _locked(self) -> Iterator[Any]:
         """The file, to append to. A rank that holds the lock for long is not waited for."""
         with open(self._path, "a", encoding="utf-8", opener=private) as file:
-            soon(lambda: _is_locked_now(file), SECONDS_TO_LOCK)
+            soon(lambda: lock(file), SECONDS_TO_LOCK)
             yield file
 
 
@@ -167,13 +163,6 @@ def _are_alike(first: str, second: str) -> bool:
 def _write(file: Any, failure: Failure) -> None:
     file.write(f"{failure.kind} {time.monotonic()} {failure.rank} {failure.error}\n")
     file.flush()
-
-
-def _is_locked_now(file: Any) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 def as_of_any_rank(traceback: str, rank: int) -> str:

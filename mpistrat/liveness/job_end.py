@@ -50,6 +50,7 @@ class JobEnd:
     """What this process does for its job's end. There is one: `job_end()`.
 
     Attributes:
+        end_job: as of `RankEnd`.
         records: this rank's record, and what it reads of the others of its node.
         losses: of ranks that the others go on without.
     """
@@ -57,6 +58,7 @@ class JobEnd:
     def __init__(self) -> None:
         self._rank = rank_end()
         self._rank.catch_exceptions()
+        self.end_job = self._rank.end_job
         self.records = NodeRecords()
         self.losses = RankLosses(self.records)
         self._groups: list[ExitGroup] = []
@@ -138,10 +140,6 @@ class JobEnd:
             self._last_actions.insert(0, action)
         else:
             atexit.register(action)
-
-    def end_job(self, text: str, code: int) -> NoReturn:
-        """Say `text`, and end all processes of the job with exit code `code`."""
-        self._rank.end_job(text, code)
 
     def _look_out(self) -> None:
         stand_in = StandIn()

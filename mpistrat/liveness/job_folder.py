@@ -13,6 +13,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from mpistrat.machine.private_files import create, make_folder
 
@@ -107,6 +108,14 @@ def _check(folder: str) -> None:
         raise PermissionError(f"{folder} is not a folder of this user's alone")
 
 
+def lock(file: Any) -> bool:
+    """Lock an open file, if no other has it locked; returns whether it is locked now. Raises: OSError."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 class JobFolder:
     """Held from when it is made until this process ends."""
 
@@ -166,11 +175,7 @@ class JobFolder:
         path = os.path.join(self.path, role)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+            yield lock(file)
         finally:
             os.close(file)
 
@@ -274,10 +279,8 @@ def _remove_if_abandoned(path: str) -> bool:
     with contextlib.suppress(OSError):
         file = os.open(path + _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file).st_uid == os.getuid() and (
-                not os.path.lexists(path) or _is_ours(path)
-            ):
+            is_free = lock(file) and os.fstat(file).st_uid == os.getuid()
+            if is_free and (not os.path.lexists(path) or _is_ours(path)):
                 _remove(path)
                 return True
         finally:

@@ -12,7 +12,6 @@ import os
 import signal
 import stat
 import sys
-import time
 from dataclasses import dataclass
 
 from mpistrat.cluster_resolver import launcher
@@ -20,6 +19,7 @@ from mpistrat.errors import TopologyError
 from mpistrat.liveness.job_folder import JobFolder, line_of, record_of, stacks_of, words_of
 from mpistrat.liveness.processes import DEAD, command_of, job_of, signals_of, state_of
 from mpistrat.liveness.record import ANNOUNCED, LEFT, RUNNING, RankRecord
+from mpistrat.liveness.unwaited import soon
 from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.machine.private_files import create, private
 from mpistrat.settings import rank_pid
@@ -130,10 +130,8 @@ def remember_mappings() -> None:
 
 def wait_until_observed() -> None:
     """Return once an observer watches this process, or after a while: it could not tell how one died before."""
-    record = _observed and _observed.record
-    until = time.monotonic() + SECONDS_TO_BE_SEEN
-    while record and not record.looked and time.monotonic() < until:
-        time.sleep(0.005)
+    if observed := _observed:
+        soon(lambda: observed.record.looked > 0, SECONDS_TO_BE_SEEN, pause=0.005)
 
 
 def start_observer(folder: str) -> None:
@@ -170,10 +168,7 @@ def say(text: str) -> bool:
         with create(words_of(_observed.folder.path, record.rank)) as file:
             file.write(text)
         record.say = 1
-        until = time.monotonic() + SECONDS_TO_BE_SAID
-        while record.say and time.monotonic() < until:
-            time.sleep(0.01)
-        return not record.say
+        return soon(lambda: not record.say, SECONDS_TO_BE_SAID)
     return False
 
 
@@ -191,9 +186,7 @@ def announce_exit() -> Observed | None:
     record.exits = ANNOUNCED
     with contextlib.suppress(OSError):
         os.write(_observed.line, b"\n")
-        until = time.monotonic() + SECONDS_TO_BE_SEEN
-        while record.exits == ANNOUNCED and time.monotonic() < until:
-            time.sleep(0.001)
+        soon(lambda: record.exits != ANNOUNCED, SECONDS_TO_BE_SEEN, pause=0.001)
     return _observed
 
 

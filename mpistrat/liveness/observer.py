@@ -37,7 +37,7 @@ from mpistrat.liveness.other_accounts import Account, find_accounts, forget_acco
 from mpistrat.liveness.processes import DEAD, describe_exit, end_launcher, exit_code, launcher_of
 from mpistrat.liveness.record import ANNOUNCED, END, ENDING, LEAVING, LEFT, RAISE, SEEN
 from mpistrat.liveness.report import absence_report, death_report, leaving_notice, stall_report
-from mpistrat.liveness.unwaited import within
+from mpistrat.liveness.unwaited import soon, within
 from mpistrat.machine.private_files import create, private
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -57,6 +57,7 @@ SECONDS_FOR_THE_FIRST_NODE = 4.0  # its report speaks for the job
 SECONDS_TO_REPORT = 15.0
 SECONDS_TO_START = 60.0
 SECONDS_FOR_A_LATE_RANK = 2.0
+_RAISING = "Raising StallError on the ranks that wait."
 
 
 class Observer:
@@ -143,10 +144,8 @@ class Observer:
         """For those that have no stderr of their own."""
         for rank in self._detector.ranks.values():
             if rank.record.say:
-                with (
-                    contextlib.suppress(OSError),
-                    open(words_of(self._folder.path, rank.number), encoding="utf-8") as file,
-                ):
+                words = words_of(self._folder.path, rank.number)
+                with contextlib.suppress(OSError), open(words, encoding="utf-8") as file:
                     self._say(file.read())
                 rank.record.say = 0
 
@@ -172,12 +171,9 @@ class Observer:
     def _judge_deaths(self) -> None:
         detector = self._detector
         unexplained = detector.unexplained()
-        if (
-            not unexplained
-            or self._reported
-            or detector.in_state(ENDING)
-            or self._is_reported_elsewhere()
-        ):
+        if not unexplained or self._reported or detector.in_state(ENDING):
+            return
+        if self._is_reported_elsewhere():
             return
         if self._others_went_on() and all(rank.record.expendable for rank in unexplained):
             detector.let_go(unexplained)
@@ -211,9 +207,7 @@ class Observer:
 
     def _judge_waits(self) -> None:
         ranks = self._detector.going_on
-        if self._reported or any(
-            rank.record.state == ENDING or rank.record.abort for rank in ranks
-        ):
+        if self._reported or any(r.record.state == ENDING or r.record.abort for r in ranks):
             return  # one says why; or a rank did in our place, or another node
         for wait in waits(ranks):
             grace = wait.first not in self._detector.ranks or self._is_reported_elsewhere()
@@ -237,11 +231,7 @@ class Observer:
             text = self._compose(lambda: self._stall_report(wait, waited))
             if not wait.lasts():
                 return
-            end = (
-                "Raising StallError on the ranks that wait."
-                if passed
-                else "They go on waiting until then."
-            )
+            end = _RAISING if passed else "They go on waiting until then."
             self._say(f"\nmpistrat: {text}\nmpistrat: {end}\n")
         self._has_noticed_wait = True
         if passed:
@@ -258,13 +248,9 @@ class Observer:
             return []
         forget_accounts(self._folder.path)
         wait.waiting[0].record.ask = 1
-        until = time.monotonic() + SECONDS_FOR_OTHER_NODES
-        while time.monotonic() < until:
-            accounts = find_accounts(self._folder.path)
-            if accounts is not None:
-                return accounts
-            time.sleep(0.05)
-        return []
+        path = self._folder.path
+        soon(lambda: find_accounts(path) is not None, SECONDS_FOR_OTHER_NODES, pause=0.05)
+        return find_accounts(path) or []
 
     def _report(
         self, compose: Callable[[], str], action: int, code: int, wait: Wait | None = None
@@ -273,7 +259,7 @@ class Observer:
         text = self._compose(compose)
         if wait is not None and not wait.lasts():
             return
-        end = "Ending the job." if action == END else "Raising StallError on the ranks that wait."
+        end = "Ending the job." if action == END else _RAISING
         self._say(f"\nmpistrat: {text}\nmpistrat: {end}\n")
         if action == RAISE:  # with this text
             with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:

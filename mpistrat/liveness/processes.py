@@ -89,11 +89,15 @@ def open_pidfd(pid: int) -> int:
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
     # A Python that was built on an older system, as conda's is. The number is the same on all architectures but Alpha.
-    libc = ctypes.CDLL(None, use_errno=True)
-    pidfd: int = libc.syscall(434, pid, 0)
-    if pidfd < 0:
+    return syscall(434, pid, 0)
+
+
+def syscall(number: int, *arguments: int) -> int:
+    """Call the kernel where Python has no function for it. Raises: OSError."""
+    result: int = ctypes.CDLL(None, use_errno=True).syscall(number, *arguments)
+    if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return pidfd
+    return result
 
 
 def exit_status(pid: int, pidfd: int | None) -> int | None:

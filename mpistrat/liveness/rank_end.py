@@ -123,14 +123,13 @@ class RankEnd:
             self.say_last(f"{self.who} failed; ending the job\n{traceback}")
 
         traceback = of_the_program(traceback)
-        log, observed = None, observation.observed()
-        if observed is not None:
-            log = FailureLog(observed.folder.path, self.rank, self._size, self.other_nodes)
+        observed = observation.observed()
         summary = "" if isinstance(error, KeyboardInterrupt) else advice_for(error, self.rank)
         try:
-            if log is None:
+            if observed is None:
                 say_it()
             else:
+                log = FailureLog(observed.folder.path, self.rank, self._size, self.other_nodes)
                 word, is_common = _known_as(error, traceback, self.rank)
                 waits = word == OF_ANOTHER_RANK or (is_common and self.rank)
                 log.add(word, say_it, SECONDS_FOR_RANK_0 if waits else 0.0)
@@ -177,12 +176,9 @@ class RankEnd:
 
         The observer tells of that step if the script fails, too.
         """
-        by_launcher = launched(self._pid) == self._pid
-        return (
-            self.is_running()
-            and not hasattr(sys, "ps1")
-            and (by_launcher or _running_mpi() is not None)
-        )
+        if hasattr(sys, "ps1") or not self.is_running():
+            return False
+        return launched(self._pid) == self._pid or _running_mpi() is not None
 
     def flush(self) -> None:
         within(SECONDS_TO_FLUSH, self._flush)

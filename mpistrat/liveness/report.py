@@ -36,12 +36,12 @@ def stall_report(
     Args: missing_elsewhere, lines_of_others: what other nodes answered, if they did.
     """
     limit = wait.waiting[0].record.limit
-    by_timeout = wait.limit != limit or 0 < wait.timeout <= limit
-    allowed = (
-        f"the timeout of their group is {wait.timeout:g} s"
-        if by_timeout
-        else f"MPISTRAT_STALL_SECONDS allows {limit:g} s"
-    )
+    if wait.limit != limit or 0 < wait.timeout <= limit:
+        allowed = f"the timeout of their group is {wait.timeout:g} s"
+        more = "a longer timeout= of the group"
+    else:
+        allowed = f"MPISTRAT_STALL_SECONDS allows {limit:g} s"
+        more = "MPISTRAT_STALL_SECONDS=N (0: no limit)"
     head = f"ranks have waited {waited:.1f} s in a collective ({allowed})"
     elsewhere = wait.elsewhere
     # A rank inside MPI is not missing, and may yet be what the others wait for.
@@ -66,9 +66,6 @@ def stall_report(
     if elsewhere and not lines_of_others:
         lines.append(f"  {elsewhere} of its {wait.size} ranks are on other nodes.")
     lines += straggler([*wait.waiting, *wait.missing])
-    more = (
-        "a longer timeout= of the group" if by_timeout else "MPISTRAT_STALL_SECONDS=N (0: no limit)"
-    )
     lines.append(f"Every rank must make the same calls. If one is only slow, allow more: {more}.")
     return "\n".join(lines)
 

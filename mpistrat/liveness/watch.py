@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from mpistrat.liveness.revocable_group import RevocableGroup
 
 
-def _private() -> RankRecord:
-    return RankRecord(None)
-
-
 @dataclass
 class CommunicatorWatch:
     """A rank's place in one communicator.
@@ -32,7 +28,7 @@ class CommunicatorWatch:
         tell_others: as of `JobEnd`.
     """
 
-    record: RankRecord = field(default_factory=_private)
+    record: RankRecord = field(default_factory=lambda: RankRecord(None))
     board: int = -1
     peers: list[tuple[memoryview, int]] | None = None
     crowded: bool = False

@@ -92,10 +92,7 @@ class CoreValues:
         """Of a tensor with a row for each core of all ranks, of `ndim` more dimensions."""
         return self._layouts.sharding((self._num_all_devices,), (0, *(None,) * ndim))
 
-    def _everywhere(self, ndim: int) -> Any:
-        """Of a tensor of `ndim` dimensions that all cores have whole."""
-        return self._layouts.sharding((self._num_all_devices,), (None,) * ndim)
-
     def whole(self, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """What all cores are said to share, of which each has its own."""
-        return self._layouts.whole_of(value.clone(), self._everywhere(len(shape)), shape)
+        everywhere = self._layouts.sharding((self._num_all_devices,), (None,) * len(shape))
+        return self._layouts.whole_of(value.clone(), everywhere, shape)

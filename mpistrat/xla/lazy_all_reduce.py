@@ -48,9 +48,8 @@ class LazyAllReduce(MpiAllReduce):
         for group in packing.alike(like, [i for i in indices if i not in sums]):
             shapes = [like[i] for i in group]
             flat = packing.concatenated([_taken_from(own, i, like[i]) for i in group])
-            dtype = flat.dtype
             total = self._sum(packer, self._sum_of_rank(flat), reduction_of(group))
-            sums.update(zip(group, packing.unpack(total.to(dtype), shapes), strict=True))
+            sums.update(zip(group, packing.unpack(total.to(flat.dtype), shapes), strict=True))
         return sums
 
     def _sum(self, packer: Packer, flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.xla import step_errors
 from mpistrat.xla.compilations import Compilations, name_of
-from mpistrat.xla.runtime import Runtime, is_early_read, is_of_host, is_of_inference_mode
+from mpistrat.xla.runtime import EARLY_READ, INFERENCE_MODE, ON_HOST, Runtime
 
 
 class RecordedSteps:
@@ -61,13 +61,13 @@ class RecordedSteps:
                 before = self._runtime.graphs.num_compilations()
                 result = call()
         except RuntimeError as error:
-            step_of_rank = f"rank {self._rank}: {name}"
-            if is_early_read(error):
+            step_of_rank, text = f"rank {self._rank}: {name}", str(error)
+            if EARLY_READ in text:
                 left = self._runtime.graphs.fallbacks() - on_host
                 explained = step_errors.early_read(step_of_rank, error, [*left])
-            elif is_of_host(error):
+            elif ON_HOST in text:
                 explained = step_errors.array_on_host(step_of_rank, error, brought(), self._device)
-            elif is_of_inference_mode(error):
+            elif INFERENCE_MODE in text:
                 explained = step_errors.inference_mode(step_of_rank, error)
             else:
                 raise

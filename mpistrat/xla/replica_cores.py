@@ -187,11 +187,8 @@ class _Seen(TorchFunctionMode):
                     # The place of a dead one goes, too: the order must be the same in each step, as it is in the graph.
                     self._references.pop(id(value), None)
                     self._references[id(value)] = TensorWeakRef(value)
-        elif depth and isinstance(value, dict):
-            for child in value.values():
-                tensors += self._note(child, depth - 1)
-        elif depth and isinstance(value, (list, tuple)):
-            for child in value:
+        elif depth and isinstance(value, (dict, list, tuple)):
+            for child in value.values() if isinstance(value, dict) else value:
                 tensors += self._note(child, depth - 1)
         return tensors
 

@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 EXTRA = "pip install 'mpistrat[tpu]'"
-INFERENCE_MODE = "Cannot set version_counter for inference tensor"  # as torch says it
+# What a RuntimeError says of a step that asked for a value before its end
+EARLY_READ = "Unexpected execution happens"
+ON_HOST = "Expected XLA tensor. Got: torch."  # of one that computed with a tensor of the host
+INFERENCE_MODE = "Cannot set version_counter for inference tensor"  # of one in torch.inference_mode(), as torch says it
 
 
 class Graphs:
@@ -26,7 +29,7 @@ class Graphs:
     def step(self, name: str) -> Iterator[None]:
         """What is recorded inside is one graph, started at the end; one that needs a value earlier is an error.
 
-        Raises: RuntimeError, for which `is_early_read` is true, where the program asks for a value.
+        Raises: RuntimeError, with `EARLY_READ` in its text, where the program asks for a value.
         """
         graph = self._torch_xla.compile(full_graph=True, name=name)
         graph.__enter__()
@@ -73,21 +76,6 @@ class Graphs:
             yield
         finally:
             self._native._set_allow_execution(before)
-
-
-def is_early_read(error: BaseException) -> bool:
-    """Whether `error` says that a step asked for a value before its end."""
-    return isinstance(error, RuntimeError) and "Unexpected execution happens" in str(error)
-
-
-def is_of_host(error: BaseException) -> bool:
-    """Whether `error` says that an operation on XLA's tensors was given one of the host."""
-    return isinstance(error, RuntimeError) and "Expected XLA tensor. Got: torch." in str(error)
-
-
-def is_of_inference_mode(error: BaseException) -> bool:
-    """Whether `error` says that something was computed in torch.inference_mode(), which few operations can."""
-    return isinstance(error, RuntimeError) and INFERENCE_MODE in str(error)
 
 
 class Layouts:

@@ -16,11 +16,12 @@ def early_read(step: str, error: BaseException, on_host: Sequence[str]) -> str:
     Args:
         on_host: the operations that XLA left to the host in it.
     """
+    left = f". XLA leaves to the host: {', '.join(on_host)}" if on_host else ""
     return (
         f"{step} asks inside run for a value, or for a shape that depends on values{_where(error)}: item(), float(), "
         "print of a tensor, `if tensor`, nonzero(), a boolean mask as an index; torch.compile, a GradScaler, or an "
         "optimizer that looks at the loss (LBFGS) ask, too. What run calls is recorded first and computed later: "
-        f"return the tensor and read it after run, and use torch.where for masks{_left(on_host)}"
+        f"return the tensor and read it after run, and use torch.where for masks{left}"
     )
 
 
@@ -59,7 +60,3 @@ def array_on_host(step: str, error: BaseException, arguments: Any, device: str) 
 def _where(error: BaseException) -> str:
     where = raised_at(error)
     return f", at {where}" if where else ""
-
-
-def _left(on_host: Sequence[str]) -> str:
-    return f". XLA leaves to the host: {', '.join(on_host)}" if on_host else ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from mpistrat import xla
 from mpistrat.cluster_resolver import MPIClusterResolver, TPUClusterResolver
 from mpistrat.cluster_resolver.tpu.pjrt import (
@@ -132,17 +134,9 @@ def _set_environment(
 
 def mesh_of(places: tuple[list[Coordinates] | None, ...], per_task: int) -> Topology:
     """The mesh of the devices at `places`, by rank; where they have none, rank by device."""
-    if any(own is None for own in places):
-        coordinates = [[(task, i, 0, 0) for i in range(per_task)] for task in range(len(places))]
-    else:
-        coordinates = [list(own) for own in places if own is not None]
-    flat = [place for own in coordinates for place in own]
-    low = [min(axis) for axis in zip(*flat, strict=True)]
-    shape = [
-        max(axis) - least + 1 for axis, least in zip(zip(*flat, strict=True), low, strict=True)
-    ]
-    moved = [
-        [[at - least for at, least in zip(place, low, strict=True)] for place in own]
-        for own in coordinates
-    ]
-    return Topology(mesh_shape=shape, device_coordinates=moved)
+    known = [own for own in places if own is not None]
+    if len(known) < len(places):
+        known = [[(task, i, 0, 0) for i in range(per_task)] for task in range(len(places))]
+    devices = np.array(known)
+    low, high = devices.min((0, 1)), devices.max((0, 1))
+    return Topology(mesh_shape=high - low + 1, device_coordinates=devices - low)

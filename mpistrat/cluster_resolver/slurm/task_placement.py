@@ -31,9 +31,8 @@ def place_tasks(
         host_of_task: for "arbitrary": the host of each task.
     Raises: TopologyError when the distribution is unknown, or when `host_of_task` contradicts the rest.
     """
-    counts = [count for _, count in tasks_of_nodes]
-    nodes = _nodes_of_tasks(tasks_of_nodes, counts, re.split("[:,]", distribution)[0], host_of_task)
-    seen = [0] * len(counts)
+    nodes = _nodes_of_tasks(tasks_of_nodes, re.split("[:,]", distribution)[0], host_of_task)
+    seen = [0] * len(tasks_of_nodes)
     places = []
     for node in nodes:
         places.append(Place(node, tasks_of_nodes[node][0], seen[node]))
@@ -42,11 +41,9 @@ def place_tasks(
 
 
 def _nodes_of_tasks(
-    tasks_of_nodes: Sequence[tuple[str, int]],
-    counts: list[int],
-    distribution: str,
-    host_of_task: Sequence[str],
+    tasks_of_nodes: Sequence[tuple[str, int]], distribution: str, host_of_task: Sequence[str]
 ) -> list[int]:
+    counts = [count for _, count in tasks_of_nodes]
     if distribution in ("block", "unknown", "*", ""):
         return _dealt(counts, max(counts, default=1))
     if distribution == "cyclic":

@@ -6,6 +6,7 @@ itself (`torch_xla._internal.tpu.configure_topology`, `torch_xla._internal.pjrt.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -62,10 +63,7 @@ def pjrt_environment(
         chips_per_process: tuple[int, ...] = own.chips_per_host_bounds
         visible = range(own.units_per_host)
     else:
-        process_bounds = tuple(
-            hosts * chips
-            for hosts, chips in zip(own.host_bounds, own.chips_per_host_bounds, strict=True)
-        )
+        process_bounds = tuple(map(operator.mul, own.host_bounds, own.chips_per_host_bounds))
         if own.units_per_host > own.chips_per_host:
             process_bounds += (own.units_per_host // own.chips_per_host,)
         chips_per_process = (1, 1, 1)
@@ -162,11 +160,9 @@ def _check_alike(topology: Topology, slices: Sequence[TPUSlice]) -> None:
 def _ranks_per_host(topology: Topology, own: TPUSlice) -> int:
     counts = [len(topology.ranks_on_node(node)) for node in range(topology.num_nodes)]
     hosts, units = own.num_hosts, own.units_per_host
-    fix = f"start {hosts} ranks, one per host" + (
-        f", or {hosts * units}, one per {'chip' if units == own.chips_per_host else 'half of a chip'}"
-        if units > 1
-        else ""
-    )
+    fix = f"start {hosts} ranks, one per host"
+    if units > 1:
+        fix += f", or {hosts * units}, one per {'chip' if units == own.chips_per_host else 'half of a chip'}"
     if topology.num_nodes != hosts:
         raise ValueError(
             f"{topology.size} ranks run on {topology.num_nodes} nodes, but a {own.accelerator_type} has {hosts} hosts: "
