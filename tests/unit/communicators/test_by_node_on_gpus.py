@@ -108,8 +108,10 @@ def test_a_way_that_is_never_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport.choose("all_reduce", buffer(1 << 26)) is transport.flat
     assert transport.ordered_by_streams
     assert "through MPI, never; of S bytes" in transport.why
-    assert transport.asked_for[Way.HIERARCHICAL].choose("all_reduce", buffer(1 << 26)) is transport
-    assert transport.asked_for[Way.HIERARCHICAL].choose("all_reduce", buffer(4)) is transport.flat
+    asked_for = transport.asked_for[Way.HIERARCHICAL]
+    assert isinstance(asked_for, HierarchicalDeviceTransport)
+    assert asked_for.choose("all_reduce", buffer(1 << 26)) is asked_for
+    assert asked_for.choose("all_reduce", buffer(4)) is transport.flat
     assert transport.asked_for[Way.NCCL] is transport.flat
 
 

@@ -123,8 +123,8 @@ class _Choice:
 
         def start(ranks: Router, channel: AbortChannel, why: str) -> tuple[nccl.NcclTransport, str]:
             host = Router(ranks.ways)
-            by_nccl = nccl.NcclTransport(host, self._index, self._watch, why, channel)
-            return by_nccl, by_nccl.start(library)
+            by_nccl = nccl.NcclTransport(host, self._index, self._watch, why)
+            return by_nccl, by_nccl.start(library, channel)
 
         everyone = self._host.all_gather_object(_version(lambda: f"NCCL {nccl.version()}"))
         return self._best(library, "NCCL", everyone, start)
@@ -178,7 +178,7 @@ class _Choice:
         args = Router(ranks.ways), self._index, self._watch
         if not unproven:
             why = f"through MPI, which was seen to take device memory{text}"
-            return DeviceAwareTransport(*args, why, ranks.mpi.comm)
+            return DeviceAwareTransport(*args, why)
         why = f"in chunks through pinned host memory{text}; not by MPI from device memory ({unproven})"
         return StagedTransport(*args, why)
 

@@ -11,14 +11,12 @@ from typing import Any
 
 from mpistrat.arrays import Array, dtype_name, num_elements
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
-from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.communicators.transports.transport import Operands, reduce_in_place
 from mpistrat.liveness.abort_channel import AbortChannel
-from mpistrat.liveness.watch import CommunicatorWatch
 
 OPS = ("sum", "max", "min", "prod")
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
@@ -83,27 +81,17 @@ class NcclTransport(DeviceTransport):
 
     An error of NCCL's, a stall, or another rank's error aborts the communicator on all ranks that wait in it: no
     buffer on a GPU can be combined any more.
-
-    Args:
-        abort_channel: between the ranks of `host`.
     """
 
-    def __init__(
-        self,
-        host: Communicator,
-        index: int,
-        watch: CommunicatorWatch,
-        why: str,
-        abort_channel: AbortChannel,
-    ) -> None:
-        super().__init__(host, index, watch, why)
-        self._joint: JointGroup[_Cupy] = JointGroup(
-            "NCCL", host, abort_channel, watch, lambda nccl: nccl.abort()
-        )
-        self._streams: dict[type[DeviceLibrary], Any] = {}
+    _joint: JointGroup[_Cupy]
+    _stream: Any
 
-    def start(self, library: DeviceLibrary) -> str:
-        """Join the ranks, and try a first reduction. Collective. Returns: why NCCL cannot be used, "" if it can."""
+    def start(self, library: DeviceLibrary, channel: AbortChannel) -> str:
+        """Join the ranks, and try a first reduction. Collective. Returns: why NCCL cannot be used, "" if it can.
+
+        Args: channel: between the ranks of `host`.
+        """
+        self._joint = JointGroup("NCCL", self.host, channel, self._watch, _Cupy.abort)
         unique_id, why = None, ""
         if self.rank == 0:
             try:
@@ -122,7 +110,8 @@ class NcclTransport(DeviceTransport):
             with library.device():
                 ones = library.empty((1,), "float32")
                 ones[...] = 1
-                stream, nccl = self._stream_of(library), self._joint.group
+                stream, nccl = library.new_stream(), self._joint.group
+                self._stream = stream
                 if nccl is None:
                     return "it was aborted"
                 stream.wait_event(library.record(library.current_stream()))
@@ -166,10 +155,9 @@ class NcclTransport(DeviceTransport):
     def _run(self, library: DeviceLibrary, call: Callable[[_Cupy, int], None]) -> None:
         """Let `call` use NCCL on our stream, and return when the GPU has done that."""
         with self._joint as nccl:
-            stream = self._stream_of(library)
-            stream.wait_event(library.record(library.current_stream()))
-            call(nccl, library.handle(stream))
-            self.wait(library, library.record(stream))
+            self._stream.wait_event(library.record(library.current_stream()))
+            call(nccl, library.handle(self._stream))
+            self.wait(library, library.record(self._stream))
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
         """Wait for `event`, or for an error of NCCL's or of another rank, with which NCCL's kernels would never end."""
@@ -181,9 +169,3 @@ class NcclTransport(DeviceTransport):
             return library.is_done(event)
 
         self._joint.wait_until(done)
-
-    def _stream_of(self, library: DeviceLibrary) -> Any:
-        kind = type(library)
-        if kind not in self._streams:
-            self._streams[kind] = library.new_stream()
-        return self._streams[kind]
