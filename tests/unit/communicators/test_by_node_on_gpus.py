@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat.communicators.costs.measurement import Costs
+from mpistrat.communicators.costs.measurement import SIZES_ON_DEVICE, Costs
 from mpistrat.communicators.costs.model import Cost
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.reduction import Reduction
@@ -84,7 +84,7 @@ def buffer(nbytes: int) -> Operands:
 
 
 def costs(by_node: Cost, all_alike: Cost) -> Costs:
-    return Costs({BY_NODE: by_node, ALL_ALIKE: all_alike}, "measured now", largest=1 << 23)
+    return Costs({BY_NODE: by_node, ALL_ALIKE: all_alike}, "measured now", sizes=SIZES_ON_DEVICE)
 
 
 def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
