@@ -251,30 +251,28 @@ def measure(
     rounds: list[list[np.ndarray]] = []
     started = time.perf_counter()
     awake = ran = 0.0
-    in_time = stayed = True
-    while in_time and len(rounds) <= ROUNDS:
-        rows: list[np.ndarray] = []
-        turns = list(enumerate(ways.items()))[:: (-1) ** len(rounds)]
-        rounds.append(rows)
-        for number, buffer in enumerate(buffers):
-            calls = _calls(buffer.nbytes, [row[number] for row in rounds[:-1]])
-            took = np.empty((calls, len(ways)))
-            for (i, (name, way)), call in itertools.product(turns, range(calls)):
-                buffer[...] = 0  # as a program has just written what it combines
-                communicator.barrier()
-                begun, ran_before = time.perf_counter(), time.thread_time()
-                way(buffer)
-                took[call, i] = time.perf_counter() - begun
-                if name not in asleep:
-                    awake += took[call, i]
-                    ran += time.thread_time() - ran_before
-            slowest = np.append(took, [distance(), time.perf_counter() - started])
-            communicator.all_reduce(slowest, "max")
-            rows.append(slowest[:-2].reshape(took.shape).min(axis=0, initial=math.inf))
-            stayed &= are_near(here, slowest[-2])
-            in_time = bool(slowest[-1] < seconds)
-            if not in_time:
-                break
+    stayed = True
+    for number, (size, buffer) in itertools.product(range(1 + ROUNDS), enumerate(buffers)):
+        if not size:
+            rounds.append([])
+        turns = list(enumerate(ways.items()))[:: (-1) ** number]
+        calls = _calls(buffer.nbytes, [rows[size] for rows in rounds[:-1]])
+        took = np.empty((calls, len(ways)))
+        for (i, (name, way)), call in itertools.product(turns, range(calls)):
+            buffer[...] = 0  # as a program has just written what it combines
+            communicator.barrier()
+            begun, ran_before = time.perf_counter(), time.thread_time()
+            way(buffer)
+            took[call, i] = time.perf_counter() - begun
+            if name not in asleep:
+                awake += took[call, i]
+                ran += time.thread_time() - ran_before
+        slowest = np.append(took, [distance(), time.perf_counter() - started])
+        communicator.all_reduce(slowest, "max")
+        rounds[-1].append(slowest[:-2].reshape(took.shape).min(axis=0, initial=math.inf))
+        stayed &= are_near(here, slowest[-2])
+        if slowest[-1] >= seconds:
+            break
     share = np.array(ran / awake if awake else 1.0)
     communicator.all_reduce(share, "min")
     whole = [rows for rows in rounds[1:] if len(rows) == len(buffers)]

@@ -11,11 +11,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import Array, dtype_name, num_elements
-from mpistrat.communicators.arithmetic import KNOWN_TO_MPI, SUMMED_AS_FLOAT32, scale
+from mpistrat.communicators.arithmetic import KNOWN_TO_MPI, scale
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.mpi import OPS
-from mpistrat.communicators.transports.transport import Operands, reduce_in_place
 
 if TYPE_CHECKING:
     from mpistrat.communicators.router import Router
@@ -33,9 +32,7 @@ class DeviceAwareTransport(DeviceTransport):
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
-        if name.startswith(SUMMED_AS_FLOAT32):
-            plain = reduction.plain
-            reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
+        if self._combine_as_float32(buffer, reduction):
             return
         if name not in KNOWN_TO_MPI:
             self.combine_on_host(buffer, reduction)

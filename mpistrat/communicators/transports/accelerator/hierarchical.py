@@ -12,8 +12,8 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 
-from mpistrat.arrays import Array, dtype_name, is_on_gpu, num_elements
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
+from mpistrat.arrays import Array, is_on_gpu, num_elements
+from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs.measurement import (
     NOT_MEASURED,
@@ -24,7 +24,7 @@ from mpistrat.communicators.costs.measurement import (
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
-from mpistrat.communicators.transports.transport import Mover, Operands, reduce_in_place
+from mpistrat.communicators.transports.transport import Mover, Operands
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
@@ -125,9 +125,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         self.within.wait_until_idle()
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
-        if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):  # rounded once, not on each node
-            plain = reduction.plain
-            reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
+        if self._combine_as_float32(buffer, reduction):  # rounded once, not on each node
             return
         plain = reduction.plain
         flat, whole, mine = self._sliced(buffer)

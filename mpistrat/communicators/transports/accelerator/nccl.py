@@ -1,7 +1,7 @@
 """Buffers on GPUs through NCCL.
 
-Only `_Cupy` knows `cupy.cuda.nccl`: another such class would bring another binding of NCCL (NVIDIA's nccl4py). It
-imports cupy on first use, after torch where that is used: both then share the libnccl that torch brings.
+Only `_Cupy` and `version` know `cupy.cuda.nccl`: others like them would bring another binding of NCCL (NVIDIA's
+nccl4py). They import cupy on first use, after torch where that is used: both then share the libnccl that torch brings.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat.arrays import Array, dtype_name, num_elements
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
+from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
-from mpistrat.communicators.transports.transport import Operands, reduce_in_place
 from mpistrat.liveness.abort_channel import AbortChannel
 
 OPS = ("sum", "max", "min", "prod")
@@ -32,15 +31,6 @@ class _Cupy:
         self._dtypes = {name: getattr(nccl, f"NCCL_{name.upper()}") for name in DTYPES}
         self._ops = {op: getattr(nccl, f"NCCL_{op.upper()}") for op in OPS}
         self._group_start, self._group_end = nccl.groupStart, nccl.groupEnd
-
-    @staticmethod
-    def version() -> int:
-        """The version of NCCL: 22705 is 2.27.5. Raises: ImportError when there is none."""
-        from cupy.cuda import nccl
-
-        if not nccl.available:
-            raise ImportError("CuPy finds no libnccl")
-        return int(nccl.get_version())
 
     @staticmethod
     def unique_id() -> Any:
@@ -68,8 +58,12 @@ class _Cupy:
 
 
 def version() -> int:
-    """The version of the NCCL that would be used. Raises: ImportError when there is none."""
-    return _Cupy.version()
+    """The version of the NCCL that would be used: 22705 is 2.27.5. Raises: ImportError when there is none."""
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        raise ImportError("CuPy finds no libnccl")
+    return int(nccl.get_version())
 
 
 class NcclTransport(DeviceTransport):
@@ -125,9 +119,7 @@ class NcclTransport(DeviceTransport):
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
-        if name.startswith(SUMMED_AS_FLOAT32):
-            plain = reduction.plain
-            reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
+        if self._combine_as_float32(buffer, reduction):
             return
         if name not in DTYPES or reduction.op not in OPS:
             self.combine_on_host(buffer, reduction)
