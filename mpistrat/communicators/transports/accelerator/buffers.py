@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpistrat.arrays import Array, dtype_name, is_on_gpu, is_torch, to_device_of, to_host
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32
+from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary, library_of
-from mpistrat.communicators.transports.transport import Mover, Operands, Transport, reduce_in_place
+from mpistrat.communicators.transports.transport import Mover, Operands, Transport
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
@@ -104,14 +103,6 @@ class DeviceTransport(Transport):
     def combine_on_host(self, buffer: Array, reduction: Reduction) -> None:
         self.wait_for_current_stream(buffer)
         _change_on_host(buffer, lambda host: self.host.all_reduce(host, reduction))
-
-    def _combine_as_float32(self, buffer: Array, reduction: Reduction) -> bool:
-        """`_combine`, if it is of short floats, as of `reduce_in_place`. Returns: whether it is."""
-        short = dtype_name(buffer).startswith(SUMMED_AS_FLOAT32)
-        if short:
-            plain = reduction.plain
-            reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
-        return short
 
     def wait_for_current_stream(self, buffer: Array) -> None:
         """Return when the GPU has done what the program has submitted so far, so that `buffer` is ready."""

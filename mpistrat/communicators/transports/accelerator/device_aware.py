@@ -15,6 +15,7 @@ from mpistrat.communicators.arithmetic import KNOWN_TO_MPI, scale
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.mpi import OPS
+from mpistrat.communicators.transports.transport import combined_as_float32
 
 if TYPE_CHECKING:
     from mpistrat.communicators.router import Router
@@ -32,7 +33,7 @@ class DeviceAwareTransport(DeviceTransport):
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
-        if self._combine_as_float32(buffer, reduction):
+        if combined_as_float32(buffer, reduction, self._combine):
             return
         if name not in KNOWN_TO_MPI:
             self.combine_on_host(buffer, reduction)

@@ -24,7 +24,7 @@ from mpistrat.communicators.costs.measurement import (
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
-from mpistrat.communicators.transports.transport import Mover, Operands
+from mpistrat.communicators.transports.transport import Mover, Operands, combined_as_float32
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
@@ -125,7 +125,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         self.within.wait_until_idle()
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
-        if self._combine_as_float32(buffer, reduction):  # rounded once, not on each node
+        if combined_as_float32(buffer, reduction, self._combine):  # rounded once, not on each node
             return
         plain = reduction.plain
         flat, whole, mine = self._sliced(buffer)

@@ -15,6 +15,7 @@ from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
+from mpistrat.communicators.transports.transport import combined_as_float32
 from mpistrat.liveness.abort_channel import AbortChannel
 
 OPS = ("sum", "max", "min", "prod")
@@ -119,7 +120,7 @@ class NcclTransport(DeviceTransport):
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
-        if self._combine_as_float32(buffer, reduction):
+        if combined_as_float32(buffer, reduction, self._combine):
             return
         if name not in DTYPES or reduction.op not in OPS:
             self.combine_on_host(buffer, reduction)
