@@ -24,18 +24,11 @@ class RecycledBuffers:
 
     Args:
         kept: how many buffers to keep; the largest idle memory is that of the last `kept` results.
+        buffers: the first that it hands out. Nothing else may refer to them.
     """
 
-    def __init__(self, kept: int = 4) -> None:
-        self._kept = kept
-        self._buffers: list[np.ndarray] = []
-
-    @classmethod
-    def of(cls, buffers: list[np.ndarray]) -> RecycledBuffers:
-        """Hands out these buffers only. Nothing else may refer to them."""
-        recycled = cls(kept=len(buffers))
-        recycled._buffers = buffers
-        return recycled
+    def __init__(self, kept: int = 4, buffers: Sequence[np.ndarray] = ()) -> None:
+        self._kept, self._buffers = kept, list(buffers)
 
     def free(self, nbytes: int) -> np.ndarray | None:
         """The first `nbytes` of a buffer that is as large and that nothing refers to; None if there is none."""

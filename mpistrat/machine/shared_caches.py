@@ -21,10 +21,8 @@ def caches_of(
     with contextlib.suppress(OSError, ValueError):
         virtual = "hypervisor" in Path(described).read_text(encoding="utf-8")
         for folder in Path(devices).glob(f"cpu{min(cpus)}/cache/index*" if not virtual else "none"):
-            level, sharing = (
-                (folder / name).read_text(encoding="utf-8").strip()
-                for name in ("level", "shared_cpu_map")
-            )
+            names = "level", "shared_cpu_map"
+            level, sharing = ((folder / name).read_text(encoding="utf-8").strip() for name in names)
             if all(int(sharing.replace(",", ""), 16) >> cpu & 1 for cpu in cpus):
                 found.add(f"{level} {sharing}")
     return tuple(sorted(found))

@@ -71,7 +71,7 @@ def test_a_group_without_calls_leaves_what_others_say_to_its_start(
     library: Any = SimpleNamespace(
         current_stream=lambda: None, record=lambda stream: "event", is_done=lambda event: True
     )
-    lookout = SimpleNamespace(watch=lambda calls: None, is_awake=threading.Event())
+    lookout = SimpleNamespace(watched=set(), is_awake=threading.Event())
     monkeypatch.setattr(calls_under_way, "lookout", lambda: lookout)
     calls = CallsUnderWay(contract, watch, library, joint, listens=True)
     assert not calls.look()

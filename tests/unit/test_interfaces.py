@@ -25,7 +25,6 @@ SET_FROM_OUTSIDE = {
     "checkpoint/state_tree.py: _metadata of mapping",
     "communicators/contract/contract.py: _forked of contract",
     "communicators/contract/joint_errors.py: _mpistrat_raised_by_all of error",
-    "communicators/recycled_buffers.py: _buffers of recycled",
     "input/torch_loader.py: _iterator of self._loader",
     "parameter_server/coordinator/cluster_coordinator.py: _cluster of made",
     "parameter_server/coordinator/cluster_coordinator.py: _dispatcher of made",

@@ -59,11 +59,8 @@ def add(folder: str, key: dict[str, Any], observation: Observation) -> None:
     kept = read(folder, key)
     near = [o for o in kept if are_near(o.distance, observation.distance)]
     far = [o for o in kept if o not in near]
-    content = {
-        "format": FORMAT,
-        "key": key,
-        "observations": [*map(dataclasses.asdict, [*far, *[*near, observation][-MOST:]])],
-    }
+    observations = [dataclasses.asdict(o) for o in (*far, *[*near, observation][-MOST:])]
+    content = {"format": FORMAT, "key": key, "observations": observations}
     with contextlib.suppress(OSError):  # a home that is read-only, or full
         make_folder(folder)
         descriptor, unfinished = tempfile.mkstemp(prefix="costs-", suffix=".part", dir=folder)

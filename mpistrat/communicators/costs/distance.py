@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,12 +57,3 @@ def distance_on(node: MPI.Intracomm) -> float:
     meet = Blocks(segments, node.rank, CommunicatorWatch()).tick
     parts = [segment[-NBYTES:] for segment in segments]
     return distance(parts, node.rank, meet)
-
-
-def in_words(seconds: float, caches: Sequence[Collection[str]]) -> str:
-    """Args: caches: of each rank, as `caches_of` has them."""
-    text = f"two ranks hand each other 128 KB in {seconds * 1e6:.0f} us"
-    if not all(caches):
-        return f"{text}; the kernel does not say which caches their cores share"
-    shared = set.intersection(*map(set, caches))
-    return f"{text}: their cores share {f'a cache of level {min(shared)[0]}' if shared else 'no cache'}"

@@ -12,8 +12,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,6 @@ from mpistrat.settings import cache_folder, transport_settings
 
 # Sizes that are timed: from the smallest that goes another way than MPI's to more than the caches of a core hold.
 SIZES = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
-LARGEST = SIZES[-1]
 # Of a node's memory: a way may win at one size and lose at the next, as long as caches hold the buffers.
 SIZES_ON_NODE = tuple(1 << power for power in range(15, 26))
 # Of buffers on a device, which are fast with larger ones only.
@@ -66,7 +65,6 @@ class Costs:
         ways: the costs by name; empty if time ran out.
         origin: where they come from, for people.
         disturbed: for people: other programs ran, too, when this job measured.
-        largest: the largest size that is measured.
         jobs: how many have measured them.
         sizes: that are measured, in ascending order.
         seconds: by way, the least time of each size.
@@ -75,24 +73,23 @@ class Costs:
     ways: Mapping[str, Cost] = field(default_factory=dict)
     origin: str = "not measured yet"
     disturbed: bool = False
-    largest: int = LARGEST
     jobs: int = ENOUGH
-    sizes: Sequence[int] = ()
+    sizes: Sequence[int] = SIZES
     seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def cheaper_from(self, way: str, other: str, floor: int, clearly: float = CLEARLY) -> float:
         """The number of bytes from which on `way` is taken, not `other`: `floor` at least; infinite for never.
 
-        From `largest` on it is taken, unless it costs more than `clearly` times as much there. That few jobs do not
-        prove: others may have disturbed them.
+        From the largest size on that is measured it is taken, unless it costs more than `clearly` times as much there.
+        That few jobs do not prove: others may have disturbed them.
         """
         if not self.ways:
             return max(floor, UNMEASURED)
-        this, that = self.ways[way], self.ways[other]
-        dearer = this.seconds(self.largest) > clearly * that.seconds(self.largest)
+        this, that, largest = self.ways[way], self.ways[other], self.sizes[-1]
+        dearer = this.seconds(largest) > clearly * that.seconds(largest)
         if dearer and self.jobs >= ENOUGH:
             return math.inf
-        return max(floor, math.ceil(min(self.largest, this.cheaper_from(that))))
+        return max(floor, math.ceil(min(largest, this.cheaper_from(that))))
 
     def borders(self, way: str, other: str, floor: int) -> list[float]:
         """The sizes at which another way is taken: `way` from the first on, `other` from the second on, and so on.
@@ -111,7 +108,7 @@ class Costs:
                 found.append(max(floor, math.sqrt(smaller * size)))
             smaller = size
         if len(found) % 2 == 0 and self.jobs < ENOUGH:
-            found.append(self.largest)
+            found.append(self.sizes[-1])
         return found
 
     def explain(self) -> str:
@@ -195,36 +192,34 @@ def costs_of(
         "nodes": sorted([*node, ranks] for node, ranks in nodes.items()),
         "caches": sorted([cache.split()[0], ranks] for cache, ranks in sharers.items()),
     }
-    first, kept, costs = communicator.rank == 0, list[Observation](), None
-    if first:
-        kept = _kept(key, ways, here)
-        costs = costs_of_this_job.get(repr(key))
-        if costs is None and suffice(kept):
-            costs = _fitted(kept, memory.sizes, f"measured {_read(kept, key)}")
+    first = communicator.rank == 0
+    kept = _kept(key, here) if first else []
+    costs = costs_of_this_job.get(repr(key)) if first else None
+    if costs is None and suffice(kept):
+        costs = _fitted(kept, key, f"measured {_read(kept, key)}")
     known: Costs | None = communicator.broadcast_object(costs)
     if known is None:
         buffers = [memory.zeros(nbytes // 4) for nbytes in memory.sizes]
         measured = measure(ways, buffers, communicator, _limit(key), asleep, distance, here)
-        costs = _joined(kept, measured, here, ways, memory.sizes, key) if first else None
+        costs = _joined(kept, measured, here, ways, key) if first else None
         known = communicator.broadcast_object(costs)
     if first:
         costs_of_this_job[repr(key)] = known
     return known
 
 
-def _kept(key: dict[str, Any], ways: Collection[str], here: float) -> list[Observation]:
+def _kept(key: dict[str, Any], here: float) -> list[Observation]:
     """What earlier jobs have measured at about the distance `here`, the newest last."""
     return [
         observation
         for observation in cache.read(cache_folder() or os.devnull, key)
         if are_near(observation.distance, here)
-        and observation.seconds.keys() == set(ways)
+        and observation.seconds.keys() == set(key["ways"])
         and all(1 < len(times) < len(key["memory"]) for times in observation.seconds.values())
     ]
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Times of calls, equal on all ranks.
 
     Attributes:
@@ -256,30 +251,28 @@ def measure(
     rounds: list[list[np.ndarray]] = []
     started = time.perf_counter()
     awake = ran = 0.0
-    in_time = stayed = True
-    while in_time and len(rounds) <= ROUNDS:
-        rows: list[np.ndarray] = []
-        turns = list(enumerate(ways.items()))[:: (-1) ** len(rounds)]
-        rounds.append(rows)
-        for number, buffer in enumerate(buffers):
-            calls = _calls(buffer.nbytes, [row[number] for row in rounds[:-1]])
-            took = np.empty((calls, len(ways)))
-            for (i, (name, way)), call in itertools.product(turns, range(calls)):
-                buffer[...] = 0  # as a program has just written what it combines
-                communicator.barrier()
-                begun, ran_before = time.perf_counter(), time.thread_time()
-                way(buffer)
-                took[call, i] = time.perf_counter() - begun
-                if name not in asleep:
-                    awake += took[call, i]
-                    ran += time.thread_time() - ran_before
-            slowest = np.append(took, [distance(), time.perf_counter() - started])
-            communicator.all_reduce(slowest, "max")
-            rows.append(slowest[:-2].reshape(took.shape).min(axis=0, initial=math.inf))
-            stayed &= are_near(here, slowest[-2])
-            in_time = bool(slowest[-1] < seconds)
-            if not in_time:
-                break
+    stayed = True
+    for number, (size, buffer) in itertools.product(range(1 + ROUNDS), enumerate(buffers)):
+        if not size:
+            rounds.append([])
+        turns = list(enumerate(ways.items()))[:: (-1) ** number]
+        calls = _calls(buffer.nbytes, [rows[size] for rows in rounds[:-1]])
+        took = np.empty((calls, len(ways)))
+        for (i, (name, way)), call in itertools.product(turns, range(calls)):
+            buffer[...] = 0  # as a program has just written what it combines
+            communicator.barrier()
+            begun, ran_before = time.perf_counter(), time.thread_time()
+            way(buffer)
+            took[call, i] = time.perf_counter() - begun
+            if name not in asleep:
+                awake += took[call, i]
+                ran += time.thread_time() - ran_before
+        slowest = np.append(took, [distance(), time.perf_counter() - started])
+        communicator.all_reduce(slowest, "max")
+        rounds[-1].append(slowest[:-2].reshape(took.shape).min(axis=0, initial=math.inf))
+        stayed &= are_near(here, slowest[-2])
+        if slowest[-1] >= seconds:
+            break
     share = np.array(ran / awake if awake else 1.0)
     communicator.all_reduce(share, "min")
     whole = [rows for rows in rounds[1:] if len(rows) == len(buffers)]
@@ -299,42 +292,36 @@ def _joined(
     measured: Measured,
     here: float,
     ways: Collection[str],
-    sizes: Sequence[int],
     key: dict[str, Any],
 ) -> Costs:
     """The costs by what earlier jobs and this one have measured. That is kept, unless the ranks' cores have moved."""
     least = measured.seconds.min(axis=0)
     least = least[np.isfinite(least).all(axis=1)]  # the largest sizes are missing if time ran out
     times = dict(zip(ways, least.T.tolist(), strict=True))
-    observation = Observation(time.time(), here, times)
-    counts = f"least of {len(measured.seconds)} rounds of calls of each of {len(least)} sizes"
-    used = [*kept, observation] if len(least) > 1 and (measured.stayed or not kept) else kept
-    if not used:
+    new = [Observation(time.time(), here, times)] if len(least) > 1 else []
+    if not kept and not new:
         return Costs({}, f"not measured: calls of two sizes took longer than {_limit(key):g} s")
-    if len(least) > 1 and measured.stayed:
-        cache.add(cache_folder() or os.devnull, key, observation)
+    if new and measured.stayed:
+        cache.add(cache_folder() or os.devnull, key, *new)
+    used = [*kept, *new] if measured.stayed or not kept else kept
     disturbed = measured.cpu_share < LEAST_CPU_SHARE
+    counts = f"least of {len(measured.seconds)} rounds of calls of each of {len(least)} sizes"
     share = f"{100 * measured.cpu_share:.0f} %"
     notes = [
-        f"measured {_date(observation.when)}, in this job: {counts}",
+        f"measured {_date(time.time())}, in this job: {counts}",
         f"and {_read(kept, key)}" if kept else "",
         "the ranks' cores moved meanwhile, so it is not kept for other jobs"
         * (not measured.stayed),
         f"other programs or ranks left a rank {share} of its core" * disturbed,
     ]
-    return _fitted(used, sizes, "; ".join(filter(None, notes)), disturbed)
+    return replace(_fitted(used, key, "; ".join(filter(None, notes))), disturbed=disturbed)
 
 
-def _fitted(
-    observations: Sequence[Observation],
-    sizes: Sequence[int],
-    origin: str,
-    disturbed: bool = False,
-) -> Costs:
+def _fitted(observations: Sequence[Observation], key: dict[str, Any], origin: str) -> Costs:
     """Lines through the least times."""
-    least = least_of(observations)
+    least, sizes = least_of(observations), key["memory"][1:]
     lines = {way: fitted(sizes[: len(times)], times) for way, times in least.items()}
-    return Costs(lines, origin, disturbed, sizes[-1], len(observations), sizes, least)
+    return Costs(lines, origin, jobs=len(observations), sizes=sizes, seconds=least)
 
 
 def _limit(key: dict[str, Any]) -> float:

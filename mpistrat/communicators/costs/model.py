@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -74,12 +74,7 @@ def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
 
 def slowest(costs: Iterable[Cost]) -> Cost:
     """A cost that bounds all of them."""
-    each = list(costs)
-    return Cost(
-        max(cost.alpha for cost in each),
-        max(cost.beta for cost in each),
-        max(cost.error for cost in each),
-    )
+    return Cost(*map(max, zip(*map(astuple, costs), strict=True)))
 
 
 def fitted_in_two(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[int, Cost, Cost]:

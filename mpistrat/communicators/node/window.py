@@ -43,12 +43,9 @@ class Window(Mover):
         self._address = segments[rank].ctypes.data
         # Of memoryviews: a slice of a slice of an array refers to the whole array only, not to the slice.
         mine = segments[rank].data
-        self._buffers = RecycledBuffers.of(
-            [
-                np.frombuffer(mine[PAGE + i * capacity : PAGE + (i + 1) * capacity], np.uint8)
-                for i in range(_BUFFERS)
-            ]
-        )
+        starts = range(PAGE, PAGE + _BUFFERS * capacity, capacity)
+        buffers = [np.frombuffer(mine[start : start + capacity], np.uint8) for start in starts]
+        self._buffers = RecycledBuffers(buffers=buffers)
 
     @staticmethod
     def nbytes_for(largest: int) -> int:

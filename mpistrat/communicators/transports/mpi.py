@@ -69,21 +69,15 @@ class MpiTransport(Transport):
                     operands, lambda wide: self.comm.Allreduce(MPI.IN_PLACE, view_of(wide), op)
                 )
                 return
-            how, own, total = (
-                arithmetic_of(buffer.dtype, reduction.op),
-                bytes_of(buffer),
-                bytes_of(operands.target),
-            )
-            _all_reduce_in_slices(self.comm, how, [own], [1] * self.size, total, reduction.scale)
+            how, total = arithmetic_of(buffer.dtype, reduction.op), bytes_of(operands.target)
+            mine = [bytes_of(buffer)]
+            _all_reduce_in_slices(self.comm, how, mine, [1] * self.size, total, reduction.scale)
             return
         if is_torch(buffer) and name not in KNOWN_TO_MPI:
             raise TypeError(f"MPI cannot reduce {name}; convert it to float32 first")
-        if out is None:
-            self.comm.Allreduce(MPI.IN_PLACE, view_of(buffer), op)
-            scale(buffer, reduction.scale)
-        else:
-            self.comm.Allreduce(view_of(buffer), view_of(out), op)
-            scale(out, reduction.scale)
+        source, target = (MPI.IN_PLACE, buffer) if out is None else (view_of(buffer), out)
+        self.comm.Allreduce(source, view_of(target), op)
+        scale(target, reduction.scale)
 
     def reduce(self, operands: Operands) -> None:
         buffer, root, op = operands.buffer, operands.root, OPS[operands.reduction.op]

@@ -68,24 +68,22 @@ class RingTransport(Transport):
 
     def _combine(self, parts: Sequence[np.ndarray], op: str) -> None:
         """Combine part r on rank r. The other parts are left half combined."""
-        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         arrived = np.empty(max(map(len, parts)), parts[0].dtype)
         how = arithmetic_of(arrived.dtype, op)
         for step in range(1, self.size):
-            sent, mine = parts[(self.rank - step) % self.size], parts[before - step]
+            mine = parts[self.rank - step - 1]
             received = arrived[: len(mine)]
-            self._exchange(sent, after, received, before)
+            self._exchange(parts[self.rank - step], received)
             how.combine((mine, received), mine, None)
 
     def _hand_round(self, parts: Sequence[np.ndarray]) -> None:
         """Every rank gets every part from the rank before it, when rank r has part r."""
-        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         for step in range(self.size - 1):
-            sent, received = parts[(self.rank - step) % self.size], parts[before - step]
-            self._exchange(sent, after, received, before)
+            self._exchange(parts[self.rank - step], parts[self.rank - step - 1])
 
-    def _exchange(self, sent: np.ndarray, after: int, received: np.ndarray, before: int) -> None:
-        """Send and receive at once: if all ranks sent first, they could wait for each other."""
+    def _exchange(self, sent: np.ndarray, received: np.ndarray) -> None:
+        """Send to the next rank and receive from the one before, at once: else they could wait for each other."""
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         self._mpi.comm.Sendrecv(sent, after, _TAG, received, before, _TAG)
 
     def reduce_scatter(self, operands: Operands) -> None:

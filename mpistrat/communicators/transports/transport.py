@@ -180,3 +180,14 @@ def reduce_in_place(operands: Operands, combine: Callable[[Array], None]) -> Non
         target[...] = buffer
     combine(target)
     scale(target, factor)
+
+
+def combined_as_float32(buffer: Array, reduction: Reduction, combine: Callable[..., None]) -> bool:
+    """Let `combine`, of a buffer and a reduction, reduce floats of 16 and 8 bits in place, as `reduce_in_place` does.
+
+    Returns: whether `buffer` has such.
+    """
+    short = dtype_name(buffer).startswith(SUMMED_AS_FLOAT32)
+    if short:
+        reduce_in_place(Operands(buffer, reduction), lambda wide: combine(wide, reduction.plain))
+    return short

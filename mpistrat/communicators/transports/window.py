@@ -174,6 +174,11 @@ class WindowTransport(Transport, NodeMemory):
         """Whether blocks are faster than MPI."""
         return bisect.bisect_right(self.borders, nbytes) % 2 == 1
 
+    def _blocks_for(self, nbytes: int) -> Blocks | None:
+        """What parts of rows move through, the largest rank's being of `nbytes`; None for MPI. Collective."""
+        blocks = self.shared_blocks() if nbytes >= SMALLEST else None
+        return blocks if self._gains(nbytes) else None
+
     # Collectives
 
     def choose(self, call: str, operands: Operands) -> Mover | None:
@@ -196,8 +201,8 @@ class WindowTransport(Transport, NodeMemory):
         buffer = operands.buffer
         shapes = self.mpi.shapes_of(operands)
         largest = int(shapes.prod(axis=1).max()) * view_of(buffer).itemsize
-        blocks = self.shared_blocks() if largest >= SMALLEST else None
-        if blocks is None or not self._gains(largest):
+        blocks = self._blocks_for(largest)
+        if blocks is None:
             return self.mpi.all_gather(operands)
         parts = room_for(buffer, shapes)
         blocks.gather(bytes_of(buffer), [bytes_of(part) for part in parts])
@@ -206,11 +211,8 @@ class WindowTransport(Transport, NodeMemory):
     def all_to_all(self, operands: Operands) -> None:
         starts = self.mpi.starts_of(operands)
         largest = max(of_rank[-1] for of_rank in starts) * operands.row_bytes
-        blocks = self.shared_blocks() if largest >= SMALLEST else None
-        if blocks is None or not self._gains(largest):
-            self.mpi.all_to_all(operands)
-        else:
-            blocks.all_to_all(operands)
+        mover = self._blocks_for(largest) or self.mpi
+        mover.all_to_all(operands)
 
     def explain(self, rest: str) -> str:
         if self.why_not:

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from mpistrat.communicators.costs.distance import in_words
 from mpistrat.liveness.processes import launcher_of
 from mpistrat.machine.control_groups import allowed
 from mpistrat.machine.cpu_share import cpu_share, intra_op_threads, users_threads
@@ -50,9 +49,17 @@ def check(job: Job) -> Iterator[Finding]:
         if not any(finding.level == PROBLEM for finding in found):
             found.append(_fine(ranks))
         if farthest := max(rank.cores.distance for rank in ranks):
-            words = in_words(farthest, [rank.cores.caches for rank in ranks])
-            found.append(ok(f"{words[0].upper()}{words[1:]}."))
+            time = f"Two ranks hand each other 128 KB in {farthest * 1e6:.0f} us"
+            found.append(ok(f"{time}{_shared_caches(ranks)}."))
         yield from on_node(name, found)
+
+
+def _shared_caches(ranks: Sequence[Rank]) -> str:
+    caches = [set(rank.cores.caches) for rank in ranks]
+    if not all(caches):
+        return "; the kernel does not say which caches their cores share"
+    shared = set.intersection(*caches)
+    return f": their cores share {f'a cache of level {min(shared)[0]}' if shared else 'no cache'}"
 
 
 def _sharing(ranks: Sequence[Rank]) -> Iterator[Finding]:

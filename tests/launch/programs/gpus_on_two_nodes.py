@@ -155,7 +155,7 @@ def flat_by_mpi() -> Router:
     """A communicator that hands all device memory to MPI."""
     mpi = MpiTransport(WORLD.Dup())
     host = Router(Ways(mpi))
-    aware = DeviceAwareTransport(host, 0, CommunicatorWatch(), "by MPI", mpi.comm)
+    aware = DeviceAwareTransport(host, 0, CommunicatorWatch(), "by MPI")
     return Router(Ways(mpi, [aware]))
 
 

@@ -100,7 +100,7 @@ class OnTheHost(DeviceAwareTransport):
 
 def device_aware() -> None:
     def move_by(communicator: Any, host: Router) -> OnTheHost:
-        return OnTheHost(host, 0, CommunicatorWatch(), "", communicator.mpi.comm)
+        return OnTheHost(host, 0, CommunicatorWatch(), "")
 
     communicator = new_communicator(move_by)
     communicator.broadcast(torch.as_tensor(values()).to("sim") * 1)
@@ -336,8 +336,8 @@ def nccl(others_are_early: bool = False) -> None:
 
     def move_by(communicator: Any, host: Router) -> NcclTransport:
         channel = AbortChannel(communicator.mpi.comm)
-        transport = NcclTransport(host, 0, CommunicatorWatch(), "", channel)
-        why_not = transport.start(CupyLibrary(0))
+        transport = NcclTransport(host, 0, CommunicatorWatch(), "")
+        why_not = transport.start(CupyLibrary(0), channel)
         assert not why_not, why_not
         return transport
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat.communicators.costs.measurement import Costs
+from mpistrat.communicators.costs.measurement import SIZES_ON_DEVICE, Costs
 from mpistrat.communicators.costs.model import Cost
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.reduction import Reduction
@@ -84,7 +84,7 @@ def buffer(nbytes: int) -> Operands:
 
 
 def costs(by_node: Cost, all_alike: Cost) -> Costs:
-    return Costs({BY_NODE: by_node, ALL_ALIKE: all_alike}, "measured now", largest=1 << 23)
+    return Costs({BY_NODE: by_node, ALL_ALIKE: all_alike}, "measured now", sizes=SIZES_ON_DEVICE)
 
 
 def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +108,10 @@ def test_a_way_that_is_never_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport.choose("all_reduce", buffer(1 << 26)) is transport.flat
     assert transport.ordered_by_streams
     assert "through MPI, never; of S bytes" in transport.why
-    assert transport.asked_for[Way.HIERARCHICAL].choose("all_reduce", buffer(1 << 26)) is transport
-    assert transport.asked_for[Way.HIERARCHICAL].choose("all_reduce", buffer(4)) is transport.flat
+    asked_for = transport.asked_for[Way.HIERARCHICAL]
+    assert isinstance(asked_for, HierarchicalDeviceTransport)
+    assert asked_for.choose("all_reduce", buffer(1 << 26)) is asked_for
+    assert asked_for.choose("all_reduce", buffer(4)) is transport.flat
     assert transport.asked_for[Way.NCCL] is transport.flat
 
 

@@ -40,7 +40,7 @@ def test_what_somebody_holds_is_not(zeros):
 
 
 def test_they_are_idle_while_nobody_holds_one():
-    buffers = RecycledBuffers.of([np.zeros(LARGE, np.uint8) for _ in range(3)])
+    buffers = RecycledBuffers(buffers=[np.zeros(LARGE, np.uint8) for _ in range(3)])
     assert buffers.are_idle()
     held = torch.from_numpy(buffers.free(LARGE // 2)).view(torch.float32)[3:]
     assert not buffers.are_idle()

@@ -14,7 +14,6 @@ from mpistrat.communicators.costs import measurement as selection
 from mpistrat.communicators.costs import observations
 from mpistrat.communicators.costs.measurement import (
     HOST,
-    LARGEST,
     SIZES,
     SIZES_ON_DEVICE,
     Costs,
@@ -26,7 +25,7 @@ from mpistrat.communicators.costs.model import Cost
 from mpistrat.communicators.local import LocalCommunicator
 
 ALONE = LocalCommunicator()
-FLOOR = 1 << 15
+FLOOR, LARGEST = 1 << 15, SIZES[-1]
 BUFFERS = [HOST.zeros(nbytes // 4) for nbytes in SIZES]
 
 

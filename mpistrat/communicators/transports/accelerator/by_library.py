@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from mpistrat.arrays import is_on_gpu, is_torch
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
@@ -18,6 +18,9 @@ class ByLibrary(Transport):
 
     Args:
         of_torch, of_cupy: make the transports. Collective.
+
+    Attributes:
+        made: the transports that there are, by whether they are of torch's tensors.
     """
 
     takes_device_buffers = True
@@ -26,22 +29,18 @@ class ByLibrary(Transport):
         self, of_torch: Callable[[], DeviceTransport], of_cupy: Callable[[], DeviceTransport]
     ) -> None:
         self._make = {True: of_torch, False: of_cupy}
-        self._made: dict[bool, DeviceTransport] = {}
+        self.made: dict[bool, DeviceTransport] = {}
         self._last: DeviceTransport | None = None
 
     def of(self, torch: bool) -> DeviceTransport:
         """The transport of torch's tensors, or of CuPy's arrays. Collective when it is made."""
-        if torch not in self._made:
-            self._made[torch] = self._make[torch]()
-        return self._made[torch]
+        if torch not in self.made:
+            self.made[torch] = self._make[torch]()
+        return self.made[torch]
 
     @property
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
-        return any(transport.ordered_by_streams for transport in self.made)
-
-    @property
-    def made(self) -> Collection[DeviceTransport]:
-        return self._made.values()
+        return any(transport.ordered_by_streams for transport in self.made.values())
 
     def choose(self, call: str, operands: Operands) -> Mover | None:
         transport = self.to_use(operands)
@@ -51,7 +50,7 @@ class ByLibrary(Transport):
         """The transport of a call's buffers, whose turn it is; None for buffers on the host. Collective."""
         if not is_on_gpu(operands.buffer):
             return None
-        chosen = self._made.get(is_torch(operands.buffer))
+        chosen = self.made.get(is_torch(operands.buffer))
         if chosen is None or chosen is not self._last:
             if self._last is not None:
                 self._last.wait_until_idle()
@@ -60,10 +59,10 @@ class ByLibrary(Transport):
 
     def explain(self, rest: str) -> str:
         names = {True: "tensors", False: "CuPy arrays"}
-        several = len(self._made) > 1
+        several = len(self.made) > 1
         lines = [
             f"{names[torch] if several else 'buffers'} on GPUs: {transport.why}\n"
-            for torch, transport in self._made.items()
+            for torch, transport in self.made.items()
         ]
         return f"{''.join(lines)}buffers on the host: {rest}"
 
@@ -81,7 +80,8 @@ class AskedFor(Transport):
 
     @property
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
-        return any(self._of(made).ordered_by_streams for made in self._by_library.made)
+        made = self._by_library.made.values()
+        return any(self._of(transport).ordered_by_streams for transport in made)
 
     def choose(self, call: str, operands: Operands) -> Mover | None:
         transport = self._by_library.to_use(operands)

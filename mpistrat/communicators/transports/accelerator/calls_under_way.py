@@ -68,7 +68,7 @@ class CallsUnderWay:
         self._number = 0
         self._words, self._board = watch.record.words, watch.board
         self._lookout = lookout()
-        self._lookout.watch(self)
+        self._lookout.watched.add(self)
 
     def add(self) -> None:
         """A collective was submitted, and the current stream waits for its end."""
@@ -133,30 +133,27 @@ class CallsUnderWay:
 
 
 class Lookout:
-    """The thread that looks at calls under way. While there are none it sleeps."""
+    """The thread that looks at the calls under way of all in `watched`. While there are none it sleeps."""
 
     def __init__(self) -> None:
         self.is_awake = threading.Event()
-        self._watched: weakref.WeakSet[CallsUnderWay] = weakref.WeakSet()
+        self.watched: weakref.WeakSet[CallsUnderWay] = weakref.WeakSet()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat device calls", daemon=True)
         self._thread.start()
         job_end().call_last(self._end)
-
-    def watch(self, calls: CallsUnderWay) -> None:
-        self._watched.add(calls)
 
     def _run(self) -> None:
         make_own_current()
         let_this_thread_query_events()
         while self.is_awake.wait() and not self._stop.wait(SECONDS_BETWEEN_LOOKS):
             self.is_awake.clear()
-            for calls in list(self._watched):
+            for calls in list(self.watched):
                 try:
                     if calls.look():
                         self.is_awake.set()
                 except Exception:  # of the device: the program gets it, too
-                    self._watched.discard(calls)
+                    self.watched.discard(calls)
 
     def _end(self) -> None:
         self._stop.set()

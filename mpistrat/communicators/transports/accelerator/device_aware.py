@@ -5,19 +5,20 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import Array, dtype_name, num_elements
-from mpistrat.communicators.arithmetic import KNOWN_TO_MPI, SUMMED_AS_FLOAT32, scale
-from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.arithmetic import KNOWN_TO_MPI, scale
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.mpi import OPS
-from mpistrat.communicators.transports.transport import Operands, reduce_in_place
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.communicators.transports.transport import combined_as_float32
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.router import Router
 
 
 class DeviceAwareTransport(DeviceTransport):
@@ -26,27 +27,13 @@ class DeviceAwareTransport(DeviceTransport):
     MPI reads and writes the memory by means of its own, on no stream of the program's. So the host waits for the
     current stream before a call; and as the call returns when MPI is done, what the program submits afterwards, on any
     stream, comes after it.
-
-    Args:
-        comm: over the ranks of `host`; nobody else uses it meanwhile.
     """
 
-    def __init__(
-        self,
-        host: Communicator,
-        index: int,
-        watch: CommunicatorWatch,
-        why: str,
-        comm: MPI.Intracomm,
-    ) -> None:
-        super().__init__(host, index, watch, why)
-        self._comm = comm
+    host: Router  # nobody else uses its `comm` meanwhile
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
-        if name.startswith(SUMMED_AS_FLOAT32):
-            plain = reduction.plain
-            reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
+        if combined_as_float32(buffer, reduction, self._combine):
             return
         if name not in KNOWN_TO_MPI:
             self.combine_on_host(buffer, reduction)
@@ -54,12 +41,12 @@ class DeviceAwareTransport(DeviceTransport):
         self.wait_for_current_stream(buffer)
         datatype = MPI.Datatype.fromcode(np.dtype(name).char)
         memory = self._memory(buffer, num_elements(buffer), datatype)
-        self._comm.Allreduce(MPI.IN_PLACE, memory, OPS[reduction.op])
+        self.host.mpi.comm.Allreduce(MPI.IN_PLACE, memory, OPS[reduction.op])
         scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
         self.wait_for_current_stream(buffer)
-        self._comm.Bcast(self._memory(buffer, int(buffer.nbytes), MPI.BYTE), root)
+        self.host.mpi.comm.Bcast(self._memory(buffer, int(buffer.nbytes), MPI.BYTE), root)
 
     def _memory(self, buffer: Array, count: int, datatype: MPI.Datatype) -> Any:
         address = self.library(buffer).pointer(buffer)

@@ -113,9 +113,8 @@ class _Choice:
             )
             return native, native.start(Ranks(comm))
 
-        everyone = self._host.all_gather_object(_version(lambda: version_of(kind)))
         group = "torch's NCCL" if kind == "cuda" else "torch's own group"
-        return self._best(library, group, everyone, start)
+        return self._best(library, group, lambda: version_of(kind), start)
 
     def of_cupy(self) -> DeviceTransport:
         """The best way of CuPy's arrays. Collective."""
@@ -123,26 +122,26 @@ class _Choice:
 
         def start(ranks: Router, channel: AbortChannel, why: str) -> tuple[nccl.NcclTransport, str]:
             host = Router(ranks.ways)
-            by_nccl = nccl.NcclTransport(host, self._index, self._watch, why, channel)
-            return by_nccl, by_nccl.start(library)
+            by_nccl = nccl.NcclTransport(host, self._index, self._watch, why)
+            return by_nccl, by_nccl.start(library, channel)
 
-        everyone = self._host.all_gather_object(_version(lambda: f"NCCL {nccl.version()}"))
-        return self._best(library, "NCCL", everyone, start)
+        return self._best(library, "NCCL", lambda: f"NCCL {nccl.version()}", start)
 
     def _best(
         self,
         library: DeviceLibrary,
         group: str,
-        versions: Sequence[tuple[str, str]],
+        version: Callable[[], str],
         start: Callable[[Router, AbortChannel, str], tuple[DeviceTransport, str]],
     ) -> DeviceTransport:
         """The best way of the arrays of `library`.
 
         Args:
             group: what moves them between GPUs, for people.
-            versions: each rank's of that, as of `missing`.
+            version: tells this rank's of that.
             start: makes a group of the ranks of a communicator. Returns: its transport, and why it cannot be used.
         """
+        versions = self._host.all_gather_object(_version(version))
         ranks, through = self._communicator, f"through {versions[0][0]}"
         ungrouped = why_not = shared_gpu(self._gpus) or missing(versions)
         if not why_not:
@@ -178,7 +177,7 @@ class _Choice:
         args = Router(ranks.ways), self._index, self._watch
         if not unproven:
             why = f"through MPI, which was seen to take device memory{text}"
-            return DeviceAwareTransport(*args, why, ranks.mpi.comm)
+            return DeviceAwareTransport(*args, why)
         why = f"in chunks through pinned host memory{text}; not by MPI from device memory ({unproven})"
         return StagedTransport(*args, why)
 

@@ -8,11 +8,12 @@ often as if the node were one rank.
 from __future__ import annotations
 
 import collections
+import copy
 import math
 from collections.abc import Callable, Sequence
 
-from mpistrat.arrays import Array, dtype_name, is_on_gpu, num_elements
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
+from mpistrat.arrays import Array, is_on_gpu, num_elements
+from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs.measurement import (
     NOT_MEASURED,
@@ -23,7 +24,7 @@ from mpistrat.communicators.costs.measurement import (
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
-from mpistrat.communicators.transports.transport import Mover, Operands, Transport, reduce_in_place
+from mpistrat.communicators.transports.transport import Mover, Operands, combined_as_float32
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
@@ -63,15 +64,14 @@ class HierarchicalDeviceTransport(DeviceTransport):
     ) -> None:
         super().__init__(host, index, watch)
         self.within, self.between, self.flat = within, between, flat
-        self.asked_for = {
-            CommunicationImplementation.NCCL: flat,
-            CommunicationImplementation.HIERARCHICAL: _Always(self),
-        }
         self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
         self._nodes = nodes
         # By rank: its place on its node.
         self._places = [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
+        # A copy goes by node from SMALLEST on, whatever this one measures.
+        ways = CommunicationImplementation
+        self.asked_for = {ways.NCCL: flat, ways.HIERARCHICAL: copy.copy(self)}
 
     @property
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
@@ -125,9 +125,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         self.within.wait_until_idle()
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
-        if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):  # rounded once, not on each node
-            plain = reduction.plain
-            reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
+        if combined_as_float32(buffer, reduction, self._combine):  # rounded once, not on each node
             return
         plain = reduction.plain
         flat, whole, mine = self._sliced(buffer)
@@ -163,23 +161,6 @@ class HierarchicalDeviceTransport(DeviceTransport):
             whole[: num_elements(flat)] = flat
             whole[num_elements(flat) :] = 0
         return flat, whole, whole[self.within.rank * length : (self.within.rank + 1) * length]
-
-
-class _Always(Transport):
-    """By node, whatever was measured."""
-
-    takes_device_buffers = True
-
-    def __init__(self, by_node: HierarchicalDeviceTransport) -> None:
-        self._by_node = by_node
-
-    def choose(self, call: str, operands: Operands) -> Mover | None:
-        if takes(call, operands):
-            return self._by_node
-        return self._by_node.flat.choose(call, operands)
-
-    def explain(self, rest: str) -> str:
-        return self._by_node.explain(rest)
 
 
 def takes(call: str, operands: Operands) -> bool:

@@ -91,11 +91,15 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
         thread = threading.Thread(target=run, name=f"mpistrat start of {self.name}", daemon=True)
         thread.start()
         job_end().call_last(functools.partial(thread.join, SECONDS_TO_LEAVE_A_LIBRARY))
-        limit = start_seconds() * SHARE_OF_THE_START
+        limit = start_seconds() * SHARE_OF_THE_START  # 0: none
+        until = time.monotonic() + (limit or math.inf)
+
+        def is_settled() -> bool:
+            return bool(why) or self._channel.received() is not None
+
         try:
-            waited = _wait(
-                lambda: bool(why) or self._channel.received() is not None, self._watch, limit
-            )
+            wait_until(lambda: is_settled() or time.monotonic() > until, self._watch)
+            waited = is_settled()
         except BaseException as error:
             self.__exit__(None, error, None)
             raise
@@ -187,10 +191,3 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
 
 class FailedElsewhereError(Exception):
     """Another rank has failed, and the group is aborted here."""
-
-
-def _wait(done: Callable[[], bool], watch: CommunicatorWatch, limit: float) -> bool:
-    """Wait until `done()`, or so many seconds (0: no limit). Returns: whether it is done."""
-    until = time.monotonic() + limit if limit else math.inf
-    wait_until(lambda: done() or time.monotonic() > until, watch)
-    return done()

@@ -1,7 +1,7 @@
 """Buffers on GPUs through NCCL.
 
-Only `_Cupy` knows `cupy.cuda.nccl`: another such class would bring another binding of NCCL (NVIDIA's nccl4py). It
-imports cupy on first use, after torch where that is used: both then share the libnccl that torch brings.
+Only `_Cupy` and `version` know `cupy.cuda.nccl`: others like them would bring another binding of NCCL (NVIDIA's
+nccl4py). They import cupy on first use, after torch where that is used: both then share the libnccl that torch brings.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat.arrays import Array, dtype_name, num_elements
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
-from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
-from mpistrat.communicators.transports.transport import Operands, reduce_in_place
+from mpistrat.communicators.transports.transport import combined_as_float32
 from mpistrat.liveness.abort_channel import AbortChannel
-from mpistrat.liveness.watch import CommunicatorWatch
 
 OPS = ("sum", "max", "min", "prod")
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
@@ -34,15 +32,6 @@ class _Cupy:
         self._dtypes = {name: getattr(nccl, f"NCCL_{name.upper()}") for name in DTYPES}
         self._ops = {op: getattr(nccl, f"NCCL_{op.upper()}") for op in OPS}
         self._group_start, self._group_end = nccl.groupStart, nccl.groupEnd
-
-    @staticmethod
-    def version() -> int:
-        """The version of NCCL: 22705 is 2.27.5. Raises: ImportError when there is none."""
-        from cupy.cuda import nccl
-
-        if not nccl.available:
-            raise ImportError("CuPy finds no libnccl")
-        return int(nccl.get_version())
 
     @staticmethod
     def unique_id() -> Any:
@@ -70,8 +59,12 @@ class _Cupy:
 
 
 def version() -> int:
-    """The version of the NCCL that would be used. Raises: ImportError when there is none."""
-    return _Cupy.version()
+    """The version of the NCCL that would be used: 22705 is 2.27.5. Raises: ImportError when there is none."""
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        raise ImportError("CuPy finds no libnccl")
+    return int(nccl.get_version())
 
 
 class NcclTransport(DeviceTransport):
@@ -83,27 +76,17 @@ class NcclTransport(DeviceTransport):
 
     An error of NCCL's, a stall, or another rank's error aborts the communicator on all ranks that wait in it: no
     buffer on a GPU can be combined any more.
-
-    Args:
-        abort_channel: between the ranks of `host`.
     """
 
-    def __init__(
-        self,
-        host: Communicator,
-        index: int,
-        watch: CommunicatorWatch,
-        why: str,
-        abort_channel: AbortChannel,
-    ) -> None:
-        super().__init__(host, index, watch, why)
-        self._joint: JointGroup[_Cupy] = JointGroup(
-            "NCCL", host, abort_channel, watch, lambda nccl: nccl.abort()
-        )
-        self._streams: dict[type[DeviceLibrary], Any] = {}
+    _joint: JointGroup[_Cupy]
+    _stream: Any
 
-    def start(self, library: DeviceLibrary) -> str:
-        """Join the ranks, and try a first reduction. Collective. Returns: why NCCL cannot be used, "" if it can."""
+    def start(self, library: DeviceLibrary, channel: AbortChannel) -> str:
+        """Join the ranks, and try a first reduction. Collective. Returns: why NCCL cannot be used, "" if it can.
+
+        Args: channel: between the ranks of `host`.
+        """
+        self._joint = JointGroup("NCCL", self.host, channel, self._watch, _Cupy.abort)
         unique_id, why = None, ""
         if self.rank == 0:
             try:
@@ -122,7 +105,8 @@ class NcclTransport(DeviceTransport):
             with library.device():
                 ones = library.empty((1,), "float32")
                 ones[...] = 1
-                stream, nccl = self._stream_of(library), self._joint.group
+                stream, nccl = library.new_stream(), self._joint.group
+                self._stream = stream
                 if nccl is None:
                     return "it was aborted"
                 stream.wait_event(library.record(library.current_stream()))
@@ -136,9 +120,7 @@ class NcclTransport(DeviceTransport):
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
-        if name.startswith(SUMMED_AS_FLOAT32):
-            plain = reduction.plain
-            reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
+        if combined_as_float32(buffer, reduction, self._combine):
             return
         if name not in DTYPES or reduction.op not in OPS:
             self.combine_on_host(buffer, reduction)
@@ -166,10 +148,9 @@ class NcclTransport(DeviceTransport):
     def _run(self, library: DeviceLibrary, call: Callable[[_Cupy, int], None]) -> None:
         """Let `call` use NCCL on our stream, and return when the GPU has done that."""
         with self._joint as nccl:
-            stream = self._stream_of(library)
-            stream.wait_event(library.record(library.current_stream()))
-            call(nccl, library.handle(stream))
-            self.wait(library, library.record(stream))
+            self._stream.wait_event(library.record(library.current_stream()))
+            call(nccl, library.handle(self._stream))
+            self.wait(library, library.record(self._stream))
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
         """Wait for `event`, or for an error of NCCL's or of another rank, with which NCCL's kernels would never end."""
@@ -181,9 +162,3 @@ class NcclTransport(DeviceTransport):
             return library.is_done(event)
 
         self._joint.wait_until(done)
-
-    def _stream_of(self, library: DeviceLibrary) -> Any:
-        kind = type(library)
-        if kind not in self._streams:
-            self._streams[kind] = library.new_stream()
-        return self._streams[kind]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpistrat.arrays import Array, is_torch, itemsize, num_elements
+from mpistrat.arrays import Array, itemsize, num_elements
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
@@ -19,11 +19,13 @@ class StagedTransport(DeviceTransport):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stages: dict[bool, _Stages] = {}
+        self._stages: dict[DeviceLibrary, _Stages] = {}
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         library = self.library(buffer)
-        stages = self._stages_of(buffer, library)
+        if library not in self._stages:
+            self._stages[library] = _Stages(library)
+        stages = self._stages[library]
         flat = library.flat(buffer)
         step = CHUNK // itemsize(flat)
         chunks = [flat[start : start + step] for start in range(0, num_elements(flat), step)]
@@ -37,12 +39,6 @@ class StagedTransport(DeviceTransport):
             self.host.all_reduce(host, reduction)
             stages.send(i, host, chunk)
         stages.end()
-
-    def _stages_of(self, buffer: Array, library: DeviceLibrary) -> _Stages:
-        stages = self._stages.get(is_torch(buffer))
-        if stages is None:
-            stages = self._stages[is_torch(buffer)] = _Stages(library)
-        return stages
 
 
 class _Stages:
