@@ -83,8 +83,7 @@ class Router(Communicator):
         self.on_one_node = contract.watch is not None and contract.watch.peers is not None
         self.takes_device_buffers = any(t.takes_device_buffers for t in ways.transports)
         self.ordered_by_streams = any(t.ordered_by_streams for t in ways.transports)
-        # Not a method: a communicator that goes gives its memory back at once.
-        self._enter = lambda *words: contract.enter(signature_of(words + last_words))
+        self._enter = _entering(contract, last_words)
         self.memory = CheckedMemory(ways.memory, self._enter)
         # Without an agreement there is nothing that small calls could travel with.
         slots = None if contract.agreement is None else ways.slots
@@ -259,3 +258,10 @@ class _Overridden(Router):
 
     def explain(self) -> str:
         return f"implementation={self._implementation.name} was asked for:\n{super().explain()}"
+
+
+def _entering(
+    contract: Unchecked, last_words: tuple[str, ...]
+) -> Callable[..., contextlib.AbstractContextManager[None]]:
+    """A function of the words of a call, whose result surrounds the call. It does not refer to the communicator."""
+    return lambda *words: contract.enter(signature_of(words + last_words))
