@@ -130,6 +130,7 @@ class Buckets:
         for number, bucket in enumerate(self._buckets, 1):
             bucket.parameters = list(map(parameters.__getitem__, bucket.slots))
             bucket.missing = set(map(id, bucket.parameters))
+            bucket.writers.clear()
             self.places.update(dict.fromkeys(bucket.missing, bucket))
             if not bucket.reduction.label or bucket.reduction.compressor is not None:
                 label = f"gradients, bucket {number} of {len(self._buckets)}"
@@ -203,7 +204,8 @@ class Buckets:
         sums: dict[int, torch.Tensor] = {}
         for bucket in self._buckets:
             sums.update(zip(bucket.slots, bucket.pieces, strict=True))
-            bucket.parameters = []  # the program may drop them
+            # Nothing but the program refers to its parameters and to their gradients.
+            bucket.parameters, bucket.flat, bucket.pieces = [], None, []
         return sums
 
     def leave(self) -> None:
@@ -244,9 +246,3 @@ class HostBuckets(Buckets):
                     bucket.flat = pack.flat[start : start + bucket.length]
                     bucket.pieces = pack.pieces[first : first + len(bucket.slots)]
                     start, first = start + bucket.length, first + len(bucket.slots)
-
-    def wait(self) -> dict[int, torch.Tensor]:
-        sums = super().wait()
-        for bucket in self._buckets:
-            bucket.flat, bucket.pieces = None, []  # nothing but the program refers to the pack
-        return sums

@@ -98,8 +98,6 @@ class DeviceBuckets(Buckets):
         """As of `Buckets`; it is the program's stream that waits for the sums."""
         sums = super().wait()
         self._program.wait_stream(self._side.stream)
-        for bucket in self._buckets:
-            bucket.flat, bucket.pieces, bucket.writers = None, [], set()
         return sums
 
     def leave(self) -> None:
@@ -111,9 +109,10 @@ class DeviceBuckets(Buckets):
     def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
         """Allocate memory for `bucket`, or take that of its only gradient. What was written elsewhere comes first."""
         here = self.stream()
-        for stream in bucket.writers - {here}:
-            here.wait_stream(stream)
         bucket.writers.add(here)
+        # The program's may still use what the memory held before.
+        for stream in {*bucket.writers, self._program} - {here}:
+            here.wait_stream(stream)
         for gradient in gradients:
             if gradient is not None and not gradient.is_sparse:
                 gradient.record_stream(here)  # the last to read it; another may have allocated it
@@ -126,5 +125,3 @@ class DeviceBuckets(Buckets):
                     bucket.length, dtype=bucket.like[0].dtype, device=self._side.device
                 )
             bucket.flat, bucket.pieces = flat, packing.pieces_of(flat, bucket.like)
-            if here != self._program:  # which may still use what the memory held before
-                here.wait_stream(self._program)
