@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, name_of_dtype
-from mpistrat.communicators.host_views import view_of
+from mpistrat.communicators.host_views import bytes_of, view_of
 from mpistrat.communicators.reduction import BITWISE
 
 # The dtypes that MPI can reduce. Memory takes no others: they would fail as soon as a message is needed.
@@ -48,6 +48,12 @@ class Arithmetic(abc.ABC):
     @abc.abstractmethod
     def elements(self, buffer: Array) -> Any:
         """The elements of `buffer`, in its shape and in its own memory."""
+
+    def flat(self, buffer: Array) -> Any:
+        """The elements of `buffer`, side by side, in its own memory. Raises: ValueError: it is not C-contiguous."""
+        if buffer.__class__ is np.ndarray and buffer.flags.c_contiguous:
+            return buffer.reshape(-1)
+        return self.view(bytes_of(buffer))
 
     @abc.abstractmethod
     def totals(self, elements: int) -> Any:

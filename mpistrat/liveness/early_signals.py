@@ -49,9 +49,9 @@ def release() -> None:
         with contextlib.suppress(ValueError):  # on another thread: at a later step
             if signal.getsignal(number) is _note:
                 signal.signal(number, signal.SIG_DFL)
+                kept.discard(number)
                 if heard(frozenset([number])):
                     signal.raise_signal(number)
-            kept.discard(number)
 
 
 def _note(number: int, frame: Any) -> None:

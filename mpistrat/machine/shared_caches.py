@@ -19,8 +19,9 @@ def caches_of(
     """
     found = set()
     with contextlib.suppress(OSError, ValueError):
-        virtual = "hypervisor" in Path(described).read_text(encoding="utf-8")
-        for folder in Path(devices).glob(f"cpu{min(cpus)}/cache/index*" if not virtual else "none"):
+        if "hypervisor" in Path(described).read_text(encoding="utf-8"):
+            return ()
+        for folder in Path(devices).glob(f"cpu{min(cpus)}/cache/index*"):
             names = "level", "shared_cpu_map"
             level, sharing = ((folder / name).read_text(encoding="utf-8").strip() for name in names)
             if all(int(sharing.replace(",", ""), 16) >> cpu & 1 for cpu in cpus):

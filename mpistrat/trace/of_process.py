@@ -14,9 +14,8 @@ from mpistrat.trace.timeline import Timeline, host_clock
 MOST_BYTES_AT_EXIT = 64_000_000
 
 _timeline: Timeline | None = None
-is_complete = (
-    False  # all ranks of the job have closed their parts, and rank 0 has them in its folder
-)
+# All ranks of the job have closed their parts, and rank 0 has them in its folder.
+is_complete = False
 
 
 def begin(folder: str, rank: int, size: int) -> Timeline:

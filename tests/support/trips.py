@@ -1,7 +1,8 @@
 """How many calls of the package, in how many files, a program's call leads to: whoever reads its way goes through them.
 
 Every Python call of the package counts, also of lambdas, comprehensions and generators. Calls of threads that run
-already do not. Nor does what a rank does because it waits for others: `liveness/waiting.py`, and what that calls.
+already do not. Nor does what a rank does because it waits for others: `liveness/waiting.py`, `BoardAgreement._wait`,
+and what these call.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import mpistrat
+from mpistrat.communicators.contract.agreement import BoardAgreement
 
 PACKAGE = f"{Path(mpistrat.__file__).parent}/"
 WAITING = f"{PACKAGE}liveness/waiting.py"
+LOOKS_AGAIN = BoardAgreement._wait.__code__  # a rank that does not find the others there
 NO_FILES = (
     "arrays.py",
     "reduce_op.py",
@@ -55,7 +58,7 @@ class Trip:
             return
         above: FrameType | None = frame
         while above is not None:
-            if above.f_code.co_filename == WAITING:
+            if above.f_code.co_filename == WAITING or above.f_code is LOOKS_AGAIN:
                 return
             above = above.f_back
         self.calls.append((code.co_filename.removeprefix(PACKAGE), code.co_name))

@@ -39,8 +39,9 @@ def read(folder: str, key: dict[str, Any]) -> list[Observation]:
             return []
         found = [Observation(**fields) for fields in content["observations"]]
         numbers = [seconds for o in found for times in o.seconds.values() for seconds in times]
-        numbers += [o.distance + o.when for o in found]
-        if not all(math.isfinite(number) and number > 0 for number in numbers):
+        numbers += [o.when for o in found]
+        apart = [o.distance for o in found]
+        if not all(0 < number < math.inf for number in numbers) or min(apart, default=0) < 0:
             return []
         oldest, newest = time.time() - SECONDS_TO_LIVE, time.time() + _SECONDS_AHEAD
         return sorted((o for o in found if oldest < o.when < newest), key=lambda o: o.when)

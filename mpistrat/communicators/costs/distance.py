@@ -27,7 +27,7 @@ _TIMES = 10
 def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[], None]) -> float:
     """Seconds in which this rank writes 128 KB that another has read, and reads 128 KB that the next has just written.
 
-    Collective; the median of some times: ranks that take turns on a core are as near as never else.
+    Collective. It is the median of some times: where ranks take turns on a core, single times are far too short.
     Args:
         segments: memory that the ranks of a node share, NBYTES of each; None where they share none: it is 0 there.
         meet: returns once every rank has called it.
@@ -49,11 +49,15 @@ def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[]
     return statistics.median(seconds[1:])  # before the first, nobody has read
 
 
-def distance_on(node: MPI.Intracomm) -> float:
-    """This rank's `distance` from the next rank of a node; 0 where it is alone, or shares no memory. Collective."""
+def distance_on_node(world: MPI.Intracomm) -> float:
+    """This rank's `distance` from the next rank of its node; 0 where it is alone, or shares no memory. Collective."""
+    from mpi4py import MPI  # here, because it starts MPI
+
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
     segments, _ = share(Blocks.NBYTES + NBYTES, node.rank, node.allgather, populate=True)
-    if segments is None or node.size == 1:
-        return 0.0
-    meet = Blocks(segments, node.rank, CommunicatorWatch()).tick
-    parts = [segment[-NBYTES:] for segment in segments]
-    return distance(parts, node.rank, meet)
+    far = 0.0
+    if segments is not None and node.size > 1:
+        meet = Blocks(segments, node.rank, CommunicatorWatch()).tick
+        far = distance([segment[-NBYTES:] for segment in segments], node.rank, meet)
+    node.Free()
+    return far

@@ -40,8 +40,9 @@ SIZES_ON_NODE = tuple(1 << power for power in range(15, 26))
 SIZES_ON_DEVICE = (1 << 17, 1 << 19, 1 << 21, 1 << 23)
 # Rounds that are timed, after a first in which pages and connections are missing.
 ROUNDS = 9
-# Calls of a way in a round, if they take no longer. Buffers of more bytes are timed in one round.
-_CALLS, _SECONDS_OF_CALLS, _ONCE = 8, 4e-3, 1 << 23
+# A way is called so often with a buffer in a round, or as often as so many seconds allow.
+_CALLS, _SECONDS_OF_CALLS = 8, 4e-3
+_ONCE = 1 << 23  # Buffers of more bytes are timed in one round only.
 SECONDS = 0.3  # for all rounds on a node; a call that has begun ends, too
 SECONDS_BETWEEN_NODES = 0.2  # for the ways of each slice, and as long for those of all ranks
 # Ranks spin while they wait. If one had less of its core, other programs, or ranks without a core, disturbed it.
@@ -54,7 +55,8 @@ CLEARLY = 1.25
 
 Way = Callable[[Any], object]
 
-costs_of_this_job: dict[str, Costs] = {}  # by key, where this process is the first rank
+# By key, where this process is the first rank; and how far apart the ranks' cores were.
+costs_of_this_job: dict[str, tuple[float, Costs]] = {}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Costs:
         """The number of bytes from which on `way` is taken, not `other`: `floor` at least; infinite for never.
 
         From the largest size on that is measured it is taken, unless it costs more than `clearly` times as much there.
-        That few jobs do not prove: others may have disturbed them.
+        Fewer jobs than ENOUGH do not prove that: others may have disturbed them.
         """
         if not self.ways:
             return max(floor, UNMEASURED)
@@ -94,8 +96,8 @@ class Costs:
     def borders(self, way: str, other: str, floor: int) -> list[float]:
         """The sizes at which another way is taken: `way` from the first on, `other` from the second on, and so on.
 
-        They lie amid two sizes of which the one way and the other take less time. After the largest size, few jobs do
-        not prove that `way` is dearer.
+        They lie amid two sizes of which the one way and the other take less time. Of larger buffers than could be
+        timed, the lines decide. Fewer jobs than ENOUGH do not prove that `way` is dearer after the largest size.
         """
         if not self.ways:
             return [max(floor, UNMEASURED)]
@@ -107,8 +109,13 @@ class Costs:
             if (this <= that) == (len(found) % 2 == 0):
                 found.append(max(floor, math.sqrt(smaller * size)))
             smaller = size
-        if len(found) % 2 == 0 and self.jobs < ENOUGH:
-            found.append(self.sizes[-1])
+        later = (
+            self.ways[way].cheaper_from(self.ways[other]) if smaller < self.sizes[-1] else math.inf
+        )
+        if self.jobs < ENOUGH:
+            later = min(later, self.sizes[-1])
+        if len(found) % 2 == 0 and later < math.inf:
+            found.append(max(smaller, later))
         return found
 
     def explain(self) -> str:
@@ -194,7 +201,9 @@ def costs_of(
     }
     first = communicator.rank == 0
     kept = _kept(key, here) if first else []
-    costs = costs_of_this_job.get(repr(key)) if first else None
+    there, costs = costs_of_this_job.get(repr(key), (math.inf, None))
+    if not are_near(here, there):
+        costs = None
     if costs is None and suffice(kept):
         costs = _fitted(kept, key, f"measured {_read(kept, key)}")
     known: Costs | None = communicator.broadcast_object(costs)
@@ -204,7 +213,7 @@ def costs_of(
         costs = _joined(kept, measured, here, ways, key) if first else None
         known = communicator.broadcast_object(costs)
     if first:
-        costs_of_this_job[repr(key)] = known
+        costs_of_this_job[repr(key)] = here, known
     return known
 
 
@@ -251,7 +260,7 @@ def measure(
     rounds: list[list[np.ndarray]] = []
     started = time.perf_counter()
     awake = ran = 0.0
-    stayed = True
+    distances = []
     for number, (size, buffer) in itertools.product(range(1 + ROUNDS), enumerate(buffers)):
         if not size:
             rounds.append([])
@@ -259,7 +268,8 @@ def measure(
         calls = _calls(buffer.nbytes, [rows[size] for rows in rounds[:-1]])
         took = np.empty((calls, len(ways)))
         for (i, (name, way)), call in itertools.product(turns, range(calls)):
-            buffer[...] = 0  # as a program has just written what it combines
+            if isinstance(buffer, np.ndarray):
+                buffer[...] = 0  # as a program has just written what it combines
             communicator.barrier()
             begun, ran_before = time.perf_counter(), time.thread_time()
             way(buffer)
@@ -270,13 +280,16 @@ def measure(
         slowest = np.append(took, [distance(), time.perf_counter() - started])
         communicator.all_reduce(slowest, "max")
         rounds[-1].append(slowest[:-2].reshape(took.shape).min(axis=0, initial=math.inf))
-        stayed &= are_near(here, slowest[-2])
+        distances.append(slowest[-2])
         if slowest[-1] >= seconds:
             break
     share = np.array(ran / awake if awake else 1.0)
     communicator.all_reduce(share, "min")
-    whole = [rows for rows in rounds[1:] if len(rows) == len(buffers)]
-    return Measured(np.array(whole or rounds[:1]), float(share), bool(stayed))
+    first, *later = rounds
+    whole = [rows for rows in later if len(rows) == len(buffers)]
+    warm = later[0] if later else []
+    times = np.array(whole or [[*warm, *first[len(warm) :]]])
+    return Measured(times, float(share), are_near(here, float(np.median(distances))))
 
 
 def _calls(nbytes: int, before: Sequence[np.ndarray]) -> int:
@@ -320,7 +333,10 @@ def _joined(
 def _fitted(observations: Sequence[Observation], key: dict[str, Any], origin: str) -> Costs:
     """Lines through the least times."""
     least, sizes = least_of(observations), key["memory"][1:]
-    lines = {way: fitted(sizes[: len(times)], times) for way, times in least.items()}
+    few = max(
+        2, sum(size <= SIZES[-1] for size in sizes)
+    )  # one line does not fit caches and memory
+    lines = {way: fitted(sizes[: len(times)][:few], times[:few]) for way, times in least.items()}
     return Costs(lines, origin, jobs=len(observations), sizes=sizes, seconds=least)
 
 

@@ -33,8 +33,8 @@ _TICK, _PLACE = 0, 8
 class Blocks(Mover):
     """Where ranks meet and hand each other blocks.
 
-    A block is written before tick t, combined after it, and its result is read after tick t + 1. A third slot leaves
-    the caches time: two are written again at once, which takes longer.
+    A block is written before tick t, combined after it, and its result is read after tick t + 1. With two
+    slots a rank would write cache lines that another has only just read, which takes longer.
 
     Attributes:
         unbroken: surrounds a collective, which may be part of another.
@@ -89,8 +89,8 @@ class Blocks(Mover):
         """
         buffer, out, scale = operands.buffer, operands.out, operands.reduction.scale
         how = how_to_combine(buffer.dtype, operands.reduction.op, operands.tree)
-        source = how.elements(buffer).reshape(-1)
-        target = source if out is None else how.elements(out).reshape(-1)
+        source = how.flat(buffer)
+        target = source if out is None else how.flat(out)
         slots, rank, takers = self._elements(how), self.rank, takers or self._own_first
         width = _width(self._size, int(buffer.nbytes)) // how.itemsize
         step = width * self._size

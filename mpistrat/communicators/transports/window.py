@@ -155,17 +155,18 @@ class WindowTransport(Transport, NodeMemory):
         """Find out from which size on memory is faster than MPI."""
         crowded = any(self.mpi.comm.allgather(self._watch.crowded))
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
-        buffer, result = (written(SIZES_ON_NODE[-1] // 4) for _ in range(2))
+        largest = SIZES_ON_NODE[-1] // 4
+        both = functools.cache(lambda: [written(largest), written(largest)])  # if they are needed
         ways = {
-            MEMORY: lambda zeros: blocks.all_reduce(Operands(zeros, out=result[: len(zeros)])),
-            MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros, out=result[: len(zeros)])),
+            MEMORY: lambda zeros: blocks.all_reduce(Operands(zeros, out=both()[1][: len(zeros)])),
+            MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros, out=both()[1][: len(zeros)])),
         }
         self.costs = costs_of(
             ways,
             Router(Ways(self.mpi)),
             self.mpi.library,
             [self.size],
-            memory=Memory("host", SIZES_ON_NODE, lambda length: buffer[:length]),
+            memory=Memory("host", SIZES_ON_NODE, lambda length: both()[0][:length]),
             distance=functools.partial(distance, segments, self.rank, blocks.tick),
         )
         self.borders = self.costs.borders(MEMORY, MPI, SMALLEST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,14 +48,12 @@ class Resource:
         self._dropped.append(self.id)
 
 
-class PerWorker:
+class PerWorker(abc.ABC):
     """A closure gets the executing worker's part of this."""
 
-    _resource: Resource
-
+    @abc.abstractmethod
     def resource(self, table: ResourceTable) -> Resource:
         """How a worker makes its part."""
-        return self._resource
 
 
 class ResourceTable:

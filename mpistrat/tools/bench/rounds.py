@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
-from mpistrat.communicators.costs.distance import distance_on
+from mpistrat.communicators.costs.distance import distance_on_node
 from mpistrat.strategies.wiring import communicator_of
 
 ROUNDS = 9
@@ -29,7 +29,7 @@ def all_ranks() -> Communicator:
 def distance_now() -> float:
     """Between this rank's core and the next one's of its node, in seconds. Called by: every rank."""
     mpi = sys.modules.get("mpi4py.MPI")
-    return distance_on(mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)) if mpi else 0.0
+    return distance_on_node(mpi.COMM_WORLD) if mpi else 0.0
 
 
 @functools.cache

@@ -57,7 +57,9 @@ def check(job: Job) -> Iterator[Finding]:
 def _shared_caches(ranks: Sequence[Rank]) -> str:
     caches = [set(rank.cores.caches) for rank in ranks]
     if not all(caches):
-        return "; the kernel does not say which caches their cores share"
+        return (
+            "; the ranks are not bound, or the kernel does not know which caches their cores share"
+        )
     shared = set.intersection(*caches)
     return f": their cores share {f'a cache of level {min(shared)[0]}' if shared else 'no cache'}"
 

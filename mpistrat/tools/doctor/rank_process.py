@@ -111,9 +111,9 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
 
         refusal = reason_against("torch" if gpus.torch_gpus else "cupy", 0)
         rank = dataclasses.replace(rank, gpus=dataclasses.replace(gpus, mpi_refusal=refusal))
-    from mpistrat.communicators.costs.distance import distance_on
+    from mpistrat.communicators.costs.distance import distance_on_node
 
-    far = distance_on(world.Split_type(mpi.COMM_TYPE_SHARED))
+    far = distance_on_node(world)
     rank = dataclasses.replace(rank, cores=dataclasses.replace(rank.cores, distance=far))
     ranks = world.gather(as_json(rank))
 
@@ -124,9 +124,8 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
     elif not first:
         tell(stage="waiting for the first ranks of nodes", seconds=SECONDS_TO_GATHER)
     request = world.Ibarrier()
-    while (
-        not request.Test()
-    ):  # and not a barrier, which would take the cores of the ranks that measure
+    # Not a barrier, which would take the cores of the ranks that measure.
+    while not request.Test():
         time.sleep(0.005)
     if topology.rank:
         tell(rank=topology.rank)

@@ -6,11 +6,23 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from mpistrat.communicators.node.blocks import PAGE, Blocks
 from mpistrat.communicators.reduction import SUM
 from mpistrat.communicators.transports.transport import Operands
 from mpistrat.liveness.watch import CommunicatorWatch
+
+
+def test_buffers_that_are_not_contiguous_are_refused() -> None:
+    """A result would be lost in a copy."""
+    segments = [np.zeros(Blocks.NBYTES, np.uint8)]
+    blocks, square = Blocks(segments, 0, CommunicatorWatch()), np.ones((100, 100), np.float32)
+    across, of_torch = np.asfortranarray(square), torch.ones(100, 100).bfloat16().t()[::2]
+    for operands in Operands(across), Operands(square, out=across), Operands(of_torch):
+        for call in blocks.all_reduce, blocks.reduce:
+            with pytest.raises(ValueError, match="expected a C-contiguous buffer"):
+                call(operands)
 
 
 @pytest.mark.parametrize("root", [None, 1])

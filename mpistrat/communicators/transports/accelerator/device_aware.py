@@ -29,7 +29,7 @@ class DeviceAwareTransport(DeviceTransport):
     stream, comes after it.
     """
 
-    host: Router  # nobody else uses its `comm` meanwhile
+    host: Router  # nobody else uses the communicator of its MPI meanwhile
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)

@@ -57,20 +57,13 @@ def make_group(
             "install a torch with NCCL (CUDA, ROCm) or XCCL (XPU)"
         )
     store = c10d.PrefixStore(f"{kind}/", store)
-    if backend in _CLASSES:
-        cls = getattr(dist.distributed_c10d, _CLASSES[backend])
-        options = cls.Options()
-        options._timeout = timeout
-        options.group_name = name
-        return cls(store, rank, size, options)
-    plugin = _plugin(backend)
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
-    options = c10d._DistributedBackendOptions()
-    options.store, options.group_rank, options.group_size = store, rank, size
-    options.timeout, options.group_id = timeout, name
-    options.global_ranks_in_group = list(range(size))
-    return plugin.creator_fn(options, None)
+    if backend not in _CLASSES:
+        return _by_plugin(backend, store, rank, size, timeout, name)
+    cls = getattr(dist.distributed_c10d, _CLASSES[backend])
+    options = cls.Options()
+    options._timeout = timeout
+    options.group_name = name
+    return cls(store, rank, size, options)
 
 
 def abort_group(group: Any) -> None:
@@ -85,3 +78,16 @@ def abort_group(group: Any) -> None:
 def _plugin(name: str) -> Any:
     """What makes groups of a backend that is not torch's own, nor ours; None where there is none."""
     return None if name == "mpistrat" else dist.Backend._plugins.get(name.upper())
+
+
+def _by_plugin(
+    backend: str, store: Any, rank: int, size: int, timeout: datetime.timedelta, name: str
+) -> Any:
+    plugin = _plugin(backend)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    options = c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, rank, size
+    options.timeout, options.group_id = timeout, name
+    options.global_ranks_in_group = list(range(size))
+    return plugin.creator_fn(options, None)
