@@ -109,8 +109,10 @@ class CommunicationThread:
             try:
                 work()
             except BaseException as error:
+                instead.place = None
                 done.set_exception(error)
             else:
+                instead.place = None
                 done.set_result(None)
             del submitted, work, place, done  # which may hold the memory of gradients
 

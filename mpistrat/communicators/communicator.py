@@ -164,7 +164,8 @@ class Communicator(abc.ABC):
     def following(self) -> contextlib.AbstractContextManager[None]:
         """Around calls with `follows`, from the end of the call that decides on them to the end of the last of them.
 
-        An error of this rank alone in the block leaves the next call: ranks that wait in that call raise StallError.
+        An error of this rank alone in the block leaves the next call. Ranks that wait in that call raise StallError;
+        where they wait inside MPI, the job ends.
         """
         return self.contract.following()
 

@@ -178,7 +178,7 @@ class Router(Communicator):
                 contract.raise_together(error)
         with contract.enter(signature, cause, small, payload, follows and meets):
             if small is not None:
-                result = small.take(contract.calls & 1, operands, payload)
+                result = small.take(contract.agreed & 1, operands, payload)
                 if result is not TOO_LARGE:
                     return result
             return getattr(self.ways.choose(call, operands), call)(operands)

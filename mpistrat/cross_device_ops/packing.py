@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 _DTYPE, _SHAPE, _IS_CPU = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
-_LAYOUT = operator.attrgetter("dtype", "device", "shape")
+_NEEDS_GRAD = operator.attrgetter("requires_grad")
+LAYOUT = operator.attrgetter("dtype", "device", "shape")
 # Of parameters that take turns, such as a generator's and a discriminator's, the packs of so many turns are kept; two
 # of each, because a program that accumulates has the gradients of earlier backwards in one of them.
 _TURNS, _PACKS = 4, 2
@@ -43,7 +44,7 @@ class Pack:
         indices: of the tensors in their list.
         pieces: views of `flat`, in the shapes of the tensors.
         host: `flat` as NumPy has it, whose calls take a third of the time of torch's; None where it cannot.
-        alone: how often all that is referred to while nothing else does so.
+        alone: what `references` gives while nothing else refers to the pack.
     """
 
     flat: Array
@@ -53,10 +54,14 @@ class Pack:
     alone: Any = None
 
     def references(self) -> Any:
-        """How often the memory and each piece are referred to, from Python and from torch."""
+        """How often the memory and each piece are referred to, from Python and from torch; and where they lie."""
         torch, storage = sys.modules["torch"], self.flat.untyped_storage()
-        counts = map(sys.getrefcount, self.pieces), map(torch.Tensor._use_count, self.pieces)
-        return torch._C._storage_Use_Count(storage._cdata), *map(list, counts)
+        of_pieces = (sys.getrefcount, torch.Tensor._use_count, torch.Tensor.data_ptr, _NEEDS_GRAD)
+        return (
+            torch._C._storage_Use_Count(storage._cdata),
+            *(sys.getrefcount(storage), self.flat.data_ptr()),
+            *[list(map(look, self.pieces)) for look in of_pieces],
+        )
 
 
 class Plan(NamedTuple):
@@ -64,7 +69,7 @@ class Plan(NamedTuple):
 
     Attributes:
         key: the layouts, and for whom they are packed.
-        packs: for each pack the indices of its tensors, and those on the host that were taken last.
+        packs: for each pack the indices of its tensors, and the packs of them in host memory that were used last.
     """
 
     key: tuple[Any, ...]
@@ -107,9 +112,12 @@ class Packer:
         key = communicator, asks, [*indices], layouts(map(like.__getitem__, indices))
         for plan in [*self._plans]:
             if plan.key == key:
+                self._plans.remove(plan)
                 break
         else:
             plan = Plan(key, [(group, []) for group in alike(like, indices)])
+            # The largest first: all others then lie in the window that it has asked for.
+            plan.packs.sort(key=lambda pack: -sum([like[i].nbytes for i in pack[0]]))
         packs = []
         for group, kept in plan.packs:
             for pack in kept:
@@ -167,7 +175,7 @@ class Packer:
             nbytes = length * dtype.itemsize
             memory = communicator.memory.window_buffer(nbytes)
             if memory is None and nbytes <= communicator.memory.window_capacity:
-                for packer in _packers:  # their packs that are not in use leave the window
+                for packer in list(_packers):  # their packs that are not in use leave the window
                     packer.forget()
                 memory = communicator.memory.window_buffer(nbytes)
         if memory is None:
@@ -208,7 +216,7 @@ class Packer:
 def layouts(tensors: Iterable[Any]) -> list[Any]:
     """Equal ones have their elements in the same places of a pack."""
     some = list(tensors)
-    return [*map(_LAYOUT, some), *map(sys.modules["torch"].Tensor.stride, some)]
+    return [*map(LAYOUT, some), *map(sys.modules["torch"].Tensor.stride, some)]
 
 
 def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:

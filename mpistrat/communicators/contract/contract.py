@@ -66,7 +66,7 @@ class Contract(Unchecked):
         self.check = check
         self.timeline = timeline
         self.parts: list[Contract] = []
-        self.calls = 0
+        self.calls = self.agreed = 0
         self.waiting_in = None
         self._mpi = mpi
         self._record = self.watch.record
@@ -81,7 +81,7 @@ class Contract(Unchecked):
 
             self._spans = CollectiveSpans(timeline, name, self.size)
         self._called_at: tuple[CodeType, int] | None = None
-        self._may_follow, self._followed = False, 0  # whether calls may, and how many have
+        self._may_follow = False
         self._thread = 0  # that is, or was last, inside a collective
         self._forked = False
         self._abandoned: BaseException | None = None  # for which this rank left its last call
@@ -138,10 +138,13 @@ class Contract(Unchecked):
             spans.begin(signature, code, line)
         try:
             if slot is not None and slot.writes:
-                slot.own[calls & 1][...] = payload
+                slot.own[(self.agreed + 1) & 1][...] = payload
             if follows and self._may_follow:
-                agreement, self._followed = None, self._followed + 1
-            agreed = agreement is None or agreement.agree(calls - self._followed, signature.digest)
+                agreement = None
+            agreed = True
+            if agreement is not None:
+                self.agreed += 1
+                agreed = agreement.agree(self.agreed, signature.digest)
             if record.words[ABORT]:
                 raise_if_stalled(self.watch)  # the others may have left this call for it
             if agreement is not None:
@@ -206,7 +209,7 @@ class Contract(Unchecked):
             yield
         except Exception as error:
             if self._may_follow and not is_raised_by_all(error):
-                self.calls, self._followed = self.calls + 1, self._followed + 1
+                self.calls += 1
                 self._tell_others("which follows another", error)
             raise
         finally:

@@ -26,6 +26,7 @@ class Unchecked:
         timeline: where the calls are shown; None where they are not.
         agreement: how the ranks compare their calls; None where they do not.
         calls: how many collectives this rank has entered.
+        agreed: how many of them the ranks have compared.
         waiting_in: the signature of the collective that this rank is in, or None. A thread of `JobEnd` reads it.
         raising: the error that this rank is about to raise on all, as long as it waits for the others to hear of it.
         parts: the contracts of the communicators that were made of this one.
@@ -39,7 +40,7 @@ class Unchecked:
     watch: CommunicatorWatch | None = None
     timeline: Timeline | None = None
     agreement: Agreement | None = None
-    calls = 0
+    calls = agreed = 0
     waiting_in: CallSignature | None = None
     raising: Exception | None = None
     parts: Sequence[Unchecked] = ()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from mpistrat.communicators import reducing
+from mpistrat.cross_device_ops import packing
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch.gradients.piggyback import Piggyback
 from mpistrat.pytorch.modules import buffers
@@ -92,18 +93,22 @@ class StepAgreement:
     def __init__(self, parts: ModuleParts, registry: Registry) -> None:
         self._parts, self._registry = parts, registry
         self._communicator = parts.group.communicator
+        self._layouts: list[Any] = []  # of the parameters that were used last
+        self._digest = 0  # of these
 
     def agree(self, everyone: Sequence[Step], extended: Any, optimizer_steps: int) -> Agreement:
         """Agree on what all replicas of all ranks have used and written. Called by: every rank.
 
         Compared are calls of `run` (inside `replica()` steps of distributed datasets), steps of optimizers, calls of
-        `Strategy.shard` inside `replica()` while gradients were on, and the first arrays that these were given.
+        `Strategy.shard` inside `replica()` while gradients were on, the first arrays that these were given, and the
+        layouts of the parameters that were used.
 
         Args:
             everyone: the steps of this rank's replicas.
             extended: the strategy's.
         Raises:
-            CollectiveMismatchError: the ranks are not in the same step. RuntimeError: this rank has frozen parameters
+            CollectiveMismatchError: the ranks are not in the same step, or have parameters of different layouts, which
+                could not be added up. RuntimeError: this rank has frozen parameters
                 that others train; they hear of it.
         """
         strategy, piggybacks = self._parts.strategy, list(self._parts.piggybacks)
@@ -117,7 +122,14 @@ class StepAgreement:
         for slot in everyone[0].sent:
             kinds[slot] = _AGAIN if kinds[slot] else _DENSE
         unused = np.array(kinds, np.int32) == 0
-        equal = np.array([*facts, sharded.first, zlib.crc32(unused.tobytes()) >> 1], np.int32)
+        layouts = packing.layouts(itertools.compress(everyone[0].parameters, kinds))
+        if layouts != self._layouts:
+            self._layouts, self._digest = (
+                layouts,
+                zlib.crc32(self._described(layouts).encode()) >> 1,
+            )
+        uses = zlib.crc32(unused.tobytes()) >> 1
+        equal = np.array([*facts, sharded.first, self._digest, uses], np.int32)
         communicated = len(everyone) == 1 and everyone[0].communicated
         words: list[Any] = [[communicated], equal, -equal, kinds, ()]
         if self._registry.buffers:
@@ -130,9 +142,11 @@ class StepAgreement:
         ends = [*itertools.accumulate(map(len, words))]
         (communicates,), equal, opposite, used, written, *maxima = np.split(flags, ends[:-1])
         # Of equal numbers the greatest is the opposite of the greatest opposite.
-        *counts_differ, batches_differ, uses_differ = (equal != -opposite).tolist()
+        *counts_differ, batches_differ, layouts_differ, uses_differ = (equal != -opposite).tolist()
         if any(counts_differ):
             raise CollectiveMismatchError(self._who_is_where(facts))
+        if layouts_differ and not uses_differ:
+            raise CollectiveMismatchError(self._who_has_which(layouts))
         if uses_differ:
             with self._communicator.raising_together():
                 self._check_not_frozen(np.flatnonzero(unused & (used != 0)).tolist())
@@ -148,6 +162,25 @@ class StepAgreement:
             not uses_differ,
             buffers.to_average(written) if len(written) else written,
             list(zip(piggybacks, maxima, strict=True)),
+        )
+
+    def _described(self, layouts: Sequence[Any]) -> str:
+        """A line for each parameter. The device counts where it decides about the way of a gradient."""
+        on_devices, half = self._communicator.takes_device_buffers, len(layouts) // 2
+        return "\n".join(
+            f"{dtype}{list(shape)} with strides {strides}{f' on {device.type}' * on_devices}"
+            for (dtype, device, shape), strides in zip(layouts[:half], layouts[half:], strict=True)
+        )
+
+    def _who_has_which(self, layouts: Sequence[Any]) -> str:
+        """The first parameter that differs. Collective."""
+        everyone = self._communicator.all_gather_object(self._described(layouts).split("\n"))
+        of_ranks = next(rows for rows in zip(*everyone, strict=True) if len(set(rows)) > 1)
+        described = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(of_ranks))
+        return (
+            f"backward() on rank {self._communicator.rank}: a parameter differs between the ranks ({described}): its "
+            "gradients cannot be added up. Change dtypes, shapes and memory formats of mirrored parameters on every "
+            "rank alike"
         )
 
     def _check_not_frozen(self, slots: Sequence[int]) -> None:

@@ -169,11 +169,11 @@ class Buckets:
     def _call(self, work: Callable[[], None], place: Place) -> None:
         """As `CommunicationThread.submit`, on this thread."""
         self.calls += 1
-        instead.place = place
+        before, instead.place = instead.place, place
         try:
             work()
         finally:
-            instead.place = None
+            instead.place = before
 
     def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
         """Find memory for `bucket`, which has none, and gets `gradients`."""

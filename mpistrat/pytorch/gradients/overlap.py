@@ -20,7 +20,7 @@ import torch
 
 from mpistrat.communicators import reducing
 from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
-from mpistrat.cross_device_ops.packing import Packer, layouts
+from mpistrat.cross_device_ops.packing import LAYOUT, Packer
 from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
 from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
@@ -104,7 +104,7 @@ class Overlap:
         if self._overlaps or turn:
             # A model that the program has dropped goes when Python collects it, on each rank at another time.
             own = {s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()}
-            made_for = [scale, *layouts(own.values())]
+            made_for = [scale, *map(LAYOUT, own.values())]
             if self._buckets is None or self._made_for != made_for:
                 if _devices_of(parameters, self._expected) - (self._devices or frozenset()):
                     return None  # they were moved
@@ -233,7 +233,7 @@ class Overlap:
             return
         medians = np.array([statistics.median(way[_UNTIMED:]) for way in (sequential, overlapped)])
         self._communicator.all_reduce(medians, reducing("max", "times of backward()"))
-        self._overlaps = bool(medians[1] < _GAIN * medians[0])
+        self._overlaps = self.may_come = bool(medians[1] < _GAIN * medians[0])
         self._why = (
             f"measured {medians[1] * 1e3:.3g} ms with overlap, {medians[0] * 1e3:.3g} ms without"
         )

@@ -58,6 +58,7 @@ _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.Context
 )
 
 
+_PARAMETER = operator.methodcaller("reference")  # of a slot
 _GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
 _IS_THERE = functools.partial(operator.is_not, None)
 
@@ -186,13 +187,12 @@ class GradientReducer:
         except BaseException as error:
             self._undo(step, error)
             raise
-        self._spent = step.gradients
         self._unsynchronized[replica].put_back(step.parameters, step.aside, reduced)
 
     def _set_aside(self, replica: int) -> Step:
         """Take what is reduced already out of every `.grad`."""
         rule, call = self._parts.rule, f"backward() over {self.count} replicas"
-        parameters = [slot.reference() for slot in self.registry.slots]
+        parameters = [*map(_PARAMETER, self.registry.slots)]
         in_block, scale = per_thread.modes[-1].in_block, None
         synchronizes = id(self) not in _not_synchronizing.get()
         if in_block:
@@ -364,6 +364,7 @@ class GradientReducer:
 
         rest = contributions, reduction_of
         if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
+            self._spent = step.gradients
             return self._sums.all_reduce_packs(self.packer, parameters, slots, *rest)
         packed = [slots]
         if any(is_on_gpu(parameters[slot]) for slot in slots):

@@ -118,6 +118,7 @@ class Wires:
         """
         if self._format is None:  # this program sends gradients as they are
             return
+        self._used.clear()
         self._wires, self._most = {}, max((state["most"] for state in states), default=0)
         for held in (held for state in states for held in state["held_back"]):
             key = tuple(self._registry.slots[slot] for slot in held["slots"])

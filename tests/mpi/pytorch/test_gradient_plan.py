@@ -109,9 +109,19 @@ def what_a_graph_needs(gradient):
     return (gradient * factor).sum(), factor
 
 
-@pytest.mark.parametrize(
-    "hold", [the_gradient, a_view, an_array, the_gradient_of_another, what_a_graph_needs]
-)
+def what_was_replaced(gradient):
+    """As many tensors lie in the memory as before."""
+    held, gradient.data = gradient.data, torch.zeros_like(gradient)
+    return held
+
+
+HOLDS = [
+    *(the_gradient, a_view, an_array),
+    *(the_gradient_of_another, what_a_graph_needs, what_was_replaced),
+]
+
+
+@pytest.mark.parametrize("hold", HOLDS)
 def test_a_gradient_that_the_program_holds_is_not_overwritten(strategy, model, hold):
     held = hold(backward(strategy, model)[0])
     for _ in range(3):
@@ -170,6 +180,15 @@ def test_parameters_that_change(strategy, model, change):
     change(strategy, model)
     for _ in range(2):
         check(backward(strategy, model), model)
+
+
+@pytest.mark.parametrize("change", [widen, reshape, transpose])
+def test_parameters_that_one_rank_changes(strategy, model, change):
+    backward(strategy, model)
+    if RANK == 0:
+        change(strategy, model)
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="a parameter differs between"):
+        backward(strategy, model)
 
 
 def test_gradients_that_add_up(strategy, model):
