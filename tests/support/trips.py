@@ -1,7 +1,7 @@
 """How many calls of the package, in how many files, a program's call leads to: whoever reads its way goes through them.
 
 Every Python call of the package counts, also of lambdas, comprehensions and generators. Calls of threads that run
-already do not. Nor does what a rank does because it waits for others: `liveness/waiting.py`, `BoardAgreement._wait`,
+already do not. Nor does what a rank does because it waits for others: `liveness/waiting.py`, `BoardAgreement.wait_for`,
 and what these call.
 """
 
@@ -20,7 +20,7 @@ from mpistrat.communicators.contract.agreement import BoardAgreement
 
 PACKAGE = f"{Path(mpistrat.__file__).parent}/"
 WAITING = f"{PACKAGE}liveness/waiting.py"
-LOOKS_AGAIN = BoardAgreement._wait.__code__  # a rank that does not find the others there
+LOOKS_AGAIN = BoardAgreement.wait_for.__code__  # a rank that does not find the others there
 NO_FILES = (
     "arrays.py",
     "reduce_op.py",

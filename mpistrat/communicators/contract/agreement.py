@@ -58,12 +58,12 @@ class BoardAgreement(Agreement):
                 if words[theirs] == word:
                     break
             else:
-                equal = self._wait(words, theirs, number, word) and equal
+                equal = self.wait_for(words, theirs, number, word) and equal
         if self._fence is not None:
             self._fence()
         return equal
 
-    def _wait(self, words: memoryview, theirs: int, number: int, word: int) -> bool:
+    def wait_for(self, words: memoryview, theirs: int, number: int, word: int) -> bool:
         following = (number + 1) & 0xFF
 
         def arrived() -> bool:
