@@ -64,6 +64,7 @@ class BoardAgreement(Agreement):
         return equal
 
     def wait_for(self, words: memoryview, theirs: int, number: int, word: int) -> bool:
+        """Wait until a rank has entered the call `number`. Returns: whether it has the same `word`, at `theirs`."""
         following = (number + 1) & 0xFF
 
         def arrived() -> bool:
