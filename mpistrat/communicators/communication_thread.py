@@ -20,9 +20,9 @@ _threads: dict[Communicator, CommunicationThread] = {}
 
 
 def takes_a_core(on_one_node: bool, cpu_share: float, threads: int) -> bool:
-    """Whether a communication thread would take a core from the program of a rank, and for nothing but memory.
+    """Whether a communication thread would only take a core from the program of a rank.
 
-    Memory does not wait, as a network does.
+    On one node it moves bytes in memory, and never waits as it would for a network.
 
     Args:
         on_one_node: whether all ranks are there.

@@ -101,7 +101,8 @@ def pieces_of_each(
         if num_pieces == 1:
             step, examples = Step([batch] * len(wanted)), _examples_of_whole(batch, kind)
         else:
-            if size != (size := kind.size(batch)):
+            if kind.size(batch) != size:
+                size = kind.size(batch)
                 bounds = [slice_bounds(size, piece, num_pieces) for piece in wanted]
                 parts = [slice(*bound) for bound in bounds]
                 examples = np.array([*(end - first for first, end in bounds), size])

@@ -1,8 +1,8 @@
 """Parameters that a program writes itself inside `run`, where several replicas of a rank have one copy of them.
 
 Each replica would do it, so the change would count once for each of them: that is an error, found when a turn ends.
-Torch counts what is written to a parameter, but not what is written through its `.data`, each of which counts for
-itself. Here all `.data` of a parameter count together.
+Torch counts the writes to a parameter in its version. It counts a write through `.data` in the tensor that `.data`
+gave, not in the parameter. Here the writes through all `.data` of a parameter count together.
 """
 
 from __future__ import annotations

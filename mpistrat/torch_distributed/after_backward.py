@@ -38,7 +38,7 @@ class CallsAfterBackward:
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._thread: CommunicationThread | None = None
         # Of the calls since one that found none waiting: the thread has made what it got before; they are made.
-        self._earlier, self._made = threading.Event(), threading.Event()
+        self._batch = threading.Event(), threading.Event()
         self._order = threading.RLock()
         self._maker = 0  # the thread that makes the calls
 
@@ -53,16 +53,16 @@ class CallsAfterBackward:
             self._calls.append(call)
             if len(self._calls) == 1:
                 self._thread = thread
-                self._earlier, self._made = threading.Event(), threading.Event()
+                self._batch = threading.Event(), threading.Event()
                 torch.autograd.Variable._execution_engine.queue_callback(self.make)
-                late = functools.partial(self._make_late, self._earlier, self._made)
+                late = functools.partial(self._make_late, *self._batch)
                 thread.submit(late, frame)
 
     def make(self) -> None:
         """Make all calls that wait, on this thread."""
-        made = self._made
+        earlier, made = self._batch
         if self._thread is not None and not self._thread.is_current():
-            self._earlier.wait()
+            earlier.wait()
         with self._order:
             outer, self._maker = self._maker, threading.get_ident()
             try:
@@ -75,8 +75,8 @@ class CallsAfterBackward:
     def leave(self) -> None:
         """Make none of the calls that wait."""
         self._calls.clear()
-        self._earlier.set()
-        self._made.set()
+        for event in self._batch:
+            event.set()
 
     def is_making(self) -> bool:
         """Whether this thread makes the calls: what a future's callback calls meanwhile cannot wait."""

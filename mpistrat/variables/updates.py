@@ -1,4 +1,4 @@
-"""What the methods of variables do to arrays, and which operands they take."""
+"""The updates of arrays behind the methods of variables, and the operands that they take."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class PlainVariable(Variable):
         return arrays.copy(self._array)
 
     def _update(self, method: str, operand: Any) -> Array:
-        # Updates make a new array, so that what was read before stays what it was.
+        # Updates make a new array: an array that was read before keeps its values.
         self._array = updated(method, self._array, operand, self.name)
         return self.read_value()
 

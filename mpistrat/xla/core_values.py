@@ -67,13 +67,13 @@ class CoreValues:
         return list(table.to(value.dtype).unbind(0))
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Of all cores of this rank, on each of them. Inside a step, or outside."""
+        """The sum over all cores of this rank, on each of them. Inside a step, or outside."""
         return self._sum(self.each_its_own(value.detach()))
 
     def each_its_own(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, of which GSPMD knows by an operation with what differs between cores that it is each one's own.
+        """`value` as each core's own: an operation with a number that differs between cores tells GSPMD so.
 
-        Where it had to find that out from what is done with it, it ends the process, as for a conversion of its dtype.
+        Where GSPMD has to find that out from later operations, such as a conversion of the dtype, it ends the process.
         """
         return torch.where(self.number() >= 0, value, torch.zeros_like(value))
 
@@ -93,6 +93,6 @@ class CoreValues:
         return self._layouts.sharding((self._num_all_devices,), (0, *(None,) * ndim))
 
     def whole(self, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """What all cores are said to share, of which each has its own."""
+        """A tensor that all cores are said to share, made of the value that each core has."""
         everywhere = self._layouts.sharding((self._num_all_devices,), (None,) * len(shape))
         return self._layouts.whole_of(value.clone(), everywhere, shape)

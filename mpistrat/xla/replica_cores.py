@@ -88,7 +88,7 @@ class ReplicaCores:
         self._settle(alive)
 
     def _take_in(self, values: Sequence[torch.Tensor]) -> None:
-        """What the step finds, which all cores are said to share, is each one's own from here on."""
+        """Make the values that the step finds each core's own. Until here all cores are said to share them."""
         for tensor, is_pending in zip(values, self._runtime.are_pending(values), strict=True):
             if is_pending:
                 continue
@@ -99,7 +99,7 @@ class ReplicaCores:
                 self._taken[id(tensor)] = _Taken(before, *self._identity(tensor))
 
     def _let_go(self, alive: Sequence[torch.Tensor]) -> None:
-        """What the program still holds of the step is to outlive its graph; what it only read is what it was."""
+        """Have values that the program still holds outlive the step's graph. What it only read is as before."""
         for tensor, is_pending in zip(alive, self._runtime.are_pending(alive), strict=True):
             if not is_pending:
                 continue

@@ -117,7 +117,7 @@ class Layouts:
         return self._native._global_tensor_from_cpu_shards(list(rows), sharding, torch.Size(shape))
 
     def part_of(self, tensor: Any) -> Any:
-        """Of a tensor that was laid out: what each device has, as its own, of which nothing is exchanged."""
+        """The part of a tensor that each device has. Each device goes on with its part alone."""
         return self._native._spmd_full_to_shard_shape(tensor)
 
     def whole_of(self, parts: Any, sharding: Any, shape: Sequence[int]) -> Any:
@@ -131,7 +131,7 @@ class Layouts:
         return self._native._spmd_shard_to_full_shape(parts, sharding, shape, parts.dtype)
 
     def sum_over_devices(self, value: Any, groups: Sequence[Sequence[int]]) -> Any:
-        """Of what is each device's own: the sum over the devices of its group, on each of them."""
+        """The sum of the devices' own values over the devices of a group, on each of them."""
         return self._native._xla_spmd_all_reduce(
             "sum", value, 1.0, [list(group) for group in groups]
         )

@@ -76,8 +76,8 @@ def start_system(
     resolver: TPUClusterResolver | None, topology: RankTopology, communicator: Communicator
 ) -> TpuSystem:
     """The work of `initialize_tpu_system`, for the ranks of `communicator`, of which MPI says `topology`."""
-    # PJRT reads its environment once, at the first use of a device, so all of that comes before; and what was asked
-    # for is read before torch_xla is imported, which sets PJRT_DEVICE to what it has found.
+    # PJRT reads its environment once, at the first use of a device: the environment is complete before. The device that
+    # the program asks for is read before torch_xla is imported, because the import sets PJRT_DEVICE.
     asked, devices = "", None
     error: Exception | None = None
     try:

@@ -70,6 +70,7 @@ class Agreement(NamedTuple):
         again: the dense slots that have got something after their buckets had left.
         communicates: the program of some rank has communicated inside backward().
         alike: all replicas have used the same parameters.
+        may_follow: they have, and the MPI of every rank allows several threads: sums need no agreement of their own.
         buffers: of shape [buffers], bool: which of them are averaged.
         maxima: the piggybacks, and the words that each gets.
     """
@@ -79,6 +80,7 @@ class Agreement(NamedTuple):
     again: frozenset[int]
     communicates: bool
     alike: bool
+    may_follow: bool
     buffers: np.ndarray
     maxima: list[tuple[Piggyback, np.ndarray]]
 
@@ -107,9 +109,8 @@ class StepAgreement:
             everyone: the steps of this rank's replicas.
             extended: the strategy's.
         Raises:
-            CollectiveMismatchError: the ranks are not in the same step, or have parameters of different layouts, which
-                could not be added up. RuntimeError: this rank has frozen parameters
-                that others train; they hear of it.
+            CollectiveMismatchError: the ranks are not in the same step, or their parameters have different layouts.
+            RuntimeError: this rank has frozen parameters that others train; they hear of it.
         """
         strategy, piggybacks = self._parts.strategy, list(self._parts.piggybacks)
         sharded, steps = extended.sharded, extended.given_steps
@@ -124,14 +125,13 @@ class StepAgreement:
         unused = np.array(kinds, np.int32) == 0
         layouts = packing.layouts(itertools.compress(everyone[0].parameters, kinds))
         if layouts != self._layouts:
-            self._layouts, self._digest = (
-                layouts,
-                zlib.crc32(self._described(layouts).encode()) >> 1,
-            )
+            self._layouts = layouts
+            self._digest = zlib.crc32(self._described(layouts).encode()) >> 1
         uses = zlib.crc32(unused.tobytes()) >> 1
         equal = np.array([*facts, sharded.first, self._digest, uses], np.int32)
         communicated = len(everyone) == 1 and everyone[0].communicated
-        words: list[Any] = [[communicated], equal, -equal, kinds, ()]
+        is_single_threaded = not self._communicator.thread_multiple
+        words: list[Any] = [[communicated, is_single_threaded], equal, -equal, kinds, ()]
         if self._registry.buffers:
             words[-1] = buffers.flags_of([step.buffers for step in everyone])
         if piggybacks:
@@ -140,7 +140,9 @@ class StepAgreement:
         flags = np.concatenate(words, dtype=np.int32, casting="unsafe")
         self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
         ends = [*itertools.accumulate(map(len, words))]
-        (communicates,), equal, opposite, used, written, *maxima = np.split(flags, ends[:-1])
+        (communicates, single_threaded), equal, opposite, used, written, *maxima = np.split(
+            flags, ends[:-1]
+        )
         # Of equal numbers the greatest is the opposite of the greatest opposite.
         *counts_differ, batches_differ, layouts_differ, uses_differ = (equal != -opposite).tolist()
         if any(counts_differ):
@@ -160,6 +162,7 @@ class StepAgreement:
             frozenset(np.flatnonzero(used == _AGAIN).tolist()),
             bool(communicates),
             not uses_differ,
+            not (uses_differ or single_threaded),
             buffers.to_average(written) if len(written) else written,
             list(zip(piggybacks, maxima, strict=True)),
         )

@@ -25,8 +25,8 @@ class _Backward:
     Attributes:
         buckets: take gradients as they come.
         unmirrored: parameters of `made_in_run` that had no gradient.
-        watched: parameters that may not change at all, and the version of each.
-        came: those whose gradients have come, and which may not change any more, and their versions.
+        watched: parameters that may not change in all of the backward, each with its version before.
+        came: parameters that may not change any more, because their gradients have come; each with its version then.
     """
 
     buckets: Buckets | None
@@ -134,7 +134,8 @@ class Arrivals:
         *,
         in_run: bool,
     ) -> None:
-        """
+        """Refuse a backward after which the ranks' parameters would differ.
+
         Args:
             taken: `.data` of parameters, as of `hooks.noticing_data`.
             in_run: inside `run`, and not in a `replica()`, where whole programs live.

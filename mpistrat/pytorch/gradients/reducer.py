@@ -327,9 +327,8 @@ class GradientReducer:
         done, late = {*reduced, *early} - agreed.again, dict[int, torch.Tensor]()
         slots = sorted({*agreed.dense} - done)
         if slots:
-            # Where the ranks have used other parameters, an error of one of them may come before the sums.
             following = self._communicator.contract.following
-            with following() if agreed.alike else contextlib.nullcontext():
+            with following() if agreed.may_follow else contextlib.nullcontext():
                 late = self._sum(slots, step, contributions)
         reduced |= late
         for slot in early.keys() & set(agreed.dense):

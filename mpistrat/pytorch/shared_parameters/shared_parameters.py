@@ -98,10 +98,10 @@ class SharedParameters:
         return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
 
     def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
-        """Those that can be shared; the others are each rank's own, as without sharing.
+        """The parameters that can be shared. Each rank keeps the others for itself, as without sharing.
 
-        Not those on a GPU, nor tensors that lie in one storage, which must go on doing so, nor single numbers, whose
-        state in an optimizer looks like its counters.
+        Three kinds cannot be shared: parameters on a GPU; parameters that lie in one storage, where they must stay; and
+        single numbers, because the state that an optimizer keeps for a single number looks like one of its counters.
         """
         devices = sorted({parameter.device.type for parameter in parameters} - {"cpu"})
         if devices and not self._warned_of_devices:
@@ -175,7 +175,9 @@ class SharedParameters:
         aside: dict[int, torch.Tensor],
         scale: float | None,
     ) -> dict[int, torch.Tensor]:
-        """The reduced gradients of those of `slots` that are shared, added to those in `aside`, which are taken out.
+        """By slot, the reduced gradients of the shared parameters among `slots`.
+
+        A gradient of an earlier backward is taken out of `aside`, and is in the sum.
 
         Args:
             parameters, contributions: by slot; None of the latter counts as zero.

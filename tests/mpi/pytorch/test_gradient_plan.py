@@ -76,6 +76,17 @@ def test_a_steady_step_makes_two_agreed_calls(strategy, monkeypatch):
     assert len(agreed) == 2
 
 
+def test_one_rank_without_several_threads_has_all_ranks_agree_on_gradients(strategy, monkeypatch):
+    with strategy.scope():
+        model = torch.nn.Linear(500, 500)
+    communicator = strategy.extended.communicator
+    for of in communicator, communicator.mpi:
+        monkeypatch.setattr(of, "thread_multiple", RANK != 0)
+    for _ in range(3):
+        backward(strategy, [model.weight])
+        check([model.weight.grad], [model.weight])
+
+
 def test_the_memory_of_gradients_that_are_gone_is_used_again(strategy, model):
     first = [id(g) for g in backward(strategy, model)]
     for _ in range(3):

@@ -1,0 +1,107 @@
+"""Policies that reduce among the devices of one rank, and leave the result on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.cross_device_ops import accumulation, packing
+from mpistrat.cross_device_ops.cross_device_ops import place
+from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.values import PerReplica
+
+
+class _PackedAllReduce(ReductionToOneDevice):
+    """Reduces packs of fused arrays among the devices of one rank.
+
+    Args:
+        num_packs: into how many equal pieces the dense arrays of a batch are fused; 0 fuses nothing.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if isinstance(num_packs, bool) or not isinstance(num_packs, int):
+            raise TypeError(f"num_packs must be an integer, got {num_packs!r:.60}")
+        if num_packs < 0:
+            raise ValueError(f"num_packs must be >= 0 (0: no packing), got {num_packs}")
+        self.num_packs = num_packs
+        super().__init__()
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        pairs = value_destination_pairs
+        dense = [i for i, (value, _) in enumerate(pairs) if self._can_pack(value, pairs[0][0])]
+        if self.num_packs == 0 or len(dense) < 2:
+            return super().batch_reduce_implementation(reduce_op, pairs, options)
+        replicas = range(len(pairs[0][0].values))
+        columns = [[pairs[i][0].values[r] for i in dense] for r in replicas]
+        for rows in zip(*columns, strict=True):
+            accumulation.check_summable(rows)
+        packs = [packing.concat_and_split(column, self.num_packs) for column in columns]
+        reduced = [self.combine(reduce_op, pieces) for pieces in zip(*packs, strict=True)]
+        unpacked = packing.unpack(arrays.concatenate(reduced), columns[0])
+        totals = dict(zip(dense, unpacked, strict=True))
+        return [
+            place(totals[i], where)
+            if i in totals
+            else self.reduce_implementation(reduce_op, value, where, options)
+            for i, (value, where) in enumerate(pairs)
+        ]
+
+    @staticmethod
+    def _can_pack(value: PerReplica, like: PerReplica) -> bool:
+        return len(value.values) == len(like.values) > 1 and not any(
+            isinstance(v, IndexedSlices)
+            or isinstance(like.values[0], IndexedSlices)
+            or v.dtype != like.values[0].dtype
+            for v in value.values
+        )
+
+
+class NcclAllReduce(_PackedAllReduce):
+    """All-reduce among the GPUs of one rank, by torch's NCCL where each tensor is on a GPU of its own.
+
+    Other values are reduced on one device. One rank per GPU, which is how MPI programs use GPUs, leaves nothing to
+    reduce inside a rank; between ranks NCCL is used where it can be, of all ranks alike, on several nodes, too.
+    """
+
+    between_ranks = CommunicationImplementation.NCCL
+
+    def add(self, values: Sequence[Any]) -> Any:
+        if not _on_gpus_of_their_own(values):
+            return super().add(values)
+        from torch.nn.parallel import comm
+
+        accumulation.check_summable(values)
+        return comm.reduce_add([v.contiguous() for v in values], values[0].get_device())
+
+
+def _on_gpus_of_their_own(values: Sequence[Any]) -> bool:
+    if not all(arrays.is_torch(value) and value.is_cuda for value in values):
+        return False
+    return len({value.get_device() for value in values}) == len(values)
+
+
+class HierarchicalCopyAllReduce(_PackedAllReduce):
+    """All-reduce among the devices of one rank in two levels: two halves, then the two sums.
+
+    The copies follow the wiring of machines whose GPUs come in two fully connected groups: each half is added up on its
+    own first device. Between ranks on several nodes large values on GPUs go by node: see
+    `CommunicationImplementation.HIERARCHICAL`.
+    """
+
+    between_ranks = CommunicationImplementation.HIERARCHICAL
+
+    def add(self, values: Sequence[Any]) -> Any:
+        add, half = super().add, len(values) // 2
+        if half < 2 or isinstance(values[0], IndexedSlices):
+            return add(values)
+        accumulation.check_summable(values)
+        return add([add(values[:half]), add(values[half:])])
