@@ -29,7 +29,7 @@ SIM = accelerator.load()
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 KNOWN = 3  # steps after which gradients leave early
 BATCH = 4  # of each rank
-MOST = Figures(244, 34)  # of the trip of eight gradients, each in a bucket of its own
+MOST = Figures(60, 21)  # of the trip of eight gradients, each in a bucket of its own
 MOST_MEMORY = 1.25  # times the gradients
 _SOME = ms.MultiWorkerMirroredStrategy(gradients="sum").extended
 DEVICE = torch.device(_SOME.worker_devices[0])
