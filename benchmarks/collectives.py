@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 
-from mpistrat.tools.bench.arguments import number_of_bytes, program
+from mpistrat.tools.bench.command_line import number_of_bytes, program
 from mpistrat.tools.bench.comparison import compare_all_reduces
 from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import all_ranks

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import mpistrat as ms
-from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.report import report
 
 OURS, THEIRS = "mpistrat", "torch"

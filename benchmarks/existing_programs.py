@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import take_turns
 

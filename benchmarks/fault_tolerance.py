@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import mpistrat as ms
-from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.models import model_named
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.comparison import all_reduce_contestants
 from mpistrat.tools.bench.device import Device, device_named
 from mpistrat.tools.bench.report import report

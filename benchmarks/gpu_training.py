@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from host_times import host_ms
 
-from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.device import device_named
 from mpistrat.tools.bench.errors import CannotTakePart
 from mpistrat.tools.bench.models.model import Model

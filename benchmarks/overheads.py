@@ -20,7 +20,7 @@ from mpistrat.communicators.node.slots import LARGEST
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.record import RankRecord, text_of
-from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.comparison import ALONE, compare_training, training_contestants
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model

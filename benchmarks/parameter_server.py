@@ -24,7 +24,7 @@ import numpy as np
 from tensorflow_parameter_server import ROWS, TOUCHED, WIDTH, Work, seconds_of
 
 import mpistrat as ms
-from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.report import table_report
 from mpistrat.tools.bench.rounds import SECONDS_PER_TURN, all_ranks, medians, take_turns
 from mpistrat.tools.bench.surroundings import surroundings

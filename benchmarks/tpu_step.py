@@ -23,7 +23,7 @@ from torch_xla.debug import metrics
 import mpistrat as ms
 from mpistrat.communicators import reducing
 from mpistrat.cross_device_ops.packing import Packer
-from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model
 from mpistrat.tools.bench.report import report

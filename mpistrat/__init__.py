@@ -40,9 +40,9 @@ from mpistrat.parameter_server.server_task import Server
 from mpistrat.parameter_server.strategy import ParameterServerStrategy
 from mpistrat.pytorch.conversion import convert_sync_batchnorm
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
-from mpistrat.replicas.extended import StrategyExtended
 from mpistrat.replicas.losses import compute_average_loss, scale_regularization_loss
 from mpistrat.replicas.replica_context import ReplicaContext, get_replica_context
+from mpistrat.replicas.strategy_extended import StrategyExtended
 from mpistrat.strategies import (
     CentralStorageStrategy,
     MirroredStrategy,

@@ -30,9 +30,9 @@ from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.replicas.extended import StrategyExtended
 from mpistrat.replicas.rank_methods import RankMethods
 from mpistrat.replicas.replica_block import ReplicaBlock
+from mpistrat.replicas.strategy_extended import StrategyExtended
 from mpistrat.trace import spans
 from mpistrat.values import DistributedValues, regroup, select_replica
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpistrat.checkpoint.checkpoint import Checkpoint
-from mpistrat.checkpoint.directory import Directory, OpenDirectory, Unfinished
+from mpistrat.checkpoint.directory import Directory, OpenDirectory, UnfinishedCheckpoint
 from mpistrat.checkpoint.failures import on_rank, on_ranks
 from mpistrat.checkpoint.followers import have_loaded, load_as_follower, states_for_followers
 from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank
@@ -157,11 +157,13 @@ class CheckpointManager:
             self._snapshots.forget()
         return checkpoint.path
 
-    def _begin(self, step: int | None, state: Mapping[str, Any]) -> tuple[Unfinished, Files]:
+    def _begin(
+        self, step: int | None, state: Mapping[str, Any]
+    ) -> tuple[UnfinishedCheckpoint, Files]:
         """Copy the state; rank 0 names the checkpoint. One message: training stands still meanwhile."""
         communicator = self._communicator
         rank, files = communicator.rank, dict[str, Any]()
-        begun: Unfinished | None = None
+        begun: UnfinishedCheckpoint | None = None
         error: Exception | None = None
         try:
             step = None if step is None else _checked_step(step)

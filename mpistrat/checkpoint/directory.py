@@ -23,7 +23,7 @@ _UNFINISHED, _DELETED = ".unfinished-", ".deleted-"
 
 
 @dataclasses.dataclass(frozen=True)
-class Unfinished:
+class UnfinishedCheckpoint:
     """A checkpoint that is being written.
 
     Attributes:
@@ -97,7 +97,7 @@ class OpenDirectory:
         self._lock.number = max(self._lock.number, newest.number)
         self._lock.is_new = False
 
-    def begin(self, step: int | None) -> Unfinished:
+    def begin(self, step: int | None) -> UnfinishedCheckpoint:
         """Names for a new checkpoint, of which nothing is on disk yet; it asks no disk either.
 
         Args:
@@ -114,7 +114,7 @@ class OpenDirectory:
         self._lock.under_way.add(name)
         self._lock.number += 1
         path = os.path.join(self._path, name)
-        return Unfinished(self._new_folder(name), path, step, self._lock.number)
+        return UnfinishedCheckpoint(self._new_folder(name), path, step, self._lock.number)
 
     def _new_folder(self, name: str) -> str:
         return os.path.join(self._path, f"{_UNFINISHED}{name}-{os.urandom(4).hex()}")
@@ -126,7 +126,7 @@ class OpenDirectory:
         return folder
 
     def complete(
-        self, unfinished: Unfinished, ranks: int, files: Mapping[str, tuple[int, int]]
+        self, unfinished: UnfinishedCheckpoint, ranks: int, files: Mapping[str, tuple[int, int]]
     ) -> None:
         """All files of a checkpoint are written: let it be one. `ranks`, `files`: as in its manifest."""
         step, number = unfinished.step, unfinished.number
@@ -137,7 +137,7 @@ class OpenDirectory:
         self._lock.newest, self._lock.names = step, self._lock.names | {name}
         self._lock.under_way.discard(name)
 
-    def give_up(self, unfinished: Unfinished) -> None:
+    def give_up(self, unfinished: UnfinishedCheckpoint) -> None:
         """It cannot be completed: remove what was written of it."""
         self._delete(unfinished.folder)
         self._lock.under_way.discard(os.path.basename(unfinished.path))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.checkpoint.schema import COUNT, Schema, check
 
 if TYPE_CHECKING:
-    from mpistrat.replicas.extended import StrategyExtended
+    from mpistrat.replicas.strategy_extended import StrategyExtended
 
 
 def replicas_of_rank(extended: StrategyExtended) -> dict[str, int]:

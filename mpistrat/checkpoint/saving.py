@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.checkpoint import durable_files
-from mpistrat.checkpoint.directory import OpenDirectory, Unfinished
+from mpistrat.checkpoint.directory import OpenDirectory, UnfinishedCheckpoint
 from mpistrat.checkpoint.failures import on_rank
 from mpistrat.checkpoint.manifest import files_of, sealed, unsealed
 from mpistrat.communicators import Communicator
@@ -55,7 +55,11 @@ class Saving(abc.ABC):
     """
 
     def __init__(
-        self, checkpoint: Unfinished, files: Files, began: float, communicator: Communicator
+        self,
+        checkpoint: UnfinishedCheckpoint,
+        files: Files,
+        began: float,
+        communicator: Communicator,
     ) -> None:
         self.checkpoint = checkpoint
         self.seconds = 0.0
@@ -135,7 +139,7 @@ class SavingOfAll(Saving):
 
     def __init__(
         self,
-        checkpoint: Unfinished,
+        checkpoint: UnfinishedCheckpoint,
         files: Files,
         began: float,
         communicator: Communicator,

@@ -36,7 +36,7 @@ class ShardedArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Region:
+class TensorRegion:
     """A part of a tensor."""
 
     offset: tuple[int, ...]
@@ -46,14 +46,14 @@ class Region:
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def within(self, other: Region) -> tuple[slice, ...]:
+    def within(self, other: TensorRegion) -> tuple[slice, ...]:
         """Where it is in `other`, which contains it."""
         return tuple(
             slice(begin - base, begin - base + length)
             for begin, base, length in zip(self.offset, other.offset, self.shape, strict=True)
         )
 
-    def overlap(self, other: Region) -> Region:
+    def overlap(self, other: TensorRegion) -> TensorRegion:
         """What both contain; of size 0 if that is nothing."""
         begins = tuple(map(max, self.offset, other.offset))
         ends = (
@@ -61,7 +61,7 @@ class Region:
             for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
         shape = tuple(max(0, end - begin) for begin, end in zip(begins, ends, strict=True))
-        return Region(begins, shape)
+        return TensorRegion(begins, shape)
 
 
 def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
@@ -142,12 +142,12 @@ def _check_tensor(value: Any) -> None:
         raise TypeError(f"it is a {type(value).__name__}, and no tensor")
 
 
-def _region(tensor: Any) -> Region:
+def _region(tensor: Any) -> TensorRegion:
     """The part of a DTensor that is here; of size 0 on a rank that has none."""
     if tensor.device_mesh.get_coordinate() is None:  # this rank is not in the mesh
-        return Region((0,) * tensor.ndim, (0,) * tensor.ndim)
+        return TensorRegion((0,) * tensor.ndim, (0,) * tensor.ndim)
     (chunk,) = tensor.__create_chunk_list__()
-    return Region(tuple(chunk.offsets), tuple(chunk.sizes))
+    return TensorRegion(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def _is_saved_here(tensor: Any) -> bool:
@@ -207,7 +207,7 @@ class Assembly:
         if isinstance(value, ShardedArray):
             return self._want(name, value, layout(path, value.shape, True))
         if arrays.is_torch(value) and (like := layout(path, tuple(value.shape), False)) is not None:
-            whole = Region((0,) * value.ndim, tuple(value.shape))
+            whole = TensorRegion((0,) * value.ndim, tuple(value.shape))
             local = value[_region(like).within(whole)].to(like.device, copy=True)
             return _as_part(local, like)
         return value
@@ -215,7 +215,7 @@ class Assembly:
     def _want(self, name: str, stored: ShardedArray, like: Any) -> Any:
         import torch
 
-        region = Region((0,) * len(stored.shape), stored.shape)
+        region = TensorRegion((0,) * len(stored.shape), stored.shape)
         if like is not None:
             region = _region(like)
         device = "cpu" if like is None else like.device
@@ -237,7 +237,7 @@ class Assembly:
                 part = of_rank.get(name, {}).get(key)
                 if part is None:
                     continue
-                region = Region(tuple(part["offset"]), tuple(part["values"].shape))
+                region = TensorRegion(tuple(part["offset"]), tuple(part["values"].shape))
                 wanted = self._wanted[name, key]
                 for each in wanted:
                     each.take(region, part["values"])
@@ -255,12 +255,12 @@ class _Wanted:
     Attributes: missing: how many of its values are not there yet.
     """
 
-    region: Region
+    region: TensorRegion
     values: Any
     missing: int
-    taken: set[Region] = dataclasses.field(default_factory=set)
+    taken: set[TensorRegion] = dataclasses.field(default_factory=set)
 
-    def take(self, region: Region, values: Any) -> None:
+    def take(self, region: TensorRegion, values: Any) -> None:
         """`values` of `region` are stored."""
         overlap = self.region.overlap(region)
         if region in self.taken or not overlap.size:

@@ -49,7 +49,7 @@ class JobRoles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Claim(TaskClaim):
+class _RoleClaim(TaskClaim):
     """What one rank knows of the roles, and sends to the others."""
 
     num_ps: int | None = None
@@ -86,8 +86,8 @@ def job_roles(
         own = _own_claim(resolver, num_ps, chief, os.environ if environ is None else environ)
     except Exception as error:
         cause = error
-        own = _Claim(error=picklable(error))
-    claims: list[_Claim] = all_gather_object(own)
+        own = _RoleClaim(error=picklable(error))
+    claims: list[_RoleClaim] = all_gather_object(own)
     check_errors(claims, cause)
     _check_arguments(claims)
     check_same_cluster(claims)
@@ -125,7 +125,7 @@ def _own_claim(
     num_ps: int | None,
     chief: bool | None,
     environ: Mapping[str, str],
-) -> _Claim:
+) -> _RoleClaim:
     if resolver is not None and not isinstance(resolver, ClusterResolver):
         raise ValueError(f"cluster_resolver must be a ClusterResolver, got {resolver!r:.80}")
     if isinstance(resolver, MPIClusterResolver):
@@ -137,13 +137,13 @@ def _own_claim(
                 f"num_ps={num_ps} and a {resolver.made_of or type(resolver).__name__}, whose cluster lists the "
                 "parameter servers, were given: leave one of them out"
             )
-        return _Claim(num_ps=num_ps, chief=chief)
+        return _RoleClaim(num_ps=num_ps, chief=chief)
     if resolver is None and names_cluster(environ):
         resolver = TFConfigClusterResolver(environ=environ)
     if resolver is None:
-        return _Claim(chief=chief, component=own_component(environ))
+        return _RoleClaim(chief=chief, component=own_component(environ))
     spec = resolver.cluster_spec()  # before the task: SlurmClusterResolver knows it then
-    return _Claim(
+    return _RoleClaim(
         chief=chief,
         source=resolver.made_of or type(resolver).__name__,
         cluster_spec=spec,
@@ -152,7 +152,7 @@ def _own_claim(
     )
 
 
-def _check_arguments(claims: Sequence[_Claim]) -> None:
+def _check_arguments(claims: Sequence[_RoleClaim]) -> None:
     """Raises: ValueError where ranks were given different things."""
     first = claims[0]
     sure = next((claim for claim in claims if claim.chief is not None), first)
@@ -165,7 +165,7 @@ def _check_arguments(claims: Sequence[_Claim]) -> None:
             )
 
 
-def _arguments_of(claim: _Claim) -> str:
+def _arguments_of(claim: _RoleClaim) -> str:
     return f"num_ps={claim.num_ps} {'with' if claim.chief else 'without'} a chief"
 
 
@@ -219,7 +219,7 @@ def _of_servers(
 
 
 def _claimed_tasks(
-    spec: ClusterSpec, claims: Sequence[_Claim], chief: bool
+    spec: ClusterSpec, claims: Sequence[_RoleClaim], chief: bool
 ) -> dict[str, tuple[int, ...]]:
     _check_jobs(spec, describe_cluster(claims[0]), chief)
     for rank, claim in enumerate(claims):

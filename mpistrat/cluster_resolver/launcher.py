@@ -56,7 +56,7 @@ Fix, one of:
 
 
 @dataclass(frozen=True)
-class Claim:
+class LauncherClaim:
     """What a launcher says about this process; `size` None where it does not say."""
 
     size: int | None
@@ -82,7 +82,7 @@ def library_name(version: str) -> str:
     )
 
 
-def read_claim(environ: Mapping[str, str] | None = None, family: str = "") -> Claim | None:
+def read_claim(environ: Mapping[str, str] | None = None, family: str = "") -> LauncherClaim | None:
     """The claim that counts: of the loaded library's own launcher, else of another MPI, else of a Slurm step.
 
     Raises: TopologyError when a variable is not a number.
@@ -102,7 +102,7 @@ def certain_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int] | 
     return (claim.rank, claim.size) if claim.size and claim.size > 1 else None
 
 
-def _claims(environ: Mapping[str, str], family: str) -> Iterator[Claim]:
+def _claims(environ: Mapping[str, str], family: str) -> Iterator[LauncherClaim]:
     """All claims, the one that counts first. Others may be of the shell in which the launcher was called."""
     for row in sorted(SIZE_AND_RANK, key=lambda row: not (family and row[3] == family)):
         if row[0] in environ:
@@ -114,7 +114,7 @@ def _claims(environ: Mapping[str, str], family: str) -> Iterator[Claim]:
         yield _claim(environ, SLURM_STEP, at_least=several)
     for rank, launcher in RANK_ONLY:
         if rank in environ:
-            yield Claim(None, _number(environ, rank), f"{rank}={environ[rank]}", launcher)
+            yield LauncherClaim(None, _number(environ, rank), f"{rank}={environ[rank]}", launcher)
 
 
 def describes_daemons(environ: Mapping[str, str]) -> bool:
@@ -280,11 +280,11 @@ def environment_of_children(environ: Mapping[str, str] | None = None) -> dict[st
     return {name: value for name, value in environ.items() if not confuses_children(name)}
 
 
-def _claim(environ: Mapping[str, str], row: Sequence[str], at_least: bool = False) -> Claim:
+def _claim(environ: Mapping[str, str], row: Sequence[str], at_least: bool = False) -> LauncherClaim:
     """Args: row: of `SIZE_AND_RANK`, or `SLURM_STEP`."""
     size, rank, launcher, family = row
     variables = ", ".join(f"{name}={environ[name]}" for name in (size, rank) if name in environ)
-    return Claim(
+    return LauncherClaim(
         _number(environ, size), _number(environ, rank), variables, launcher, family, at_least
     )
 
@@ -298,7 +298,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return None if text is None else int(text)
 
 
-def _denies_that_it_is_alone(claim: Claim, environ: Mapping[str, str]) -> bool:
+def _denies_that_it_is_alone(claim: LauncherClaim, environ: Mapping[str, str]) -> bool:
     """Whether `claim` says that this process has company, though another launcher's variables say 1.
 
     An mpiexec in each task of a step may start one rank: then the step's number does not count.
@@ -314,7 +314,7 @@ def _open_mpi_without_pmi(version: str) -> bool:
     return major is not None and int(major[1]) >= 5
 
 
-def _started(claim: Claim) -> str:
+def _started(claim: LauncherClaim) -> str:
     ranks = "1 rank was" if claim.size == 1 else f"{claim.size or 'several'} ranks were"
     return f"{ranks} started ({claim.variables})"
 

@@ -168,7 +168,7 @@ def _import_mpi() -> tuple[Any, str]:
         return None, "; ".join(str(error).splitlines())
 
 
-def _initialize(mpi: Any, claim: launcher.Claim | None) -> None:
+def _initialize(mpi: Any, claim: launcher.LauncherClaim | None) -> None:
     rc = importlib.import_module("mpi4py").rc
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
     rank, size = (None, 1) if claim is None else (claim.rank, claim.size)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from types import FrameType
 
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.liveness.call_site import Place, instead
+from mpistrat.liveness.call_site import SourceLine, instead
 from mpistrat.liveness.rank_end import rank_end
 from mpistrat.machine.devices import make_own_current
 
@@ -45,7 +45,7 @@ class CommunicationThread:
     def __init__(self, communicator: Communicator, patience: float = 0.0) -> None:
         self.communicator, self._patience = communicator, patience
         self._work: queue.SimpleQueue[
-            tuple[Callable[[], None], Place, Future[None]] | None  # None: no more
+            tuple[Callable[[], None], SourceLine, Future[None]] | None  # None: no more
         ] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._unfinished: Future[None] | None = None
@@ -88,14 +88,14 @@ class CommunicationThread:
         if last is not None and not last.done() and not self.is_current():
             concurrent.futures.wait([last])
 
-    def submit(self, work: Callable[[], None], frame: FrameType | Place) -> Future[None]:
+    def submit(self, work: Callable[[], None], frame: FrameType | SourceLine) -> Future[None]:
         """Have `work` done after what was submitted before. `frame`: where the program did so, for reports.
 
         What it raises is in the result; a rank that got an error must not submit anything further.
         """
         done: Future[None] = Future()
         self._unfinished = done
-        self._work.put((work, Place(frame.f_code, frame.f_lineno), done))
+        self._work.put((work, SourceLine(frame.f_code, frame.f_lineno), done))
         return done
 
     def _run(self) -> None:

@@ -36,7 +36,7 @@ _DTYPE, _SHAPE, _IS_CPU, _REQUIRES_GRAD = map(
 _KNOWN_KINDS = 1024
 
 
-class _Pack(NamedTuple):
+class _ArrayPack(NamedTuple):
     """Some of a list of arrays, of one dtype and device, that are reduced together.
 
     Attributes:
@@ -81,7 +81,7 @@ class MpiAllReduce(CrossDeviceOps):
         self._warn_of_timeout(self.options)
         self._implementation = implementation_of(self.options)
         self._packer = packing.Packer()
-        self._packs: dict[Any, list[_Pack]] = {}  # by operation, label and kinds of values
+        self._packs: dict[Any, list[_ArrayPack]] = {}  # by operation, label and kinds of values
 
     def _warn_of_timeout(self, options: CommunicationOptions) -> None:
         if options.timeout_seconds is not None:
@@ -178,7 +178,7 @@ class MpiAllReduce(CrossDeviceOps):
         values: Sequence[Sequence[Any]],
         options: CommunicationOptions | None,
         label: str,
-    ) -> tuple[Communicator, list[Any], list[_Pack]]:
+    ) -> tuple[Communicator, list[Any], list[_ArrayPack]]:
         """What reduces `values`; what this rank contributes, with sparse values gathered; and the packs of the rest."""
         merged = self.options
         try:
@@ -203,11 +203,11 @@ class MpiAllReduce(CrossDeviceOps):
             )
             shape = like[0].shape if len({value.shape for value in like}) == 1 else None
             length = sum(map(arrays.num_elements, like))
-            packs.append(_Pack(group, reduction, on_device, to_numpy, length, shape))
+            packs.append(_ArrayPack(group, reduction, on_device, to_numpy, length, shape))
         return communicator, totals, packs
 
     def _reduce_pack(
-        self, communicator: Communicator, pack: _Pack, like: Sequence[Array]
+        self, communicator: Communicator, pack: _ArrayPack, like: Sequence[Array]
     ) -> list[Array]:
         """Fresh arrays: those of a pack, combined over the ranks."""
         first = like[0]

@@ -64,7 +64,7 @@ class Pack:
         )
 
 
-class Plan(NamedTuple):
+class PackPlan(NamedTuple):
     """How tensors are packed, as long as their layouts stay as they are.
 
     Attributes:
@@ -87,7 +87,7 @@ class Packer:
         # As an array on the host: another, uninitialized.
         self.like = self._recycled.like
         _packers.add(self)
-        self._plans: collections.deque[Plan] = collections.deque(maxlen=_TURNS)
+        self._plans: collections.deque[PackPlan] = collections.deque(maxlen=_TURNS)
         self._asked: dict[Communicator | None, int] = {}  # for a window of so many bytes
 
     def forget(self) -> None:
@@ -115,7 +115,7 @@ class Packer:
                 self._plans.remove(plan)
                 break
         else:
-            plan = Plan(key, [(group, []) for group in alike(like, indices)])
+            plan = PackPlan(key, [(group, []) for group in alike(like, indices)])
             # The largest first: all others then lie in the window that it has asked for.
             plan.packs.sort(key=lambda pack: -sum([like[i].nbytes for i in pack[0]]))
         packs = []

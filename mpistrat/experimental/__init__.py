@@ -42,7 +42,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class TPUStrategy(strategy.TPUStrategy):
+class ExperimentalTPUStrategy(strategy.TPUStrategy):
     """`mpistrat.TPUStrategy`, with the arguments that `tf.distribute.experimental` has.
 
     Called by: every rank of the job.
@@ -57,3 +57,6 @@ class TPUStrategy(strategy.TPUStrategy):
         device_assignment: DeviceAssignment | None = None,
     ) -> None:
         super().__init__(tpu_cluster_resolver, device_assignment)
+
+
+TPUStrategy = ExperimentalTPUStrategy

@@ -11,14 +11,14 @@ import numpy as np
 from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.input.batches import spec_of
-from mpistrat.input.readers import EMPTY, MISSING, Reader, Step
+from mpistrat.input.readers import EMPTY, MISSING, Reader, ReplicaPieces
 from mpistrat.machine.notices import ranks_in_words
 
 # In the place of a number of steps: of a rank that has failed, and of one that knows of no failure to come.
 _FAILED = _NEVER = 1 << 30
 
 
-class AgreedSteps(Iterator[Step]):
+class AgreedSteps(Iterator[ReplicaPieces]):
     """What `source` gives, step by step, as long as any rank has data (`partial`), or all ranks have.
 
     Ranks that may have different numbers of steps ask each other at the first, and then when no rank is known to have
@@ -31,7 +31,7 @@ class AgreedSteps(Iterator[Step]):
     def __init__(
         self,
         reader: Reader,
-        source: Iterator[Step],
+        source: Iterator[ReplicaPieces],
         communicator: Communicator,
         partial: bool,
         start: int,
@@ -47,7 +47,7 @@ class AgreedSteps(Iterator[Step]):
         self._has_asked = False
         self.template: Any = None
 
-    def __next__(self) -> Step:
+    def __next__(self) -> ReplicaPieces:
         step = self._read() if self._reader.ends_together else self._agreed()
         if step is None:
             if self._reader.compares_ends:
@@ -57,7 +57,7 @@ class AgreedSteps(Iterator[Step]):
         self._steps_done += 1
         return step
 
-    def _read(self) -> Step | None:
+    def _read(self) -> ReplicaPieces | None:
         step = next(self._source, None)
         if step is None:
             return None
@@ -69,7 +69,7 @@ class AgreedSteps(Iterator[Step]):
         self._position = step.position
         return step
 
-    def _agreed(self) -> Step | None:
+    def _agreed(self) -> ReplicaPieces | None:
         step, error = None, None
         try:
             step = self._read()
@@ -95,18 +95,18 @@ class AgreedSteps(Iterator[Step]):
         if not go_on:
             return None
         if step is None:
-            step = Step([MISSING] * self._num_local_replicas)
+            step = ReplicaPieces([MISSING] * self._num_local_replicas)
             step.position = self._position
         return step
 
-    def _wrong_length(self, step: Step | None) -> ValueError | None:
+    def _wrong_length(self, step: ReplicaPieces | None) -> ValueError | None:
         length = self._reader.num_steps()
         if length is None or (step is None) == (self._steps_done >= length):
             return None
         gave = f"ended after {self._steps_done}" if step is None else "gave more"
         return ValueError(f"the length of this rank's dataset says {length} steps, but it {gave}")
 
-    def _ask(self, step: Step | None, error: Exception | None) -> bool:
+    def _ask(self, step: ReplicaPieces | None, error: Exception | None) -> bool:
         communicator, partial = self._communicator, self._partial
         following, fails = 0, False
         if step is not None and (partial or self._reader.drop_last):
@@ -176,7 +176,7 @@ def has_examples(entry: Any) -> bool:
     return entry is not MISSING and entry is not EMPTY
 
 
-def _is_batched(step: Step) -> bool:
+def _is_batched(step: ReplicaPieces) -> bool:
     """Whether its elements are batches, which can be of no examples, and not numbers, which cannot."""
     entry = next(filter(has_examples, step), None)
     return entry is None or not all(map(_is_number, nest.leaves(entry)))

@@ -9,7 +9,7 @@ import numpy as np
 from mpistrat import arrays, nest
 
 
-class _Copying(NamedTuple):
+class _CopyUnderWay(NamedTuple):
     batch: Any
     event: Any  # when it is there
 
@@ -50,10 +50,10 @@ class DeviceCopies:
             stream = self._streams[device] = torch.get_device_module(device).Stream(device)
         with torch.get_device_module(device).stream(stream):
             moved = nest.map_structure(lambda leaf: _to(device, _pinned(leaf)), batch)
-            return _Copying(moved, stream.record_event())
+            return _CopyUnderWay(moved, stream.record_event())
 
     def _arrived(self, device: str, batch: Any) -> Any:
-        if not isinstance(batch, _Copying):
+        if not isinstance(batch, _CopyUnderWay):
             return batch
         import torch
 

@@ -13,14 +13,14 @@ from mpistrat.input.distributed_iterator import DistributedIterator, element_spe
 from mpistrat.input.file_reader import FileReader
 from mpistrat.input.local_batches import LocalReader
 from mpistrat.input.readers import BatchReader, FunctionReader, IndexReader, Reader
-from mpistrat.input.step_source import Progress, StepSource
+from mpistrat.input.step_source import IteratorProgress, StepSource
 from mpistrat.options import AutoShardPolicy, InputOptions
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.replicas.input_plan import Share
 from mpistrat.trace import spans
 
 if TYPE_CHECKING:
-    from mpistrat.replicas.extended import StrategyExtended
+    from mpistrat.replicas.strategy_extended import StrategyExtended
 
 
 class DistributedDataset(Iterable[Any]):
@@ -105,7 +105,7 @@ class DistributedDataset(Iterable[Any]):
         with spans.current.range("dataset.state_dict"):
             source = self._source
             progress = source.peeked.progress if source.peeked else source.progress
-            return source.state_at(progress or Progress(source.epoch, source.start))
+            return source.state_at(progress or IteratorProgress(source.epoch, source.start))
 
     def state_schema(self, state: dict[str, Any]) -> dict[str, Any]:
         """What a state looks like: see `checkpoint.schema`. Not collective."""

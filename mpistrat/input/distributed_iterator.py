@@ -13,8 +13,8 @@ from mpistrat.errors import OutOfRangeError
 from mpistrat.input.agreed_steps import AgreedSteps, has_examples
 from mpistrat.input.batches import without_examples
 from mpistrat.input.device_copies import DeviceCopies
-from mpistrat.input.splitting import Step
-from mpistrat.input.step_source import Progress, StepSource
+from mpistrat.input.splitting import ReplicaPieces
+from mpistrat.input.step_source import IteratorProgress, StepSource
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.trace import spans
 from mpistrat.values import regroup
@@ -50,7 +50,7 @@ class DistributedIterator(Iterator[Any]):
         fetches = source.options.experimental_fetch_to_device is not False
         self._copies = DeviceCopies(self._extended.input.devices if fetches else ())
         self._together = self._extended.communicator.raising_together()
-        self.progress = Progress(source.epoch, source.start)
+        self.progress = IteratorProgress(source.epoch, source.start)
         # Workers that do not wait for each other have steps of their own, of which each is a part of a global batch.
         strategy = self._extended.strategy
         combined = strategy.num_replicas_in_sync * strategy.workers_combined
@@ -67,7 +67,7 @@ class DistributedIterator(Iterator[Any]):
         self.progress.begin(epoch, start)
         self._steps: AgreedSteps | None = None
         self._steps_read = start
-        self._ahead: collections.deque[Step] = collections.deque()
+        self._ahead: collections.deque[ReplicaPieces] = collections.deque()
         self._failure: Exception | None = None
         self._template: Any = None
         self._structure: str | None = None

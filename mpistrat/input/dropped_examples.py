@@ -12,7 +12,7 @@ import numpy as np
 
 from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator, reducing
-from mpistrat.input.splitting import EMPTY, Step
+from mpistrat.input.splitting import EMPTY, ReplicaPieces
 from mpistrat.machine.notices import tell
 from mpistrat.replicas.input_plan import StepExamples
 
@@ -48,7 +48,9 @@ class DroppedExamples:
         is_nothing = dropped and dropped == len(examples)
         return Collated(None if is_nothing else self._collate(examples), dropped)
 
-    def count(self, step: Step, expected: StepExamples, communicator: Communicator) -> None:
+    def count(
+        self, step: ReplicaPieces, expected: StepExamples, communicator: Communicator
+    ) -> None:
         """Give `step` its batches, in `Collated` or not until now, and how many examples came.
 
         Called by: every rank. Raises: the function's own error, where no example of the step came on any rank.

@@ -12,7 +12,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.input.datasets import FileDataset
 from mpistrat.input.dropped_examples import DroppedExamples
-from mpistrat.input.readers import Reader, Step
+from mpistrat.input.readers import Reader, ReplicaPieces
 from mpistrat.input.splitting import Lists, pieces_of_each, pieces_of_examples, steps_of_stream
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
@@ -34,7 +34,7 @@ class _Restart:
 
 
 @dataclass
-class _Place:
+class _FilePosition:
     """Where a worker is in its files of an epoch: `finished` of them are read, and `count` examples of the next."""
 
     restart: _Restart
@@ -78,7 +78,7 @@ class FileReader(Reader):
         self._first_example: Any = None
         self._restart = _Restart()
 
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         share, dataset = self._share, self._dataset
         if start == 0:
             self._restart = _Restart()
@@ -87,14 +87,14 @@ class FileReader(Reader):
         mine = order[share.worker :: share.workers] if self._by_file else order
         if len(restart.left) == share.workers:  # as many as before: each goes on with its own
             mine = restart.left[share.worker]
-        place = _Place(restart, mine)
+        place = _FilePosition(restart, mine)
         examples = self._examples(place)
         if self._splits_each:
             batches = pieces_of_examples(
                 examples, [dataset.batch_size], drop_last=dataset.drop_last
             )
             pieces = pieces_of_each(batches, Lists(), share.pieces, share.num_replicas)
-            steps: Iterator[Step] = iter(pieces)
+            steps: Iterator[ReplicaPieces] = iter(pieces)
         else:
             sizes = share.sizes(dataset.batch_size)
             begun = start * share.replicas_per_worker % len(sizes) if self._by_file else 0
@@ -107,7 +107,7 @@ class FileReader(Reader):
         for step in steps:
             yield step.load(collate, replace(place))
 
-    def _examples(self, place: _Place) -> Iterator[Any]:
+    def _examples(self, place: _FilePosition) -> Iterator[Any]:
         for i, number in enumerate(place.files):
             examples = self._dataset.reader(self._dataset.files[number])
             skipped = place.restart.partly.get(number, 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpistrat.communicators import Communicator
 from mpistrat.input.agreed_steps import check_all_have_some
-from mpistrat.input.readers import UNKNOWN_CARDINALITY, FunctionReader, Step, length_of
+from mpistrat.input.readers import UNKNOWN_CARDINALITY, FunctionReader, ReplicaPieces, length_of
 from mpistrat.machine.notices import tell
 
 
@@ -33,7 +33,7 @@ class LocalReader(FunctionReader):
             check_all_have_some(everyone)
             self._tell([f"rank {rank}: {steps}" for rank, steps in enumerate(everyone)], everyone)
 
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         steps = super().steps(epoch, start)
         return steps if self._steps is None else itertools.islice(steps, self._steps - start)
 

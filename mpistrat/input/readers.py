@@ -18,7 +18,7 @@ from mpistrat.input.dropped_examples import DroppedExamples, batch_of_one
 from mpistrat.input.splitting import EMPTY as EMPTY
 from mpistrat.input.splitting import MISSING as MISSING
 from mpistrat.input.splitting import Kind, Lists, pieces_of_each, pieces_of_stream, steps_of_stream
-from mpistrat.input.splitting import Step as Step
+from mpistrat.input.splitting import ReplicaPieces as ReplicaPieces
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
@@ -34,9 +34,9 @@ _STEPS_KNOWN = 4
 _STATE = "state of the order of a dataset"
 
 
-def knowing_what_follows(steps: Iterator[Step]) -> Iterator[Step]:
+def knowing_what_follows(steps: Iterator[ReplicaPieces]) -> Iterator[ReplicaPieces]:
     """`steps`, each with what is known of those after it: ranks that know it need not ask each other at each."""
-    read: collections.deque[Step] = collections.deque()
+    read: collections.deque[ReplicaPieces] = collections.deque()
     error: Exception | None = None
     known = 0  # the first step need not wait for others
     try:
@@ -80,7 +80,7 @@ class Reader(abc.ABC):
     drop_last = False
 
     @abc.abstractmethod
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         """An epoch from its step number `start` on."""
 
     def num_steps(self) -> int | None:
@@ -145,7 +145,7 @@ def _begin_at(batches: Any, state: Any) -> None:
         batches.random.begin_at(state)
 
 
-def _at(steps: Iterator[Step], position: Callable[[], Any]) -> Iterator[Step]:
+def _at(steps: Iterator[ReplicaPieces], position: Callable[[], Any]) -> Iterator[ReplicaPieces]:
     """`steps` with the position that is known when the first was read: samplers draw their seed then."""
     first = list(itertools.islice(steps, 1))
     at = position()
@@ -178,7 +178,7 @@ class GlobalReader(Reader):
         self._reads_all = policy is AutoShardPolicy.OFF and share.workers > 1
         self.same_for_any_ranks = self.ends_together = not self._reads_all
 
-    def _steps_of(self, batches: Iterable[Any], kind: Kind, start: int) -> Iterator[Step]:
+    def _steps_of(self, batches: Iterable[Any], kind: Kind, start: int) -> Iterator[ReplicaPieces]:
         """What the replicas of this rank get of `batches`, by one of the rules of `splitting`, from step `start` on.
 
         None where there are no more.
@@ -207,7 +207,7 @@ class IndexReader(GlobalReader):
             self.dropped = DroppedExamples(dataset.own_collate)
         self._collate = self.dropped or dataset.collate
 
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         batches = self._dataset.index_batches(epoch)
         for step in self._steps_of(batches, Lists(), start) if len(self._dataset) else ():
             yield step.load(self._loaded)
@@ -248,7 +248,7 @@ class BatchReader(GlobalReader):
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self.compares_ends = compared_over is not None
 
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         set_epoch(self._batches, epoch)
         batches = iter(self._batches)
         if self._compared_over is not None:
@@ -333,19 +333,19 @@ class FunctionReader(Reader):
         size = getattr(datasets[0], "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
 
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         for dataset in self._datasets:
             set_epoch(dataset, epoch)
         if len(self._datasets) == self._num_replicas > 1:
             columns = itertools.zip_longest(*self._datasets, fillvalue=MISSING)
-            steps: Iterator[Step] = map(Step, columns)
+            steps: Iterator[ReplicaPieces] = map(ReplicaPieces, columns)
         else:
             steps = self._turns()
         yield from _at(itertools.islice(steps, start, None), lambda: [*map(_began, self._datasets)])
 
-    def _turns(self) -> Iterator[Step]:
+    def _turns(self) -> Iterator[ReplicaPieces]:
         elements = iter(self._datasets[0])
-        while step := Step(itertools.islice(elements, self._num_replicas)):
+        while step := ReplicaPieces(itertools.islice(elements, self._num_replicas)):
             step += [MISSING] * (self._num_replicas - len(step))
             yield step
 

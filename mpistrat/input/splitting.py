@@ -28,7 +28,7 @@ EMPTY, MISSING = object(), None
 _END = object()
 
 
-class Step(list[Any]):
+class ReplicaPieces(list[Any]):
     """An entry for each replica of the rank: a piece of a global batch, and later what was made of the piece.
 
     Attributes:
@@ -43,7 +43,7 @@ class Step(list[Any]):
     following = 0
     fails = False
 
-    def load(self, make: Callable[[Any], Any], position: Any = None) -> Step:
+    def load(self, make: Callable[[Any], Any], position: Any = None) -> ReplicaPieces:
         """This step with what `make` makes of each piece."""
         for i, piece in enumerate(self):
             if piece is not MISSING:
@@ -94,19 +94,19 @@ def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int
 
 def pieces_of_each(
     batches: Iterable[Any], kind: Kind, wanted: Sequence[int], num_pieces: int
-) -> Iterator[Step]:
+) -> Iterator[ReplicaPieces]:
     """For each batch its pieces number `wanted`. One piece is the batch as it is, whatever that is."""
     size, parts, examples = -1, [slice(0)], None  # of the batches so far, which mostly are alike
     for batch in batches:
         if num_pieces == 1:
-            step, examples = Step([batch] * len(wanted)), _examples_of_whole(batch, kind)
+            step, examples = ReplicaPieces([batch] * len(wanted)), _examples_of_whole(batch, kind)
         else:
             if kind.size(batch) != size:
                 size = kind.size(batch)
                 bounds = [slice_bounds(size, piece, num_pieces) for piece in wanted]
                 parts = [slice(*bound) for bound in bounds]
                 examples = np.array([*(end - first for first, end in bounds), size])
-            step = Step([kind.cut(batch, part) for part in parts])
+            step = ReplicaPieces([kind.cut(batch, part) for part in parts])
         step.examples = examples
         yield step
 
@@ -142,7 +142,7 @@ def pieces_of_stream(
 
 def steps_of_stream(
     pieces: Iterable[Any], share: Share, *, drop_last: bool = False
-) -> Iterator[Step]:
+) -> Iterator[ReplicaPieces]:
     """A worker's pieces, dealt out to its replicas; of each step those of this rank, None where there is none.
 
     With `drop_last`, a step that does not have a piece for each replica of the worker is left out.
@@ -151,4 +151,6 @@ def steps_of_stream(
     while step := list(itertools.islice(source, share.replicas_per_worker)):
         if len(step) < share.replicas_per_worker and drop_last:
             return
-        yield Step(step[replica] if replica < len(step) else None for replica in share.replicas)
+        yield ReplicaPieces(
+            step[replica] if replica < len(step) else None for replica in share.replicas
+        )

@@ -18,14 +18,14 @@ from mpistrat.input.readers import FunctionReader, Reader, knowing_what_follows
 from mpistrat.options import InputOptions
 
 if TYPE_CHECKING:
-    from mpistrat.replicas.extended import StrategyExtended
+    from mpistrat.replicas.strategy_extended import StrategyExtended
 
 # With fewer, a thread is woken for each step when the reading is the slower: 30 us instead of 10.
 _STEPS_READ_AHEAD = 4
 
 
 @dataclass
-class Progress:
+class IteratorProgress:
     """How far an iterator has come: what a state is made of.
 
     The source keeps it in place of the iterator. If each kept the other alive, an iteration that is left early would
@@ -66,13 +66,13 @@ class StepSource:
         self.epoch = self.start = 0
         self.spec: Any = None
         self.last: weakref.ref[Any] | None = None
-        self.progress: Progress | None = None
+        self.progress: IteratorProgress | None = None
         self.peeked: Any = None
         self.is_under_way = False
         self.after_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.steps_ahead = -1
 
-    def has_begun(self, iterator: Any, progress: Progress) -> None:
+    def has_begun(self, iterator: Any, progress: IteratorProgress) -> None:
         """`iterator` is the one that was begun last; the epochs after its follow."""
         self.epoch, self.start = max(self.epoch, progress.epoch) + 1, 0
         self.last, self.progress, self.peeked = weakref.ref(iterator), progress, None
@@ -108,12 +108,12 @@ class StepSource:
         depth = self.options.experimental_per_replica_buffer_size
         self.steps_ahead = depth if any(needed) else 0
 
-    def state_at(self, progress: Progress) -> dict[str, Any]:
+    def state_at(self, progress: IteratorProgress) -> dict[str, Any]:
         """The state of an iterator that has come so far. Called by: every rank."""
         if progress.unread is not None:
             return progress.unread
         if progress.ended:  # it goes on with the next epoch
-            progress = Progress(progress.epoch + 1)
+            progress = IteratorProgress(progress.epoch + 1)
         communicator = self.extended.communicator
         return {
             "epoch": progress.epoch,

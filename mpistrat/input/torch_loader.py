@@ -29,8 +29,8 @@ from mpistrat.input.random_state import STATE_SCHEMA, RandomState, samplers_of
 from mpistrat.input.readers import (
     SHARED,
     GlobalReader,
+    ReplicaPieces,
     Restartable,
-    Step,
     check_alike,
     length_of,
     set_epoch,
@@ -184,11 +184,11 @@ class _Pieces:
     """
 
     def __init__(self) -> None:
-        self.read: collections.deque[Step] = collections.deque()
+        self.read: collections.deque[ReplicaPieces] = collections.deque()
         self.some: Sequence[Any] = ()
-        self.steps: Iterator[Step] = iter(())
+        self.steps: Iterator[ReplicaPieces] = iter(())
 
-    def begin(self, steps: Iterator[Step]) -> None:
+    def begin(self, steps: Iterator[ReplicaPieces]) -> None:
         self.read.clear()
         self.steps = steps
 
@@ -205,7 +205,7 @@ class _Pieces:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _EpochPlan:
     """What torch's own samplers do in an epoch: all ranks can do it, where they know as much as rank 0.
 
     Attributes:
@@ -218,7 +218,7 @@ class _Plan:
     generator: torch.Tensor | None
 
     @classmethod
-    def of(cls, loader: data.DataLoader[Any]) -> _Plan | None:
+    def of(cls, loader: data.DataLoader[Any]) -> _EpochPlan | None:
         """Of the next epoch; None for another sampler. Draws what the sampler draws."""
         batches, sampler = loader.batch_sampler, loader.sampler
         if type(batches) is not data.BatchSampler or batches.sampler is not sampler:
@@ -293,7 +293,7 @@ class LoaderReader(GlobalReader):
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
         self._steps_of((), Lists(), 0)  # raises for what cannot be
 
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
         if self.ends_together:
             self._agree()  # before there are workers: an error would end them while they start
@@ -345,7 +345,7 @@ class LoaderReader(GlobalReader):
                 yield [batch]
             return
         with communicator.raising_together():
-            plan = _Plan.of(self._user)
+            plan = _EpochPlan.of(self._user)
         plan = communicator.broadcast_object(plan, label=_SAMPLER)
         if plan is not None:
             pieces.some = range(plan.examples)

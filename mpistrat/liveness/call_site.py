@@ -26,7 +26,7 @@ FRAME = re.compile(r'(?m)^( *)File "(.+)", line (\d+), in (.+)\n(?:\1 {2,}.*\n|\
 _owners: dict[str, int] = {}  # by file name; each collective looks at several frames
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """Where a frame stood: it runs on. The names are those of a frame."""
 
     f_code: CodeType
@@ -40,13 +40,13 @@ class _Instead(threading.local):
     Calls in frames of the program, such as a callback of a future, count as made there.
     """
 
-    place: Place | None = None
+    place: SourceLine | None = None
 
 
 instead = _Instead()
 
 
-def outside(frame: FrameType | Place) -> FrameType | Place:
+def outside(frame: FrameType | SourceLine) -> FrameType | SourceLine:
     """The innermost frame of the user's program, at or outside `frame`.
 
     Frames of this package, of torch (`backward` reduces), of torch_xla and of decorators around them are not the
@@ -110,7 +110,7 @@ def _files_of(*modules: str) -> list[str]:
     return [file for file in files if file is not None]
 
 
-def call_site(frame: FrameType | Place) -> str:
+def call_site(frame: FrameType | SourceLine) -> str:
     """Where `outside(frame)` stands: "train.py:33 in main"."""
     frame = outside(frame)
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpistrat.liveness.error_text import told_of
 from mpistrat.liveness.exit_coordinator import ExitCoordinator, Left, Waits
-from mpistrat.liveness.failure_log import Failure
+from mpistrat.liveness.failure_log import NotedFailure
 from mpistrat.liveness.other_nodes import Answer, Ask, OtherNodes, Raise
 from mpistrat.liveness.program_exit import ProgramExit
 from mpistrat.liveness.rank_losses import RankLosses
@@ -127,7 +127,7 @@ class ExitGroup:
         now = time.monotonic()
         while (arrived := self._comm.improbe()) is not None:
             message = arrived.recv()
-            if isinstance(message, (Ask, Answer, Raise, Failure)):
+            if isinstance(message, (Ask, Answer, Raise, NotedFailure)):
                 self.other_nodes.receive(message)
             elif self._coordinator is not None:
                 self._coordinator.receive(message, now)

@@ -35,7 +35,7 @@ SECONDS_OF_A_PAUSE = 2.0
 
 
 @dataclass(eq=False)
-class Rank:
+class ObservedRank:
     """A rank of this node, as seen from outside. `status` is its wait status once it is dead, None if unknown."""
 
     record: RankRecord
@@ -115,7 +115,7 @@ class Rank:
         return self.dead or self.letter not in RUNS
 
 
-def find_ranks(folder: str, known: Collection[int] = ()) -> list[Rank]:
+def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
     """The ranks that have a record in a job's folder, by number; records whose inode is in `known` are left out."""
     found = []
     for rank, inode in ranks_in(folder).items():
@@ -124,7 +124,7 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[Rank]:
                 record = RankRecord(record_of(folder, rank))
                 started = launched(record.pid)
                 script = None if started == record.pid else started
-                found.append(Rank(record, stacks_of(folder, rank), inode, script))
+                found.append(ObservedRank(record, stacks_of(folder, rank), inode, script))
     return found
 
 
@@ -135,9 +135,9 @@ class Wait:
     call: int
     size: int
     since: int  # when the first of the waiting ranks entered it
-    waiting: list[Rank]
+    waiting: list[ObservedRank]
     entries: list[int]  # of the waiting ranks: the call's entries in their rings
-    missing: list[Rank]
+    missing: list[ObservedRank]
     group: int  # the hash of its communicator's name
     first: int  # the number in the job of its communicator's rank 0
     timeout: float  # after so many seconds the waiting ranks raise an error; 0: never
@@ -168,12 +168,12 @@ class Wait:
         )
 
 
-def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
+def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[Wait]:
     """Each collective that a living rank is inside of, the one waited in for longest first.
 
     With `of_the_dead`, also those that a rank died in.
     """
-    groups: dict[int, list[tuple[Rank, Board]]] = {}
+    groups: dict[int, list[tuple[ObservedRank, Board]]] = {}
     for rank in ranks:
         for board in rank.record.boards():
             groups.setdefault(board.group, []).append((rank, board))
@@ -190,9 +190,9 @@ def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
 def _wait_of(
     group: int,
     call: int,
-    inside: Mapping[Rank, Board],
-    members: Mapping[Rank, Board],
-    ranks: Sequence[Rank],
+    inside: Mapping[ObservedRank, Board],
+    members: Mapping[ObservedRank, Board],
+    ranks: Sequence[ObservedRank],
 ) -> Wait:
     """Args: inside: members that are in collective number `call`. members: ranks whose records have the group."""
     first, board = next(iter(members.items()))
@@ -214,7 +214,7 @@ def _wait_of(
     )
 
 
-def absentees(ranks: Collection[Rank]) -> list[Rank]:
+def absentees(ranks: Collection[ObservedRank]) -> list[ObservedRank]:
     """The ranks that have come to their ends while others wait for all to start: they will not join them."""
     if not any(rank.record.starting for rank in ranks):
         return []
@@ -233,19 +233,19 @@ class FailureDetector:
         first_died: when the first died, by `time.monotonic`; 0.0 while all live, and once the others have gone on.
     """
 
-    def __init__(self, folder: str, when_one_dies: Callable[[Rank], None]) -> None:
-        self.ranks: dict[int, Rank] = {}
-        self.deaths: list[Rank] = []
+    def __init__(self, folder: str, when_one_dies: Callable[[ObservedRank], None]) -> None:
+        self.ranks: dict[int, ObservedRank] = {}
+        self.deaths: list[ObservedRank] = []
         self.first_died = 0.0
         self._folder = folder
         self._epoll = select.epoll()
-        self._by_pidfd: dict[int, Rank] = {}
-        self._by_line: dict[int, Rank] = {}
+        self._by_pidfd: dict[int, ObservedRank] = {}
+        self._by_line: dict[int, ObservedRank] = {}
         self._closings = itertools.count(1)
-        self._without_pidfd: list[Rank] = []
+        self._without_pidfd: list[ObservedRank] = []
         self._when_one_dies = when_one_dies
 
-    def find(self) -> list[Rank]:
+    def find(self) -> list[ObservedRank]:
         """The ranks whose records are new in the folder; from now on they are watched.
 
         A new record takes the place of one of the same number: the launcher's script runs one program after another.
@@ -288,26 +288,26 @@ class FailureDetector:
         return len(self.deaths) == len(self.ranks)
 
     @property
-    def going_on(self) -> list[Rank]:
+    def going_on(self) -> list[ObservedRank]:
         """All but those that the others went on without."""
         return [rank for rank in self.ranks.values() if not rank.lost]
 
-    def unexplained(self) -> list[Rank]:
+    def unexplained(self) -> list[ObservedRank]:
         """The dead that had not said that they leave or end the job."""
         # The launcher may kill some when one has returned an exit code.
         returned = [r for r in self.deaths if r.status and os.WIFEXITED(r.status)]
         by_itself = any(r.ended_well for r in returned)
 
-        def killed_in_turn(rank: Rank) -> bool:
+        def killed_in_turn(rank: ObservedRank) -> bool:
             had_left = bool(returned) and rank.record.state == LEFT
             return rank.status in KILLED_BY_LAUNCHERS and (by_itself or had_left)
 
         return [r for r in self.deaths if not (r.ended_well or r.lost or killed_in_turn(r))]
 
-    def in_state(self, state: int) -> list[Rank]:
+    def in_state(self, state: int) -> list[ObservedRank]:
         return [rank for rank in self.ranks.values() if rank.record.state == state]
 
-    def let_go(self, lost: list[Rank]) -> None:
+    def let_go(self, lost: list[ObservedRank]) -> None:
         """The others go on without these."""
         for rank in lost:
             rank.lost = True
@@ -331,14 +331,14 @@ class FailureDetector:
             if not rank.dead and rank.letter in DEAD:
                 self._dies(rank, exit_status(rank.pid, None))
 
-    def _closes(self, rank: Rank) -> None:
+    def _closes(self, rank: ObservedRank) -> None:
         rank.closed = next(self._closings)
         rank.closed_alive = not is_exiting(rank.pid)
         rank.became = rank.other_program
         if self.ranks[rank.number] is rank:
             self._when_one_dies(rank)
 
-    def _dies(self, rank: Rank, status: int | None) -> None:
+    def _dies(self, rank: ObservedRank, status: int | None) -> None:
         rank.dead, rank.status = True, status
         if self.ranks[rank.number] is rank:
             self.deaths.append(rank)
@@ -346,7 +346,7 @@ class FailureDetector:
             self._when_one_dies(rank)
 
 
-def first_death(deaths: list[Rank]) -> Rank:
+def first_death(deaths: list[ObservedRank]) -> ObservedRank:
     """The rank whose death was the cause of the others': the launcher may have killed those in its clean-up.
 
     The kernel may report one of those first: a process closes its connection to the launcher a while before it counts
@@ -363,7 +363,7 @@ def first_death(deaths: list[Rank]) -> Rank:
     return (own_end or missing or deaths)[0]
 
 
-def calls_differ(ranks: Collection[Rank]) -> bool:
+def calls_differ(ranks: Collection[ObservedRank]) -> bool:
     """Whether ranks made different numbers of calls on a communicator, or one is, or died, in a call."""
     calls: dict[int, set[int]] = {}
     for rank in ranks:
@@ -379,7 +379,7 @@ class Pauses:
         self._looked = time.monotonic()
         self._pauses: list[tuple[float, float]] = []  # (end, seconds)
 
-    def notice(self, ranks: Collection[Rank]) -> None:
+    def notice(self, ranks: Collection[ObservedRank]) -> None:
         """Called at each look. The clock went on, or this process did, but no rank could."""
         gap = time.monotonic() - self._looked
         self.restart()

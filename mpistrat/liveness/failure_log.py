@@ -37,7 +37,7 @@ _NUMBER_OF_RANK = re.compile(r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\
 
 
 @dataclass(frozen=True)
-class Failure:
+class NotedFailure:
     """What a rank notes, as other nodes are told."""
 
     kind: str
@@ -46,7 +46,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class _Entry(Failure):
+class _FailureEntry(NotedFailure):
     at: float  # time.monotonic()
 
 
@@ -56,7 +56,7 @@ class Nodes(Protocol):
     @property
     def is_first_node(self) -> bool: ...
 
-    def tell_failure(self, failure: Failure) -> None:
+    def tell_failure(self, failure: NotedFailure) -> None:
         """Have them note it, too. Does not wait for them."""
 
 
@@ -77,7 +77,7 @@ class FailureLog:
         self._pause = SECONDS_BETWEEN_FAILURES + self._patience
         self._pause += 0.0 if nodes is None else SECONDS_TO_HEAR
 
-    def note(self, failure: Failure) -> None:
+    def note(self, failure: NotedFailure) -> None:
         """Note what another node tells. Raises: OSError."""
         with self._locked() as file:
             _write(file, failure)
@@ -134,16 +134,16 @@ class FailureLog:
         said = (entry.error for entry in self._entries(_SAID))
         return any(error == OF_ANOTHER_RANK or _are_alike(error, other) for other in said)
 
-    def _entries(self, wanted: str) -> list[_Entry]:
+    def _entries(self, wanted: str) -> list[_FailureEntry]:
         """The entries of this kind from the last seconds, in their order."""
         with open(self._path, encoding="utf-8") as file:
             found = (line.split() for line in file if line.endswith("\n"))
-            entries = [_Entry(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
+            entries = [_FailureEntry(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
         since = time.monotonic() - SECONDS_TO_LAST
         return [entry for entry in entries if entry.kind == wanted and entry.at > since]
 
     def _note(self, file: Any, kind: str, error: str) -> None:
-        failure, nodes = Failure(kind, self._rank, error), self._nodes
+        failure, nodes = NotedFailure(kind, self._rank, error), self._nodes
         _write(file, failure)
         if nodes is not None:
             within(SECONDS_TO_TELL, lambda: nodes.tell_failure(failure))
@@ -160,7 +160,7 @@ def _are_alike(first: str, second: str) -> bool:
     return any(map(str.__eq__, first.split("."), second.split(".")))
 
 
-def _write(file: Any, failure: Failure) -> None:
+def _write(file: Any, failure: NotedFailure) -> None:
     file.write(f"{failure.kind} {time.monotonic()} {failure.rank} {failure.error}\n")
     file.flush()
 

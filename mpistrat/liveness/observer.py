@@ -24,8 +24,8 @@ from mpistrat.liveness.borrowed_stderr import BorrowedStderr
 from mpistrat.liveness.call_site import places_of
 from mpistrat.liveness.failure_detector import (
     FailureDetector,
+    ObservedRank,
     Pauses,
-    Rank,
     Wait,
     absentees,
     calls_differ,
@@ -130,7 +130,7 @@ class Observer:
         if self._launcher is not None:
             yield self._launcher
 
-    def _be_ready_to_speak(self, dead: Rank) -> None:
+    def _be_ready_to_speak(self, dead: ObservedRank) -> None:
         """The launcher kills the other ranks in a moment, and ends when nobody holds their stderr."""
         if not dead.ended_well or dead.record.say:
             self._stderr.borrow(self._speakers())

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mpi4py import MPI
 
 from mpistrat.liveness.failure_detector import find_ranks
-from mpistrat.liveness.failure_log import Failure, FailureLog
+from mpistrat.liveness.failure_log import FailureLog, NotedFailure
 from mpistrat.liveness.job_folder import report_of
 from mpistrat.liveness.other_accounts import Account, leave_accounts
 from mpistrat.liveness.record import RAISE, RankRecord
@@ -47,7 +47,7 @@ class Raise:
     call: int = 0
 
 
-Message = Ask | Answer | Raise | Failure
+Message = Ask | Answer | Raise | NotedFailure
 
 
 class OtherNodes:
@@ -84,7 +84,7 @@ class OtherNodes:
     def are_some(self) -> bool:
         return bool(self._others)
 
-    def tell_failure(self, failure: Failure) -> None:
+    def tell_failure(self, failure: NotedFailure) -> None:
         """Have the other nodes note it in their folders."""
         with contextlib.suppress(MPI.Exception):  # a rank is lost
             self._send_all(failure, 1)
@@ -96,7 +96,7 @@ class OtherNodes:
             self._send(Answer(self._node, _account_of_node(record.folder)), message.asker)
         elif isinstance(message, Answer):
             self._accounts.setdefault(message.node, message.account)
-        elif isinstance(message, Failure):
+        elif isinstance(message, NotedFailure):
             with contextlib.suppress(OSError):  # there is no folder
                 FailureLog(record.folder, record.rank, record.size).note(message)
         elif message.call:

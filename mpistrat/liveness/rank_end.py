@@ -23,7 +23,7 @@ from mpistrat.errors import CollectiveMismatchError, DivergenceError, StallError
 from mpistrat.liveness import observation
 from mpistrat.liveness.borrowed_stderr import say_on_launcher
 from mpistrat.liveness.error_text import advice_for, of_the_program
-from mpistrat.liveness.failure_detector import Rank, find_ranks
+from mpistrat.liveness.failure_detector import ObservedRank, find_ranks
 from mpistrat.liveness.failure_log import OF_ANOTHER_RANK, FailureLog, Nodes, as_of_any_rank
 from mpistrat.liveness.interrupts import unheeded
 from mpistrat.liveness.processes import DEAD, launched
@@ -253,7 +253,7 @@ def _known_as(error: BaseException, traceback: str, own: int) -> tuple[str, bool
     return ".".join(as_of_any_rank(traceback, rank) for rank in (-1, own)), of_all
 
 
-def _is_gone(rank: Rank) -> bool:
+def _is_gone(rank: ObservedRank) -> bool:
     return rank.has_left or rank.letter in DEAD
 
 

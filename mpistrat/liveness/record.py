@@ -89,7 +89,7 @@ class _Word:
         record.words[self._index] = value
 
 
-class _Text:
+class _HeaderText:
     """Some bytes of the header as an attribute of its record; "" before it is set. Too long a text loses its end."""
 
     def __init__(self, first: int, size: int) -> None:
@@ -113,8 +113,8 @@ class RankRecord:
     looked, ask, asked = map(_Word, (LOOKED, ASK, ASKED))
     observer, say, starting, exits = map(_Word, (OBSERVER, SAY, STARTING, EXITS))
     limit_is_set, noticed, began = map(_Word, (LIMIT_IS_SET, NOTICED, BEGAN))
-    host = _Text(1024, 256)
-    end = _Text(1280, 512)  # how the rank came to its end, as `ProgramExit.how`
+    host = _HeaderText(1024, 256)
+    end = _HeaderText(1280, 512)  # how the rank came to its end, as `ProgramExit.how`
 
     def __init__(self, path: str | None, *, create: bool = False) -> None:
         self.path = path
@@ -243,25 +243,25 @@ class RankRecord:
             for base in range(_FIRST_BOARD, end, _BOARD_WORDS)
         ]
 
-    def last(self, count: int = RING) -> list[Entry]:
+    def last(self, count: int = RING) -> list[CallEntry]:
         """The last collectives, the latest first. A reader may catch one half written."""
         written = self.words[ENTRIES]
         return [self._entry(n) for n in range(written, max(0, written - min(count, RING)), -1)]
 
-    def entry_of(self, board: Board) -> Entry | None:
+    def entry_of(self, board: Board) -> CallEntry | None:
         """The last call of a communicator; None when it made none, or the ring has forgotten it."""
         if not board.entry or self.words[ENTRIES] - board.entry >= RING:
             return None
         entry = self._entry(board.entry)
         return entry if entry.board == board.base else None
 
-    def _entry(self, number: int) -> Entry:
+    def _entry(self, number: int) -> CallEntry:
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
         calls, entered, waited, board, *ends, text = _ENTRY.unpack_from(self.map, offset)
         call, site = (
             part.decode(errors="replace") for part in (text[: ends[0]], text[ends[0] : sum(ends)])
         )
-        return Entry(calls, entered, waited, board, call, site)
+        return CallEntry(calls, entered, waited, board, call, site)
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class Board:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CallEntry:
     """One collective of a rank.
 
     Attributes:

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from mpistrat.liveness.failure_detector import Rank, Wait
+from mpistrat.liveness.failure_detector import ObservedRank, Wait
 from mpistrat.liveness.processes import (
     KILLED_BY_LAUNCHERS,
     StackRequest,
@@ -14,7 +14,7 @@ from mpistrat.liveness.processes import (
     describe_exit,
     describe_state,
 )
-from mpistrat.liveness.record import LEAVING, Entry
+from mpistrat.liveness.record import LEAVING, CallEntry
 
 _MOST_FRAMES = 12
 _MOST_RANKS = 24  # that are described one by one
@@ -25,7 +25,7 @@ _RUNPY = re.compile(r"\brunpy(\.py)?>?:\d+ in ")
 
 
 def stall_report(
-    ranks: list[Rank],
+    ranks: list[ObservedRank],
     wait: Wait,
     waited: float,
     missing_elsewhere: Sequence[int] = (),
@@ -70,7 +70,7 @@ def stall_report(
     return "\n".join(lines)
 
 
-def death_report(ranks: list[Rank], first: Rank) -> str:
+def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
     lines = [f"{first.who} {_how_it_died(first)}", f"  it {_last_words(first)}"]
     spoken = _spoken_at_death(first)
     if spoken:
@@ -86,7 +86,7 @@ def death_report(ranks: list[Rank], first: Rank) -> str:
     return "\n".join(lines)
 
 
-def _how_it_died(rank: Rank) -> str:
+def _how_it_died(rank: ObservedRank) -> str:
     how = describe_exit(rank.status)
     if rank.became:
         return f"became another program, by exec ({rank.became}), and then {how}"
@@ -95,7 +95,7 @@ def _how_it_died(rank: Rank) -> str:
     return how
 
 
-def absence_report(absent: list[Rank], waiting: list[Rank]) -> str:
+def absence_report(absent: list[ObservedRank], waiting: list[ObservedRank]) -> str:
     """That ranks have come to their ends, and others wait for all ranks to start."""
     first, *more = absent
     how = first.record.end or (describe_exit(first.status) if first.dead else "came to its end")
@@ -107,13 +107,13 @@ def absence_report(absent: list[Rank], waiting: list[Rank]) -> str:
     )
 
 
-def account_of(ranks: list[Rank]) -> list[str]:
+def account_of(ranks: list[ObservedRank]) -> list[str]:
     """What the ranks of a node do, for the report of another."""
     inside = [rank for rank in ranks if rank.inside and not rank.stands_still]
     return _what_they_do([rank for rank in ranks if rank not in inside]) + _in_calls(inside)
 
 
-def leaving_notice(ranks: list[Rank], seconds: float) -> str:
+def leaving_notice(ranks: list[ObservedRank], seconds: float) -> str:
     """That ranks have come to their end and wait for others, which may be right."""
     gone = [rank for rank in ranks if rank.record.state == LEAVING]
     lines = [
@@ -123,7 +123,7 @@ def leaving_notice(ranks: list[Rank], seconds: float) -> str:
     return "\n".join(lines + _what_they_do([rank for rank in ranks if rank not in gone]))
 
 
-def straggler(ranks: list[Rank]) -> list[str]:
+def straggler(ranks: list[ObservedRank]) -> list[str]:
     """A line about the rank that others waited for in the last minute: the one that waited least itself."""
     waited = sorted((rank.record.seconds_waited(), rank.number) for rank in ranks if not rank.dead)
     if len(waited) < 2 or waited[-1][0] - waited[0][0] < 1.0:
@@ -135,7 +135,7 @@ def straggler(ranks: list[Rank]) -> list[str]:
     ]
 
 
-def _what_they_do(ranks: list[Rank], group: int | None = None) -> list[str]:
+def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
     """Of each rank: whether it is busy, its last collective, and its stack."""
     if not ranks:
         return []
@@ -156,14 +156,14 @@ def _what_they_do(ranks: list[Rank], group: int | None = None) -> list[str]:
     return lines
 
 
-def _ask_for_stacks(ranks: list[Rank]) -> list[tuple[Rank, StackRequest | None]]:
+def _ask_for_stacks(ranks: list[ObservedRank]) -> list[tuple[ObservedRank, StackRequest | None]]:
     """Of all at once: together they have as long to answer as one."""
     return [
         (r, None if r.dead else StackRequest(r.pid, r.record.stack_signal, r.stacks)) for r in ranks
     ]
 
 
-def _state(rank: Rank, busy: float) -> str:
+def _state(rank: ObservedRank, busy: float) -> str:
     if rank.dead:
         return describe_exit(rank.status)
     if rank.has_left:
@@ -177,7 +177,7 @@ def _state(rank: Rank, busy: float) -> str:
     return f"is {how} ({100 * busy:.0f} % of a core)"
 
 
-def _last_words(rank: Rank, group: int | None = None) -> str:
+def _last_words(rank: ObservedRank, group: int | None = None) -> str:
     """Its last collective of the group, or of any, and those of other groups that it is in."""
     record, boards = rank.record, rank.record.boards()
     last = next((record.entry_of(board) for board in boards if board.group == group), None)
@@ -191,14 +191,14 @@ def _last_words(rank: Rank, group: int | None = None) -> str:
     return words
 
 
-def _describe(rank: Rank, entry: Entry) -> str:
+def _describe(rank: ObservedRank, entry: CallEntry) -> str:
     inside = any(board.base == entry.board and board.since for board in rank.record.boards())
     ago = (time.monotonic_ns() - entry.entered) / 1e9
     verb = "is in" if inside and not rank.dead else "was in" if inside else "had finished"
     return f"{verb} collective number {entry.number}, entered {ago:.1f} s ago: {entry.call}\n      at {entry.site}"
 
 
-def _stack(rank: Rank, request: StackRequest | None) -> list[str]:
+def _stack(rank: ObservedRank, request: StackRequest | None) -> list[str]:
     if request is None or not request.sent or rank.stands_still:
         return []
     frames = _of_the_program(request.frames())
@@ -216,7 +216,7 @@ def _of_the_program(frames: list[str]) -> list[str]:
     return inner
 
 
-def _spoken_at_death(rank: Rank) -> list[str]:
+def _spoken_at_death(rank: ObservedRank) -> list[str]:
     """What faulthandler wrote about a fatal signal."""
     try:
         with open(rank.stacks, encoding="utf-8", errors="replace") as file:
@@ -227,9 +227,9 @@ def _spoken_at_death(rank: Rank) -> list[str]:
     return [line.rstrip() for line in (found + after).splitlines()[:_MOST_FRAMES]] if found else []
 
 
-def _in_calls(ranks: list[Rank], group: int | None = None) -> list[str]:
+def _in_calls(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
     """The collectives, of the group or of any, that ranks are in; those in the same one together."""
-    calls: dict[str, list[Rank]] = {}
+    calls: dict[str, list[ObservedRank]] = {}
     for rank in ranks:
         for board in rank.record.boards():
             if not board.since or group not in (None, board.group):
@@ -240,11 +240,11 @@ def _in_calls(ranks: list[Rank], group: int | None = None) -> list[str]:
     return [f"  {_ranks(those)} {_verb(those, 'wait')} {text}" for text, those in calls.items()]
 
 
-def _verb(ranks: list[Rank], verb: str) -> str:
+def _verb(ranks: list[ObservedRank], verb: str) -> str:
     return f"{verb}s" if len(ranks) == 1 else verb
 
 
-def _ranks(ranks: list[Rank]) -> str:
+def _ranks(ranks: list[ObservedRank]) -> str:
     return _numbers(sorted(rank.number for rank in ranks))
 
 

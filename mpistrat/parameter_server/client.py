@@ -14,10 +14,10 @@ from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server import protocol
 from mpistrat.parameter_server.idempotency import UpdateNumbers, session_of
-from mpistrat.parameter_server.protocol import NewArray, Push, Step, Update, Updates
-from mpistrat.parameter_server.routes import Call, Routes
+from mpistrat.parameter_server.protocol import GradientMethod, NewArray, Push, Update, Updates
+from mpistrat.parameter_server.routes import FailoverRequest, Routes
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
-from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, Region
+from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, SharedRegion
 from mpistrat.parameter_server.tables import MappedTable
 from mpistrat.parameter_server.tensors import SharedTensor, TensorSpec, inline, pack, unpack
 
@@ -46,7 +46,7 @@ class Change(NamedTuple):
     """
 
     address: Address
-    method: str | Step
+    method: str | GradientMethod
     operand: Any
 
 
@@ -75,7 +75,7 @@ class Client:
         self.numbers = UpdateNumbers(session_of(rpc.rank) if replicated else None)
         self.used: dict[int, Address] = {}
         self.bytes_pulled = self.bytes_pushed = 0
-        self._memory = NodeMemory(self.routes)
+        self._memory = MemoryWithServers(self.routes)
         self._results = RecycledBuffers()
         self._recycling = threading.Lock()
         self._already_written = False
@@ -119,7 +119,7 @@ class Client:
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
         """Pull several values at the same time, each into an array of its spec, on any device."""
-        calls: list[tuple[Array, TensorSpec, Region | None, Call]] = []
+        calls: list[tuple[Array, TensorSpec, SharedRegion | None, FailoverRequest]] = []
         for address, out in wanted:
             spec = address.spec
             self.used[address.key] = address
@@ -191,7 +191,7 @@ class Client:
 
     def _push(
         self, server: int, changes: Sequence[Change], push: Push | None, settled: int
-    ) -> tuple[Call, Region | None]:
+    ) -> tuple[FailoverRequest, SharedRegion | None]:
         """Send one server's changes. Returns: also the region to give back once the server has replied."""
         holder = self.routes.holder_of(server)
         operands = [_arrays_of(change.operand) for change in changes]
@@ -230,7 +230,7 @@ class Client:
         return call.wait(limited=False)
 
 
-class NodeMemory:
+class MemoryWithServers:
     """Memory that a client and the servers of its node share: these servers' arrays, and buffers for messages.
 
     Attributes:

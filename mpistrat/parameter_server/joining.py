@@ -18,8 +18,8 @@ from mpistrat.communicators.communicator import RaisingOnAll
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.devices import accelerator, check_devices
 from mpistrat.strategies.binding import bind
+from mpistrat.strategies.strategy_parts import communicator_of
 from mpistrat.strategies.threads import share_cores
-from mpistrat.strategies.wiring import communicator_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpistrat import arrays
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.protocol import Step
+from mpistrat.parameter_server.protocol import GradientMethod
 from mpistrat.parameter_server.tables import Table
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
 
 
-class OptimizerSteps:
+class ServerOptimizers:
     """The optimizers of a server's arrays.
 
     Attributes:
@@ -44,7 +44,9 @@ class OptimizerSteps:
             if (optimizer, key) not in self.by_key:
                 self.by_key[optimizer, key] = ServerOptimizer(table.array, definition, shard=shard)
 
-    def step(self, key: int, table: Table, step: Step, gradient: Any, worker: int) -> None:
+    def step(
+        self, key: int, table: Table, step: GradientMethod, gradient: Any, worker: int
+    ) -> None:
         """
         Args: gradient: an array, or `IndexedSlices`, in memory that may change after this.
         Raises: ValueError, TypeError, IndexError: the gradient does not fit.
@@ -96,7 +98,7 @@ class OptimizerSteps:
                 pending.gradients.pop(worker, None)
             self.pending[number] = {key: left for key, left in of_round.items() if left.gradients}
 
-    def adopt(self, other: OptimizerSteps) -> None:
+    def adopt(self, other: ServerOptimizers) -> None:
         """Move all optimizers of `other`, which are of other arrays, here."""
         self.by_key.update(other.by_key)
         for number, of_round in other.pending.items():
@@ -113,11 +115,11 @@ class OptimizerSteps:
 
 class _Pending(NamedTuple):
     table: Table
-    steps: dict[int, Step]  # by worker
+    steps: dict[int, GradientMethod]  # by worker
     gradients: dict[int, Any]
 
     @property
-    def first(self) -> Step:
+    def first(self) -> GradientMethod:
         """The step of the lowest rank, whichever came first."""
         return self.steps[min(self.gradients)]
 

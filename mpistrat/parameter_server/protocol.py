@@ -57,7 +57,7 @@ class NewArray(NamedTuple):
     value: PackedTensor | None
 
 
-class Step(NamedTuple):
+class GradientMethod(NamedTuple):
     """The method of an update whose operand is a gradient.
 
     Attributes:
@@ -87,7 +87,7 @@ class Update(NamedTuple):
     """
 
     key: int
-    method: str | Step
+    method: str | GradientMethod
     operand: list[PackedTensor]
     work: int | None = None
     number: int = 0

@@ -21,7 +21,7 @@ from mpistrat.parameter_server import protocol
 from mpistrat.parameter_server.protocol import NewArray, Updates
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.rpc.remote_errors import outcome_of
-from mpistrat.parameter_server.rpc.segments import Buffers, Region
+from mpistrat.parameter_server.rpc.segments import Buffers, SharedRegion
 from mpistrat.parameter_server.snapshot import Gate
 from mpistrat.parameter_server.store import Store
 from mpistrat.parameter_server.tables import Table
@@ -43,7 +43,7 @@ class Forwarded:
     """
 
     number: int
-    region: Region | None = None
+    region: SharedRegion | None = None
     failed: bool = False
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
@@ -68,7 +68,7 @@ class Backup:
         return self._rank is not None and all(key in self._names for key in keys)
 
     def forward(
-        self, method: str, source: int, body: Any, region: Region | None = None
+        self, method: str, source: int, body: Any, region: SharedRegion | None = None
     ) -> Forwarded:
         """Let the backup, if there is one, make the change that `source` asked for."""
         forwarded = Forwarded(self._count + 1, region)

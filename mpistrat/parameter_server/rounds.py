@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpistrat.parameter_server.optimizer_steps import OptimizerSteps
+from mpistrat.parameter_server.optimizer_steps import ServerOptimizers
 from mpistrat.parameter_server.protocol import DROP_GRADIENTS, END_ROUNDS, ENDED, FAILED, Push
 from mpistrat.parameter_server.replication import Backup
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
@@ -23,7 +23,7 @@ class Rounds:
         self,
         rpc: RpcEndpoint,
         workers: Sequence[int],
-        optimizers: OptimizerSteps,
+        optimizers: ServerOptimizers,
         gate: Gate,
         backup: Backup,
     ) -> None:

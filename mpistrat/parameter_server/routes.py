@@ -56,14 +56,18 @@ class Routes:
         """Whether no copy of the server's arrays is left."""
         return all(map(self.rpc.channel.has_died, self.copies_of(server)))
 
-    def call(self, server: int, method: str, body: Any = None, to: int | None = None) -> Call:
+    def call(
+        self, server: int, method: str, body: Any = None, to: int | None = None
+    ) -> FailoverRequest:
         """Send a request about arrays made on `server`.
 
         Args: to: the holder of these arrays for which the body's tensors were packed; None where there are none.
         Raises: RuntimeError after `leave`.
         """
         self.check_use()
-        return Call(self, server, method, body, self.holder_of(server) if to is None else to)
+        return FailoverRequest(
+            self, server, method, body, self.holder_of(server) if to is None else to
+        )
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
         """For the messages that go to these servers now; None where there is but one."""
@@ -92,7 +96,7 @@ class Routes:
             )
 
 
-class Call:
+class FailoverRequest:
     """A request that goes to the backup when the server has died. All requests to servers can be repeated."""
 
     def __init__(self, routes: Routes, server: int, method: str, body: Any, to: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpistrat.errors import StallError, UnavailableError
 from mpistrat.parameter_server.protocol import ENDED, FAILED, MAY_BEGIN, STEPS, WhenSafe
-from mpistrat.parameter_server.routes import Call, Routes
+from mpistrat.parameter_server.routes import FailoverRequest, Routes
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
 
@@ -153,7 +153,7 @@ class WorkerClock:
         return dict(answer)
 
 
-def _all_of(calls: Sequence[Call]) -> list[int]:
+def _all_of(calls: Sequence[FailoverRequest]) -> list[int]:
     """Raises: StallError and UnavailableError at once; the first other error when all replies have come."""
     answers, errors = [], []
     for call in calls:

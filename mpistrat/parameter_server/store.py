@@ -11,8 +11,8 @@ from typing import Any
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.idempotency import IdempotencyCache, session_of
-from mpistrat.parameter_server.optimizer_steps import OptimizerSteps
-from mpistrat.parameter_server.protocol import NewArray, Step, Update, Updates
+from mpistrat.parameter_server.optimizer_steps import ServerOptimizers
+from mpistrat.parameter_server.protocol import GradientMethod, NewArray, Update, Updates
 from mpistrat.parameter_server.rpc.remote_errors import outcome_of
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
 from mpistrat.parameter_server.tables import Table
@@ -48,7 +48,7 @@ class Store:
         mappings: Mappings | None = None,
     ) -> None:
         self.by_key: dict[int, Table] = {}
-        self.optimizers = OptimizerSteps()
+        self.optimizers = ServerOptimizers()
         self.idempotency = IdempotencyCache() if idempotency is None else idempotency
         self.mappings = Mappings() if mappings is None else mappings
         self._find_elsewhere = find_elsewhere
@@ -106,7 +106,7 @@ class Store:
             operand, *values = [unpack(packed, self.mappings) for packed in update.operand]
             if values:
                 operand = IndexedSlices(values[0], operand)
-            if isinstance(update.method, Step):
+            if isinstance(update.method, GradientMethod):
                 self.optimizers.step(update.key, table, update.method, operand, client)
                 return None
             table.update(update.method, operand)
@@ -145,4 +145,4 @@ class Store:
         """Move all arrays of `other` here."""
         self.by_key.update(other.by_key)
         self.optimizers.adopt(other.optimizers)
-        other.by_key, other.optimizers = {}, OptimizerSteps()
+        other.by_key, other.optimizers = {}, ServerOptimizers()

@@ -13,21 +13,21 @@ from mpistrat.input.input_context import InputContext
 from mpistrat.liveness import interrupts
 from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import InputOptions, RunOptions
-from mpistrat.parameter_server import wiring
+from mpistrat.parameter_server import server_strategy_parts
 from mpistrat.parameter_server.coordinator.cluster import Cluster
 from mpistrat.parameter_server.coordinator.cluster_coordinator import UnbuiltDataset
 from mpistrat.parameter_server.coordinator.worker import Worker
 from mpistrat.parameter_server.coordinator.worker_seeds import seed_for_worker
-from mpistrat.parameter_server.extended import ServersExtended
 from mpistrat.parameter_server.joining import (
     check_arguments,
     join_job,
     resolver_of,
 )
 from mpistrat.parameter_server.modules.object_references import ObjectReferences
+from mpistrat.parameter_server.servers_extended import ServersExtended
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.strategies.arguments import StrategyArguments
+from mpistrat.strategies.strategy_arguments import StrategyArguments
 from mpistrat.strategy import Strategy, checked_input_options
 from mpistrat.variables.partitioners import Partitioner
 
@@ -94,7 +94,9 @@ class ParameterServerStrategy(Strategy):
         if job.roles.task_type == "ps":
             job.serve()
             raise SystemExit(0)
-        extended = wiring.with_servers(self, job, devices, variable_partitioner, gradients)
+        extended = server_strategy_parts.with_servers(
+            self, job, devices, variable_partitioner, gradients
+        )
         super().__init__(extended, cluster_resolver or resolver_of(job.roles))
         if job.roles.task_type == "worker":
             self.work()
@@ -114,7 +116,9 @@ class ParameterServerStrategy(Strategy):
     def of_worker(cls, job: ServerJob, devices: Sequence[str]) -> ParameterServerStrategy:
         """What the functions on a worker have, whose rank has joined the job already."""
         strategy = cls.__new__(cls)
-        Strategy.__init__(strategy, wiring.with_servers(strategy, job, devices, None, None))
+        Strategy.__init__(
+            strategy, server_strategy_parts.with_servers(strategy, job, devices, None, None)
+        )
         return strategy
 
     def work(self) -> None:

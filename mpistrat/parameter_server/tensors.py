@@ -13,8 +13,8 @@ from mpistrat.communicators.host_views import view_of
 from mpistrat.parameter_server.rpc.segments import (
     Buffers,
     Mappings,
-    Region,
     RegionHandle,
+    SharedRegion,
     whole_lines,
 )
 
@@ -103,7 +103,7 @@ def inline(array: Array) -> InlineTensor:
 
 def pack(
     tensors: Sequence[Array], buffers: Buffers | None
-) -> tuple[list[PackedTensor], Region | None]:
+) -> tuple[list[PackedTensor], SharedRegion | None]:
     """Arrays of any device, for a message.
 
     Args: buffers: memory that the receiver can map; None where it cannot.

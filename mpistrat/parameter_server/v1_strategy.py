@@ -11,7 +11,7 @@ from mpistrat.cluster_resolver.task_roles import Cluster
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import RunOptions
-from mpistrat.parameter_server import wiring
+from mpistrat.parameter_server import server_strategy_parts
 from mpistrat.parameter_server.joining import (
     check_arguments,
     devices_of_worker,
@@ -22,9 +22,9 @@ from mpistrat.parameter_server.joining import (
 from mpistrat.parameter_server.staleness import WorkerClock
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.strategies.arguments import StrategyArguments
 from mpistrat.strategies.binding import bind
-from mpistrat.strategies.wiring import central_storage
+from mpistrat.strategies.strategy_arguments import StrategyArguments
+from mpistrat.strategies.strategy_parts import central_storage
 from mpistrat.strategy import Strategy
 from mpistrat.variables.partitioners import Partitioner
 
@@ -134,7 +134,9 @@ class BetweenGraphStrategy(Strategy):
             raise SystemExit(0)
         clock = WorkerClock(job.client.routes, max_staleness)
         self._servers = _Servers(job, clock)
-        extended = wiring.with_servers(self, job, devices, variable_partitioner, gradients, clock)
+        extended = server_strategy_parts.with_servers(
+            self, job, devices, variable_partitioner, gradients, clock
+        )
         super().__init__(extended, cluster_resolver or resolver_of(job.roles))
         if clock.combines:
             self.workers_combined = len(job.trainers)

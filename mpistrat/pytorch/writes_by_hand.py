@@ -17,10 +17,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.modules.registry import ParameterSlot, Registry, version
 
-_memory_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter: its `_Memory`
+_memory_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter: its `_ParameterData`
 
 
-class _Memory:
+class _ParameterData:
     """What all `.data` of a parameter are, which torch counts as one tensor then."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class WritesByHand:
     ) -> None:
         torch.nn.Parameter.data = hooks.data_given_by(_data)
         self._registry, self._count, self._modules = registry, count, modules
-        self._memories: weakref.WeakValueDictionary[ParameterSlot, _Memory] = (
+        self._memories: weakref.WeakValueDictionary[ParameterSlot, _ParameterData] = (
             weakref.WeakValueDictionary()
         )
         self._seen: dict[ParameterSlot, Any] = {}
@@ -99,7 +99,7 @@ class WritesByHand:
         if memory is None:
             if parameter.layout is not torch.strided or type(parameter.data) is not torch.Tensor:
                 return version(parameter)
-            memory = _memory_of.setdefault(parameter, _Memory(parameter))
+            memory = _memory_of.setdefault(parameter, _ParameterData(parameter))
             self._memories[slot] = memory
         tensor = memory.of(parameter)
         return version(parameter), version(tensor), memory.replaced
@@ -116,7 +116,7 @@ class WritesByHand:
 
 def _data(parameter: torch.nn.Parameter) -> torch.Tensor:
     """`parameter.data`."""
-    memory: _Memory | None = _memory_of.get(parameter)
+    memory: _ParameterData | None = _memory_of.get(parameter)
     return hooks.original_data(parameter) if memory is None else memory.of(parameter).detach()
 
 

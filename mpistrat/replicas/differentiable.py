@@ -13,7 +13,7 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 
 
-class _AllReduce(torch.autograd.Function):
+class _DifferentiableAllReduce(torch.autograd.Function):
     """The gradient of a sum (mean) over replicas is the sum (mean) of the upstream gradients.
 
     So its backward is the function itself, which has a gradient in turn.
@@ -32,10 +32,16 @@ class _AllReduce(torch.autograd.Function):
         check_device(context, upstream)
         # Ranks that differentiate unequally often then call different collectives, which is an error.
         label = "gradient of " + (label if label.startswith("gradient of ") else "all_reduce")
-        return None, None, None, None, *_AllReduce.apply(context, op, options, label, *upstream)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *_DifferentiableAllReduce.apply(context, op, options, label, *upstream),
+        )
 
 
-class _AllGather(torch.autograd.Function):
+class _DifferentiableAllGather(torch.autograd.Function):
     """Each replica's gradient is its own slice of the sum of the upstream gradients."""
 
     @staticmethod
@@ -56,7 +62,7 @@ class _AllGather(torch.autograd.Function):
         context, axis, options, first, length = ctx.call
         check_device(context, [upstream])
         label = "gradient of all_gather"
-        (total,) = _AllReduce.apply(context, ReduceOp.SUM, options, label, upstream)
+        (total,) = _DifferentiableAllReduce.apply(context, ReduceOp.SUM, options, label, upstream)
         rows = first.to(total.device) + torch.arange(length, device=total.device)
         return None, None, None, total.index_select(axis, rows)
 
@@ -80,7 +86,9 @@ def all_reduce(
     """`ReplicaContext.all_reduce` of tensors, at least one of which requires a gradient."""
     tensors = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
     results = list(leaves)
-    reduced = _AllReduce.apply(context, op, options, label, *(leaves[i] for i in tensors))
+    reduced = _DifferentiableAllReduce.apply(
+        context, op, options, label, *(leaves[i] for i in tensors)
+    )
     for i, result in zip(tensors, reduced, strict=True):
         results[i] = result
     others = [i for i in range(len(leaves)) if i not in tensors]
@@ -101,5 +109,5 @@ def all_gather(
     context: AnyReplicaContext, value: torch.Tensor, axis: int, options: CommunicationOptions | None
 ) -> torch.Tensor:
     """`ReplicaContext.all_gather` of a tensor that requires a gradient."""
-    result: torch.Tensor = _AllGather.apply(context, axis, options, value)
+    result: torch.Tensor = _DifferentiableAllGather.apply(context, axis, options, value)
     return result

@@ -15,7 +15,7 @@ from mpistrat.context import current_local_replica, current_mode, require_cross_
 if TYPE_CHECKING:
     import torch
 
-    from mpistrat.replicas.extended import StrategyExtended
+    from mpistrat.replicas.strategy_extended import StrategyExtended
 
 # Others wait so long for what one rank does alone, such as a download, unless MPISTRAT_STALL_SECONDS is set.
 _SECONDS_ALONE = 86_400.0

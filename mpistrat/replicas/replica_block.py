@@ -9,8 +9,8 @@ from mpistrat.context import entered, per_thread, require_unmixed
 from mpistrat.trace import spans
 
 if TYPE_CHECKING:
-    from mpistrat.replicas.extended import StrategyExtended
     from mpistrat.replicas.replica_context import ReplicaContext
+    from mpistrat.replicas.strategy_extended import StrategyExtended
 
 
 class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.machine.devices import check_device, check_devices
 from mpistrat.options import CommunicationOptions
-from mpistrat.strategies import wiring
-from mpistrat.strategies.arguments import StrategyArguments
+from mpistrat.strategies import strategy_parts
 from mpistrat.strategies.binding import bind_all
+from mpistrat.strategies.strategy_arguments import StrategyArguments
 from mpistrat.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -68,12 +68,12 @@ class CentralStorageStrategy(Strategy):
                 "keeps one copy of the parameters)"
             )
         name = type(self).__name__
-        communicator = wiring.communicator_of(resolver, check, name)
+        communicator = strategy_parts.communicator_of(resolver, check, name)
         devices = checked or bind_all(communicator, topology)
         shared = len(devices) == 1
         parameter_device = parameter_device or (devices[0] if shared else "cpu:0")
         asked = dataclasses.replace(asked, shared_parameters=shared)
-        group = wiring.agree(
+        group = strategy_parts.agree(
             name, topology, communicator, devices, asked, comm=lambda: resolver.comm
         )
-        super().__init__(wiring.central_storage(self, group, parameter_device, asked))
+        super().__init__(strategy_parts.central_storage(self, group, parameter_device, asked))

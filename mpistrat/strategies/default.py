@@ -9,7 +9,7 @@ from mpistrat.context import Mode, below_all, has_strategy
 from mpistrat.input import InputContext
 from mpistrat.replicas.replica_context import ReplicaContext
 from mpistrat.strategies.replicated import ReplicatedExtended
-from mpistrat.strategies.wiring import one_replica
+from mpistrat.strategies.strategy_parts import one_replica
 from mpistrat.strategy import Strategy
 
 

@@ -13,8 +13,8 @@ from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
-from mpistrat.strategies import wiring
-from mpistrat.strategies.arguments import StrategyArguments
+from mpistrat.strategies import strategy_parts
+from mpistrat.strategies.strategy_arguments import StrategyArguments
 from mpistrat.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -84,11 +84,11 @@ class MirroredStrategy(Strategy):
         checked = check_devices(devices) if devices else None
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
-        communicator = wiring.communicator_of(resolver, check, type(self).__name__)
+        communicator = strategy_parts.communicator_of(resolver, check, type(self).__name__)
         is_part = comm is None and topology.num_nodes > 1
         if is_part:
             communicator = _of_node(communicator, topology.node)
-        group = wiring.agree(
+        group = strategy_parts.agree(
             type(self).__name__,
             topology,
             communicator,
@@ -96,4 +96,4 @@ class MirroredStrategy(Strategy):
             asked,
             comm=lambda: _comm_of_node(topology.node) if is_part else resolver.comm,
         )
-        super().__init__(wiring.mirrored(self, group, asked))
+        super().__init__(strategy_parts.mirrored(self, group, asked))

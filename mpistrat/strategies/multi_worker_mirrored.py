@@ -10,8 +10,8 @@ from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.cluster_resolver.task_claims import resolver_of_trainers
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
-from mpistrat.strategies import wiring
-from mpistrat.strategies.arguments import StrategyArguments
+from mpistrat.strategies import strategy_parts
+from mpistrat.strategies.strategy_arguments import StrategyArguments
 from mpistrat.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -84,15 +84,15 @@ class MultiWorkerMirroredStrategy(Strategy):
             over_mpi = MPIClusterResolver(comm)
         topology = over_mpi.topology()
         name = type(self).__name__
-        communicator = wiring.communicator_of(over_mpi, check, name)
+        communicator = strategy_parts.communicator_of(over_mpi, check, name)
         named = resolver_of_trainers(
             topology,
             functools.partial(communicator.all_gather_object, label=f"constructor of {name}"),
             cluster_resolver,
             asks_tf_config=comm is None,
         )
-        group = wiring.agree(
+        group = strategy_parts.agree(
             name, topology, communicator, checked, asked, comm=lambda: over_mpi.comm
         )
-        extended = wiring.mirrored(self, group, asked, ranks_are_workers=True)
+        extended = strategy_parts.mirrored(self, group, asked, ranks_are_workers=True)
         super().__init__(extended, named or over_mpi)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpistrat.machine.devices import check_device
 from mpistrat.strategies.replicated import ReplicatedExtended
-from mpistrat.strategies.wiring import one_replica
+from mpistrat.strategies.strategy_parts import one_replica
 from mpistrat.strategy import Strategy
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpistrat.context import AnyStrategy
-from mpistrat.replicas.extended import Parts, StrategyExtended
+from mpistrat.replicas.strategy_extended import Parts, StrategyExtended
 
 
 class ReplicatedExtended(StrategyExtended):

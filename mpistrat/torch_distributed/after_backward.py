@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 
 from mpistrat.communicators.communication_thread import CommunicationThread
-from mpistrat.liveness.call_site import Place
+from mpistrat.liveness.call_site import SourceLine
 
 # Seconds that the communication thread leaves the calls to backward(), which may wait for the future of one.
 PATIENCE = 2.0
@@ -43,7 +43,7 @@ class CallsAfterBackward:
         self._maker = 0  # the thread that makes the calls
 
     def add(
-        self, call: Callable[[], None], thread: CommunicationThread, frame: FrameType | Place
+        self, call: Callable[[], None], thread: CommunicationThread, frame: FrameType | SourceLine
     ) -> None:
         """Have `call` made at the end of the backward() that this is called in; by `thread`, if that takes long.
 

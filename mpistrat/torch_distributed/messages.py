@@ -260,7 +260,7 @@ class Message(UnfinishedWork):
         )
 
 
-class _Progress:
+class _ProgressThread:
     """A thread that tests the messages on their way; it sleeps while there are none."""
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ class _Progress:
             time.sleep(pause)
 
 
-_progress = _Progress()
+_progress = _ProgressThread()
 
 
 def describe(tensor: torch.Tensor) -> str:

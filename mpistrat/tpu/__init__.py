@@ -2,7 +2,7 @@
 
 from mpistrat.xla.system import initialize_tpu_system, shutdown_tpu_system
 from mpistrat.xla.topology.device_assignment import DeviceAssignment, DeviceOrderMode
-from mpistrat.xla.topology.topology import Topology
+from mpistrat.xla.topology.topology import TpuTopology as Topology
 
 __all__ = [
     "DeviceAssignment",

@@ -69,7 +69,7 @@ def merge(folder: str) -> Merged:
     """
     paths = {rank: part_of(folder, rank) for rank in _ranks_in(folder)}
     headers = {rank: _valid_header(path, rank) for rank, path in paths.items()}
-    parts = [_Part(paths[rank], header) for rank, header in headers.items() if header]
+    parts = [_RankTrace(paths[rank], header) for rank, header in headers.items() if header]
     if not parts:
         raise FileNotFoundError(f"no part of a trace (rank-0.part, …) is in {folder}")
     aligned = _alignments(parts)
@@ -148,7 +148,7 @@ def _valid_header(path: str, rank: int) -> dict[str, Any] | None:
     return header if is_valid else None
 
 
-class _Kind:
+class _EventKind:
     """What its events have in common; `text` lacks the brace that ends their "args"."""
 
     def __init__(self, name: str, category: str, details: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ class _Kind:
         self.text = start + json.dumps(details)[:-1]
 
 
-class _Part:
+class _RankTrace:
     """A rank's part, and what its lines say that stand for many events.
 
     Args: header: its first line.
@@ -173,12 +173,12 @@ class _Part:
         self.name = f"rank {self.rank} on {header['node']}, pid {header['pid']}"
         self.aligned: Callable[[int], int] = _unchanged
         self.has_end = False
-        self.kinds: dict[int, _Kind] = {}
+        self.kinds: dict[int, _EventKind] = {}
         self.tracks: dict[int, str] = {}
         self.comparisons: list[tuple[str, Comparison]] = []
         for line in self._lines("{"):
             if "kind" in line:
-                self.kinds[line["kind"]] = _Kind(line["name"], line["category"], line["told"])
+                self.kinds[line["kind"]] = _EventKind(line["name"], line["category"], line["told"])
             elif "track" in line:
                 self.tracks[line["track"]] = line["name"]
             elif "reference" in line:
@@ -230,7 +230,7 @@ class _Part:
                     yield json.loads(line)
 
 
-def _alignments(parts: list[_Part]) -> dict[str, Callable[[int], int]]:
+def _alignments(parts: list[_RankTrace]) -> dict[str, Callable[[int], int]]:
     """By clock, what turns its times into those of the first part's; clocks that cannot be reached are missing."""
     found: dict[str, dict[str, list[Comparison]]] = defaultdict(lambda: defaultdict(list))
     for part in parts:
@@ -254,7 +254,7 @@ def _chained(first: Callable[[int], int], second: Callable[[int], int]) -> Calla
     return lambda time: second(first(time))
 
 
-def _last_to_enter(parts: list[_Part]) -> dict[_Collective, tuple[int, int, int]]:
+def _last_to_enter(parts: list[_RankTrace]) -> dict[_Collective, tuple[int, int, int]]:
     """Of each collective: how many ranks' calls are known, the latest entering and whose it is."""
     last: dict[_Collective, tuple[int, int, int]] = {}
     for part in parts:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from mpistrat.variables.arguments import VariableArguments
 from mpistrat.variables.variable import MirroredVariable, Variable
+from mpistrat.variables.variable_arguments import VariableArguments
 
 
 class VariableStore(abc.ABC):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mpistrat.xla.topology.device_assignment import DeviceAssignment
-from mpistrat.xla.topology.topology import Topology
+from mpistrat.xla.topology.topology import TpuTopology
 
 
 def replicas_of_rank(
-    assignment: DeviceAssignment | None, topology: Topology, rank: int
+    assignment: DeviceAssignment | None, topology: TpuTopology, rank: int
 ) -> list[tuple[int, ...]]:
     """The cores, by their numbers on the rank, of each replica of `rank`.
 

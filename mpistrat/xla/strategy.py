@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import MPIClusterResolver, TPUClusterResolver
 from mpistrat.options import CommunicationOptions
-from mpistrat.strategies import wiring
-from mpistrat.strategies.arguments import StrategyArguments
+from mpistrat.strategies import strategy_parts
+from mpistrat.strategies.strategy_arguments import StrategyArguments
 from mpistrat.strategy import Strategy
 from mpistrat.xla.placement import replicas_of_rank
 from mpistrat.xla.system import start_system
@@ -65,17 +65,17 @@ class TPUStrategy(Strategy):
             )
         over_mpi = MPIClusterResolver(comm)
         topology = over_mpi.topology()
-        communicator = wiring.communicator_of(over_mpi, check, type(self).__name__)
+        communicator = strategy_parts.communicator_of(over_mpi, check, type(self).__name__)
         system = start_system(resolver, topology, communicator)
         replicas = replicas_of_rank(assignment, system.topology, topology.rank)
         one_program = len(replicas) > 1 or len(replicas[0]) > 1
-        from mpistrat.xla.wiring import on_xla
+        from mpistrat.xla.tpu_strategy_parts import on_xla
 
         devices = [f"xla:{0 if one_program else cores[0]}" for cores in replicas]
         if one_program:
             system.runtime.use_spmd()
             system.runtime.cores_of_ranks = system.cores_of_ranks
-        group = wiring.agree(type(self).__name__, topology, communicator, devices, asked)
+        group = strategy_parts.agree(type(self).__name__, topology, communicator, devices, asked)
         extended = on_xla(self, group, communication_options, gradients, system, len(replicas[0]))
         super().__init__(extended, resolver or over_mpi)
         self._logical_devices = extended.logical_devices

@@ -18,10 +18,10 @@ from mpistrat.cluster_resolver.tpu.pjrt import (
 from mpistrat.communicators import Communicator
 from mpistrat.errors import NotFoundError, TopologyError
 from mpistrat.liveness.start_deadline import start_deadline
-from mpistrat.strategies.wiring import communicator_of
-from mpistrat.topology import Topology as RankTopology
+from mpistrat.strategies.strategy_parts import communicator_of
+from mpistrat.topology import Topology
 from mpistrat.xla.runtime import Runtime, check_versions
-from mpistrat.xla.topology.topology import Topology
+from mpistrat.xla.topology.topology import TpuTopology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,13 +38,13 @@ class TpuSystem(NamedTuple):
     """
 
     runtime: Runtime
-    topology: Topology
+    topology: TpuTopology
     cores_of_ranks: list[list[int]]
 
 
 def initialize_tpu_system(
     cluster_resolver: TPUClusterResolver | None = None, *, comm: MPI.Intracomm | None = None
-) -> Topology:
+) -> TpuTopology:
     """Join the ranks' TPU devices, before anything uses one, and tell how they lie. TPUStrategy does it, too.
 
     Called by: every rank of the job (or of `comm`).
@@ -73,7 +73,7 @@ def shutdown_tpu_system() -> None:
 
 
 def start_system(
-    resolver: TPUClusterResolver | None, topology: RankTopology, communicator: Communicator
+    resolver: TPUClusterResolver | None, topology: Topology, communicator: Communicator
 ) -> TpuSystem:
     """The work of `initialize_tpu_system`, for the ranks of `communicator`, of which MPI says `topology`."""
     # PJRT reads its environment once, at the first use of a device: the environment is complete before. The device that
@@ -107,7 +107,7 @@ def start_system(
     return TpuSystem(runtime, mesh_of(places, len(cores[0])), [*cores])
 
 
-def _check_devices(runtime: Runtime, asked: str, topology: RankTopology) -> None:
+def _check_devices(runtime: Runtime, asked: str, topology: Topology) -> None:
     """Raises: where they are not those that were asked for."""
     if runtime.kind != asked:
         raise NotFoundError(
@@ -123,7 +123,7 @@ def _check_devices(runtime: Runtime, asked: str, topology: RankTopology) -> None
 
 
 def _set_environment(
-    resolver: TPUClusterResolver, topology: RankTopology, communicator: Communicator
+    resolver: TPUClusterResolver, topology: Topology, communicator: Communicator
 ) -> None:
     """PJRT's variables: how many processes there are, where, and which chips are this one's."""
     gather = functools.partial(communicator.all_gather_object, label="TPU slices")
@@ -132,11 +132,11 @@ def _set_environment(
         set_pjrt_environment(pjrt_environment(topology, slices))
 
 
-def mesh_of(places: tuple[list[Coordinates] | None, ...], per_task: int) -> Topology:
+def mesh_of(places: tuple[list[Coordinates] | None, ...], per_task: int) -> TpuTopology:
     """The mesh of the devices at `places`, by rank; where they have none, rank by device."""
     known = [own for own in places if own is not None]
     if len(known) < len(places):
         known = [[(task, i, 0, 0) for i in range(per_task)] for task in range(len(places))]
     devices = np.array(known)
     low, high = devices.min((0, 1)), devices.max((0, 1))
-    return Topology(mesh_shape=high - low + 1, device_coordinates=devices - low)
+    return TpuTopology(mesh_shape=high - low + 1, device_coordinates=devices - low)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpistrat.tools.bench.arguments import TORCH_CALLS
+from mpistrat.tools.bench.command_line import TORCH_CALLS
 from support.harness.mpi_launcher import Launcher
 
 TOP = Path(__file__).parents[2]

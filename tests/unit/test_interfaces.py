@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import mpistrat as ms
-from mpistrat.parameter_server.extended import ServersExtended
+from mpistrat.parameter_server.servers_extended import ServersExtended
 from mpistrat.parameter_server.v1_strategy import BetweenGraphStrategy
 from mpistrat.strategies.replicated import ReplicatedExtended
-from mpistrat.xla.extended import XlaExtended
+from mpistrat.xla.xla_extended import XlaExtended
 
 PACKAGE = Path(__file__).parents[2] / "mpistrat"
 
@@ -76,7 +76,11 @@ def test_wiring_alone_puts_parts_together() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Parts"
     }
-    assert callers == {"strategies/wiring.py", "parameter_server/wiring.py", "xla/wiring.py"}
+    assert callers == {
+        "strategies/strategy_parts.py",
+        "parameter_server/server_strategy_parts.py",
+        "xla/tpu_strategy_parts.py",
+    }
 
 
 def test_private_attributes_are_set_by_their_owners() -> None:

@@ -11,7 +11,7 @@ from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.launcher import NODE_NAME, describes_daemons
 from mpistrat.cluster_resolver.slurm.hostlist import expand_hostlist, expand_tasks_per_node
-from mpistrat.cluster_resolver.slurm.task_placement import Place, place_tasks
+from mpistrat.cluster_resolver.slurm.task_placement import TaskPlacement, place_tasks
 from mpistrat.errors import TopologyError
 from mpistrat.machine.gpus import VISIBLE_DEVICES, visible_gpus
 from mpistrat.topology import Topology
@@ -121,7 +121,7 @@ class SlurmClusterResolver(ClusterResolver):
             self._rank, [place.host for place in self._places], self.launcher
         )
 
-    def _place(self, tasks_per_node: int | str | Mapping[str, int] | None) -> list[Place]:
+    def _place(self, tasks_per_node: int | str | Mapping[str, int] | None) -> list[TaskPlacement]:
         tasks = self._tasks_of_nodes(tasks_per_node)
         total, wanted = sum(count for _, count in tasks), sum(self._jobs.values())
         if wanted != total:
@@ -133,7 +133,7 @@ class SlurmClusterResolver(ClusterResolver):
         if distribution == "plane" and PLANE_SIZE in self._environ:
             distribution = f"plane={self._environ[PLANE_SIZE]}"
         host_of_task = _hosts_in(self._environ, ARBITRARY_LIST)
-        places: list[Place] = []
+        places: list[TaskPlacement] = []
         nodes = 0
         for component in self._components(tasks):
             dealt = place_tasks(component, distribution, host_of_task)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mpistrat.errors import TopologyError
 
 
-class Place(NamedTuple):
+class TaskPlacement(NamedTuple):
     """Where one task runs."""
 
     node: int  # position of its node in Slurm's list
@@ -21,7 +21,7 @@ def place_tasks(
     tasks_of_nodes: Sequence[tuple[str, int]],
     distribution: str = "block",
     host_of_task: Sequence[str] = (),
-) -> list[Place]:
+) -> list[TaskPlacement]:
     """The place of every task, in task order.
 
     Args:
@@ -35,7 +35,7 @@ def place_tasks(
     seen = [0] * len(tasks_of_nodes)
     places = []
     for node in nodes:
-        places.append(Place(node, tasks_of_nodes[node][0], seen[node]))
+        places.append(TaskPlacement(node, tasks_of_nodes[node][0], seen[node]))
         seen[node] += 1
     return places
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 _READS_BEFORE_WAITING = 100
 
 
-class Agreement(abc.ABC):
+class CallAgreement(abc.ABC):
     @abc.abstractmethod
     def agree(self, calls: int, digest: int) -> bool:
         """Whether all ranks have the same `digest` of their `calls`-th call. Waits until all have entered it."""
 
 
-class BoardAgreement(Agreement):
+class BoardAgreement(CallAgreement):
     """Each rank writes one word, its digest and the last 8 bits of the call's number, and reads the others'.
 
     A word of the next call is as good as an equal one: its rank has seen that all agreed on our call. It cannot be
@@ -76,7 +76,7 @@ class BoardAgreement(Agreement):
         return found == word or found & 0xFF == following
 
 
-class MessageAgreement(Agreement):
+class MessageAgreement(CallAgreement):
     """A 16-byte MAX of (h, -h): the digests are equal on all ranks exactly if both halves cancel."""
 
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:

@@ -20,7 +20,7 @@ from mpistrat.communicators.contract.call_signature import (
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all, mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness.call_site import Place, call_site, message_of, outside, raised_at
+from mpistrat.liveness.call_site import SourceLine, call_site, message_of, outside, raised_at
 from mpistrat.liveness.record import ABORT, GROUP, SINCE
 from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -182,7 +182,7 @@ class Contract(Unchecked):
             )
 
     def _raise_mismatch(
-        self, signature: CallSignature, cause: Exception | None, frame: FrameType | Place
+        self, signature: CallSignature, cause: Exception | None, frame: FrameType | SourceLine
     ) -> NoReturn:
         words, place = signature.words, call_site(frame)
         if cause is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.contract.agreement import Agreement
+    from mpistrat.communicators.contract.agreement import CallAgreement
     from mpistrat.communicators.contract.call_signature import CallSignature
     from mpistrat.communicators.node.slots import Slot
     from mpistrat.communicators.transports.mpi import MpiTransport
@@ -39,7 +39,7 @@ class Unchecked:
     name = ""
     watch: CommunicatorWatch | None = None
     timeline: Timeline | None = None
-    agreement: Agreement | None = None
+    agreement: CallAgreement | None = None
     calls = agreed = 0
     waiting_in: CallSignature | None = None
     raising: Exception | None = None

@@ -139,7 +139,7 @@ NOT_MEASURED = Costs()
 
 
 @dataclass(frozen=True)
-class Memory:
+class BufferMemory:
     """Where the buffers lie that are combined.
 
     Attributes:
@@ -158,7 +158,7 @@ def written(length: int) -> np.ndarray:
     return np.full(length, 0, np.float32)
 
 
-HOST = Memory("host", SIZES, written)
+HOST = BufferMemory("host", SIZES, written)
 
 
 def costs_of(
@@ -169,7 +169,7 @@ def costs_of(
     *,
     abreast: int = 1,
     asleep: Collection[str] = (),
-    memory: Memory = HOST,
+    memory: BufferMemory = HOST,
     distance: Callable[[], float] = lambda: 0.0,
 ) -> Costs:
     """The costs of `ways` to all-reduce. Collective over `communicator`; it takes less than half a second.

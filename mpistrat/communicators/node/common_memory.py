@@ -37,7 +37,7 @@ _COPIED_TIMES = 50
 _PRESENT_OR_SWAPPED, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
-class Part(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes from `first` to before `end` whose contributions are summed.
 
     Attributes:
@@ -204,7 +204,7 @@ class CommonMemory:
             if first < end:
                 self.shared[first:end] = view.memory[first:end]
 
-    def sum(self, parts: Sequence[Part], view: View, factor: float | None) -> None:
+    def sum(self, parts: Sequence[ByteRange], view: View, factor: float | None) -> None:
         """Sum all contributions to `parts`, times `factor`, into the copy. Collective; each rank sums in its slice.
 
         `view` shows it once it is renewed.
@@ -217,7 +217,7 @@ class CommonMemory:
                     self._sum(part, first, end, view, factor)
             self._blocks.tick()  # all slices are there, and nobody reads contributions
 
-    def _sum(self, part: Part, first: int, end: int, view: View, factor: float | None) -> None:
+    def _sum(self, part: ByteRange, first: int, end: int, view: View, factor: float | None) -> None:
         how = arithmetic_of(part.like.dtype, "sum")
         pieces = [how.view(memory[first:end]) for memory in self.contributions]
         out, before = how.view(self.shared[first:end]), how.view(view.memory[first:end])

@@ -12,7 +12,7 @@ from mpistrat.arrays import dtype_name
 from mpistrat.communicators.reduction import SUM, Reduction
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.node.common_memory import CommonMemory, Part, View
+    from mpistrat.communicators.node.common_memory import ByteRange, CommonMemory, View
 
 
 class NodeMemory:
@@ -45,7 +45,7 @@ class NodeMemory:
     def sum_into(
         self,
         memory: CommonMemory,
-        parts: Sequence[Part],
+        parts: Sequence[ByteRange],
         view: View,
         reduction: Reduction = SUM,
     ) -> None:
@@ -90,7 +90,11 @@ class CheckedMemory(NodeMemory):
             return self._memory.common_memory(nbytes, summed=summed)
 
     def sum_into(
-        self, memory: CommonMemory, parts: Sequence[Part], view: View, reduction: Reduction = SUM
+        self,
+        memory: CommonMemory,
+        parts: Sequence[ByteRange],
+        view: View,
+        reduction: Reduction = SUM,
     ) -> None:
         words = [
             f"{'add ' if part.added else ''}{dtype_name(part.like)} {part.first}:{part.end}"

@@ -121,7 +121,7 @@ class SmallAllGatherInto(SmallCall):
         np.concatenate(self._pieces[odd], out=operands.out)
 
 
-class _Place:
+class _NodeSlot:
     """Takes bytes, after numbers that are always the same."""
 
     __slots__ = ("_bytes", "_numbers", "_place")
@@ -146,7 +146,7 @@ class _Sized(SmallCall):
         self._bytes = slots.bytes(LARGEST)
         self._numbers = slots.numbers(len(numbers))
         even, odd = (
-            _Place(numbers, places[slots.rank], memories[slots.rank])
+            _NodeSlot(numbers, places[slots.rank], memories[slots.rank])
             for places, memories in zip(self._numbers, self._bytes, strict=True)
         )
         self.own = even, odd

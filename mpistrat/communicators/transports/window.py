@@ -21,7 +21,7 @@ from mpistrat.communicators.costs.distance import NBYTES, distance
 from mpistrat.communicators.costs.measurement import (
     NOT_MEASURED,
     SIZES_ON_NODE,
-    Memory,
+    BufferMemory,
     costs_of,
     written,
 )
@@ -166,7 +166,7 @@ class WindowTransport(Transport, NodeMemory):
             Router(Ways(self.mpi)),
             self.mpi.library,
             [self.size],
-            memory=Memory("host", SIZES_ON_NODE, lambda length: both()[0][:length]),
+            memory=BufferMemory("host", SIZES_ON_NODE, lambda length: both()[0][:length]),
             distance=functools.partial(distance, segments, self.rank, blocks.tick),
         )
         self.borders = self.costs.borders(MEMORY, MPI, SMALLEST)

@@ -21,8 +21,8 @@ from mpistrat.input import InputContext
 from mpistrat.options import InputReplicationMode
 from mpistrat.parameter_server.server_task import Server
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.replicas.extended import StrategyExtended
 from mpistrat.replicas.replica_context import ReplicaContext, get_replica_context
+from mpistrat.replicas.strategy_extended import StrategyExtended
 from mpistrat.strategy import experimental_set_strategy
 
 Strategy = StrategyV1

@@ -40,7 +40,7 @@ class Closure:
     id: int = 0
 
 
-class Unfinished(NamedTuple):
+class UnfinishedClosures(NamedTuple):
     """What nobody has waited for.
 
     Attributes:
@@ -180,10 +180,10 @@ class ClosureQueue:
             self._raise_error()
             return self._is_empty()
 
-    def close(self, error: Exception) -> Unfinished:
+    def close(self, error: Exception) -> UnfinishedClosures:
         """No worker executes closures any more: all that have not ended, and those to come, fail with `error`."""
         with self.changed:
-            unfinished = Unfinished(len(self._waiting), len(self.under_way), self._error)
+            unfinished = UnfinishedClosures(len(self._waiting), len(self.under_way), self._error)
             self._closed = error
             if not self._is_empty():
                 self._error = self._error or error

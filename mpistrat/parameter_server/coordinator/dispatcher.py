@@ -9,7 +9,7 @@ from typing import Any
 
 from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
-from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue, Unfinished
+from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue, UnfinishedClosures
 from mpistrat.parameter_server.coordinator.cluster import Cluster
 from mpistrat.parameter_server.coordinator.failures import unpack_error
 from mpistrat.parameter_server.coordinator.resources import ResourceTable
@@ -38,7 +38,9 @@ class Dispatcher:
         self._cluster, self._queue, self._resources = cluster, queue, resources
         self._rpc = cluster.rpc
         self._lock = threading.RLock()  # taken before the queue's
-        self._workers = {rank: _Worker(index, rank) for index, rank in enumerate(cluster.workers)}
+        self._workers = {
+            rank: _LivingWorker(index, rank) for index, rank in enumerate(cluster.workers)
+        }
         self._ended = False
         self._rpc.handle(OUTCOMES, self._take_outcomes)
         self._rpc.handle(RETURNED, self._take_back)
@@ -73,7 +75,7 @@ class Dispatcher:
         self._rpc.channel.wake()
         _warn_of(unfinished)
 
-    def _send(self, worker: _Worker, closures: list[Closure]) -> None:
+    def _send(self, worker: _LivingWorker, closures: list[Closure]) -> None:
         if not closures:
             return
         needed: dict[int, bytes] = {}
@@ -151,7 +153,7 @@ class Dispatcher:
             self._queue.close(failed)
 
 
-def _warn_of(unfinished: Unfinished) -> None:
+def _warn_of(unfinished: UnfinishedClosures) -> None:
     waiting, under_way, error = unfinished
     notes = []
     if waiting or under_way:
@@ -167,7 +169,7 @@ def _warn_of(unfinished: Unfinished) -> None:
         )
 
 
-class _Worker:
+class _LivingWorker:
     """A worker that lives.
 
     Attributes:

@@ -11,7 +11,7 @@ from mpistrat.errors import OutOfRangeError
 from mpistrat.parameter_server.coordinator.pickling import dumps, loads
 
 
-class Failure(NamedTuple):
+class SentError(NamedTuple):
     """An error, as it is sent.
 
     Attributes:
@@ -29,7 +29,7 @@ class WorkerTraceback(Exception):
     """The cause of an error that a closure raised: where, on the worker."""
 
 
-def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) -> Failure:
+def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) -> SentError:
     """Called by: the worker, in the function that caught it."""
     if error.__traceback__ is not None:
         error.__traceback__ = error.__traceback__.tb_next  # without the frame that caught it
@@ -39,10 +39,10 @@ def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) 
         packed = dumps(raised, reference_of, _without_init)
     except Exception:
         packed = None
-    return Failure(packed, _text(raised), stack)
+    return SentError(packed, _text(raised), stack)
 
 
-def unpack_error(failure: Failure, worker: str, resolve: Callable[[Any], Any]) -> BaseException:
+def unpack_error(failure: SentError, worker: str, resolve: Callable[[Any], Any]) -> BaseException:
     """The error, of its class where the chief can make one; a RuntimeError with its text otherwise."""
     try:
         error = None if failure.packed is None else loads(failure.packed, resolve)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.parameter_server.coordinator.current_worker import executing
-from mpistrat.parameter_server.coordinator.failures import Failure, pack_error
+from mpistrat.parameter_server.coordinator.failures import SentError, pack_error
 from mpistrat.parameter_server.coordinator.pickle_diagnosis import raise_explained
 from mpistrat.parameter_server.coordinator.pickling import References, dumps, loads
 from mpistrat.parameter_server.coordinator.resources import ResourceCache
@@ -30,7 +30,7 @@ _SECONDS_TO_READ = 1e-3
 SECONDS_TO_KEEP = 0.05  # closures that wait behind another here
 
 _Arrived = tuple[int, str, bytes]  # a closure's id, name and payload
-Outcome = tuple[int, bytes | None, Failure | None]
+Outcome = tuple[int, bytes | None, SentError | None]
 
 
 class Worker:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.context import AnyStrategy
 from mpistrat.parameter_server.coordinator.pickling import References
 from mpistrat.parameter_server.remote_variable import RemoteVariable
-from mpistrat.parameter_server.variables import parts_of, variable_of
+from mpistrat.parameter_server.variables_on_servers import parts_of, variable_of
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.job import ServerJob

@@ -20,9 +20,8 @@ from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.context import current_mode
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client import Change
-from mpistrat.parameter_server.extended import ServersExtended
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor, RemoteTensors
-from mpistrat.parameter_server.protocol import Step
+from mpistrat.parameter_server.protocol import GradientMethod
 from mpistrat.parameter_server.server_optimizers import (
     OptimizerDefinition,
     State,
@@ -30,6 +29,7 @@ from mpistrat.parameter_server.server_optimizers import (
     join_states,
     split_state,
 )
+from mpistrat.parameter_server.servers_extended import ServersExtended
 from mpistrat.parameter_server.staleness import WorkerClock
 from mpistrat.pytorch import hooks, optimizers
 
@@ -111,7 +111,7 @@ class RemoteSteps:
         now = None if self._clock is None else self._clock.round_to_send_in()
         changes: list[Change] = []
         for group in optimizer.param_groups:
-            step = Step(remote.number, hyperparameters(group), now, mean)
+            step = GradientMethod(remote.number, hyperparameters(group), now, mean)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     changes += _changes(_remote[parameter][0], parameter.grad.detach(), step)
@@ -129,7 +129,7 @@ class RemoteSteps:
         return remote
 
 
-def _changes(remote: RemoteTensor, gradient: torch.Tensor, step: Step) -> list[Change]:
+def _changes(remote: RemoteTensor, gradient: torch.Tensor, step: GradientMethod) -> list[Change]:
     if not gradient.is_sparse:
         return remote.changes(step, gradient)
     gradient = gradient.coalesce()

@@ -10,7 +10,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.parameter_server.client import Address, Change, Client
-from mpistrat.parameter_server.protocol import Step
+from mpistrat.parameter_server.protocol import GradientMethod
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, version
 
 
@@ -46,7 +46,7 @@ class RemoteTensor:
             return [(self.addresses[0], tensor)]
         return list(zip(self.addresses, tensor.split(self.rows), strict=True))
 
-    def changes(self, method: str | Step, operand: torch.Tensor) -> list[Change]:
+    def changes(self, method: str | GradientMethod, operand: torch.Tensor) -> list[Change]:
         """The update `method`, such as "assign" or an optimizer's step, by an `operand` of the same shape."""
         return [Change(address, method, piece) for address, piece in self.pieces(operand)]
 

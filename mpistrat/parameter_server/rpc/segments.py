@@ -34,18 +34,18 @@ class RegionHandle(NamedTuple):
     nbytes: int
 
 
-class Region(NamedTuple):
+class SharedRegion(NamedTuple):
     """Bytes of this process, and the handle by which others map them."""
 
     memory: np.ndarray
     handle: RegionHandle
 
-    def part(self, first: int, nbytes: int) -> Region:
+    def part(self, first: int, nbytes: int) -> SharedRegion:
         handle = self.handle._replace(first=self.handle.first + first, nbytes=nbytes)
-        return Region(self.memory[first : first + nbytes], handle)
+        return SharedRegion(self.memory[first : first + nbytes], handle)
 
 
-_NOTHING = Region(np.empty(0, np.uint8), RegionHandle(0, 0, 0, 0, 0, 0))
+_NOTHING = SharedRegion(np.empty(0, np.uint8), RegionHandle(0, 0, 0, 0, 0, 0))
 
 
 class Segments:
@@ -54,7 +54,7 @@ class Segments:
     def __init__(self) -> None:
         self._rest = _NOTHING  # of the file that small regions share
 
-    def make(self, nbytes: int) -> Region:
+    def make(self, nbytes: int) -> SharedRegion:
         """`nbytes` of zeros. Raises: OSError, MemoryError."""
         if nbytes >= _SLAB // 4:
             return _region_of_file(nbytes)
@@ -66,7 +66,7 @@ class Segments:
         return region
 
 
-def _region_of_file(nbytes: int) -> Region:
+def _region_of_file(nbytes: int) -> SharedRegion:
     descriptor = _new_file()
     try:
         os.truncate(descriptor, nbytes)
@@ -78,7 +78,9 @@ def _region_of_file(nbytes: int) -> Region:
     # refers to its base.
     weakref.finalize(memory.base, os.close, descriptor).atexit = False
     inode = os.fstat(descriptor).st_ino
-    return Region(memory[:nbytes], RegionHandle(os.getpid(), descriptor, inode, nbytes, 0, nbytes))
+    return SharedRegion(
+        memory[:nbytes], RegionHandle(os.getpid(), descriptor, inode, nbytes, 0, nbytes)
+    )
 
 
 def _new_file() -> int:
@@ -100,9 +102,9 @@ class Buffers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._segments = Segments()
-        self._free: dict[int, list[Region]] = {}
+        self._free: dict[int, list[SharedRegion]] = {}
 
-    def take(self, nbytes: int) -> Region:
+    def take(self, nbytes: int) -> SharedRegion:
         """A region of at least `nbytes`, to be given back."""
         # There are few sizes, so that idle memory is at most twice the largest. Unwritten pages take no memory.
         size = max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes else _PAGE
@@ -110,7 +112,7 @@ class Buffers:
             free = self._free.get(size)
             return free.pop() if free else self._segments.make(size)
 
-    def give_back(self, region: Region | None) -> None:
+    def give_back(self, region: SharedRegion | None) -> None:
         """Recycle a region that nobody uses any more, here or elsewhere."""
         if region is not None:
             with self._lock:

@@ -30,7 +30,7 @@ _NAMED = 5  # parameters that a message names
 
 
 @dataclasses.dataclass
-class Step:
+class ReplicaBackward:
     """A backward of one replica.
 
     Attributes:
@@ -62,7 +62,7 @@ class Step:
     buffers: buffers.Snapshot = dataclasses.field(default_factory=list)
 
 
-class Agreement(NamedTuple):
+class AgreedGradients(NamedTuple):
     """Equal on all ranks.
 
     Attributes:
@@ -98,7 +98,9 @@ class StepAgreement:
         self._layouts: list[Any] = []  # of the parameters that were used last
         self._digest = 0  # of these
 
-    def agree(self, everyone: Sequence[Step], extended: Any, optimizer_steps: int) -> Agreement:
+    def agree(
+        self, everyone: Sequence[ReplicaBackward], extended: Any, optimizer_steps: int
+    ) -> AgreedGradients:
         """Agree on what all replicas of all ranks have used and written. Called by: every rank.
 
         Compared are calls of `run` (inside `replica()` steps of distributed datasets), steps of optimizers, calls of
@@ -156,7 +158,7 @@ class StepAgreement:
             sharded.compared(same=not batches_differ)
         if not steps.distributed:
             steps.reduced()
-        return Agreement(
+        return AgreedGradients(
             np.flatnonzero(used >= _DENSE).tolist(),
             np.flatnonzero(used == _SPARSE).tolist(),
             frozenset(np.flatnonzero(used == _AGAIN).tolist()),

@@ -20,7 +20,7 @@ import torch
 from mpistrat.communicators import SUM, Reduction
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.cross_device_ops import packing
-from mpistrat.liveness.call_site import Place, instead, outside
+from mpistrat.liveness.call_site import SourceLine, instead, outside
 from mpistrat.pytorch.gradients.wires import Wires
 
 # Of float32 over 1 Gbit/s 32 ms: long beside what a message costs, short beside a backward that takes longer.
@@ -120,7 +120,7 @@ class Buckets:
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
         """A backward begins. Args: parameters: by slot; those that this rank has dropped are on "meta"."""
         frame = outside(sys._getframe())
-        self._place = Place(frame.f_code, frame.f_lineno)
+        self._place = SourceLine(frame.f_code, frame.f_lineno)
         self._done: list[Future[None] | None] = []
         self._program: Any = None if self.stream is None else self.stream()
         self._sent = self.calls = 0
@@ -166,7 +166,7 @@ class Buckets:
             work = functools.partial(self._all_reduce, full.flat, full.reduction, *full.ready)
             self._done.append(self._submit(work, self._place))
 
-    def _call(self, work: Callable[[], None], place: Place) -> None:
+    def _call(self, work: Callable[[], None], place: SourceLine) -> None:
         """As `CommunicationThread.submit`, on this thread."""
         self.calls += 1
         before, instead.place = instead.place, place

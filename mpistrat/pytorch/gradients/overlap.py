@@ -28,7 +28,7 @@ from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
 
 if TYPE_CHECKING:
-    from mpistrat.pytorch.gradients.agreement import Agreement, Step
+    from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward
 
 _Parameters = Sequence[torch.Tensor | None]  # by slot
 _Carrier = CommunicationThread | SideStream
@@ -120,7 +120,7 @@ class Overlap:
         self._started = time.perf_counter()
         return buckets
 
-    def end(self, step: Step, agreed: Agreement) -> None:
+    def end(self, step: ReplicaBackward, agreed: AgreedGradients) -> None:
         """The backward `step` has ended, in which the slots `agreed.dense` got gradients on some rank. Collective."""
         if self._overlaps is None and self._started:
             self._seconds[step.buckets is not None].append(time.perf_counter() - self._started)

@@ -35,7 +35,7 @@ from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import early_signals
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.gradients.agreement import Agreement, Step, StepAgreement
+from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward, StepAgreement
 from mpistrat.pytorch.gradients.arrivals import Arrivals
 from mpistrat.pytorch.gradients.buckets import cut
 from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
@@ -189,7 +189,7 @@ class GradientReducer:
             raise
         self._unsynchronized[replica].put_back(step.parameters, step.aside, reduced)
 
-    def _set_aside(self, replica: int) -> Step:
+    def _set_aside(self, replica: int) -> ReplicaBackward:
         """Take what is reduced already out of every `.grad`."""
         rule, call = self._parts.rule, f"backward() over {self.count} replicas"
         parameters = [*map(_PARAMETER, self.registry.slots)]
@@ -207,9 +207,11 @@ class GradientReducer:
         aside, self._spent = self._unsynchronized[replica].set_aside(parameters), []
         may_leave = synchronizes and self.overlap.may_come
         buckets = self.overlap.begin(parameters, scale) if may_leave else None
-        return Step(replica, parameters, in_block, synchronizes, scale, weight, aside, buckets)
+        return ReplicaBackward(
+            replica, parameters, in_block, synchronizes, scale, weight, aside, buckets
+        )
 
-    def _run(self, step: Step, tensors: Any, *arguments: Any) -> None:
+    def _run(self, step: ReplicaBackward, tensors: Any, *arguments: Any) -> None:
         """Have the engine compute what the replica contributes."""
         contract, buckets = self._communicator.contract, step.buckets
         calls = contract.calls
@@ -224,7 +226,7 @@ class GradientReducer:
             step.gradients = [None if p is None else p.grad for p in step.parameters]
             step.buffers = buffers.snapshot(self.registry) if self.registry.buffers else []
 
-    def _agree_and_reduce(self, everyone: list[Step]) -> list[dict[int, torch.Tensor]]:
+    def _agree_and_reduce(self, everyone: list[ReplicaBackward]) -> list[dict[int, torch.Tensor]]:
         """For each replica of this rank by slot the reduced gradients, without those that no replica has used."""
         with spans.current.range("reduce gradients"):
             if self._parts.ops.custom is not None:
@@ -314,7 +316,9 @@ class GradientReducer:
         lines = [str(self._parts.rule), self.overlap.explain(), self.wires.explain()]
         return "\n".join(filter(None, lines))
 
-    def _reduce(self, everyone: list[Step], agreed: Agreement) -> dict[int, torch.Tensor]:
+    def _reduce(
+        self, everyone: list[ReplicaBackward], agreed: AgreedGradients
+    ) -> dict[int, torch.Tensor]:
         """Sum up the gradients that some replica has used, by slot, and average buffers."""
         step, buckets = everyone[0], everyone[0].buckets
         contributions = [*map(_GRADIENTS, everyone)]
@@ -349,7 +353,7 @@ class GradientReducer:
         return reduced
 
     def _sum(
-        self, slots: list[int], step: Step, contributions: list[list[Any]]
+        self, slots: list[int], step: ReplicaBackward, contributions: list[list[Any]]
     ) -> dict[int, torch.Tensor]:
         """The sums of dense gradients; on an accelerator of one bucket after the other."""
         parameters, communicator = step.parameters, self._communicator
@@ -379,7 +383,7 @@ class GradientReducer:
                     step.gradients[slot] = parameters[slot].grad = None
         return sums
 
-    def _undo(self, step: Step, error: BaseException) -> None:
+    def _undo(self, step: ReplicaBackward, error: BaseException) -> None:
         """The backward has failed for `error`."""
         self._unsynchronized[step.replica].undo(step.parameters, step.aside)
         if step.buckets is not None:

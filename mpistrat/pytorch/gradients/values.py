@@ -15,12 +15,12 @@ from mpistrat.values import PerReplica
 if TYPE_CHECKING:
     from mpistrat.cross_device_ops import CrossDeviceOps
     from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
-    from mpistrat.pytorch.gradients.agreement import Step
+    from mpistrat.pytorch.gradients.agreement import ReplicaBackward
 
 Gradient = torch.Tensor | None  # None where a replica has not used the parameter
 
 
-def sum_by_custom_ops(custom: CrossDeviceOps, everyone: Sequence[Step]) -> None:
+def sum_by_custom_ops(custom: CrossDeviceOps, everyone: Sequence[ReplicaBackward]) -> None:
     """Have the first replica of this rank contribute what all of them do, added up by the program's `cross_device_ops`.
 
     It gets the gradients of all parameters that a replica has used in one call, as it gets values of `reduce`.

@@ -21,7 +21,7 @@ from mpistrat.pytorch import hooks
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
-    from mpistrat.replicas.extended import StrategyExtended
+    from mpistrat.replicas.strategy_extended import StrategyExtended
 
 Purpose = Literal["use", "save", "restore"]
 # Those that ranks have found to be alike; they are not compared once more when they step.

@@ -14,7 +14,7 @@ from mpistrat.communicators.node.common_memory import PAGE, CommonMemory, View
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class ParameterPages:
     """Where a parameter lies in the memories of its block: pages of its own."""
 
     block: Block
@@ -79,7 +79,9 @@ class Block:
         # The memory of each `.grad` that was handed out: alive as long as anything refers to it.
         self._lent: dict[int, weakref.ref[np.ndarray]] = {}
 
-    def bring(self, places: Sequence[Place], gradients: Sequence[torch.Tensor | None]) -> None:
+    def bring(
+        self, places: Sequence[ParameterPages], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
         """Put this rank's gradients, None for zero, where they are summed from."""
         targets, sources, absent = [], [], []
         for place, gradient in zip(places, gradients, strict=True):
@@ -97,7 +99,7 @@ class Block:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def make_way(self, places: Iterable[Place]) -> None:
+    def make_way(self, places: Iterable[ParameterPages]) -> None:
         """The gradients at `places` are about to be overwritten: leave to the program those it still holds.
 
         They stay where they are, in a view that changes no more; others are handed out in a new one.
@@ -112,7 +114,7 @@ class Block:
         self._lent = {}
         self.gradient_view = self.gradients.view()
 
-    def lend(self, place: Place) -> torch.Tensor:
+    def lend(self, place: ParameterPages) -> torch.Tensor:
         memory = self.gradient_view.memory[place.first : place.end]
         self._lent[place.first] = weakref.ref(memory)
         return place.in_shape(torch.from_numpy(memory).view(place.dtype))

@@ -19,10 +19,10 @@ import torch
 
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.communicators.arithmetic import can_combine
-from mpistrat.communicators.node.common_memory import PAGE, Part
+from mpistrat.communicators.node.common_memory import PAGE, ByteRange
 from mpistrat.cross_device_ops.packing import is_dense
 from mpistrat.pytorch.modules.registry import Registry
-from mpistrat.pytorch.shared_parameters.blocks import Block, Place, Settling
+from mpistrat.pytorch.shared_parameters.blocks import Block, ParameterPages, Settling
 
 
 class SharedParameters:
@@ -31,12 +31,12 @@ class SharedParameters:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         # By id, because torch's own dictionaries of weak keys take a microsecond for each of them.
-        self._places: dict[int, tuple[weakref.ref[torch.Tensor], Place]] = {}
+        self._places: dict[int, tuple[weakref.ref[torch.Tensor], ParameterPages]] = {}
         self._has_shared = False
         self._warned_of_devices = False
         self._refused = False
 
-    def place_of(self, parameter: torch.Tensor) -> Place | None:
+    def place_of(self, parameter: torch.Tensor) -> ParameterPages | None:
         """None where it is not shared."""
         kept = self._places.get(id(parameter))
         return kept[1] if kept is not None and kept[0]() is parameter else None
@@ -128,7 +128,7 @@ class SharedParameters:
         places = []
         for parameter, first in zip(parameters, firsts, strict=True):
             layout = parameter.dtype, parameter.shape, parameter.stride()
-            place = Place(block, first, parameter.nbytes, *layout)
+            place = ParameterPages(block, first, parameter.nbytes, *layout)
             start, end = place.own(values)
             place.flat(values.shared)[start:end] = place.in_order(parameter.detach())[start:end]
             places.append(place)
@@ -137,7 +137,7 @@ class SharedParameters:
             self._keep(parameter, place)
             parameter.data = place.in_shape(place.flat(block.value_view.memory))
 
-    def _keep(self, parameter: torch.Tensor, place: Place) -> None:
+    def _keep(self, parameter: torch.Tensor, place: ParameterPages) -> None:
         places, key = self._places, id(parameter)
 
         def forget(reference: weakref.ref[torch.Tensor]) -> None:
@@ -184,7 +184,7 @@ class SharedParameters:
             aside: by slot, the gradients of earlier backwards.
             scale: multiplied to the sums, or None.
         """
-        by_block: dict[Block, dict[int, Place]] = {}
+        by_block: dict[Block, dict[int, ParameterPages]] = {}
         for slot in slots:
             place = self.place_of(parameters[slot])
             if place is not None:
@@ -199,7 +199,7 @@ class SharedParameters:
     def _reduce_block(
         self,
         block: Block,
-        places: dict[int, Place],
+        places: dict[int, ParameterPages],
         contributions: Sequence[torch.Tensor | None],
         before: dict[int, torch.Tensor],
         scale: float | None,
@@ -269,12 +269,12 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     )
 
 
-def _parts(places: Sequence[tuple[Place, bool]]) -> list[Part]:
+def _parts(places: Sequence[tuple[ParameterPages, bool]]) -> list[ByteRange]:
     """As few parts as `places`, in ascending order, allow. The bytes between them are zeros in all memories."""
-    parts: list[Part] = []
+    parts: list[ByteRange] = []
     for place, added in sorted(places, key=lambda pair: pair[0].first):
         end = place.pages.stop * PAGE
-        part = Part(torch.empty(0, dtype=place.dtype, device="cpu"), place.first, end, added)
+        part = ByteRange(torch.empty(0, dtype=place.dtype, device="cpu"), place.first, end, added)
         if parts and _follows(part, parts[-1]):
             parts[-1] = parts[-1]._replace(end=end)
         else:
@@ -282,6 +282,6 @@ def _parts(places: Sequence[tuple[Place, bool]]) -> list[Part]:
     return parts
 
 
-def _follows(part: Part, before: Part) -> bool:
+def _follows(part: ByteRange, before: ByteRange) -> bool:
     alike = part.like.dtype is before.like.dtype and part.added == before.added
     return alike and part.first == before.end

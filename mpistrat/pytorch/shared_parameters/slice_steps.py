@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from mpistrat.communicators.node.common_memory import CommonMemory, View
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.elementwise_optimizers import why_not_elementwise
-from mpistrat.pytorch.shared_parameters.blocks import Block, Place, Settling
+from mpistrat.pytorch.shared_parameters.blocks import Block, ParameterPages, Settling
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
@@ -77,7 +77,7 @@ def _why_not_by_slice(optimizer: Optimizer, args: Any, kwargs: Any) -> str:
 class _Slice:
     """This rank's slice of one parameter."""
 
-    def __init__(self, parameter: torch.Tensor, place: Place) -> None:
+    def __init__(self, parameter: torch.Tensor, place: ParameterPages) -> None:
         self.parameter, self.place = parameter, place
         self.first, self.end = place.own(place.block.values)
         self.tensor = self.of(place.block.values.shared, place.dtype)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 
 from mpistrat.tools.bench import pictures, sweep
-from mpistrat.tools.bench.arguments import parser
+from mpistrat.tools.bench.command_line import parser
 from mpistrat.tools.bench.device import device_named
 from mpistrat.tools.bench.errors import CannotTakePart, UsageError
 from mpistrat.tools.bench.operations import OPERATIONS

@@ -64,7 +64,7 @@ def check_network(arguments: argparse.Namespace) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class CostModel:
     """The time of one all-reduce on N nodes.
 
     Attributes:
@@ -133,7 +133,9 @@ class Prediction:
     off: float | None
 
 
-def predictions(arguments: argparse.Namespace) -> tuple[Model, list[Prediction], dict[str, Any]]:
+def predictions(
+    arguments: argparse.Namespace,
+) -> tuple[CostModel, list[Prediction], dict[str, Any]]:
     """The model, its predictions, and what it was measured on. Called by: every rank.
 
     Raises: UsageError where this run has nothing to fit to.
@@ -166,7 +168,7 @@ def predictions(arguments: argparse.Namespace) -> tuple[Model, list[Prediction],
     return model, rows, surroundings(communicator)
 
 
-def predict(model: Model, nodes: int, nbytes: int, measured: float | None) -> Prediction:
+def predict(model: CostModel, nodes: int, nbytes: int, measured: float | None) -> Prediction:
     """Args: measured: microseconds, if this run has measured it."""
     predicted = model.seconds(nbytes, nodes) * 1e6
     ranks = nodes * model.ranks_per_node
@@ -182,7 +184,7 @@ def _model(
     per_node: int,
     wanted: Sequence[int],
     arguments: argparse.Namespace,
-) -> Model:
+) -> CostModel:
     """The model, fitted to times of the first `per_node` ranks of each node. Collective."""
     place, nodes = topology.local_rank, topology.num_nodes
     takes_part = place < per_node
@@ -202,18 +204,18 @@ def _model(
     if per_node > 1:
         node_model = fitted_in_two(sizes, slowest(node, 1, "within nodes"))
     if arguments.gbit is not None:
-        return Model(per_node, *node_model, arguments.alpha_us * 1e-6, 8e-9 / arguments.gbit)
+        return CostModel(per_node, *node_model, arguments.alpha_us * 1e-6, 8e-9 / arguments.gbit)
     if nodes == 1:
-        return Model(per_node, *node_model)
+        return CostModel(per_node, *node_model)
     between = fitted(sizes, slowest(across, per_node, "between nodes"))
-    return Model(per_node, *node_model, *link(between, nodes), between.error)
+    return CostModel(per_node, *node_model, *link(between, nodes), between.error)
 
 
 def _p50(communicator: Communicator, nbytes: int) -> float:
     return measure(AllReduce, communicator, nbytes, _FLOAT32, in_window=True, calls=_CALLS).p50
 
 
-def table(model: Model, rows: Sequence[Prediction], where: dict[str, Any]) -> list[str]:
+def table(model: CostModel, rows: Sequence[Prediction], where: dict[str, Any]) -> list[str]:
     """The model and its predictions, for people."""
     names = ("nodes", "ranks", "size (B)", "predicted (us)", "algbw (GB/s)", "busbw (GB/s)")
     lines = [

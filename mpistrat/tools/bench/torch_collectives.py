@@ -21,7 +21,7 @@ _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class Call(Operation):
+class TorchCollective(Operation):
     """One call on tensors of float32, in ordinary memory or on a device.
 
     Args:
@@ -48,7 +48,7 @@ class Call(Operation):
         return wrong
 
 
-class AllReduce(Call, operations.AllReduce):
+class TorchAllReduce(TorchCollective, operations.AllReduce):
     def reset(self) -> None:
         self.result[:] = self.source
 
@@ -56,34 +56,34 @@ class AllReduce(Call, operations.AllReduce):
         dist.all_reduce(self.received, group=self.group)
 
 
-class Broadcast(Call, operations.Broadcast):
+class TorchBroadcast(TorchCollective, operations.Broadcast):
     def __call__(self) -> None:
         dist.broadcast(self.received, 0, group=self.group)
 
 
-class AllGather(Call, operations.AllGather):
+class TorchAllGather(TorchCollective, operations.AllGather):
     wrong = Operation.wrong
 
     def __call__(self) -> None:
         dist.all_gather(self.received_parts, self.sent, group=self.group)
 
 
-class AllGatherIntoTensor(AllGather):
+class AllGatherIntoTensor(TorchAllGather):
     def __call__(self) -> None:
         _ALL_GATHER(self.received, self.sent, group=self.group)
 
 
-class ReduceScatter(Call, operations.ReduceScatter):
+class TorchReduceScatter(TorchCollective, operations.ReduceScatter):
     def __call__(self) -> None:
         dist.reduce_scatter(self.received, self.sent_parts, group=self.group)
 
 
-class ReduceScatterTensor(ReduceScatter):
+class ReduceScatterTensor(TorchReduceScatter):
     def __call__(self) -> None:
         _REDUCE_SCATTER(self.received, self.sent, group=self.group)
 
 
-class AllToAll(Call):
+class AllToAll(TorchCollective):
     redop = "none"
     splits = True
 
@@ -103,12 +103,12 @@ class AllToAllSingle(AllToAll):
         dist.all_to_all_single(self.received, self.sent, group=self.group)
 
 
-CALLS: dict[str, type[Call]] = {
-    "all_reduce": AllReduce,
-    "broadcast": Broadcast,
-    "all_gather": AllGather,
+CALLS: dict[str, type[TorchCollective]] = {
+    "all_reduce": TorchAllReduce,
+    "broadcast": TorchBroadcast,
+    "all_gather": TorchAllGather,
     "all_gather_into_tensor": AllGatherIntoTensor,
-    "reduce_scatter": ReduceScatter,
+    "reduce_scatter": TorchReduceScatter,
     "reduce_scatter_tensor": ReduceScatterTensor,
     "all_to_all": AllToAll,
     "all_to_all_single": AllToAllSingle,
@@ -134,7 +134,9 @@ def compare_calls(
     ]
 
 
-def compare_call(name: str, calls: Mapping[str, Call], num_rounds: int) -> dict[str, Any]:
+def compare_call(
+    name: str, calls: Mapping[str, TorchCollective], num_rounds: int
+) -> dict[str, Any]:
     """The row of one call and size. Called by: every rank. Args: calls: by backend, torch's own first."""
     wrong = sum(call.wrong_at_first() for call in calls.values())
     own, ours = calls

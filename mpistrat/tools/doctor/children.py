@@ -16,7 +16,7 @@ _NO_END = "no end within"
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChildOutput:
     """What a program wrote.
 
     Attributes: ended: "" for exit code 0, else "exit code 1", "killed by SIGSEGV", "no end within 10 s".
@@ -44,7 +44,7 @@ class Answer:
         return ", ".join(filter(None, [self.ended or silent, words]))
 
 
-def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Answer:
+def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> ChildOutput:
     """What `command` writes. Raises nothing, and takes no longer than `seconds`."""
     # Files, and not pipes: a process that it leaves behind could keep those open.
     with file_with(b"") as output, file_with(b"") as errors:
@@ -58,7 +58,7 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) 
                 start_new_session=True,
             )
         except OSError as error:
-            return Answer("", "", f"it cannot be started ({error})")
+            return ChildOutput("", "", f"it cannot be started ({error})")
         try:
             ended = how_it_ended(process.wait(seconds))
         except subprocess.TimeoutExpired:
@@ -67,7 +67,7 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) 
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # of a process that no signal ends
             process.wait(1)
-        return Answer(written(output), written(errors), ended)
+        return ChildOutput(written(output), written(errors), ended)
 
 
 def file_with(content: bytes) -> IO[bytes]:

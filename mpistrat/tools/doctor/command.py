@@ -17,7 +17,7 @@ from mpistrat.tools.doctor import (
     nodes,
     software,
 )
-from mpistrat.tools.doctor.facts import Failure, Job, Rank
+from mpistrat.tools.doctor.facts import Job, JobFailure, RankFacts
 from mpistrat.tools.doctor.finding import PROBLEM, Finding, said_once
 from mpistrat.tools.doctor.printing import as_text, to_json
 from mpistrat.tools.doctor.supervision import run_rank
@@ -55,11 +55,11 @@ def run(in_json: bool) -> int:
     return int(any(finding.level == PROBLEM for finding in findings))
 
 
-def look() -> Rank:
+def look() -> RankFacts:
     """What this process can find out without MPI."""
     launch = nodes.look()
     driver = cuda_driver.look()
-    return Rank(
+    return RankFacts(
         rank=launch.rank or 0,
         host=nodes.host(),
         software=software.look(),
@@ -89,7 +89,7 @@ def _guarded(check: Check, job: Job) -> Iterator[Finding]:
         )
 
 
-def _speak_for_a_node(here: Rank, failure: Failure) -> int:
+def _speak_for_a_node(here: RankFacts, failure: JobFailure) -> int:
     """Print one line for a rank that is not rank 0. Rank 0 has most likely failed, too, and says more.
 
     Returns: the exit code.

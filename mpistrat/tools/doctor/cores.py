@@ -12,7 +12,7 @@ from mpistrat.machine.control_groups import allowed
 from mpistrat.machine.cpu_share import cpu_share, intra_op_threads, users_threads
 from mpistrat.machine.notices import runs_in_words
 from mpistrat.machine.shared_caches import caches_of
-from mpistrat.tools.doctor.facts import Cores, Job, Rank
+from mpistrat.tools.doctor.facts import Cores, Job, RankFacts
 from mpistrat.tools.doctor.finding import PROBLEM, Finding, findings_of, on_node
 from mpistrat.tools.doctor.wording import count
 
@@ -54,7 +54,7 @@ def check(job: Job) -> Iterator[Finding]:
         yield from on_node(name, found)
 
 
-def _shared_caches(ranks: Sequence[Rank]) -> str:
+def _shared_caches(ranks: Sequence[RankFacts]) -> str:
     caches = [set(rank.cores.caches) for rank in ranks]
     if not all(caches):
         return (
@@ -64,7 +64,7 @@ def _shared_caches(ranks: Sequence[Rank]) -> str:
     return f": their cores share {f'a cache of level {min(shared)[0]}' if shared else 'no cache'}"
 
 
-def _sharing(ranks: Sequence[Rank]) -> Iterator[Finding]:
+def _sharing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """More ranks than cores, ranks bound to the same cores while others are free, or cores that no rank may use."""
     masks = [set(rank.cores.allowed) for rank in ranks]
     union = set().union(*masks)
@@ -107,7 +107,7 @@ def _sharing(ranks: Sequence[Rank]) -> Iterator[Finding]:
         )
 
 
-def _threads(ranks: Sequence[Rank]) -> Iterator[Finding]:
+def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Threads that the user set, against each rank's share of the cores."""
     masks = [rank.cores.allowed for rank in ranks]
     too_many: collections.Counter[tuple[str, str, int]] = collections.Counter()
@@ -124,7 +124,7 @@ def _threads(ranks: Sequence[Rank]) -> Iterator[Finding]:
         )
 
 
-def _slurm(ranks: Sequence[Rank]) -> Iterator[Finding]:
+def _slurm(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """--cpus-per-task of sbatch does not reach srun since Slurm 22.05."""
     slurm, has = ranks[0].launch.slurm, len(ranks[0].cores.allowed)
     asked = slurm.get(CPUS_PER_TASK, "")
@@ -137,7 +137,7 @@ def _slurm(ranks: Sequence[Rank]) -> Iterator[Finding]:
         )
 
 
-def _fine(ranks: Sequence[Rank]) -> Finding:
+def _fine(ranks: Sequence[RankFacts]) -> Finding:
     masks = [rank.cores.allowed for rank in ranks]
     shares = sorted({intra_op_threads(mask, masks) for mask in masks})
     cores = f"{shares[0]}" if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
@@ -150,7 +150,7 @@ def _fine(ranks: Sequence[Rank]) -> Finding:
     )
 
 
-def _bind(ranks: Sequence[Rank], each: int) -> str:
+def _bind(ranks: Sequence[RankFacts], each: int) -> str:
     """What to tell the launcher so that each rank gets `each` cores of its own."""
     each, here = max(1, each), len(ranks)
     launcher = ranks[0].launch.launcher

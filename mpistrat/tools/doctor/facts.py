@@ -94,7 +94,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryLimits:
     """Sizes in bytes; None: no limit."""
 
     shared: Room | None = None  # /dev/shm
@@ -162,7 +162,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankFacts:
     rank: int = 0
     node: int = 0
     host: str = ""
@@ -170,13 +170,13 @@ class Rank:
     launch: Launch = Launch()
     library: Library | None = None
     cores: Cores = Cores()
-    memory: Memory = Memory()
+    memory: MemoryLimits = MemoryLimits()
     driver: Driver = Driver()
     gpus: Gpus | None = None  # of the first rank of a node
 
 
 @dataclass(frozen=True)
-class Failure:
+class JobFailure:
     """Why there is no MPI job.
 
     Attributes:
@@ -196,16 +196,16 @@ class Failure:
 class Job:
     """All ranks that could be asked; one, where MPI did not start."""
 
-    ranks: list[Rank]
-    failure: Failure | None = None
+    ranks: list[RankFacts]
+    failure: JobFailure | None = None
     clocks: list[Clock] = field(default_factory=list)
     links: Links | None = None
 
     @property
-    def first(self) -> Rank:
+    def first(self) -> RankFacts:
         return self.ranks[0]
 
-    def nodes(self) -> dict[str, list[Rank]]:
+    def nodes(self) -> dict[str, list[RankFacts]]:
         """The ranks of each node by its name. Where several nodes have one name, their numbers are added."""
         of_node = grouped((rank.node, rank) for rank in self.ranks)
         ranks = [of_node[node] for node in sorted(of_node)]

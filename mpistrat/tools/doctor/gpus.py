@@ -12,7 +12,7 @@ from mpistrat.machine.gpus import visible_gpus
 from mpistrat.machine.library_search import LIBRARY_PATH, libraries_on_path
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import ask
-from mpistrat.tools.doctor.facts import Driver, Gpus, Job, Rank, grouped
+from mpistrat.tools.doctor.facts import Driver, Gpus, Job, RankFacts, grouped
 from mpistrat.tools.doctor.finding import Finding, findings_of, on_node
 from mpistrat.tools.doctor.wording import count
 
@@ -91,18 +91,18 @@ def check(job: Job) -> Iterator[Finding]:
         yield ok("No GPU is visible: neither NCCL nor a CUDA-aware MPI is needed.")
 
 
-def _have(ranks: list[Rank], gpus: Gpus) -> bool:
+def _have(ranks: list[RankFacts], gpus: Gpus) -> bool:
     """Whether any rank of a node can use a GPU. CUDA_VISIBLE_DEVICES and nvidia-smi alone prove nothing."""
     return any(rank.driver.gpus for rank in ranks) or gpus.torch_gpus > 0
 
 
-def _errors(ranks: list[Rank]) -> list[str]:
+def _errors(ranks: list[RankFacts]) -> list[str]:
     """The different errors of a node's driver, where it has a driver."""
     drivers = [rank.driver for rank in ranks if rank.driver.installed]
     return list(dict.fromkeys(driver.error for driver in drivers if driver.error))
 
 
-def _none(ranks: list[Rank], gpus: Gpus, others_have: bool) -> Iterator[Finding]:
+def _none(ranks: list[RankFacts], gpus: Gpus, others_have: bool) -> Iterator[Finding]:
     """Findings on a node without a GPU that a program could use."""
     named = f"CUDA_VISIBLE_DEVICES or nvidia-smi names {count(len(gpus.named), 'GPU')}"
     errors = _errors(ranks)
@@ -130,7 +130,7 @@ def _none(ranks: list[Rank], gpus: Gpus, others_have: bool) -> Iterator[Finding]
         )
 
 
-def _some(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
+def _some(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
     """Findings on a node with GPUs."""
     yield from _without(ranks)
     number = len(ranks[0].driver.gpus) or gpus.torch_gpus
@@ -181,7 +181,7 @@ def _mpi(refusal: str) -> Finding:
     )
 
 
-def _without(ranks: list[Rank]) -> Iterator[Finding]:
+def _without(ranks: list[RankFacts]) -> Iterator[Finding]:
     """Ranks that the driver shows no GPU, while it shows some to others of the node."""
     without = grouped((rank.driver.error, rank.rank) for rank in ranks if not rank.driver.gpus)
     if without and any(rank.driver.gpus for rank in ranks):
@@ -232,7 +232,7 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
             )
 
 
-def _nccl_versions(nodes: list[tuple[str, list[Rank], Gpus]]) -> Iterator[Finding]:
+def _nccl_versions(nodes: list[tuple[str, list[RankFacts], Gpus]]) -> Iterator[Finding]:
     names_of = grouped(
         (gpus.nccl_loaded[0][1], name) for name, _, gpus in nodes if gpus.nccl_loaded
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from mpistrat.errors import TopologyError
 from mpistrat.machine.control_groups import allowed, number_in
 from mpistrat.settings import shared_bytes
-from mpistrat.tools.doctor.facts import Job, Memory, Room
+from mpistrat.tools.doctor.facts import Job, MemoryLimits, Room
 from mpistrat.tools.doctor.finding import Finding, findings_of, on_node
 from mpistrat.tools.doctor.wording import bytes_in_words, count
 
@@ -29,14 +29,14 @@ FILES_PER_RANK = 4  # connections and shared segments
 FILES_OF_A_PROGRAM = 256  # modules, data, workers
 
 
-def look() -> Memory:
+def look() -> MemoryLimits:
     group = allowed()
     files, files_most = _limits_of(resource.RLIMIT_NOFILE)
     try:
         megabytes = shared_bytes() / 1e6
     except TopologyError:
         megabytes = math.inf  # the strategy says so later
-    return Memory(
+    return MemoryLimits(
         shared=_room(lambda: SHARED),
         temporary=_room(tempfile.gettempdir),
         window_megabytes=None if math.isinf(megabytes) else megabytes,
@@ -52,7 +52,7 @@ def look() -> Memory:
 
 
 def check(job: Job) -> Iterator[Finding]:
-    well: dict[str, Memory] = {}
+    well: dict[str, MemoryLimits] = {}
     for name, ranks in job.nodes().items():
         memory, here = ranks[0].memory, len(ranks)
         found = [
@@ -68,7 +68,7 @@ def check(job: Job) -> Iterator[Finding]:
         yield ok(_summary(list(well.values())), nodes=tuple(well))
 
 
-def _shared(memory: Memory, here: int) -> Iterator[Finding]:
+def _shared(memory: MemoryLimits, here: int) -> Iterator[Finding]:
     room, megabytes, ranks = memory.shared, memory.window_megabytes, count(here, "rank")
     if megabytes == 0:
         return  # everything goes through MPI, as the user wishes
@@ -102,7 +102,7 @@ def _shared(memory: Memory, here: int) -> Iterator[Finding]:
         )
 
 
-def _limits(memory: Memory, here: int) -> Iterator[Finding]:
+def _limits(memory: MemoryLimits, here: int) -> Iterator[Finding]:
     if memory.available and _left(memory) < LITTLE_MEMORY * here:
         limit, of_group = memory.group_limit, ""
         if limit is not None:
@@ -127,7 +127,7 @@ def _limits(memory: Memory, here: int) -> Iterator[Finding]:
         )
 
 
-def _files(memory: Memory, all_ranks: int) -> Iterator[Finding]:
+def _files(memory: MemoryLimits, all_ranks: int) -> Iterator[Finding]:
     needed = FILES_OF_A_PROGRAM + FILES_PER_RANK * all_ranks
     if memory.files is None or memory.files >= max(needed, FEW_FILES):
         return
@@ -145,7 +145,7 @@ def _files(memory: Memory, all_ranks: int) -> Iterator[Finding]:
         yield warning(f"{open_files}; workers of a DataLoader can need more.", fix)
 
 
-def _space(memory: Memory) -> Iterator[Finding]:
+def _space(memory: MemoryLimits) -> Iterator[Finding]:
     room = memory.temporary
     if room is None:
         yield problem(
@@ -160,7 +160,7 @@ def _space(memory: Memory) -> Iterator[Finding]:
         )
 
 
-def _summary(memories: Sequence[Memory]) -> str:
+def _summary(memories: Sequence[MemoryLimits]) -> str:
     """What the worst of the nodes has."""
     rooms = [memory.shared for memory in memories if memory.shared]
     folders = [memory.temporary for memory in memories if memory.temporary]
@@ -179,7 +179,7 @@ def _summary(memories: Sequence[Memory]) -> str:
     return f"{', '.join(parts)}{' at least' * (len(memories) > 1)}."
 
 
-def _left(memory: Memory) -> int:
+def _left(memory: MemoryLimits) -> int:
     """Bytes that programs can still have."""
     if memory.group_limit is None:
         return memory.available

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from mpistrat.cluster_resolver.launcher import MPICH, OPEN_MPI, library_family, library_name
 from mpistrat.machine import library_search as search
 from mpistrat.machine.notices import ranks_in_words
-from mpistrat.tools.doctor.facts import Failure, Job, Launch, Library, Rank, grouped
+from mpistrat.tools.doctor.facts import Job, JobFailure, Launch, Library, RankFacts, grouped
 from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.tools.doctor.wording import count
 
@@ -108,7 +108,7 @@ def _threads(job: Job) -> Iterator[Finding]:
         )
 
 
-def _failure(first: Rank, failure: Failure) -> Finding:
+def _failure(first: RankFacts, failure: JobFailure) -> Finding:
     launch, library = first.launch, first.library
     several = launch.variables and launch.size != 1
     if failure.kind == "library":
@@ -129,7 +129,7 @@ def _failure(first: Rank, failure: Failure) -> Finding:
     return problem(text, _fix_mismatch(launch, library))
 
 
-def _no_library(first: Rank, failure: Failure) -> Finding:
+def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
     launch = first.launch
     text, fix = f"Python finds no MPI library ({failure.text})", _INSTALL
     if not first.software.mpi4py or "No module named 'mpi4py'" in failure.text:

@@ -18,7 +18,7 @@ from mpistrat.cluster_resolver import launcher
 from mpistrat.cluster_resolver.slurm.job import slurm_variables
 from mpistrat.errors import TopologyError
 from mpistrat.machine.notices import ranks_in_words
-from mpistrat.tools.doctor.children import Answer, ask
+from mpistrat.tools.doctor.children import ChildOutput, ask
 from mpistrat.tools.doctor.facts import Clock, Job, Launch
 from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.tools.doctor.wording import count
@@ -55,7 +55,7 @@ def look() -> Launch:
 def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a `Launch` that commands answer."""
     mpirun = shutil.which("mpirun") or shutil.which("mpiexec") or ""
-    job, none = slurm.get("SLURM_JOB_ID", ""), Answer("", "", "")
+    job, none = slurm.get("SLURM_JOB_ID", ""), ChildOutput("", "", "")
     version = _ask(mpirun, "--version") if mpirun else none
     types = _ask("srun", "--mpi=list") if slurm else none
     return {
@@ -66,7 +66,7 @@ def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _ask(*command: str) -> Answer:
+def _ask(*command: str) -> ChildOutput:
     return ask(command, SECONDS_OF_A_COMMAND, launcher.environment_of_children())
 
 

@@ -27,11 +27,11 @@ from mpistrat.settings import start_seconds
 from mpistrat.tools.doctor import links, nodes
 from mpistrat.tools.doctor.facts import (
     Clock,
-    Failure,
     Job,
+    JobFailure,
     Library,
     Links,
-    Rank,
+    RankFacts,
     as_json,
     from_json,
 )
@@ -55,11 +55,11 @@ def main() -> None:
     def tell(**what: Any) -> None:
         print(json.dumps(what), file=file, flush=True)
 
-    rank = from_json(Rank, json.load(sys.stdin))
+    rank = from_json(RankFacts, json.load(sys.stdin))
     tell(stage=LOADING, seconds=SECONDS_TO_LOAD)
     mpi, why_not = _import_mpi()
     if mpi is None:
-        tell(failure=as_json(Failure(LOADING, "library", why_not)))
+        tell(failure=as_json(JobFailure(LOADING, "library", why_not)))
         return
     library = _library(mpi)
     tell(library=as_json(library))
@@ -69,7 +69,7 @@ def main() -> None:
     except TopologyError as error:
         # The doctor knows a better fix than the lines after the error's first.
         wrong = str(error).splitlines()[0].rstrip(".")
-        tell(failure=as_json(Failure("MPI_Init", "topology", wrong)))
+        tell(failure=as_json(JobFailure("MPI_Init", "topology", wrong)))
         return
     library = dataclasses.replace(library, thread_level=LEVELS[mpi.Query_thread()])
     _meet(mpi, dataclasses.replace(rank, library=library), tell)
@@ -99,7 +99,7 @@ def _library(mpi: Any) -> Library:
     )
 
 
-def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
+def _meet(mpi: Any, rank: RankFacts, tell: Callable[..., None]) -> None:
     world = mpi.COMM_WORLD
     tell(stage="the first message between all ranks", seconds=SECONDS_TO_GATHER)
     topology = MPIClusterResolver().topology()
@@ -130,7 +130,7 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
     if topology.rank:
         tell(rank=topology.rank)
     else:
-        tell(job=as_json(Job(from_json(list[Rank], ranks), clocks=clocks, links=measured)))
+        tell(job=as_json(Job(from_json(list[RankFacts], ranks), clocks=clocks, links=measured)))
 
 
 def _between_nodes(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from mpistrat.machine.notices import ranks_in_words
-from mpistrat.tools.doctor.facts import Job, Rank, Software, grouped
+from mpistrat.tools.doctor.facts import Job, RankFacts, Software, grouped
 from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.xla.runtime import what_differs
 
@@ -46,7 +46,7 @@ def check(job: Job) -> Iterator[Finding]:
         )
 
 
-def _differences(ranks: Sequence[Rank]) -> Iterator[Finding]:
+def _differences(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for name in _COMPARED:
         with_version = grouped((getattr(rank.software, name), rank.rank) for rank in ranks)
         if len(with_version) > 1:

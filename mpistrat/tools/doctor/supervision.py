@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from mpistrat.tools.doctor.children import file_with, how_it_ended, last_words, written
-from mpistrat.tools.doctor.facts import Failure, Job, Library, Rank, as_json, from_json
+from mpistrat.tools.doctor.facts import Job, JobFailure, Library, RankFacts, as_json, from_json
 
 SECONDS_TO_IMPORT = 60.0
 SECONDS_TO_END = 10.0  # MPI_Finalize
@@ -35,12 +35,12 @@ class Outcome:
     """
 
     job: Job | None = None
-    failure: Failure | None = None
+    failure: JobFailure | None = None
     library: Library | None = None
     left: str = ""
 
 
-def run_rank(rank: Rank) -> Outcome:
+def run_rank(rank: RankFacts) -> Outcome:
     """Run a rank's process until it ends, or end it when it is late. Called by: every rank."""
     read, write = os.pipe()
     os.set_inheritable(write, True)
@@ -70,11 +70,13 @@ def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes])
         if not select.select([pipe], [], [], left)[0]:
             process.kill()
             late = f"it did not end within {seconds:g} s"
-            return Outcome(None, Failure(stage, "late", late, last_words(written(words))), library)
+            return Outcome(
+                None, JobFailure(stage, "late", late, last_words(written(words))), library
+            )
         data = pipe.read(1 << 16)
         if not data:
             ended = _how_it_ends(process, "killed by SIGKILL") or "it ended without a word"
-            failure = Failure(stage, "ended", ended, last_words(written(words)))
+            failure = JobFailure(stage, "ended", ended, last_words(written(words)))
             return Outcome(None, failure, library)
         *lines, rest = (rest + data).split(b"\n")
         for message in map(json.loads, lines):
@@ -84,7 +86,7 @@ def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes])
             elif "library" in message:
                 library = from_json(Library, message["library"])
             elif "failure" in message:
-                return Outcome(None, from_json(Failure, message["failure"]), library)
+                return Outcome(None, from_json(JobFailure, message["failure"]), library)
             else:
                 return Outcome(from_json(Job, message.get("job")), None, library)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mpistrat.xla.topology.integer_arrays import as_integers
 from mpistrat.xla.topology.ring_order import ring_order
-from mpistrat.xla.topology.topology import MESH_RANK, Topology
+from mpistrat.xla.topology.topology import MESH_RANK, TpuTopology
 
 Lengths = tuple[int, ...]  # along x, y, z and the cores of a chip
 
@@ -38,7 +38,9 @@ class DeviceAssignment:
     Raises: ValueError for another shape, and where `topology` has no device.
     """
 
-    def __init__(self, topology: Topology, core_assignment: Sequence[Any] | NDArray[Any]) -> None:
+    def __init__(
+        self, topology: TpuTopology, core_assignment: Sequence[Any] | NDArray[Any]
+    ) -> None:
         cores = as_integers("core_assignment", core_assignment)
         self._topology = _check_topology(topology)
         if cores.ndim != 3 or cores.shape[2] != MESH_RANK:
@@ -57,7 +59,7 @@ class DeviceAssignment:
     @classmethod
     def build(
         cls,
-        topology: Topology | bytes,
+        topology: TpuTopology | bytes,
         computation_shape: Sequence[int] | NDArray[Any] | None = None,
         computation_stride: Sequence[int] | NDArray[Any] | None = None,
         num_replicas: int = 1,
@@ -77,7 +79,7 @@ class DeviceAssignment:
         Raises: ValueError when the replicas do not fit into the mesh, or do not make rings.
         """
         if isinstance(topology, bytes):
-            topology = Topology(serialized=topology)
+            topology = TpuTopology(serialized=topology)
         mesh = tuple(_check_topology(topology).mesh_shape.tolist())
         shape = _lengths("computation_shape", computation_shape)
         stride = _lengths("computation_stride", computation_stride)
@@ -106,7 +108,7 @@ class DeviceAssignment:
         return cls(topology, _blocks(shape, stride, grid)[:num_replicas])
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> TpuTopology:
         return self._topology
 
     @property
@@ -164,8 +166,8 @@ class DeviceAssignment:
         )
 
 
-def _check_topology(topology: object) -> Topology:
-    if not isinstance(topology, Topology):
+def _check_topology(topology: object) -> TpuTopology:
+    if not isinstance(topology, TpuTopology):
         raise ValueError(f"topology must be a mpistrat.tpu.Topology, got {topology!r:.60}")
     return topology
 
@@ -239,7 +241,7 @@ def _nested_rings(shape: Lengths, grid: Lengths) -> NDArray[np.int64]:
 
 
 def _by_device(
-    topology: Topology, shape: Lengths, stride: Lengths, num_replicas: int
+    topology: TpuTopology, shape: Lengths, stride: Lengths, num_replicas: int
 ) -> NDArray[np.int32]:
     """Cores in the order of tasks and their devices: right on any mesh with gaps, neighbours or not."""
     if math.prod(stride) != 1:

@@ -17,7 +17,7 @@ from mpistrat.xla.topology.integer_arrays import as_integers
 MESH_RANK = 4  # x, y, z of a chip, and the core on it
 
 
-class Topology:
+class TpuTopology:
     """The cores of a TPU slice: a mesh of (x, y, z, core), and the place in it of each task's devices.
 
     Args:
@@ -130,7 +130,7 @@ class Topology:
         raise ValueError(f"no TPU device at {list(place)}: {why}")
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Topology):
+        if not isinstance(other, TpuTopology):
             return NotImplemented
         same_mesh = np.array_equal(self._mesh_shape, other._mesh_shape)
         return same_mesh and np.array_equal(self._device_coordinates, other._device_coordinates)

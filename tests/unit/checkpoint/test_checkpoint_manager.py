@@ -23,7 +23,7 @@ import torch
 
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager, checkpoint_manager, durable_files
-from mpistrat.checkpoint.directory import OpenDirectory, Unfinished
+from mpistrat.checkpoint.directory import OpenDirectory, UnfinishedCheckpoint
 from mpistrat.checkpoint.manifest import read_manifest
 
 
@@ -739,7 +739,7 @@ def test_two_saves_of_one_step_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     go_on = threading.Event()
     complete = OpenDirectory.complete
 
-    def late(self: OpenDirectory, unfinished: Unfinished, *others: Any) -> None:
+    def late(self: OpenDirectory, unfinished: UnfinishedCheckpoint, *others: Any) -> None:
         if unfinished.number == 1:
             assert go_on.wait(30)
         complete(self, unfinished, *others)

@@ -9,7 +9,7 @@ import mpistrat as ms
 from mpistrat.checkpoint.object_states import stateful
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.strategies.wiring import mirrored
+from mpistrat.strategies.strategy_parts import mirrored
 from mpistrat.strategy import Strategy
 
 MEAN, NONE = ms.VariableAggregation.MEAN, ms.VariableAggregation.NONE

@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from mpistrat.checkpoint.shards import Assembly, Region, ShardedArray, check_parts, check_whole
+from mpistrat.checkpoint.shards import (
+    Assembly,
+    ShardedArray,
+    TensorRegion,
+    check_parts,
+    check_whole,
+)
 from mpistrat.checkpoint.state_tree import decode
 
 WHOLE = ShardedArray("weight", (4, 6), "float32")
@@ -25,13 +31,13 @@ def part(offset: list[int], values: Any) -> dict[str, Any]:
 
 
 def test_regions_overlap() -> None:
-    ours, theirs = Region((1, 2), (3, 3)), Region((0, 4), (2, 5))
+    ours, theirs = TensorRegion((1, 2), (3, 3)), TensorRegion((0, 4), (2, 5))
     both = ours.overlap(theirs)
-    assert both == theirs.overlap(ours) == Region((1, 4), (1, 1))
+    assert both == theirs.overlap(ours) == TensorRegion((1, 4), (1, 1))
     assert both.within(ours) == (slice(0, 1), slice(2, 3))
     assert both.within(theirs) == (slice(1, 2), slice(0, 1))
-    assert ours.overlap(Region((4, 0), (1, 9))).size == 0
-    assert Region((), ()).overlap(Region((), ())).size == 1  # scalars
+    assert ours.overlap(TensorRegion((4, 0), (1, 9))).size == 0
+    assert TensorRegion((), ()).overlap(TensorRegion((), ())).size == 1  # scalars
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from mpistrat.communicators.costs.measurement import (
     HOST,
     SIZES,
     SIZES_ON_DEVICE,
+    BufferMemory,
     Costs,
-    Memory,
     costs_of,
     measure,
 )
@@ -84,7 +84,7 @@ def test_costs_in_a_device_s_memory(clock: Clock) -> None:
         made.append(length * 4)
         return np.zeros(length, np.float32)
 
-    device = Memory("a device", SIZES_ON_DEVICE, zeros)
+    device = BufferMemory("a device", SIZES_ON_DEVICE, zeros)
     ways = {"slow": clock.spinning(1e-3, 1e-10), "fast": clock.spinning(1e-4, 3e-10)}
     on_device = costs_of(ways, ALONE, "", [1], memory=device)
     assert made == list(SIZES_ON_DEVICE)

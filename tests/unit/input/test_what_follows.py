@@ -2,12 +2,12 @@
 
 import pytest
 
-from mpistrat.input.readers import Step, knowing_what_follows
+from mpistrat.input.readers import ReplicaPieces, knowing_what_follows
 
 
 def steps(count, error=False):
     for i in range(count):
-        step = Step([i])
+        step = ReplicaPieces([i])
         step.position = i
         yield step
     if error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.liveness import failure_log
-from mpistrat.liveness.failure_log import Failure, FailureLog, as_of_any_rank
+from mpistrat.liveness.failure_log import FailureLog, NotedFailure, as_of_any_rank
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ class OtherNode:
     def __init__(self, folder: Path, *, is_first_node: bool) -> None:
         self._log, self.is_first_node = FailureLog(str(folder), 0, 4), is_first_node
 
-    def tell_failure(self, failure: Failure) -> None:
+    def tell_failure(self, failure: NotedFailure) -> None:
         self._log.note(failure)
 
 

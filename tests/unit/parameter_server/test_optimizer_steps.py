@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.optimizer_steps import OptimizerSteps
-from mpistrat.parameter_server.protocol import Step
+from mpistrat.parameter_server.optimizer_steps import ServerOptimizers
+from mpistrat.parameter_server.protocol import GradientMethod
 from mpistrat.parameter_server.rpc.segments import Segments
 from mpistrat.parameter_server.server_optimizers import OptimizerDefinition
 from mpistrat.parameter_server.tables import Table
@@ -17,10 +17,10 @@ from mpistrat.parameter_server.tensors import TensorSpec
 KEY, OPTIMIZER = 5, 1
 
 
-def table_and_steps(array, cls=torch.optim.SGD, **keywords) -> tuple[Table, OptimizerSteps]:
+def table_and_steps(array, cls=torch.optim.SGD, **keywords) -> tuple[Table, ServerOptimizers]:
     table = Table("w", TensorSpec.of(array), Segments())
     table.update("assign", array)
-    steps = OptimizerSteps()
+    steps = ServerOptimizers()
     steps.make(OPTIMIZER, OptimizerDefinition(cls, {"lr": 1.0, **keywords}), [(KEY, table, False)])
     return table, steps
 
@@ -31,7 +31,7 @@ def end(steps, before, workers=0) -> list[tuple[str, Exception]]:
 
 
 def push(steps, table, gradient, worker, number, mean=False, lr=1.0) -> None:
-    steps.step(KEY, table, Step(OPTIMIZER, {"lr": lr}, number, mean), gradient, worker)
+    steps.step(KEY, table, GradientMethod(OPTIMIZER, {"lr": lr}, number, mean), gradient, worker)
 
 
 @pytest.mark.parametrize("mean", [False, True])

@@ -14,9 +14,9 @@ from mpistrat.parameter_server.protocol import (
     ENDED,
     FAILED,
     MAY_BEGIN,
+    GradientMethod,
     NewArray,
     Push,
-    Step,
     Update,
     Updates,
 )
@@ -271,7 +271,9 @@ def test_what_fails_on_both_is_no_difference(pair, capsys, kind, body) -> None:
 def push(pair: Pair, worker: int, gradient: float, number: int, n: int) -> None:
     """A gradient for the round of this number, to the first server."""
     operand = [inline(np.full(3, float(gradient)))]
-    update = Update(KEY, Step(OPTIMIZER, {"lr": 1.0}, number), operand, session_of(worker), n)
+    update = Update(
+        KEY, GradientMethod(OPTIMIZER, {"lr": 1.0}, number), operand, session_of(worker), n
+    )
     pair.first.receive_request(worker, "update", Updates([update]))
 
 

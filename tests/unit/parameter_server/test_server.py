@@ -11,9 +11,9 @@ from mpistrat.parameter_server.protocol import (
     ENDED,
     FAILED,
     MAY_BEGIN,
+    GradientMethod,
     NewArray,
     Push,
-    Step,
     Update,
     Updates,
 )
@@ -283,7 +283,7 @@ def descend(rpc, source, gradient, number, lr=1.0, mean=False) -> None:
     rpc.reply_to(
         rpc.receive_request(source, "make optimizer", (OPTIMIZER, definition, [(KEY, False)]))
     )
-    step = Step(OPTIMIZER, {"lr": lr}, number, mean)
+    step = GradientMethod(OPTIMIZER, {"lr": lr}, number, mean)
     operand = [inline(np.full(3, float(gradient)))]
     rpc.reply_to(update(rpc, source, Update(KEY, step, operand)))
 

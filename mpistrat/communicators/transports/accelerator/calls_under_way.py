@@ -32,7 +32,7 @@ SECONDS_TO_BE_RECORDED = 1.0
 SHARE_OF_THE_LIMIT = 0.25
 
 
-class _Call(NamedTuple):
+class _SubmittedCall(NamedTuple):
     number: int
     event: Any
     submitted: int
@@ -62,7 +62,7 @@ class CallsUnderWay:
         self.name = contract.name
         self._contract, self._watch, self._library = contract, watch, library
         self._joint, self._listens = joint, listens
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[_SubmittedCall] = deque()
         self._progress = 0  # when one was last seen to have ended
         self._is_recorded = False
         self._number = 0
@@ -77,7 +77,9 @@ class CallsUnderWay:
         self._number += 1
         self._words[self._board + CALLS] = self._number
         contract = self._contract
-        self._calls.append(_Call(contract.calls, event, time.monotonic_ns(), *contract.recorded))
+        self._calls.append(
+            _SubmittedCall(contract.calls, event, time.monotonic_ns(), *contract.recorded)
+        )
         if not self._lookout.is_awake.is_set():
             self._lookout.is_awake.set()
 

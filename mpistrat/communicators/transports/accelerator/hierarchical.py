@@ -18,7 +18,7 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs.measurement import (
     NOT_MEASURED,
     SIZES_ON_DEVICE,
-    Memory,
+    BufferMemory,
     costs_of,
 )
 from mpistrat.communicators.reduction import Reduction
@@ -113,7 +113,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
             mpi,
             list(collections.Counter(self._nodes).values()),
             asleep=[BY_NODE, ALL_ALIKE],
-            memory=Memory(f"{library.name}, {', '.join(by)}", SIZES_ON_DEVICE, zeros),
+            memory=BufferMemory(f"{library.name}, {', '.join(by)}", SIZES_ON_DEVICE, zeros),
         )
         self.smallest = self.costs.cheaper_from(BY_NODE, ALL_ALIKE, SMALLEST)
         slices = f"in {self.within.size} slices between the nodes, {self.between.why}"

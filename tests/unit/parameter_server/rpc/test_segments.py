@@ -8,7 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, Region, RegionHandle, Segments
+from mpistrat.parameter_server.rpc.segments import (
+    Buffers,
+    Mappings,
+    RegionHandle,
+    Segments,
+    SharedRegion,
+)
 from support.open_files import descriptors, mapped_bytes
 
 LARGE = 5 << 20
@@ -60,7 +66,7 @@ def test_memory_and_descriptors_go_with_the_last_use() -> None:
     gc.collect()
     descriptors_before, bytes_before = descriptors(MEMORY), mapped_bytes(MEMORY)
     segments, mappings = Segments(), Mappings()
-    region: Region | None = segments.make(LARGE)
+    region: SharedRegion | None = segments.make(LARGE)
     small = segments.make(10).memory
     assert region is not None
     view = mappings.at(region.handle)[10:20]

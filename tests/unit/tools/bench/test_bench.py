@@ -9,8 +9,8 @@ import pytest
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.node.memory import NodeMemory
 from mpistrat.tools.bench import operations, sweep
-from mpistrat.tools.bench.arguments import number_of_bytes
 from mpistrat.tools.bench.command import main
+from mpistrat.tools.bench.command_line import number_of_bytes
 from mpistrat.tools.bench.operations import OPERATIONS
 from mpistrat.tools.bench.report import report
 

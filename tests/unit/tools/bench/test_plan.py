@@ -7,9 +7,9 @@ import pytest
 
 from mpistrat.communicators.costs.model import Cost
 from mpistrat.tools.bench.command import main
-from mpistrat.tools.bench.plan import Model, predict
+from mpistrat.tools.bench.plan import CostModel, predict
 
-MODEL = Model(4, 1 << 20, Cost(10e-6, 0.1e-9, 0.05), Cost(0.0, 0.2e-9, 0.1), 2e-6, 0.08e-9, 0.2)
+MODEL = CostModel(4, 1 << 20, Cost(10e-6, 0.1e-9, 0.05), Cost(0.0, 0.2e-9, 0.1), 2e-6, 0.08e-9, 0.2)
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from mpistrat.tools.bench import torch_groups
-from mpistrat.tools.bench.arguments import TORCH_CALLS
+from mpistrat.tools.bench.command_line import TORCH_CALLS
 from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.torch_collectives import CALLS, Call, compare_call
+from mpistrat.tools.bench.torch_collectives import CALLS, TorchCollective, compare_call
 
 
 def test_the_command_line_names_every_call() -> None:
     assert tuple(CALLS) == TORCH_CALLS
 
 
-class Copy(Call):
+class Copy(TorchCollective):
     def __call__(self) -> None:
         self.received.copy_(self.sent)
 

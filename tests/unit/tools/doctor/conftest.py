@@ -13,8 +13,8 @@ from mpistrat.tools.doctor.facts import (
     Job,
     Launch,
     Library,
-    Memory,
-    Rank,
+    MemoryLimits,
+    RankFacts,
     Room,
     Software,
 )
@@ -53,7 +53,7 @@ def make_job() -> Callable[..., Job]:
                 ),
                 "library": MPICH,
                 "cores": Cores(list(range(local * 8, local * 8 + 8)), of_launcher=8 * per_node),
-                "memory": Memory(
+                "memory": MemoryLimits(
                     shared=Room("/dev/shm", 32 * GB, 30 * GB),
                     temporary=Room("/tmp", 500 * GB, 400 * GB),
                     available=60 * GB,
@@ -65,7 +65,7 @@ def make_job() -> Callable[..., Job]:
             }
             for name, changes in parts.items():
                 facts[name] = dataclasses.replace(facts[name], **changes) if facts[name] else None
-            ranks.append(Rank(number, node, f"n{node + 1}", **facts))
+            ranks.append(RankFacts(number, node, f"n{node + 1}", **facts))
         return Job(ranks)
 
     return make

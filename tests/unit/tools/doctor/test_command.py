@@ -8,7 +8,7 @@ import pytest
 
 from mpistrat.__main__ import main
 from mpistrat.tools.doctor import command
-from mpistrat.tools.doctor.facts import Driver, Failure, Gpus, Job, Launch, as_json, from_json
+from mpistrat.tools.doctor.facts import Driver, Gpus, Job, JobFailure, Launch, as_json, from_json
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding, said_once
 from mpistrat.tools.doctor.printing import as_text, to_json
 from mpistrat.tools.doctor.supervision import Outcome
@@ -53,7 +53,7 @@ def test_text() -> None:
 
 
 def test_facts_survive_json(make_job: MakeJob) -> None:
-    job = Job(make_job(nodes=2).ranks, Failure("MPI_Init", "late", "..."))
+    job = Job(make_job(nodes=2).ranks, JobFailure("MPI_Init", "late", "..."))
     assert from_json(Job, json.loads(json.dumps(as_json(job)))) == job
 
 
@@ -99,7 +99,7 @@ def test_the_first_rank_of_a_node_asks_no_more_where_the_driver_hangs(
 def outcome_of(make_job: MakeJob, **kind: Any) -> Outcome:
     if "job" in kind:
         return Outcome(job=make_job(**kind["job"]))
-    return Outcome(failure=Failure("MPI_Init", **kind)) if kind else Outcome()
+    return Outcome(failure=JobFailure("MPI_Init", **kind)) if kind else Outcome()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from mpistrat.tools.doctor import cores
-from mpistrat.tools.doctor.facts import Failure, Job
+from mpistrat.tools.doctor.facts import Job, JobFailure
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING
 
 MakeJob = Callable[..., Job]
@@ -141,7 +141,7 @@ def test_cpus_per_task_that_srun_does_not_take_from_sbatch(make_job: MakeJob) ->
 def test_ranks_that_cannot_be_counted(make_job: MakeJob) -> None:
     """MPI did not start: how many ranks share the node is not known, and nothing is said."""
     job = make_job()
-    failed = Job(job.ranks[:1], Failure("MPI_Init", "topology", "..."))
+    failed = Job(job.ranks[:1], JobFailure("MPI_Init", "topology", "..."))
     assert list(cores.check(failed)) == []
 
 

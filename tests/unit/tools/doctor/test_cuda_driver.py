@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mpistrat.tools.doctor import cuda_driver
-from mpistrat.tools.doctor.children import Answer
+from mpistrat.tools.doctor.children import ChildOutput
 from mpistrat.tools.doctor.facts import Driver
 
 
@@ -59,24 +59,29 @@ def test_a_driver_without_gpus(code: int, driver: Driver) -> None:
 @pytest.mark.parametrize(
     ("answer", "driver"),
     [
-        (Answer("", "", "killed by SIGSEGV"), Driver(True, error=FAILED + "killed by SIGSEGV")),
-        (Answer("", "a\nb\n", "exit code 1"), Driver(True, error=FAILED + "exit code 1, b")),
         (
-            Answer("", "", "no end within 20 s"),
+            ChildOutput("", "", "killed by SIGSEGV"),
+            Driver(True, error=FAILED + "killed by SIGSEGV"),
+        ),
+        (ChildOutput("", "a\nb\n", "exit code 1"), Driver(True, error=FAILED + "exit code 1, b")),
+        (
+            ChildOutput("", "", "no end within 20 s"),
             Driver(True, error=FAILED + "no end within 20 s", hangs=True),
         ),
-        (Answer("hello\n", "", ""), Driver(True, error=FAILED + "it tells nothing, hello")),
+        (ChildOutput("hello\n", "", ""), Driver(True, error=FAILED + "it tells nothing, hello")),
         (
-            Answer('{"installed": tr', "", ""),
+            ChildOutput('{"installed": tr', "", ""),
             Driver(True, error=FAILED + 'it tells nothing, {"installed": tr'),
         ),
         (
-            Answer('hello\n{"installed": true, "gpus": ["1f"], "error": ""}\nbye', "", ""),
+            ChildOutput('hello\n{"installed": true, "gpus": ["1f"], "error": ""}\nbye', "", ""),
             Driver(True, ["1f"]),
         ),
     ],
 )
-def test_what_a_child_says(monkeypatch: pytest.MonkeyPatch, answer: Answer, driver: Driver) -> None:
+def test_what_a_child_says(
+    monkeypatch: pytest.MonkeyPatch, answer: ChildOutput, driver: Driver
+) -> None:
     monkeypatch.setattr(cuda_driver, "ask", lambda *_: answer)
     assert cuda_driver.look() == driver
 

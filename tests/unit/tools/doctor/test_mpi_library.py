@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.tools.doctor import mpi_library
-from mpistrat.tools.doctor.facts import Failure, Job, Library
+from mpistrat.tools.doctor.facts import Job, JobFailure, Library
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
 
 MakeJob = Callable[..., Job]
@@ -34,7 +34,7 @@ def two_mpis(tmp_path: Path) -> dict[str, str]:
 
 
 def failed(job: Job, kind: str, text: str, stage: str = "MPI_Init", words: str = "") -> Job:
-    return Job(job.ranks[:1], Failure(stage, kind, text, words))
+    return Job(job.ranks[:1], JobFailure(stage, kind, text, words))
 
 
 def findings_of(job: Job) -> list[Finding]:
@@ -124,7 +124,9 @@ def test_no_library(make_job: MakeJob) -> None:
 
 def test_no_mpi4py(make_job: MakeJob) -> None:
     job = make_job(software={"mpi4py": ""})
-    job = Job([dataclasses.replace(job.first, library=None)], Failure("", "library", "No module"))
+    job = Job(
+        [dataclasses.replace(job.first, library=None)], JobFailure("", "library", "No module")
+    )
     assert problem(job).fix == "pip install mpi4py"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.tools.doctor import supervision
-from mpistrat.tools.doctor.facts import Rank
+from mpistrat.tools.doctor.facts import RankFacts
 from mpistrat.tools.doctor.supervision import Outcome, run_rank
 
 # In the place of `python -m mpistrat.tools.doctor.rank_process FD`
@@ -26,7 +26,7 @@ def run(body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     program.write_text(PROGRAM.format(python=sys.executable, body=body))
     program.chmod(0o755)
     monkeypatch.setattr(supervision.sys, "executable", str(program))
-    return run_rank(Rank(host="n1"))
+    return run_rank(RankFacts(host="n1"))
 
 
 def test_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

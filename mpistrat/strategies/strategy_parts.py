@@ -1,6 +1,6 @@
 """Puts together the parts of strategies whose replicas keep variables themselves.
 
-The packages of servers and of XLA have a `wiring` of their own.
+`parameter_server.server_strategy_parts` and `xla.tpu_strategy_parts` do so for theirs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from mpistrat.options import CommunicationOptions, implementation_of
 from mpistrat.pytorch.metrics import warn_of_metrics_of
 from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
-from mpistrat.replicas.extended import Parts
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan, Share
 from mpistrat.replicas.replica_context import ReplicaContext
 from mpistrat.replicas.replicas import Replicas
+from mpistrat.replicas.strategy_extended import Parts
 from mpistrat.replicas.torch_modules import ModuleParts, TorchModules
-from mpistrat.strategies.arguments import StrategyArguments
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.replicated import ReplicatedExtended
+from mpistrat.strategies.replicated_variables import CopyPerNode, CopyPerReplica, PlainVariables
+from mpistrat.strategies.strategy_arguments import StrategyArguments
 from mpistrat.strategies.threads import share_cores
 from mpistrat.strategies.tracing import trace_ranges
-from mpistrat.strategies.variables import CopyPerNode, CopyPerReplica, PlainVariables
 from mpistrat.topology import Topology
 from mpistrat.torch_distributed import default_group
 from mpistrat.variables.store import VariableStore

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.parameter_server.checkpoints import CheckpointsOfJob
 from mpistrat.parameter_server.client import Address
-from mpistrat.parameter_server.extended import ServersExtended
+from mpistrat.parameter_server.servers_extended import ServersExtended
 from mpistrat.parameter_server.staleness import WorkerClock
-from mpistrat.parameter_server.variables import VariablesOnServers
-from mpistrat.replicas.extended import Parts
+from mpistrat.parameter_server.variables_on_servers import VariablesOnServers
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan, Share
 from mpistrat.replicas.replicas import Replicas
+from mpistrat.replicas.strategy_extended import Parts
 from mpistrat.replicas.torch_modules import ModuleParts, TorchModules
-from mpistrat.strategies import wiring
+from mpistrat.strategies import strategy_parts
 from mpistrat.topology import Topology
 from mpistrat.variables.partitioners import Partitioner
 
@@ -43,7 +43,7 @@ def with_servers(
     # What runs on servers is none of the program.
     topology = job.topology.part(job.trainers) if trains else Topology.single()
     group = ReplicaGroup(LocalCommunicator(), tuple(devices), (len(devices),), topology=topology)
-    ops = wiring.ops_of(group, None, None)
+    ops = strategy_parts.ops_of(group, None, None)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
 
     replicas = Replicas(strategy, group, ops)

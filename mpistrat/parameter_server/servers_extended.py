@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.context import AnyStrategy
 from mpistrat.machine.devices import task_of
-from mpistrat.replicas.extended import Parts, StrategyExtended
+from mpistrat.replicas.strategy_extended import Parts, StrategyExtended
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.coordinator.cluster import Cluster
     from mpistrat.parameter_server.coordinator.pickling import References
     from mpistrat.parameter_server.job import ServerJob
-    from mpistrat.parameter_server.variables import VariablesOnServers
+    from mpistrat.parameter_server.variables_on_servers import VariablesOnServers
 
 
 class ServersExtended(StrategyExtended):

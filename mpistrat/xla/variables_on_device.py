@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpistrat import arrays
-from mpistrat.strategies.variables import CopyPerReplica
-from mpistrat.variables.arguments import VariableArguments
+from mpistrat.strategies.replicated_variables import CopyPerReplica
 from mpistrat.variables.store import VariableStore
 from mpistrat.variables.variable import Variable
+from mpistrat.variables.variable_arguments import VariableArguments
 
 
 class VariablesOnDevice(VariableStore):

@@ -12,7 +12,6 @@ from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
 from mpistrat.values import DistributedValues
 from mpistrat.variables.aggregating import AggregatingVariable
-from mpistrat.variables.arguments import VariableArguments
 from mpistrat.variables.node import variable_of_node
 from mpistrat.variables.store import VariableStore
 from mpistrat.variables.variable import (
@@ -22,6 +21,7 @@ from mpistrat.variables.variable import (
     SyncOnReadVariable,
     Variable,
 )
+from mpistrat.variables.variable_arguments import VariableArguments
 
 
 class CopyPerReplica(VariableStore):

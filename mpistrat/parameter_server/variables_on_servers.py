@@ -15,11 +15,11 @@ from mpistrat.parameter_server.remote_variable import RemoteShards, RemoteVariab
 from mpistrat.parameter_server.rpc.remote_errors import attributed_error
 from mpistrat.parameter_server.tensors import TensorSpec
 from mpistrat.variables.aggregating import AggregatingVariable
-from mpistrat.variables.arguments import VariableArguments
 from mpistrat.variables.initial_values import called_for_part, initial_array, takes_parts
 from mpistrat.variables.partitioners import Partitioner
 from mpistrat.variables.store import VariableStore
 from mpistrat.variables.variable import Variable
+from mpistrat.variables.variable_arguments import VariableArguments
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.job import ServerJob

@@ -33,9 +33,9 @@ from mpistrat.replicas.multi_step import MultiStepContext
 from mpistrat.replicas.sharded_arrays import ShardedArrays
 from mpistrat.replicas.torch_modules import TorchModules
 from mpistrat.values import DistributedValues, Mirrored, select_replica
-from mpistrat.variables.arguments import checked_arguments
 from mpistrat.variables.store import VariableStore
 from mpistrat.variables.variable import Variable
+from mpistrat.variables.variable_arguments import checked_arguments
 
 if TYPE_CHECKING:
     from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Parts(NamedTuple):
-    """What a strategy is made of; its `wiring` puts them together."""
+    """What a strategy is made of; the `…_parts` module of its room puts them together."""
 
     group: ReplicaGroup
     replicas: Replicas

@@ -8,13 +8,12 @@ from typing import Any
 
 from mpistrat.options import CommunicationOptions
 from mpistrat.replicas.checkpoint_role import CheckpointRole
-from mpistrat.replicas.extended import Parts
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
+from mpistrat.replicas.strategy_extended import Parts
 from mpistrat.replicas.torch_modules import ModuleParts
-from mpistrat.strategies import wiring
-from mpistrat.strategies.variables import CopyPerReplica
-from mpistrat.xla.extended import XlaExtended
+from mpistrat.strategies import strategy_parts
+from mpistrat.strategies.replicated_variables import CopyPerReplica
 from mpistrat.xla.lazy_all_reduce import LazyAllReduce
 from mpistrat.xla.logical_devices import LogicalDevices
 from mpistrat.xla.recorded_steps import RecordedSteps
@@ -22,7 +21,8 @@ from mpistrat.xla.replica_cores import ReplicaCores
 from mpistrat.xla.replicas import RecordedReplicas, ReplicasOnCores, components_on
 from mpistrat.xla.started_ops import StartedOps
 from mpistrat.xla.system import TpuSystem
-from mpistrat.xla.variables import VariablesOnDevice
+from mpistrat.xla.variables_on_device import VariablesOnDevice
+from mpistrat.xla.xla_extended import XlaExtended
 
 
 def on_xla(
@@ -45,11 +45,11 @@ def on_xla(
 
         why_through_the_host = use_xla(communicator, runtime)
     several = group.num_local_replicas > 1
-    plan = wiring.input_plan(group, ranks_are_workers=True)
+    plan = strategy_parts.input_plan(group, ranks_are_workers=True)
     replicas: RecordedReplicas
     if several:
         cores = ReplicaCores(runtime, system.cores_of_ranks, communicator.rank)
-        ops = wiring.ops_of(
+        ops = strategy_parts.ops_of(
             group, None, options, functools.partial(components_on, cores), StartedOps
         )
         steps = RecordedSteps(runtime, group, cores.step)
@@ -57,7 +57,7 @@ def on_xla(
         # Batches for several cores go to all of them at once, when `run` gets them.
         plan = dataclasses.replace(plan, devices=())
     else:
-        ops = wiring.ops_of(group, None, options, kind=StartedOps)
+        ops = strategy_parts.ops_of(group, None, options, kind=StartedOps)
         steps = RecordedSteps(runtime, group, runtime.graphs.step)
         replicas = RecordedReplicas(strategy, group, ops, steps, why_through_the_host)
     sums = LazyAllReduce(communicator, replicas.sum_of_rank)
@@ -69,7 +69,7 @@ def on_xla(
         VariablesOnDevice(CopyPerReplica(strategy, ops, group.worker_devices, num_copies=1)),
         CheckpointRole(),
         plan,
-        wiring.mirrored_modules(used),
+        strategy_parts.mirrored_modules(used),
     )
     logical_devices = LogicalDevices(runtime, cores_per_replica)
     return XlaExtended(strategy, parts, steps.compilations, logical_devices)
