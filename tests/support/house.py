@@ -68,7 +68,7 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def branches(tree: ast.AST) -> int:
-    """Conditions, joined ones, loops, handlers, cases, asserts, lambdas, comprehensions; calls of any, all, filter, map."""
+    """Conditions, joined ones, loops, handlers, cases, asserts, lambdas, comprehensions, any, all, filter, map."""
     count = 0
     for node in ast.walk(tree):
         count += isinstance(node, _DECISIONS)
