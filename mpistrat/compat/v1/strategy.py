@@ -18,7 +18,7 @@ from mpistrat.input.distributed_dataset import (
 )
 from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
-from mpistrat.parameter_server.v1_strategy import BetweenGraphStrategy
+from mpistrat.parameter_server.strategies.v1_strategy import BetweenGraphStrategy
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy import Strategy
 

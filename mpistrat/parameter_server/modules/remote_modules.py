@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from mpistrat.parameter_server.client import Address, Client
+from mpistrat.parameter_server.client.client import Address, Client
 from mpistrat.parameter_server.modules.remote_rows import leave_on_servers, looks_up
 from mpistrat.parameter_server.modules.remote_steps import RemoteSteps, has_remote_parameters
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensors
-from mpistrat.parameter_server.staleness import WorkerClock
+from mpistrat.parameter_server.protocol.staleness import WorkerClock
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.modules.mirroring import Mirroring, NewTensors
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules

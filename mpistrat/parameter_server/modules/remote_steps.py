@@ -19,18 +19,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.context import current_mode
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.client import Change
+from mpistrat.parameter_server.client.client import Change
+from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor, RemoteTensors
-from mpistrat.parameter_server.protocol import GradientMethod
-from mpistrat.parameter_server.server_optimizers import (
+from mpistrat.parameter_server.protocol.messages import GradientMethod
+from mpistrat.parameter_server.protocol.staleness import WorkerClock
+from mpistrat.parameter_server.server.server_optimizers import (
     OptimizerDefinition,
     State,
     hyperparameters,
     join_states,
     split_state,
 )
-from mpistrat.parameter_server.servers_extended import ServersExtended
-from mpistrat.parameter_server.staleness import WorkerClock
 from mpistrat.pytorch import hooks, optimizers
 
 _remote: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter: (RemoteTensor, RemoteSteps)
@@ -72,7 +72,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _inside_run() -> bool:
     """Whether a replica runs here of a strategy that has its variables on servers."""
     mode = current_mode()
-    return mode.replica_context is not None and isinstance(mode.strategy.extended, ServersExtended)
+    if mode.replica_context is None:
+        return False
+    return isinstance(mode.strategy.extended.variables, VariablesOnServers)
 
 
 class RemoteSteps:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpistrat.parameter_server.client import Address, Change, Client
-from mpistrat.parameter_server.protocol import GradientMethod
+from mpistrat.parameter_server.client.client import Address, Change, Client
+from mpistrat.parameter_server.protocol.messages import GradientMethod
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, version
 
 

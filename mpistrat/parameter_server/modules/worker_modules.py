@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpistrat.context import AnyStrategy, require_cross_replica
-from mpistrat.parameter_server.client import Client
+from mpistrat.parameter_server.client.client import Client
 from mpistrat.parameter_server.modules.remote_rows import leave_on_servers
 from mpistrat.parameter_server.modules.remote_steps import RemoteSteps
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensors

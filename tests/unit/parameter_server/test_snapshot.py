@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.parameter_server.snapshot import (
+from mpistrat.parameter_server.protocol.snapshot import (
     ADMIT,
     HOLD,
     RELEASE,

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.protocol import MAY_BEGIN, STEPS
-from mpistrat.parameter_server.staleness import ServerClock, WorkerClock
+from mpistrat.parameter_server.protocol.messages import MAY_BEGIN, STEPS
+from mpistrat.parameter_server.protocol.staleness import ServerClock, WorkerClock
 from support.parameter_servers.recorded_rpc import RecordedRpc
 
 

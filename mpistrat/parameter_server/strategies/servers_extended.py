@@ -10,10 +10,10 @@ from mpistrat.machine.devices import task_of
 from mpistrat.replicas.strategy_extended import Parts, StrategyExtended
 
 if TYPE_CHECKING:
+    from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
     from mpistrat.parameter_server.coordinator.cluster import Cluster
     from mpistrat.parameter_server.coordinator.pickling import References
-    from mpistrat.parameter_server.job import ServerJob
-    from mpistrat.parameter_server.variables_on_servers import VariablesOnServers
+    from mpistrat.parameter_server.job.job import ServerJob
 
 
 class ServersExtended(StrategyExtended):

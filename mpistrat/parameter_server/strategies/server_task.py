@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from mpistrat.cluster_resolver.task_roles import ServerDef, make_server_def
 from mpistrat.machine.notices import warn_of_no_effect
-from mpistrat.parameter_server.joining import join_job
-from mpistrat.parameter_server.strategy import ParameterServerStrategy
+from mpistrat.parameter_server.job.joining import join_job
+from mpistrat.parameter_server.strategies.coordinated_strategy import ParameterServerStrategy
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpistrat.cluster_resolver.cluster_spec import ClusterDef
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 
 class Server:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpistrat import arrays
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.protocol import GradientMethod
-from mpistrat.parameter_server.tables import Table
+from mpistrat.parameter_server.protocol.messages import GradientMethod
+from mpistrat.parameter_server.protocol.tables import Table
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.server_optimizers import (
+    from mpistrat.parameter_server.server.server_optimizers import (
         OptimizerDefinition,
         ServerOptimizer,
     )
@@ -38,7 +38,7 @@ class ServerOptimizers:
         tables: Sequence[tuple[int, Table, bool]],
     ) -> None:
         """Args: tables: arrays that may lack this optimizer: their keys, and whether each is a part of a variable."""
-        from mpistrat.parameter_server.server_optimizers import ServerOptimizer
+        from mpistrat.parameter_server.server.server_optimizers import ServerOptimizer
 
         for key, table, shard in tables:
             if (optimizer, key) not in self.by_key:

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from mpistrat.errors import StallError, UnavailableError
-from mpistrat.parameter_server.protocol import ENDED, FAILED, MAY_BEGIN, STEPS, WhenSafe
-from mpistrat.parameter_server.routes import FailoverRequest, Routes
+from mpistrat.parameter_server.protocol.messages import ENDED, FAILED, MAY_BEGIN, STEPS, WhenSafe
+from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
 

@@ -18,11 +18,11 @@ from mpistrat.liveness import interrupts
 from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.machine.notices import tell
-from mpistrat.parameter_server.client import Client
-from mpistrat.parameter_server.routes import backups_of
+from mpistrat.parameter_server.client.client import Client
+from mpistrat.parameter_server.protocol.routes import backups_of
 from mpistrat.parameter_server.rpc.channel import Channel
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
-from mpistrat.parameter_server.server import ParameterServer
+from mpistrat.parameter_server.server.server import ParameterServer
 from mpistrat.settings import shared_bytes, stall_seconds
 from mpistrat.topology import Topology
 

@@ -10,19 +10,19 @@ from typing import Any
 
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.idempotency import IdempotencyCache, session_of
-from mpistrat.parameter_server.optimizer_steps import ServerOptimizers
-from mpistrat.parameter_server.protocol import GradientMethod, NewArray, Update, Updates
-from mpistrat.parameter_server.rpc.remote_errors import outcome_of
-from mpistrat.parameter_server.rpc.segments import Mappings, Segments
-from mpistrat.parameter_server.tables import Table
-from mpistrat.parameter_server.tensors import (
+from mpistrat.parameter_server.protocol.idempotency import IdempotencyCache, session_of
+from mpistrat.parameter_server.protocol.messages import GradientMethod, NewArray, Update, Updates
+from mpistrat.parameter_server.protocol.tables import Table
+from mpistrat.parameter_server.protocol.tensors import (
     InlineTensor,
     PackedTensor,
     SharedTensor,
     inline,
     unpack,
 )
+from mpistrat.parameter_server.rpc.remote_errors import outcome_of
+from mpistrat.parameter_server.rpc.segments import Mappings, Segments
+from mpistrat.parameter_server.server.optimizer_steps import ServerOptimizers
 
 # An answer to an update brings the new value along if it has at most so many bytes.
 SMALL_VALUE = 1 << 12

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from mpistrat import arrays
 from mpistrat.context import AnyStrategy
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.parameter_server.client import Address
-from mpistrat.parameter_server.remote_variable import RemoteShards, RemoteVariable
+from mpistrat.parameter_server.client.client import Address
+from mpistrat.parameter_server.client.remote_variable import RemoteShards, RemoteVariable
+from mpistrat.parameter_server.protocol.tensors import TensorSpec
 from mpistrat.parameter_server.rpc.remote_errors import attributed_error
-from mpistrat.parameter_server.tensors import TensorSpec
 from mpistrat.variables.aggregating import AggregatingVariable
 from mpistrat.variables.initial_values import called_for_part, initial_array, takes_parts
 from mpistrat.variables.partitioners import Partitioner
@@ -22,7 +22,7 @@ from mpistrat.variables.variable import Variable
 from mpistrat.variables.variable_arguments import VariableArguments
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 
 class VariablesOnServers(VariableStore):

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.parameter_server.checkpoints import CheckpointsOfJob
-from mpistrat.parameter_server.client import Address
-from mpistrat.parameter_server.servers_extended import ServersExtended
-from mpistrat.parameter_server.staleness import WorkerClock
-from mpistrat.parameter_server.variables_on_servers import VariablesOnServers
+from mpistrat.parameter_server.client.client import Address
+from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
+from mpistrat.parameter_server.job.checkpoints import CheckpointsOfJob
+from mpistrat.parameter_server.protocol.staleness import WorkerClock
+from mpistrat.parameter_server.strategies.servers_extended import ServersExtended
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan, Share
@@ -25,7 +25,7 @@ from mpistrat.variables.partitioners import Partitioner
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.coordinator.pickling import References
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 
 def with_servers(

@@ -13,18 +13,18 @@ from mpistrat.input.input_context import InputContext
 from mpistrat.liveness import interrupts
 from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import InputOptions, RunOptions
-from mpistrat.parameter_server import server_strategy_parts
 from mpistrat.parameter_server.coordinator.cluster import Cluster
 from mpistrat.parameter_server.coordinator.cluster_coordinator import UnbuiltDataset
 from mpistrat.parameter_server.coordinator.worker import Worker
 from mpistrat.parameter_server.coordinator.worker_seeds import seed_for_worker
-from mpistrat.parameter_server.joining import (
+from mpistrat.parameter_server.job.joining import (
     check_arguments,
     join_job,
     resolver_of,
 )
 from mpistrat.parameter_server.modules.object_references import ObjectReferences
-from mpistrat.parameter_server.servers_extended import ServersExtended
+from mpistrat.parameter_server.strategies import server_strategy_parts
+from mpistrat.parameter_server.strategies.servers_extended import ServersExtended
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategies.strategy_arguments import StrategyArguments
@@ -34,7 +34,7 @@ from mpistrat.variables.partitioners import Partitioner
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 
 class ParameterServerStrategy(Strategy):

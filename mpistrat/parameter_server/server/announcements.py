@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.protocol import CANNOT_CREATE, PUBLISH, PUBLISHED, WhenSafe
+from mpistrat.parameter_server.protocol.messages import CANNOT_CREATE, PUBLISH, PUBLISHED, WhenSafe
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
 

@@ -24,7 +24,7 @@ from mpistrat.strategies.threads import share_cores
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 _WHAT = "strategy with parameter servers"
 
@@ -52,7 +52,7 @@ def join_job(
     resolver = MPIClusterResolver(comm)
     if resolver.comm is None:  # without MPI: what one rank lacks is told as with it
         job_roles(resolver.topology(), lambda own: [own], cluster_resolver, num_ps, chief=chief)
-    from mpistrat.parameter_server.job import ServerJob, meeting
+    from mpistrat.parameter_server.job.job import ServerJob, meeting
 
     with meeting():
         topology = resolver.topology()

@@ -11,7 +11,7 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.context import AnyStrategy, current_local_replica
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.client import Address, Change, Client
+from mpistrat.parameter_server.client.client import Address, Change, Client
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.updates import fitting_operand, out_of_bounds

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.protocol import Push, WhenSafe
-from mpistrat.parameter_server.routes import Routes
+from mpistrat.parameter_server.protocol.messages import Push, WhenSafe
+from mpistrat.parameter_server.protocol.routes import Routes
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
 # The client's messages: a request to pause, a request to let these parts of pushes pass, and a notice to go on.

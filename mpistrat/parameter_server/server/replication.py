@@ -17,15 +17,15 @@ from typing import Any
 from mpistrat.arrays import Array
 from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
-from mpistrat.parameter_server import protocol
-from mpistrat.parameter_server.protocol import NewArray, Updates
+from mpistrat.parameter_server.protocol import messages
+from mpistrat.parameter_server.protocol.messages import NewArray, Updates
+from mpistrat.parameter_server.protocol.snapshot import Gate
+from mpistrat.parameter_server.protocol.tables import Table
+from mpistrat.parameter_server.protocol.tensors import PackedTensor, inline, pack
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.rpc.remote_errors import outcome_of
 from mpistrat.parameter_server.rpc.segments import Buffers, SharedRegion
-from mpistrat.parameter_server.snapshot import Gate
-from mpistrat.parameter_server.store import Store
-from mpistrat.parameter_server.tables import Table
-from mpistrat.parameter_server.tensors import PackedTensor, inline, pack
+from mpistrat.parameter_server.server.store import Store
 
 # Notices between the two. CHANGE: number, method, source and body of a change. CHANGED: the number of a change that was
 # tried, and why it could not be made, or "". ABANDON: the backup is to forget everything.
@@ -85,7 +85,7 @@ class Backup:
         value: PackedTensor | None = None
         if new.value is not None:
             value = table.shared if self._shares_memory else inline(table.array)
-        self.forward(protocol.CREATE, source, new._replace(value=value))
+        self.forward(messages.CREATE, source, new._replace(value=value))
         self._names[new.key] = new.name
 
     def forward_updates(
@@ -98,7 +98,7 @@ class Backup:
             update._replace(operand=list(islice(parts, len(update.operand))))
             for update in updates.updates
         ]
-        return self.forward(protocol.UPDATE, source, updates._replace(updates=again), region)
+        return self.forward(messages.UPDATE, source, updates._replace(updates=again), region)
 
     def when_safe(self, call: Callable[[], None]) -> None:
         """Call it when the backup has made all changes forwarded so far; now, where there are none."""
@@ -200,18 +200,18 @@ class BackupCopies:
         if self._is_over:  # only a primary that lives against all evidence gets this error
             raise RuntimeError("another server has taken over")
         store = self.copies
-        if method == protocol.CREATE:
+        if method == messages.CREATE:
             self.names[change.key] = store.create(change).name
-        elif method == protocol.UPDATE:
+        elif method == messages.UPDATE:
             self._gate.passed(source, change.push)
             store.update(source, change)
-        elif method == protocol.MAKE_OPTIMIZER:
+        elif method == messages.MAKE_OPTIMIZER:
             store.make_optimizer(*change)
-        elif method == protocol.LOAD_OPTIMIZER_STATE:
+        elif method == messages.LOAD_OPTIMIZER_STATE:
             store.load_optimizer_state(*change)
-        elif method == protocol.DROP_GRADIENTS:
+        elif method == messages.DROP_GRADIENTS:
             store.optimizers.forget(source, change)
-        elif method == protocol.END_ROUNDS:
+        elif method == messages.END_ROUNDS:
             before, who_ended = change
             for name, error in store.optimizers.end_rounds(before, who_ended.__getitem__):
                 raise RuntimeError(f"the step of {name!r}") from error

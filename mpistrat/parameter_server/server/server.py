@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mpistrat.parameter_server import protocol
-from mpistrat.parameter_server.announcements import Announcements
-from mpistrat.parameter_server.protocol import NewArray, Updates
-from mpistrat.parameter_server.replication import Backup, BackupCopies
-from mpistrat.parameter_server.rounds import Rounds
+from mpistrat.parameter_server.protocol import messages
+from mpistrat.parameter_server.protocol.messages import NewArray, Updates
+from mpistrat.parameter_server.protocol.snapshot import Gate
+from mpistrat.parameter_server.protocol.tables import Table
+from mpistrat.parameter_server.protocol.tensors import unpack
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 from mpistrat.parameter_server.rpc.remote_errors import outcome_of, portable_error
-from mpistrat.parameter_server.snapshot import Gate
-from mpistrat.parameter_server.store import Store
-from mpistrat.parameter_server.tables import Table
-from mpistrat.parameter_server.tensors import unpack
+from mpistrat.parameter_server.server.announcements import Announcements
+from mpistrat.parameter_server.server.replication import Backup, BackupCopies
+from mpistrat.parameter_server.server.rounds import Rounds
+from mpistrat.parameter_server.server.store import Store
 
 
 class ParameterServer:
@@ -52,19 +52,19 @@ class ParameterServer:
         self.backup_copies = BackupCopies(rpc, self.store, self._gate, self._rounds.take_over)
         self._announcements = Announcements(rpc, creator, self._backup.when_safe)
         requests: dict[str, Callable[[Request], None]] = {
-            protocol.PULL: partial(self._read, self.store.pull),
-            protocol.ROWS: partial(self._read, self.store.rows),
-            protocol.OPTIMIZER_STATE: partial(self._read, self.store.optimizer_state),
-            protocol.CREATE: self._create,
-            protocol.FIND: self._find,
-            protocol.UPDATE: self._update,
-            protocol.MAKE_OPTIMIZER: self._make_optimizer,
-            protocol.LOAD_OPTIMIZER_STATE: self._load_optimizer_state,
+            messages.PULL: partial(self._read, self.store.pull),
+            messages.ROWS: partial(self._read, self.store.rows),
+            messages.OPTIMIZER_STATE: partial(self._read, self.store.optimizer_state),
+            messages.CREATE: self._create,
+            messages.FIND: self._find,
+            messages.UPDATE: self._update,
+            messages.MAKE_OPTIMIZER: self._make_optimizer,
+            messages.LOAD_OPTIMIZER_STATE: self._load_optimizer_state,
         }
         for method, handler in requests.items():
             rpc.handle(method, partial(_refusing, handler))
-        rpc.handle(protocol.FORGET, lambda _, body: self.store.idempotency.forget(*body))
-        rpc.handle(protocol.DONE, lambda source, _: self._leave(source))
+        rpc.handle(messages.FORGET, lambda _, body: self.store.idempotency.forget(*body))
+        rpc.handle(messages.DONE, lambda source, _: self._leave(source))
         rpc.on_lost(self._lost)
 
     def serve(self) -> None:
@@ -112,12 +112,12 @@ class ParameterServer:
     def _make_optimizer(self, request: Request) -> None:
         keys = [key for key, _ in request.body[2]]
         make = self.store.make_optimizer
-        self._change_optimizer(protocol.MAKE_OPTIMIZER, request, keys, make)
+        self._change_optimizer(messages.MAKE_OPTIMIZER, request, keys, make)
 
     def _load_optimizer_state(self, request: Request) -> None:
         _, key, _ = request.body
         load = self.store.load_optimizer_state
-        self._change_optimizer(protocol.LOAD_OPTIMIZER_STATE, request, [key], load)
+        self._change_optimizer(messages.LOAD_OPTIMIZER_STATE, request, [key], load)
 
     def _change_optimizer(
         self, method: str, request: Request, keys: Sequence[int], change: Callable[..., None]

@@ -11,15 +11,15 @@ from mpistrat.cluster_resolver.task_roles import Cluster
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import RunOptions
-from mpistrat.parameter_server import server_strategy_parts
-from mpistrat.parameter_server.joining import (
+from mpistrat.parameter_server.job.joining import (
     check_arguments,
     devices_of_worker,
     join_job,
     resolver_of,
     resolver_of_task,
 )
-from mpistrat.parameter_server.staleness import WorkerClock
+from mpistrat.parameter_server.protocol.staleness import WorkerClock
+from mpistrat.parameter_server.strategies import server_strategy_parts
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.strategies.binding import bind
@@ -31,7 +31,7 @@ from mpistrat.variables.partitioners import Partitioner
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 
 class _Servers(NamedTuple):
