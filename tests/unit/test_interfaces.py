@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mpistrat as ms
-from mpistrat.parameter_server.strategies.servers_extended import ServersExtended
+from mpistrat.parameter_server.strategies.server_strategy_parts import ServersExtended
 from mpistrat.parameter_server.strategies.v1_strategy import BetweenGraphStrategy
 from mpistrat.strategies.replicated import ReplicatedExtended
 from mpistrat.xla.xla_extended import XlaExtended

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays
@@ -98,20 +99,23 @@ class VariablesOnServers(VariableStore):
             # Others may have come further: each uses up one number.
             self._publish_failure(*self._next_place(0), name, error)
             raise
+
+        def value_of_part(first: int, size: tuple[int, ...]) -> Any:
+            if whole is None:
+                return called_for_part(initial_value, dtype, size, first)
+            return whole[first : first + size[0]] if sizes else whole
+
+        made_of = None if whole is None else arrays.dtype_name(whole)
+        if not sizes:
+            value = partial(value_of_part, 0, shape)
+            return [self._placed(self._next_place(0), name, shape, made_of, value)]
         addresses: list[Address] = []
-        first = 0
-        for part, rows in enumerate(sizes or [0]):
-            size = (rows, *shape[1:]) if sizes else shape
-
-            def value(first: int = first, size: tuple[int, ...] = size) -> Any:
-                if whole is None:
-                    return called_for_part(initial_value, dtype, size, first)
-                return whole[first : first + size[0]] if sizes else whole
-
-            full_name = f"{name}/part_{part}" if sizes else name
-            made_of = None if whole is None else arrays.dtype_name(whole)
-            addresses.append(self._placed(self._next_place(part), full_name, size, made_of, value))
-            first += rows
+        firsts = itertools.accumulate(sizes, initial=0)
+        for part, (first, rows) in enumerate(zip(firsts, sizes, strict=False)):
+            size = (rows, *shape[1:])
+            value = partial(value_of_part, first, size)
+            place = self._next_place(part)
+            addresses.append(self._placed(place, f"{name}/part_{part}", size, made_of, value))
         return addresses
 
     def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
@@ -119,13 +123,8 @@ class VariablesOnServers(VariableStore):
         if self.partitioner is None or not shape:
             return []
         partitions = self.partitioner(list(shape), dtype)
-        if (
-            not isinstance(partitions, (list, tuple))
-            or not partitions
-            or any(isinstance(n, bool) or not isinstance(n, int) for n in partitions)
-            or partitions[0] < 1
-            or any(n != 1 for n in partitions[1:])
-        ):
+        are_numbers = isinstance(partitions, (list, tuple)) and {*map(type, partitions)} == {int}
+        if not are_numbers or partitions[0] < 1 or {*partitions[1:]} - {1}:
             raise ValueError(
                 f"variable_partitioner must give the number of parts along the first axis and 1 for the others, such "
                 f"as {[2] + [1] * (len(shape) - 1)}; for {name!r} of shape {list(shape)} it gave {partitions!r:.80}"

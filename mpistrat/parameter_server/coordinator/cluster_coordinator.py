@@ -11,8 +11,7 @@ from mpistrat import nest
 from mpistrat.context import check_call
 from mpistrat.errors import ClosureInputError
 from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue
-from mpistrat.parameter_server.coordinator.cluster import Cluster
-from mpistrat.parameter_server.coordinator.dispatcher import Dispatcher
+from mpistrat.parameter_server.coordinator.dispatcher import Cluster, Dispatcher
 from mpistrat.parameter_server.coordinator.per_worker import (
     DatasetOfWorker,
     PerWorkerDataset,

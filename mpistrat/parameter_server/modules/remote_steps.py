@@ -43,23 +43,23 @@ def has_remote_parameters(optimizer: Optimizer) -> bool:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What to call `step` with instead, or None. `args` begin with the optimizer itself."""
     parameters = hooks.parameters_of(optimizer)
-    elsewhere = [p for p in parameters if p not in _remote]
-    if len(elsewhere) == len(parameters) and not _inside_run():
+    remote = [p for p in parameters if p in _remote]
+    if not remote and not _inside_run():
         return None
-    for parameter in elsewhere:
-        if parameter.requires_grad:
+    for parameter in parameters:
+        if parameter not in _remote and parameter.requires_grad:
             raise RuntimeError(
                 f"optimizer.step(): a parameter of shape {list(parameter.shape)} is not on the servers. Build the "
                 "module inside strategy.scope(), or call strategy.mirror(module); a lazy module needs one run of its "
                 "forward before the first step"
             )
-    steps = next((_remote[p][1] for p in parameters if p in _remote), None)
-    if steps is None:
+    if not remote:
         return None
     if hooks.has_closure(args, kwargs):
         raise RuntimeError(
             "optimizer.step(closure): servers step with a gradient alone; call backward() and then step()"
         )
+    steps: RemoteSteps = _remote[remote[0]][1]
     steps.step(optimizer)
     # A twin without parameters: what else `step` does to the optimizer, it does.
     return (hooks.twin_of(optimizer, lambda _: []), *args[1:]), kwargs
@@ -157,18 +157,22 @@ class RemoteOptimizer:
     def make(self, optimizer: Optimizer) -> None:
         """Have the servers keep state for all parameters: the state that was loaded here, if there is some."""
         for group in optimizer.param_groups:
-            new = [p for p in group["params"] if p in _remote and p not in self._made]
+            new = {
+                p: _remote[p][0] for p in group["params"] if p in _remote and p not in self._made
+            }
             if new:
                 definition = OptimizerDefinition.of(optimizer, group)
-                remote: list[RemoteTensor] = [_remote[p][0] for p in new]
-                arrays = [(address, each.split) for each in remote for address in each.addresses]
+                arrays = [
+                    (address, tensor.split)
+                    for tensor in new.values()
+                    for address in tensor.addresses
+                ]
                 self._client.optimizers.make(self.number, definition, arrays)
-                self._made.update(zip(new, remote, strict=True))
-        for parameter, state in list(optimizer.state.items()):
-            if parameter in self._made:
-                if self._owns:
-                    self._load(self._made[parameter], state)
-                del optimizer.state[parameter]
+                self._made.update(new)
+        for parameter in [p for p in optimizer.state if p in self._made]:
+            state = optimizer.state.pop(parameter)
+            if self._owns:
+                self._load(self._made[parameter], state)
 
     def made_elsewhere(self, optimizer: Optimizer) -> None:
         """Another rank has had the servers make it for all parameters."""

@@ -1,10 +1,14 @@
-"""Torch parameters and buffers on servers: where they are, and how their values get there and back."""
+"""Torch parameters and buffers on servers: where they are, and how their values get there and back.
+
+Two ranks that have the same tensor name it by its place on the servers, in a key.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -12,6 +16,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpistrat.parameter_server.client.client import Address, Change, Client
 from mpistrat.parameter_server.protocol.messages import GradientMethod
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, version
+
+# Of a tensor's parts, in order: the server's rank, and the array's number there.
+Places = tuple[tuple[int, int], ...]
+PARAMETER, ROWS, BUFFER = "parameter", "rows of a parameter", "buffer"
+# All that the other rank needs to find its tensor, or to make it: the kind, the places, the device, `requires_grad`.
+TensorKey = tuple[str, Places, str, bool]
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,6 +117,9 @@ class RemoteTensors:
         self.client, self.owns = client, owns
         self._remote: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._pulled: list[_PulledBuffer] = []
+        self._by_place: weakref.WeakValueDictionary[Places, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor in self._remote
@@ -120,6 +133,22 @@ class RemoteTensors:
         remote = RemoteTensor(self.client, self.owns, addresses, version(tensor))
         self._remote[tensor] = remote
         return remote
+
+    def key_of(self, value: Any) -> TensorKey | None:
+        """The key by which other ranks find the tensor, too; None for other values."""
+        if not isinstance(value, torch.Tensor) or value not in self:
+            return None
+        remote = self[value]
+        places = tuple((address.server, address.key) for address in remote.addresses)
+        self._by_place[places] = value
+        kind = BUFFER
+        if isinstance(value, torch.nn.Parameter):
+            kind = ROWS if remote.rows_only else PARAMETER
+        return kind, places, value.device.type, value.requires_grad
+
+    def find(self, key: TensorKey) -> torch.Tensor:
+        """This rank's tensor, for which `key_of` gave this key."""
+        return self._by_place[key[1]]
 
     def held(self, tensors: Iterable[torch.Tensor | None]) -> list[Held]:
         """Those that are on servers, and whose values are here, too."""
