@@ -12,18 +12,11 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.protocol import messages
+from mpistrat.parameter_server.protocol import messages, tensors
 from mpistrat.parameter_server.protocol.idempotency import UpdateNumbers, session_of
 from mpistrat.parameter_server.protocol.messages import GradientMethod, Push
 from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
 from mpistrat.parameter_server.protocol.tables import MappedTable
-from mpistrat.parameter_server.protocol.tensors import (
-    SharedTensor,
-    TensorSpec,
-    inline,
-    pack,
-    unpack,
-)
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, SharedRegion
 
@@ -42,7 +35,7 @@ class Address(NamedTuple):
     server: int
     key: int
     name: str
-    spec: TensorSpec
+    spec: tensors.TensorSpec
 
 
 class Change(NamedTuple):
@@ -95,7 +88,7 @@ class Client:
         """Let the server make the array, with this value."""
         self.used[address.key] = address
         holder = self.routes.holder_of(address.server)
-        (packed,), region = pack([value], self._memory.buffers_for(holder))
+        (packed,), region = tensors.pack([value], self._memory.buffers_for(holder))
         new = messages.NewArray(address.key, address.server, address.name, address.spec, packed)
         self.routes.call(address.server, messages.CREATE, new, holder).wait()
         self._memory.buffers.give_back(region)
@@ -125,7 +118,7 @@ class Client:
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
         """Pull several values at the same time, each into an array of its spec, on any device."""
-        calls: list[tuple[Array, TensorSpec, SharedRegion | None, FailoverRequest]] = []
+        calls: list[tuple[Array, tensors.TensorSpec, SharedRegion | None, FailoverRequest]] = []
         for address, out in wanted:
             spec = address.spec
             self.used[address.key] = address
@@ -138,13 +131,13 @@ class Client:
             region, target = None, None
             if table is not None and self._memory.buffers_for(holder):
                 region = self._memory.buffers.take(spec.nbytes)
-                target = SharedTensor(region.part(0, spec.nbytes).handle, spec)
+                target = tensors.SharedTensor(region.part(0, spec.nbytes).handle, spec)
             call = self.routes.call(address.server, messages.PULL, (address.key, target), holder)
             calls.append((out, spec, region, call))
         for out, spec, region, call in calls:
             answer = call.wait()
             if answer is not None:
-                out[...] = unpack(answer, self._memory.mappings)
+                out[...] = tensors.unpack(answer, self._memory.mappings)
             elif region is not None:
                 out[...] = spec.array_in(region.memory[: spec.nbytes])
             self._memory.buffers.give_back(region)
@@ -155,9 +148,9 @@ class Client:
         table = self._memory.table(address)
         rows = None if table is None else table.rows(indices)
         if rows is None:
-            body = address.key, inline(indices)
+            body = address.key, tensors.inline(indices)
             call = self.routes.call(address.server, messages.ROWS, body)
-            rows = unpack(call.wait(), self._memory.mappings)
+            rows = tensors.unpack(call.wait(), self._memory.mappings)
         self.bytes_pulled += arrays.num_elements(rows) * address.spec.itemsize
         return rows
 
@@ -186,7 +179,7 @@ class Client:
         for at, call, region in calls:
             try:
                 for position, value in zip(at, call.wait(), strict=True):
-                    values[position] = value and unpack(value, self._memory.mappings)
+                    values[position] = value and tensors.unpack(value, self._memory.mappings)
             except Exception as error:
                 errors.append(error)
             if call.come:  # otherwise the server may still write to the region
@@ -201,7 +194,7 @@ class Client:
         """Send one server's changes. Returns: also the region to give back once the server has replied."""
         holder = self.routes.holder_of(server)
         operands = [_arrays_of(change.operand) for change in changes]
-        packed, region = pack([*chain(*operands)], self._memory.buffers_for(holder))
+        packed, region = tensors.pack([*chain(*operands)], self._memory.buffers_for(holder))
         self.bytes_pushed += sum(tensor.spec.nbytes for tensor in packed)
         parts = iter(packed)
         updates = [
@@ -299,13 +292,13 @@ class OptimizerClient:
         import cloudpickle  # here, because it makes importing mpistrat slower
 
         packed = cloudpickle.dumps(definition)  # also of classes of the main script
-        calls = []
-        for server in self._routes.servers:
-            mine = [(address.key, shard) for address, shard in arrays if address.server == server]
-            if mine:
-                body = optimizer, packed, mine
-                calls.append(self._routes.call(server, messages.MAKE_OPTIMIZER, body))
-        for call in calls:
+        keys: dict[int, list[tuple[int, bool]]] = {}  # by server
+        for address, shard in arrays:
+            keys.setdefault(address.server, []).append((address.key, shard))
+        for call in [
+            self._routes.call(server, messages.MAKE_OPTIMIZER, (optimizer, packed, of_server))
+            for server, of_server in keys.items()
+        ]:
             call.wait()
 
     def state(self, optimizer: int, address: Address) -> State:

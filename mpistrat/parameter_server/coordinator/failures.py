@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from mpistrat.errors import OutOfRangeError
@@ -57,11 +58,9 @@ def unpack_error(failure: SentError, worker: str, resolve: Callable[[Any], Any])
 def _without_init(value: Any) -> tuple[Any, ...] | None:
     """How an exception of a user's class is copied. Python's way calls its `__init__` with the base's arguments."""
     kind = type(value)
-    if (
-        not isinstance(value, BaseException)
-        or not _is_of_python(kind, "__init__")
-        or any(_is_of_python(kind, name) for name in ("__new__", "__reduce__", "__reduce_ex__"))
-    ):
+    if not isinstance(value, BaseException) or not _is_of_python(kind, "__init__"):
+        return None
+    if {*map(partial(_is_of_python, kind), ("__new__", "__reduce__", "__reduce_ex__"))} != {False}:
         return None
     reduced: Any = value.__reduce__()
     _, args, *state = reduced

@@ -6,8 +6,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.context import AnyStrategy
-from mpistrat.parameter_server.client.remote_variable import RemoteVariable
-from mpistrat.parameter_server.client.variables_on_servers import parts_of, variable_of
+from mpistrat.parameter_server.client.variables_on_servers import (
+    RemoteVariable,
+    parts_of,
+    variable_of,
+)
 from mpistrat.parameter_server.coordinator.pickling import References
 
 if TYPE_CHECKING:

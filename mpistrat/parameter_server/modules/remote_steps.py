@@ -24,13 +24,7 @@ from mpistrat.parameter_server.client.variables_on_servers import VariablesOnSer
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor, RemoteTensors
 from mpistrat.parameter_server.protocol.messages import GradientMethod
 from mpistrat.parameter_server.protocol.staleness import WorkerClock
-from mpistrat.parameter_server.server.server_optimizers import (
-    OptimizerDefinition,
-    State,
-    hyperparameters,
-    join_states,
-    split_state,
-)
+from mpistrat.parameter_server.server import server_optimizers
 from mpistrat.pytorch import hooks, optimizers
 
 _remote: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter: (RemoteTensor, RemoteSteps)
@@ -113,7 +107,9 @@ class RemoteSteps:
         now = None if self._clock is None else self._clock.round_to_send_in()
         changes: list[Change] = []
         for group in optimizer.param_groups:
-            step = GradientMethod(remote.number, hyperparameters(group), now, mean)
+            step = GradientMethod(
+                remote.number, server_optimizers.hyperparameters(group), now, mean
+            )
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     changes += _changes(_remote[parameter][0], parameter.grad.detach(), step)
@@ -161,7 +157,7 @@ class RemoteOptimizer:
                 p: _remote[p][0] for p in group["params"] if p in _remote and p not in self._made
             }
             if new:
-                definition = OptimizerDefinition.of(optimizer, group)
+                definition = server_optimizers.OptimizerDefinition.of(optimizer, group)
                 arrays = [
                     (address, tensor.split)
                     for tensor in new.values()
@@ -180,11 +176,11 @@ class RemoteOptimizer:
             self._made.update((p, _remote[p][0]) for p in group["params"] if p in _remote)
 
     def _load(self, remote: RemoteTensor, state: dict[str, Any]) -> None:
-        whole: State = {
+        whole: server_optimizers.State = {
             name: view_of(value.detach().cpu()) if isinstance(value, torch.Tensor) else value
             for name, value in state.items()
         }
-        parts = split_state(whole, remote.rows) if remote.split else [whole]
+        parts = server_optimizers.split_state(whole, remote.rows) if remote.split else [whole]
         for address, part in zip(remote.addresses, parts, strict=True):
             self._client.optimizers.load_state(self.number, address, part)
 
@@ -196,7 +192,7 @@ class RemoteOptimizer:
                 if remote is None or parameter in optimizer.state:
                     continue
                 states = [self._client.optimizers.state(self.number, a) for a in remote.addresses]
-                state = join_states(states) if remote.split else states[0]
+                state = server_optimizers.join_states(states) if remote.split else states[0]
                 if state:
                     layout = view_of(torch.empty(0, dtype=parameter.dtype, device="cpu")).dtype
                     optimizer.state[parameter] = {

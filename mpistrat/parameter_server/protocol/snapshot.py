@@ -1,7 +1,7 @@
 """Consistent snapshot: a client reads all servers as they are at one time.
 
 The client pauses updates on every server, one after the other, and then drains the pushes that some servers have made
-and others not: their parts pass the gates, so that what the client reads has a push on all its servers, or on none.
+and others not: their parts pass the locks, so that what the client reads has a push on all its servers, or on none.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _PartOfPush = tuple[int, int, "int | None"]  # client, number, part
 _Which = tuple[int, "int | None"]  # client, part
 
 
-class Gate:
-    """On a server: the changes of other clients wait here while one client holds it.
+class ChangeLock:
+    """On a server: a lock on changes: those of other clients wait while one client holds it.
 
     Args: when_safe: for what has passed.
     """
 
-    def __init__(self, rpc: RpcEndpoint, when_safe: WhenSafe = lambda call: call()) -> None:
+    def __init__(self, rpc: RpcEndpoint, when_safe: WhenSafe) -> None:
         self._rpc, self._when_safe = rpc, when_safe
         self._holder: int | None = None
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
@@ -45,7 +45,10 @@ class Gate:
         rpc.handle(RELEASE, lambda source, _: self._release(source))
 
     def enter(self, source: int, push: Push | None, work: Callable[[], None]) -> None:
-        """Call `work` now, or when the gate is open again. Args: push: where other servers get parts of it, too."""
+        """Call `work` now, or when no other client holds the lock any more.
+
+        Args: push: where other servers get parts of it, too.
+        """
         part = push and (source, push.number, push.part)
         admitted = part in self._admitted
         if self._holder not in (None, source) and not admitted:
@@ -141,7 +144,7 @@ def _release_all(routes: Routes, held: list[int]) -> None:
 
 def not_yet_everywhere(
     passed: Mapping[int, Mapping[_Which, Sequence[Push]]],
-    holder: Callable[[int], int] = lambda server: server,
+    holder: Callable[[int], int],
 ) -> dict[int, set[_PartOfPush]]:
     """By server, the parts of pushes that still have to pass there, because other parts have passed elsewhere.
 

@@ -31,7 +31,7 @@ class ServerClock:
         self,
         rpc: RpcEndpoint,
         workers: Sequence[int],
-        ended: Callable[[int], Exception | None] = lambda steps: None,
+        ended: Callable[[int], Exception | None],
         when_safe: WhenSafe = lambda call: call(),
     ) -> None:
         self._on_ended, self._when_safe = ended, when_safe

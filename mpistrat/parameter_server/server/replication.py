@@ -19,7 +19,7 @@ from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.messages import NewArray, Updates
-from mpistrat.parameter_server.protocol.snapshot import Gate
+from mpistrat.parameter_server.protocol.snapshot import ChangeLock
 from mpistrat.parameter_server.protocol.tables import Table
 from mpistrat.parameter_server.protocol.tensors import PackedTensor, inline, pack
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
@@ -145,7 +145,7 @@ class BackupCopies:
 
     Args:
         store: this server's own, which shares its memory with the copies, and gets them when the primary has died.
-        gate: remembers what has passed the primary's gate, for clients that ask this server in its place.
+        lock: remembers the pushes that the primary's lock has let pass, for clients that ask this server in its place.
         taken_over: is called when `store` has got the copies.
     Attributes:
         copies: a store of their own.
@@ -155,9 +155,18 @@ class BackupCopies:
     """
 
     def __init__(
-        self, rpc: RpcEndpoint, store: Store, gate: Gate, taken_over: Callable[[], None]
+        self,
+        rpc: RpcEndpoint,
+        store: Store,
+        lock: ChangeLock,
+        taken_over: Callable[[], None],
     ) -> None:
-        self._rpc, self._own, self._gate, self._taken_over = rpc, store, gate, taken_over
+        self._rpc, self._own, self._lock, self._taken_over = (
+            rpc,
+            store,
+            lock,
+            taken_over,
+        )
         self.copies = store.sibling()
         self._is_over = False  # the primary's changes do not count any more
         self.primary: int | None = None
@@ -203,7 +212,7 @@ class BackupCopies:
         if method == messages.CREATE:
             self.names[change.key] = store.create(change).name
         elif method == messages.UPDATE:
-            self._gate.passed(source, change.push)
+            self._lock.passed(source, change.push)
             store.update(source, change)
         elif method == messages.MAKE_OPTIMIZER:
             store.make_optimizer(*change)

@@ -1,23 +1,139 @@
-"""What a server does: it keeps arrays, and changes them in the order in which the updates come."""
+"""A server: it keeps arrays, and changes them in the order in which the updates come.
+
+The gradients of all workers are combined when all have ended a step, which is a round.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
+from mpistrat.errors import UnavailableError
 from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.messages import NewArray, Updates
-from mpistrat.parameter_server.protocol.snapshot import Gate
+from mpistrat.parameter_server.protocol.snapshot import ChangeLock
+from mpistrat.parameter_server.protocol.staleness import ServerClock
 from mpistrat.parameter_server.protocol.tables import Table
 from mpistrat.parameter_server.protocol.tensors import unpack
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 from mpistrat.parameter_server.rpc.remote_errors import outcome_of, portable_error
-from mpistrat.parameter_server.server.announcements import Announcements
+from mpistrat.parameter_server.server.optimizer_steps import ServerOptimizers
 from mpistrat.parameter_server.server.replication import Backup, BackupCopies
-from mpistrat.parameter_server.server.rounds import Rounds
 from mpistrat.parameter_server.server.store import Store
+
+
+class Rounds:
+    """Ends rounds, on this server and its backup.
+
+    Args: workers: their ranks.
+    """
+
+    def __init__(
+        self,
+        rpc: RpcEndpoint,
+        workers: Sequence[int],
+        optimizers: ServerOptimizers,
+        lock: ChangeLock,
+        backup: Backup,
+    ) -> None:
+        self._rpc, self._optimizers, self._lock, self._backup = (
+            rpc,
+            optimizers,
+            lock,
+            backup,
+        )
+        self._clock = ServerClock(rpc, workers, self._end, backup.when_safe)
+        rpc.handle(messages.ENDED, self._ended)
+        rpc.handle(messages.FAILED, self._failed)
+
+    def leave(self, rank: int, died: bool) -> None:
+        """A rank's last step is over. The gradients of a dead worker's unfinished step are dropped."""
+        if died:
+            self._drop_gradients(rank, self._clock.steps_of(rank))
+        self._clock.leave(rank)
+
+    def take_over(self) -> None:
+        """End the rounds of arrays that came here with their gradients, by what this server knows of the workers."""
+        for rank in self._rpc.channel.lost:
+            self._optimizers.forget(rank, self._clock.steps_of(rank))
+        self._clock.look()
+
+    def _ended(self, source: int, body: tuple[int, messages.Push | None]) -> None:
+        steps, push = body
+        self._lock.enter(source, push, lambda: self._clock.ended(source, steps))
+
+    def _failed(self, source: int, body: tuple[int, messages.Push | None]) -> None:
+        steps, push = body
+        self._lock.enter(source, push, lambda: self._drop_gradients(source, steps))
+
+    def _drop_gradients(self, worker: int, steps: int) -> None:
+        self._optimizers.forget(worker, steps)
+        self._backup.forward(messages.DROP_GRADIENTS, worker, steps)
+
+    def _end(self, before: int) -> Exception | None:
+        """End the rounds with smaller numbers. Returns: the error of a step that could not be made."""
+        rounds = self._optimizers.pending_rounds(before)
+        if not rounds:
+            return None
+        who_ended = {number: self._clock.who_ended(number) for number in rounds}
+        failed = self._optimizers.end_rounds(before, who_ended.__getitem__)
+        self._backup.forward(
+            messages.END_ROUNDS, self._rpc.rank, (before, who_ended)
+        ).failed = bool(failed)
+        if not failed:
+            return None
+        name, error = failed[0]
+        others = f" (nor those of {len(failed) - 1} more arrays)" if failed[1:] else ""
+        portable = portable_error(error)
+        return type(portable)(
+            f"the step of {name!r} by all workers' gradients could not be made{others}: {portable.args[0]}"
+        )
+
+
+class Announcements:
+    """Answers each rank that waits for a name once the name is announced.
+
+    Args:
+        creator: the rank that announces. Nobody waits once it has left.
+        when_safe: for what was announced.
+    """
+
+    def __init__(self, rpc: RpcEndpoint, creator: int | None, when_safe: messages.WhenSafe) -> None:
+        self._rpc, self._creator, self._when_safe = rpc, creator, when_safe
+        self._announced: dict[Hashable, Any] = {}
+        self._waiting: dict[Hashable, list[Request]] = {}
+        self._no_more: UnavailableError | None = None
+        for method in (messages.PUBLISH, messages.CANNOT_CREATE):
+            rpc.handle(method, lambda source, body: self.announce(*body))
+        rpc.handle(messages.PUBLISHED, lambda request: self.answer(request, request.body))
+
+    def announce(self, name: Hashable, outcome: Any) -> None:
+        """Args: name: a key, for an array. outcome: what the ranks that wait get; an error is raised there."""
+        self._announced.setdefault(name, outcome)
+        for request in self._waiting.pop(name, []):
+            self.answer(request, name)
+
+    def answer(self, request: Request, name: Hashable) -> None:
+        """Reply once the name is announced."""
+        if name not in self._announced and self._no_more is None:
+            self._waiting.setdefault(name, []).append(request)
+            return
+        outcome = self._announced.get(name, self._no_more)
+        self._when_safe(partial(request.reply, outcome))
+
+    def leave(self, rank: int, died: bool) -> None:
+        """Refuse to wait for more, if the rank is the creator."""
+        if rank != self._creator or self._no_more is not None:
+            return
+        self._no_more = UnavailableError(
+            f"{self._rpc.name_of(rank)} has {'died' if died else 'left'} before it made a variable, or told of a "
+            "checkpoint, that others wait for"
+        )
+        waiting, self._waiting = self._waiting, {}
+        for request in itertools.chain(*waiting.values()):
+            request.reply(self._no_more)
 
 
 class ParameterServer:
@@ -47,9 +163,9 @@ class ParameterServer:
         self.clients = set(clients)
         self._rpc = rpc
         self._backup = Backup(rpc, backup)
-        self._gate = Gate(rpc, self._backup.when_safe)
-        self._rounds = Rounds(rpc, workers, self.store.optimizers, self._gate, self._backup)
-        self.backup_copies = BackupCopies(rpc, self.store, self._gate, self._rounds.take_over)
+        self._lock = ChangeLock(rpc, self._backup.when_safe)
+        self._rounds = Rounds(rpc, workers, self.store.optimizers, self._lock, self._backup)
+        self.backup_copies = BackupCopies(rpc, self.store, self._lock, self._rounds.take_over)
         self._announcements = Announcements(rpc, creator, self._backup.when_safe)
         requests: dict[str, Callable[[Request], None]] = {
             messages.PULL: partial(self._read, self.store.pull),
@@ -94,7 +210,7 @@ class ParameterServer:
         # Now: when the client dies, its memory cannot be mapped any more.
         self.store.map_operands(request.body)
         work = partial(_refusing, self._make_updates, request)
-        self._gate.enter(request.source, request.body.push, work)
+        self._lock.enter(request.source, request.body.push, work)
 
     def _make_updates(self, request: Request) -> None:
         updates: Updates = request.body
@@ -111,8 +227,7 @@ class ParameterServer:
 
     def _make_optimizer(self, request: Request) -> None:
         keys = [key for key, _ in request.body[2]]
-        make = self.store.make_optimizer
-        self._change_optimizer(messages.MAKE_OPTIMIZER, request, keys, make)
+        self._change_optimizer(messages.MAKE_OPTIMIZER, request, keys, self.store.make_optimizer)
 
     def _load_optimizer_state(self, request: Request) -> None:
         _, key, _ = request.body
@@ -136,18 +251,18 @@ class ParameterServer:
 
     def _leave(self, rank: int, died: bool = False) -> None:
         self.clients.discard(rank)
-        self._gate.enter(rank, None, lambda: self._rounds.leave(rank, died))
+        self._lock.enter(rank, None, lambda: self._rounds.leave(rank, died))
         self._announcements.leave(rank, died)
 
     def _lost(self, rank: int) -> None:
         """Finish the work that has come whole from a dead rank; wait for nothing else of it."""
         self._backup.lost(rank)
         self.backup_copies.lost(rank)
-        self._gate.lost(rank)
+        self._lock.lost(rank)
         self._leave(rank, died=True)
-        # After its pushes, which may wait at the gate.
+        # After its pushes, which may wait for the lock.
         pid = self._rpc.channel.pid_of(rank)
-        self._gate.enter(rank, None, lambda: self.store.mappings.forget(pid))
+        self._lock.enter(rank, None, lambda: self.store.mappings.forget(pid))
 
 
 def _description(table: Table) -> Any:

@@ -71,8 +71,8 @@ class ServersExtended(StrategyExtended):
         """As TensorFlow does; a server's device is as good as this worker's."""
         if not self._is_worker or not isinstance(destinations, str):
             return
-        task, own = task_of(destinations), (self.job.roles.task_type, self.job.roles.task_id)
-        if task is not None and task[0] == own[0] and task != own:
+        task, roles = task_of(destinations), self.job.roles
+        if task is not None and task[0] == roles.task_type and task[1] != roles.task_id:
             raise ValueError(
                 f"cannot reduce to another worker: {destinations!r}; this is {self.job.name_of(self.job.rpc.rank)}"
             )

@@ -66,9 +66,9 @@ class Server:
         """Meet the other ranks. Collective."""
         if self._job is not None:
             return
-        mine = self.server_def
-        spec = ClusterSpec(mine.cluster)
-        resolver = SimpleClusterResolver(spec, task_type=mine.job_name, task_id=mine.task_index)
+        task = self.server_def
+        spec = ClusterSpec(task.cluster)
+        resolver = SimpleClusterResolver(spec, task_type=task.job_name, task_id=task.task_index)
         self._job, self._devices = join_job(resolver, None, self._comm, None, chief=None)
 
     @property
