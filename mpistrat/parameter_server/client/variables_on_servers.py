@@ -90,9 +90,9 @@ class RemoteVariable(Variable):
                 f"of shape {list(rows.shape)}"
             )
         rows = rows.astype(np.int64, copy=False)
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.shape[0]:
-            wrong = rows.min() if rows.min() < 0 else rows.max()
-            raise out_of_bounds(wrong, self.shape[0], self.name)
+        outside = rows[(rows < 0) | (rows >= self.shape[0])]
+        if len(outside):
+            raise out_of_bounds(outside[0], self.shape[0], self.name)
         return self._brought(self._client.rows(self.address, rows))
 
     def _brought(self, value: Array) -> Array:

@@ -16,12 +16,12 @@ class SentError(NamedTuple):
     """An error, as it is sent.
 
     Attributes:
-        packed: the exception; None where it cannot be pickled.
+        packed: the exception; b"" where it cannot be pickled.
         text: its class and what it says.
         stack: the worker's traceback.
     """
 
-    packed: bytes | None
+    packed: bytes
     text: str
     stack: str
 
@@ -39,14 +39,14 @@ def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) 
     try:
         packed = dumps(raised, reference_of, _without_init)
     except Exception:
-        packed = None
+        packed = b""
     return SentError(packed, _text(raised), stack)
 
 
 def unpack_error(failure: SentError, worker: str, resolve: Callable[[Any], Any]) -> BaseException:
     """The error, of its class where the chief can make one; a RuntimeError with its text otherwise."""
     try:
-        error = None if failure.packed is None else loads(failure.packed, resolve)
+        error = loads(failure.packed, resolve)
     except Exception:
         error = None
     if not isinstance(error, Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Set
 
 from mpi4py import MPI
 
@@ -253,7 +253,7 @@ class LostRanks:
         if rank in job.servers:
             tell(self.describe(rank), "ERROR")
             return
-        others = [client for client in job.clients if client not in {*lost, job.coordinator}]
+        others = {*job.clients} - {*lost, job.coordinator}
         if not others and job.coordinator is None:
             self._end_job(f"{job.name_of(rank)}, the last worker, has died")
         tell(self._who_goes_on(rank, others), "ERROR")
@@ -275,7 +275,7 @@ class LostRanks:
             return job.coordinator
         return next((server for server in job.servers if server not in job.rpc.channel.lost), -1)
 
-    def _who_goes_on(self, lost: int, others: Sequence[int]) -> str:
+    def _who_goes_on(self, lost: int, others: Set[int]) -> str:
         job, died = self._job, f"{self._job.name_of(lost)} has died"
         number = f"{len(others) or 'no'} other worker{'s' * (len(others) != 1)}"
         if job.coordinator is not None:
@@ -283,7 +283,7 @@ class LostRanks:
                 return f"{died}, and no worker is left"
             return f"{died}; {number} will execute what it had begun"
         text = f"{died}; the job goes on with {number}, and nobody reads its share of the data"
-        workers = [worker for worker in job.workers if worker in {*others, lost}]
+        workers = [worker for worker in job.workers if worker in others | {lost}]
         if workers[0] == lost and workers[1:]:
             text += f"; {job.name_of(workers[1])} saves checkpoints from now on"
         return text

@@ -57,15 +57,15 @@ def join_job(
             topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
         )
         # Servers need no GPU: what a node has is for the others.
-        serves = roles.task_type == "ps"
+        devices = ("cpu:0",) if roles.task_type == "ps" else devices
         with RaisingOnAll(communicator, "cannot use its devices"):
-            checked = check_devices(devices) if devices and not serves else None
+            checked = check_devices(devices) if devices else None
         strategy = description and f"{description}, replication={replication}"
         number = len(checked) if checked else 1
         replication = _agreed_replication(communicator, roles, (strategy, replication, number))
         share_cores(communicator, topology)
         job = ServerJob(resolver.comm, topology, roles, replication > 1)
-        bound = bind(communicator, topology, ("cpu:0",) if serves else checked)
+        bound = bind(communicator, topology, checked)
     if replication > 1 and not job.outlives_ranks and roles.rank == job.trainers[0]:
         warnings.warn(
             f"replication={replication} is of no use here, where the death of any rank is that of the job: "

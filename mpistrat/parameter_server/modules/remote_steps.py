@@ -165,6 +165,10 @@ class RemoteOptimizer:
                 ]
                 self._client.optimizers.make(self.number, definition, arrays)
                 self._made.update(new)
+        self._move_loaded_state(optimizer)
+
+    def _move_loaded_state(self, optimizer: Optimizer) -> None:
+        """Send the state that was loaded here, if this rank owns it: it is not kept here."""
         for parameter in [p for p in optimizer.state if p in self._made]:
             state = optimizer.state.pop(parameter)
             if self._owns:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mpistrat.errors import UnavailableError
@@ -37,12 +38,12 @@ class ChangeLock:
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
         self._next: deque[Request] = deque()  # HOLD, of other clients
         # By client and part.
-        self._passed: dict[_Which, deque[Push]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._passed: dict[_Which, deque[Push]] = defaultdict(partial(deque, maxlen=REMEMBERED))
         self._admitted: set[_PartOfPush] = set()  # may pass, and have not come yet
         self._admission: Request | None = None  # is answered when all of these have come
         rpc.handle(HOLD, self._hold)
         rpc.handle(ADMIT, self._admit)
-        rpc.handle(RELEASE, lambda source, _: self._release(source))
+        rpc.handle(RELEASE, self._release)
 
     def enter(self, source: int, push: Push | None, work: Callable[[], None]) -> None:
         """Call `work` now, or when no other client holds the lock any more.
@@ -67,8 +68,7 @@ class ChangeLock:
 
     def lost(self, rank: int) -> None:
         """Wait for nothing of a rank that has died."""
-        self._admitted = {part for part in self._admitted if part[0] != rank}
-        self._answer_if_all_came()
+        self._stop_waiting_for_lost()
         self._release(rank)
 
     def _hold(self, request: Request) -> None:
@@ -82,6 +82,9 @@ class ChangeLock:
         self._admission = request
         self._admitted = set(request.body)
         self._enter_again()  # also what the dead have sent: it has come whole
+        self._stop_waiting_for_lost()
+
+    def _stop_waiting_for_lost(self) -> None:
         lost = self._rpc.channel.lost
         self._admitted = {part for part in self._admitted if part[0] not in lost}
         self._answer_if_all_came()
@@ -96,7 +99,7 @@ class ChangeLock:
             self._when_safe(self._admission.reply)
             self._admission = None
 
-    def _release(self, source: int) -> None:
+    def _release(self, source: int, body: None = None) -> None:
         self._next = deque(request for request in self._next if request.source != source)
         if self._holder != source:
             return

@@ -32,7 +32,7 @@ class ServerClock:
         rpc: RpcEndpoint,
         workers: Sequence[int],
         ended: Callable[[int], Exception | None],
-        when_safe: WhenSafe = lambda call: call(),
+        when_safe: WhenSafe,
     ) -> None:
         self._on_ended, self._when_safe = ended, when_safe
         self._steps = dict.fromkeys(workers, 0)

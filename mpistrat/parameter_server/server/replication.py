@@ -61,7 +61,7 @@ class Backup:
         self._names: dict[int, str] = {}  # of the arrays that the backup has, by key
         self._forwarded: deque[Forwarded] = deque()
         self._count = 0
-        rpc.handle(CHANGED, lambda source, body: self._changed(*body))
+        rpc.handle(CHANGED, self._changed)
 
     def covers(self, keys: Iterable[int]) -> bool:
         """Whether the backup has these arrays."""
@@ -111,7 +111,8 @@ class Backup:
         if rank == self._rank:
             self._end()
 
-    def _changed(self, number: int, why_not: str) -> None:
+    def _changed(self, source: int, body: tuple[int, str]) -> None:
+        number, why_not = body
         if self._rank is None:
             return
         forwarded = self._forwarded[0]
@@ -173,7 +174,7 @@ class BackupCopies:
         self.names: dict[int, str] = {}
         self.given_up: dict[int, str] = {}
         rpc.handle(CHANGE, self._change)
-        rpc.handle(ABANDON, lambda source, _: self._give_up())
+        rpc.handle(ABANDON, self._give_up)
 
     def claim(self, key: int) -> None:
         """Take over if this array is among the copies: clients ask here when the primary has died.
@@ -227,6 +228,6 @@ class BackupCopies:
         else:
             raise ValueError(f"a backup knows no change {method!r}")
 
-    def _give_up(self) -> None:
+    def _give_up(self, source: int, body: None) -> None:
         self.given_up, self.names = self.names, {}
         self.copies = self._own.sibling()  # drops the arrays, and their optimizers' state

@@ -45,8 +45,8 @@ class Rounds:
             backup,
         )
         self._clock = ServerClock(rpc, workers, self._end, backup.when_safe)
-        rpc.handle(messages.ENDED, self._ended)
-        rpc.handle(messages.FAILED, self._failed)
+        rpc.handle(messages.ENDED, partial(self._enter, self._clock.ended))
+        rpc.handle(messages.FAILED, partial(self._enter, self._drop_gradients))
 
     def leave(self, rank: int, died: bool) -> None:
         """A rank's last step is over. The gradients of a dead worker's unfinished step are dropped."""
@@ -60,13 +60,11 @@ class Rounds:
             self._optimizers.forget(rank, self._clock.steps_of(rank))
         self._clock.look()
 
-    def _ended(self, source: int, body: tuple[int, messages.Push | None]) -> None:
+    def _enter(
+        self, work: Callable[[int, int], None], source: int, body: tuple[int, messages.Push | None]
+    ) -> None:
         steps, push = body
-        self._lock.enter(source, push, lambda: self._clock.ended(source, steps))
-
-    def _failed(self, source: int, body: tuple[int, messages.Push | None]) -> None:
-        steps, push = body
-        self._lock.enter(source, push, lambda: self._drop_gradients(source, steps))
+        self._lock.enter(source, push, partial(work, source, steps))
 
     def _drop_gradients(self, worker: int, steps: int) -> None:
         self._optimizers.forget(worker, steps)
@@ -220,7 +218,7 @@ class ParameterServer:
             packed = itertools.chain(*(update.operand for update in updates.updates))
             operands = [unpack(operand, self.store.mappings) for operand in packed]
             forwarded = self._backup.forward_updates(request.source, updates, operands)
-        outcome = outcome_of(lambda: self.store.update(request.source, updates))
+        outcome = outcome_of(partial(self.store.update, request.source, updates))
         if forwarded is not None:
             forwarded.failed = isinstance(outcome, Exception)
         self._reply_when_safe(request, outcome)
@@ -237,7 +235,7 @@ class ParameterServer:
     def _change_optimizer(
         self, method: str, request: Request, keys: Sequence[int], change: Callable[..., None]
     ) -> None:
-        outcome = outcome_of(lambda: change(*request.body))
+        outcome = outcome_of(partial(change, *request.body))
         if self._backup.covers(keys):
             forwarded = self._backup.forward(method, request.source, request.body)
             forwarded.failed = isinstance(outcome, Exception)
@@ -251,7 +249,7 @@ class ParameterServer:
 
     def _leave(self, rank: int, died: bool = False) -> None:
         self.clients.discard(rank)
-        self._lock.enter(rank, None, lambda: self._rounds.leave(rank, died))
+        self._lock.enter(rank, None, partial(self._rounds.leave, rank, died))
         self._announcements.leave(rank, died)
 
     def _lost(self, rank: int) -> None:
@@ -262,7 +260,7 @@ class ParameterServer:
         self._leave(rank, died=True)
         # After its pushes, which may wait for the lock.
         pid = self._rpc.channel.pid_of(rank)
-        self._lock.enter(rank, None, lambda: self.store.mappings.forget(pid))
+        self._lock.enter(rank, None, partial(self.store.mappings.forget, pid))
 
 
 def _description(table: Table) -> Any:

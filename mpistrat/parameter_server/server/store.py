@@ -27,7 +27,6 @@ class Store:
 
     Args:
         find_elsewhere: is called with the key of each array that is asked for and is not here, and may add it.
-        idempotency, mappings: as below, where two stores of a process share theirs.
     Attributes:
         by_key: the arrays.
         optimizers: of these arrays.
@@ -35,16 +34,11 @@ class Store:
         mappings: memory of the processes that send operands.
     """
 
-    def __init__(
-        self,
-        find_elsewhere: Callable[[int], None] = lambda key: None,
-        idempotency: IdempotencyCache | None = None,
-        mappings: Mappings | None = None,
-    ) -> None:
+    def __init__(self, find_elsewhere: Callable[[int], None] = lambda key: None) -> None:
         self.by_key: dict[int, Table] = {}
         self.optimizers = ServerOptimizers()
-        self.idempotency = IdempotencyCache() if idempotency is None else idempotency
-        self.mappings = Mappings() if mappings is None else mappings
+        self.idempotency = IdempotencyCache()
+        self.mappings = Mappings()
         self._find_elsewhere = find_elsewhere
         self._segments = Segments()
 
@@ -137,7 +131,9 @@ class Store:
 
     def sibling(self) -> Store:
         """An empty store for other arrays of this process, which shares the numbered updates and the mappings."""
-        return Store(idempotency=self.idempotency, mappings=self.mappings)
+        sibling = Store()
+        sibling.idempotency, sibling.mappings = self.idempotency, self.mappings
+        return sibling
 
     def adopt(self, other: Store) -> None:
         """Move all arrays of `other` here."""

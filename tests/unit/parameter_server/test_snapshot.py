@@ -1,6 +1,5 @@
 """Who may change what while one rank reads all servers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +13,10 @@ from mpistrat.parameter_server.protocol.snapshot import (
     Push,
     not_yet_everywhere,
 )
-from support.parameter_servers.recorded_rpc import RecordedRpc
+from support.parameter_servers.recorded_rpc import RecordedRpc, call_now
 
 HOLDER, OTHER, DEAD = 1, 2, 3
 SERVERS = (0, 9)
-
-
-def call_now(call: Callable[[], None]) -> None:
-    call()
 
 
 @pytest.fixture
