@@ -162,7 +162,7 @@ class BackupCopies:
         lock: ChangeLock,
         taken_over: Callable[[], None],
     ) -> None:
-        self._rpc, self._own, self._lock, self._taken_over = (
+        self._rpc, self._store, self._lock, self._taken_over = (
             rpc,
             store,
             lock,
@@ -196,7 +196,7 @@ class BackupCopies:
     def _take_over(self) -> None:
         """Adopt the copies. Changes that the primary may still have sent do not count: clients ask again, here."""
         self._is_over = True
-        self._own.adopt(self.copies)
+        self._store.adopt(self.copies)
         self._taken_over()
 
     def _change(self, primary: int, body: tuple[int, str, int, Any]) -> None:
@@ -230,4 +230,4 @@ class BackupCopies:
 
     def _give_up(self, source: int, body: None) -> None:
         self.given_up, self.names = self.names, {}
-        self.copies = self._own.sibling()  # drops the arrays, and their optimizers' state
+        self.copies = self._store.sibling()  # drops the arrays, and their optimizers' state

@@ -86,9 +86,6 @@ class ParameterServerStrategy(Strategy):
             description=type(self).__name__,
             replication=replication,
         )
-        if job.roles.task_type == "ps":
-            job.serve()
-            raise SystemExit(0)
         extended = server_strategy_parts.with_servers(
             self, job, devices, variable_partitioner, gradients
         )

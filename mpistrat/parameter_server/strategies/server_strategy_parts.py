@@ -86,7 +86,13 @@ def with_servers(
     gradients: str | None,
     clock: WorkerClock | None = None,
 ) -> ServersExtended:
-    """Args: clock: of a worker that trains by itself; None on a chief, and on a worker that runs its functions."""
+    """The parts of a strategy on this rank. A server serves here, and leaves by SystemExit.
+
+    Args: clock: of a worker that trains by itself; None on a chief, and on a worker that runs its functions.
+    """
+    if job.roles.task_type == "ps":
+        job.serve()
+        raise SystemExit(0)
     roles, coordinated = job.roles, clock is None
     owns = roles.rank == job.trainers[0]
     trains = roles.rank in job.trainers

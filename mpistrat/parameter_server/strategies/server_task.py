@@ -1,4 +1,4 @@
-"""`Server`: a rank that is told its task, and does its work when it is asked to."""
+"""`Server`: a rank with a task, which does its work when the program calls `join`."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Server:
             if isinstance(task, ServerDef)
             else make_server_def(task, job_name, task_index, protocol)
         )
-        asked = {"protocol": protocol, "config": config}
-        for name in [name for name, value in asked.items() if value is not None]:
+        without_effect = {"protocol": protocol, "config": config}
+        for name in [name for name, value in without_effect.items() if value is not None]:
             warn_of_no_effect(
                 f"{name} of a Server",
                 "MPI carries the bytes, and the strategies on the other ranks say how they are served",

@@ -117,9 +117,6 @@ class BetweenGraphStrategy(Strategy):
             description=f"{type(self).__name__} of compat.v1, max_staleness={max_staleness}, gradients={gradients!r}",
             replication=replication,
         )
-        if job.roles.task_type == "ps":
-            job.serve()
-            raise SystemExit(0)
         clock = WorkerClock(job.client.routes, max_staleness)
         self._servers = _Servers(job, clock)
         extended = server_strategy_parts.with_servers(
