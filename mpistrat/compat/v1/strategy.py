@@ -133,9 +133,7 @@ class StrategyV1(Strategy):
         task_id: int | None = None,
     ) -> None:
         """Does nothing, and a warning says so once: MPI decides who takes part, when the strategy is made."""
-        if any(
-            argument is not None for argument in (session_config, cluster_spec, task_type, task_id)
-        ):
+        if any(value is not None for value in (session_config, cluster_spec, task_type, task_id)):
             warn_of_no_effect(
                 "configure",
                 "MPI has decided who takes part when the strategy was made, and there are no sessions",

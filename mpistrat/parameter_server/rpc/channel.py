@@ -189,8 +189,10 @@ class Channel:
             # Messages of the dead may still come.
             found = [(sender, message) for sender, message in found if sender not in self.lost]
             for rank in set(dead) - self.lost:
-                self._lose(rank)
+                self.lost.add(rank)
                 found.append((rank, LOST))
+                self._inbox.forget(rank)
+                self._mpi.forget(rank)
         return found, woken
 
     def _exited(self, ready: set[int]) -> list[int]:
@@ -199,11 +201,6 @@ class Channel:
         for pidfd in pidfds:
             self._poll.unregister(pidfd)
         return [self._watched.pop(pidfd) for pidfd in pidfds]
-
-    def _lose(self, rank: int) -> None:
-        self.lost.add(rank)
-        self._inbox.forget(rank)
-        self._mpi.forget(rank)
 
     def _flush_pipes(self, ready: set[int]) -> bool:
         """Write to pipes that have room again. Returns: whether one has taken all that waited for it."""
