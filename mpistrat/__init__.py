@@ -36,8 +36,8 @@ from mpistrat.options import (
     InputReplicationMode,
     RunOptions,
 )
-from mpistrat.parameter_server.server_task import Server
-from mpistrat.parameter_server.strategy import ParameterServerStrategy
+from mpistrat.parameter_server.strategies.coordinated_strategy import ParameterServerStrategy
+from mpistrat.parameter_server.strategies.server_task import Server
 from mpistrat.pytorch.conversion import convert_sync_batchnorm
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.replicas.losses import compute_average_loss, scale_regularization_loss

@@ -10,7 +10,7 @@ from mpistrat.fault_tolerance import (
 )
 from mpistrat.input.input_context import ValueContext
 from mpistrat.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
-from mpistrat.parameter_server.strategy import ParameterServerStrategy
+from mpistrat.parameter_server.strategies.coordinated_strategy import ParameterServerStrategy
 from mpistrat.strategies.central_storage import CentralStorageStrategy
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.values import DistributedValues

@@ -1,6 +1,6 @@
 """Puts together the parts of strategies whose replicas keep variables themselves.
 
-`parameter_server.server_strategy_parts` and `xla.tpu_strategy_parts` do so for theirs.
+`parameter_server.strategies.server_strategy_parts` and `xla.tpu_strategy_parts` do so for theirs.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from mpistrat.experimental.partitioners import (
     MaxSizePartitioner,
     MinSizePartitioner,
 )
-from mpistrat.parameter_server import job as job_module
+from mpistrat.parameter_server.job import job as job_module
+from mpistrat.parameter_server.protocol.tables import MappedTable
+from mpistrat.parameter_server.protocol.tensors import inline
 from mpistrat.parameter_server.rpc.channel import Channel
-from mpistrat.parameter_server.tables import MappedTable
-from mpistrat.parameter_server.tensors import inline
 from support.open_files import descriptors, mapped_bytes
 from support.parameter_servers.remote_jobs import strategy_on_servers, workers_of
 

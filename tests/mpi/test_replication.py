@@ -12,11 +12,11 @@ import mpistrat as ms
 from mpistrat.communicators.host_views import view_of
 from mpistrat.compat.v1 import ParameterServerStrategy
 from mpistrat.experimental.partitioners import FixedShardsPartitioner
-from mpistrat.parameter_server import job as job_module
-from mpistrat.parameter_server import protocol
+from mpistrat.parameter_server.job import job as job_module
+from mpistrat.parameter_server.protocol import messages
+from mpistrat.parameter_server.protocol.tensors import unpack
 from mpistrat.parameter_server.rpc.channel import Channel
 from mpistrat.parameter_server.rpc.segments import Mappings
-from mpistrat.parameter_server.tensors import unpack
 from support.parameter_servers.remote_jobs import strategy_on_servers, workers_of
 from support.rank_errors import errors_of_ranks
 
@@ -47,7 +47,7 @@ def copies(strategy, address):
     servers = client.routes.copies_of(address.server)
     assert len(set(servers)) == 2
     body = address.key, None
-    replies = [client.rpc.call(server, protocol.PULL, body) for server in servers]
+    replies = [client.rpc.call(server, messages.PULL, body) for server in servers]
     return [unpack(reply.wait(), Mappings()) for reply in replies]
 
 
@@ -70,7 +70,7 @@ def states_of_both(strategy):
     states = []
     for address in addresses_of(strategy):
         first, second = (
-            client.rpc.call(server, protocol.OPTIMIZER_STATE, (0, address.key)).wait()
+            client.rpc.call(server, messages.OPTIMIZER_STATE, (0, address.key)).wait()
             for server in client.routes.copies_of(address.server)
         )
         assert first.keys() == second.keys()

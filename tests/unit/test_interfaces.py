@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import mpistrat as ms
-from mpistrat.parameter_server.servers_extended import ServersExtended
-from mpistrat.parameter_server.v1_strategy import BetweenGraphStrategy
+from mpistrat.parameter_server.strategies.server_strategy_parts import ServersExtended
+from mpistrat.parameter_server.strategies.v1_strategy import BetweenGraphStrategy
 from mpistrat.strategies.replicated import ReplicatedExtended
 from mpistrat.xla.xla_extended import XlaExtended
 
@@ -78,7 +78,7 @@ def test_wiring_alone_puts_parts_together() -> None:
     }
     assert callers == {
         "strategies/strategy_parts.py",
-        "parameter_server/server_strategy_parts.py",
+        "parameter_server/strategies/server_strategy_parts.py",
         "xla/tpu_strategy_parts.py",
     }
 

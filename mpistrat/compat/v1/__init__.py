@@ -19,7 +19,7 @@ from mpistrat.cross_device_ops import (
 )
 from mpistrat.input import InputContext
 from mpistrat.options import InputReplicationMode
-from mpistrat.parameter_server.server_task import Server
+from mpistrat.parameter_server.strategies.server_task import Server
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.replica_context import ReplicaContext, get_replica_context
 from mpistrat.replicas.strategy_extended import StrategyExtended

@@ -35,8 +35,8 @@ class BatchesOfWorker:
         self._batches, self._share = with_safe_workers(batches), share
 
     def __iter__(self) -> Iterator[Any]:
-        n, mine = self._share.num_replicas, {*self._share.pieces}
-        return (batch for i, batch in enumerate(self._batches) if i % n in mine)
+        n, pieces = self._share.num_replicas, {*self._share.pieces}
+        return (batch for i, batch in enumerate(self._batches) if i % n in pieces)
 
 
 class NumpyDataset:

@@ -18,7 +18,7 @@ from mpistrat.input.distributed_dataset import (
 )
 from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
-from mpistrat.parameter_server.v1_strategy import BetweenGraphStrategy
+from mpistrat.parameter_server.strategies.v1_strategy import BetweenGraphStrategy
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy import Strategy
 
@@ -133,7 +133,7 @@ class StrategyV1(Strategy):
         task_id: int | None = None,
     ) -> None:
         """Does nothing, and a warning says so once: MPI decides who takes part, when the strategy is made."""
-        if any(asked is not None for asked in (session_config, cluster_spec, task_type, task_id)):
+        if any(value is not None for value in (session_config, cluster_spec, task_type, task_id)):
             warn_of_no_effect(
                 "configure",
                 "MPI has decided who takes part when the strategy was made, and there are no sessions",

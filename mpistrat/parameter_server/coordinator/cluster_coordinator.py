@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat import nest
 from mpistrat.context import check_call
 from mpistrat.errors import ClosureInputError
+from mpistrat.parameter_server.coordinator import per_worker
 from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue
-from mpistrat.parameter_server.coordinator.cluster import Cluster
-from mpistrat.parameter_server.coordinator.dispatcher import Dispatcher
-from mpistrat.parameter_server.coordinator.per_worker import (
-    DatasetOfWorker,
-    PerWorkerDataset,
-    PerWorkerValues,
-)
+from mpistrat.parameter_server.coordinator.dispatcher import Cluster, Dispatcher
 from mpistrat.parameter_server.coordinator.pickle_diagnosis import raise_explained
 from mpistrat.parameter_server.coordinator.pickling import loads
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
@@ -100,7 +95,7 @@ class ClusterCoordinator:
                 raise ValueError(
                     "a RemoteValue cannot be an argument of a scheduled function: fetch() it, and pass the value"
                 )
-            if isinstance(argument, PerWorkerValues):
+            if isinstance(argument, per_worker.PerWorkerValues):
                 argument.resource(self._resources)  # for its errors
         return self._put(fn, tuple(args), dict(kwargs or {}))
 
@@ -137,7 +132,7 @@ class ClusterCoordinator:
             lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
         )
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+    def create_per_worker_dataset(self, dataset_fn: Any) -> per_worker.PerWorkerDataset:
         """A dataset for each worker; `iter` gives what is passed to `schedule`.
 
         Each worker makes its own when it first needs it, and so it has all elements. Workers' random numbers differ,
@@ -154,12 +149,12 @@ class ClusterCoordinator:
             raise ValueError(
                 f"create_per_worker_dataset takes a dataset function or a dataset, got {source!r:.60}"
             )
-        make = functools.partial(DatasetOfWorker, source)
+        make = functools.partial(per_worker.DatasetOfWorker, source)
         try:
             resource = self._resources.add(make)
         except Exception as error:
             raise_explained({"the dataset function": source}, self._resources.pack, error)
-        dataset = PerWorkerDataset(resource, self._resources, self._call)
+        dataset = per_worker.PerWorkerDataset(resource, self._resources, self._call)
         try:
             self._call(_nothing, dataset)
         except ClosureInputError as error:

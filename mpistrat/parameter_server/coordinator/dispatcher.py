@@ -5,13 +5,15 @@ from __future__ import annotations
 import atexit
 import math
 import threading
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue, UnfinishedClosures
-from mpistrat.parameter_server.coordinator.cluster import Cluster
 from mpistrat.parameter_server.coordinator.failures import unpack_error
+from mpistrat.parameter_server.coordinator.pickling import References
 from mpistrat.parameter_server.coordinator.resources import ResourceTable
 from mpistrat.parameter_server.coordinator.worker import (
     CLOSURES,
@@ -19,6 +21,31 @@ from mpistrat.parameter_server.coordinator.worker import (
     RETURNED,
     SECONDS_TO_KEEP,
 )
+
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
+
+
+@dataclass
+class Cluster:
+    """On the chief, `strategy.extended.cluster`.
+
+    Attributes:
+        workers: their ranks, by worker index.
+        over: gets ids of closures that will not be executed again, and the id before which none will.
+        joined: called when all closures have ended, and none has failed.
+        is_needed: whether nothing can be executed without a rank that has died.
+        coordinator: the only `ClusterCoordinator` of the strategy, once there is one.
+    """
+
+    rpc: RpcEndpoint
+    workers: Sequence[int]
+    references: References
+    over: Callable[[list[int], int], None]
+    joined: Callable[[], None]
+    is_needed: Callable[[int], bool] = lambda rank: False
+    coordinator: Any = None
+
 
 # What a worker has in hand while it works: for so many seconds, and so many closures at most.
 _SECONDS_AHEAD = 5e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from mpistrat.errors import OutOfRangeError
@@ -15,12 +16,12 @@ class SentError(NamedTuple):
     """An error, as it is sent.
 
     Attributes:
-        packed: the exception; None where it cannot be pickled.
+        packed: the exception; b"" where it cannot be pickled.
         text: its class and what it says.
         stack: the worker's traceback.
     """
 
-    packed: bytes | None
+    packed: bytes
     text: str
     stack: str
 
@@ -38,14 +39,14 @@ def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) 
     try:
         packed = dumps(raised, reference_of, _without_init)
     except Exception:
-        packed = None
+        packed = b""
     return SentError(packed, _text(raised), stack)
 
 
 def unpack_error(failure: SentError, worker: str, resolve: Callable[[Any], Any]) -> BaseException:
     """The error, of its class where the chief can make one; a RuntimeError with its text otherwise."""
     try:
-        error = None if failure.packed is None else loads(failure.packed, resolve)
+        error = loads(failure.packed, resolve)
     except Exception:
         error = None
     if not isinstance(error, Exception):
@@ -57,11 +58,9 @@ def unpack_error(failure: SentError, worker: str, resolve: Callable[[Any], Any])
 def _without_init(value: Any) -> tuple[Any, ...] | None:
     """How an exception of a user's class is copied. Python's way calls its `__init__` with the base's arguments."""
     kind = type(value)
-    if (
-        not isinstance(value, BaseException)
-        or not _is_of_python(kind, "__init__")
-        or any(_is_of_python(kind, name) for name in ("__new__", "__reduce__", "__reduce_ex__"))
-    ):
+    if not isinstance(value, BaseException) or not _is_of_python(kind, "__init__"):
+        return None
+    if {*map(partial(_is_of_python, kind), ("__new__", "__reduce__", "__reduce_ex__"))} != {False}:
         return None
     reduced: Any = value.__reduce__()
     _, args, *state = reduced

@@ -32,7 +32,6 @@ class PerWorkerValues(PerWorker):
                     f"PerWorkerValues takes a RemoteValue for each worker, got {value!r:.60}"
                 )
         self._values = tuple(values)
-        self._resource: Resource | None = None
 
     def __repr__(self) -> str:
         return f"PerWorkerValues({list(self._values)!r:.400})"
@@ -43,7 +42,7 @@ class PerWorkerValues(PerWorker):
             raise ValueError(
                 f"PerWorkerValues has {len(self._values)} values, and there are {table.workers} workers"
             )
-        if self._resource is None:
+        if not hasattr(self, "_resource"):
             makes = [functools.partial(_same, value.get()) for value in self._values]
             self._resource = table.add(*makes)
         return self._resource
@@ -54,9 +53,6 @@ class PerWorkerDataset(PerWorker, Iterable[Any]):
 
     def __init__(self, resource: Resource, table: ResourceTable, call: Call) -> None:
         self._resource, self._resources, self._call = resource, table, call
-
-    def resource(self, table: ResourceTable) -> Resource:
-        return self._resource
 
     def __iter__(self) -> PerWorkerDistributedIterator:
         """An iterator for each worker, which begins when a closure first gets it."""
@@ -79,9 +75,6 @@ class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
         self._dataset = dataset
         of_worker = cast(DatasetOfWorker, dataset)  # which is what the worker unpickles
         self._resource = table.add(functools.partial(DatasetOfWorker.iterate, of_worker))
-
-    def resource(self, table: ResourceTable) -> Resource:
-        return self._resource
 
     @property
     def element_spec(self) -> Any:

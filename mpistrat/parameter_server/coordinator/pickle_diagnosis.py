@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 _DEEPEST = 8
@@ -71,14 +71,18 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield "the object it is bound to", value.__self__
     elif isinstance(value, functools.partial):
         yield "its function", value.func
-        yield from ((f"its argument {i}", part) for i, part in enumerate(value.args))
-        yield from ((f"its argument {name!r}", part) for name, part in value.keywords.items())
+        arguments = *enumerate(value.args), *value.keywords.items()
+        yield from _labelled("its argument {!r}", arguments)
     elif isinstance(value, Mapping):
-        yield from ((f"its entry {key!r:.40}", part) for key, part in value.items())
+        yield from _labelled("its entry {!r:.40}", value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"its element {i}", part) for i, part in enumerate(value))
+        yield from _labelled("its element {}", enumerate(value))
     elif hasattr(value, "__dict__") and not _pickles_itself(type(value)):
-        yield from ((f"its attribute {name!r}", part) for name, part in vars(value).items())
+        yield from _labelled("its attribute {!r}", vars(value).items())
+
+
+def _labelled(text: str, parts: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
+    return ((text.format(key), part) for key, part in parts)
 
 
 def _pickles_itself(kind: type) -> bool:
@@ -92,15 +96,13 @@ def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield f"its variable {name!r}", cell.cell_contents
         except ValueError:  # not assigned to yet
             continue
-    for name in sorted(_names_of(function.__code__)):
-        if name in function.__globals__:
-            yield f"its global variable {name!r}", function.__globals__[name]
-    for i, value in enumerate(function.__defaults__ or ()):
-        yield f"its default value {i}", value
-    for name, value in (function.__kwdefaults__ or {}).items():
-        yield f"its default value of {name!r}", value
-    for name, value in vars(function).items():
-        yield f"its attribute {name!r}", value
+    variables = function.__globals__
+    names = sorted(_names_of(function.__code__) & variables.keys())
+    yield from _labelled("its global variable {!r}", ((name, variables[name]) for name in names))
+    yield from _labelled("its default value {}", enumerate(function.__defaults__ or ()))
+    defaults = function.__kwdefaults__ or {}
+    yield from _labelled("its default value of {!r}", defaults.items())
+    yield from _labelled("its attribute {!r}", vars(function).items())
 
 
 def _names_of(code: types.CodeType) -> set[str]:

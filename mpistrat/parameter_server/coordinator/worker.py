@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import functools
+import random
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.parameter_server.coordinator.current_worker import executing
+import numpy as np
+
 from mpistrat.parameter_server.coordinator.failures import SentError, pack_error
 from mpistrat.parameter_server.coordinator.pickle_diagnosis import raise_explained
 from mpistrat.parameter_server.coordinator.pickling import References, dumps, loads
@@ -18,6 +23,7 @@ from mpistrat.parameter_server.coordinator.resources import ResourceCache
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
+
 
 # Notices: from the chief, and to it.
 CLOSURES = "closures"  # resources by id, ids of dropped resources, [(id, name, payload)]
@@ -172,3 +178,42 @@ def _try(pop: Callable[[], _Arrived]) -> _Arrived | None:
 
 
 NONE = dumps(None, lambda value: None)
+
+
+_worker: contextvars.ContextVar[int | None] = contextvars.ContextVar("worker", default=None)
+
+
+@contextlib.contextmanager
+def executing(worker: int) -> Iterator[None]:
+    """For the time of a closure, or of making a dataset, on this worker."""
+    token = _worker.set(worker)
+    try:
+        yield
+    finally:
+        _worker.reset(token)
+
+
+def experimental_get_current_worker_index() -> int:
+    """The number, from 0, of the worker that runs this. Raises: RuntimeError outside scheduled functions."""
+    worker = _worker.get()
+    if worker is None:
+        raise RuntimeError(
+            "experimental_get_current_worker_index was called outside a function that ClusterCoordinator.schedule sent "
+            "to a worker, and outside a dataset function of create_per_worker_dataset"
+        )
+    return worker
+
+
+def seed_for_worker(worker: int) -> None:
+    """Seed Python's, NumPy's and torch's generators by their own next number and that of the worker, from 0.
+
+    So a script that seeds them has the same numbers each time it is run, and others on each worker; as workers of a
+    DataLoader have them.
+    """
+    random.seed(random.getrandbits(64) + worker)
+    np.random.seed([np.random.randint(1 << 31), worker])
+    if "torch" in sys.modules:
+        import torch
+
+        drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
+        torch.manual_seed(int(drawn) + worker)

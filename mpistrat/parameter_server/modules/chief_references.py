@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from mpistrat.context import AnyStrategy
 from mpistrat.parameter_server.modules.remote_modules import RemoteModules
 from mpistrat.parameter_server.modules.remote_steps import has_remote_parameters
-from mpistrat.parameter_server.modules.tensor_references import TensorReferences
 from mpistrat.parameter_server.modules.worker_modules import SCHEDULER, arrive
 from mpistrat.pytorch import hooks
 
@@ -31,7 +30,6 @@ class ChiefReferences:
 
     def __init__(self, strategy: AnyStrategy, modules: RemoteModules) -> None:
         self._strategy, self._modules = strategy, modules
-        self._references = TensorReferences(modules.tensors)
 
     def reference_of(self, value: Any) -> Any | None:
         """Raises: RuntimeError for a lazy parameter, and for a parameter with hooks."""
@@ -43,7 +41,7 @@ class ChiefReferences:
             self._modules.mirror_new()
         if isinstance(value, torch.nn.Module):
             return None
-        key = self._references.key_of(value)
+        key = self._modules.tensors.key_of(value)
         if key is None:
             if is_lazy(value):
                 raise RuntimeError(
@@ -60,7 +58,7 @@ class ChiefReferences:
         return key
 
     def resolve(self, key: Any) -> Any:
-        return self._references.find(key)
+        return self._modules.tensors.find(key)
 
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
         """Modules and optimizers are copied so that the worker takes note of them."""

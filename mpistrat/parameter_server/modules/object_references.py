@@ -6,12 +6,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.context import AnyStrategy
+from mpistrat.parameter_server.client.variables_on_servers import (
+    RemoteVariable,
+    parts_of,
+    variable_of,
+)
 from mpistrat.parameter_server.coordinator.pickling import References
-from mpistrat.parameter_server.remote_variable import RemoteVariable
-from mpistrat.parameter_server.variables_on_servers import parts_of, variable_of
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 _STRATEGY, _VARIABLE, _OF_TORCH = "strategy", "variable", "of torch"
 

@@ -6,16 +6,17 @@ adds to buffers, such as batch norm's statistics, is added on the servers when i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
-from mpistrat.parameter_server.client import Address, Client
+from mpistrat.parameter_server.client.client import Address, Client
 from mpistrat.parameter_server.modules.remote_rows import leave_on_servers, looks_up
 from mpistrat.parameter_server.modules.remote_steps import RemoteSteps, has_remote_parameters
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensors
-from mpistrat.parameter_server.staleness import WorkerClock
+from mpistrat.parameter_server.protocol.staleness import WorkerClock
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.modules.mirroring import Mirroring, NewTensors
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
@@ -90,8 +91,8 @@ class RemoteModules(StrategyModules):
     def refresh(self, module: torch.nn.Module) -> None:
         """Let the module's own parameters and buffers be what the servers have now."""
         self._mirroring.average_written_buffers(module)
-        own = [*module._parameters.values(), *module._buffers.values()]
-        self.tensors.sync(self.tensors.held(own))
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        self.tensors.sync(self.tensors.held(tensors))
 
     def _place_new(self, new: NewTensors) -> None:
         tensors = self.tensors
@@ -104,21 +105,21 @@ class RemoteModules(StrategyModules):
         for name, _, _, buffer in new.buffers:
             if buffer not in tensors:
                 tensors.add(buffer, self._place(name, buffer.detach()))
-        for root in self.recorder.roots():
-            for module in root.modules():
-                hooks.before_copy(module, self.refresh)
+        for module in self._recorded():
+            hooks.before_copy(module, self.refresh)
+
+    def _recorded(self) -> Iterator[torch.nn.Module]:
+        return chain.from_iterable(root.modules() for root in self.recorder.roots())
 
     def _is_looked_up(self, parameter: torch.Tensor, split: bool) -> bool:
-        """Whether it is an embedding's alone, which wants sparse gradients, or is split."""
+        """Whether embeddings alone use the parameter, and it is split or one of them wants sparse gradients."""
+        if self.parts.group.num_local_replicas > 1:
+            return False
         users = [
             module
-            for root in self.recorder.roots()
-            for module in root.modules()
-            if any(own is parameter for own in module._parameters.values())
+            for module in self._recorded()
+            if id(parameter) in map(id, module._parameters.values())
         ]
-        return (
-            bool(users)
-            and self.parts.group.num_local_replicas == 1
-            and all(looks_up(user) for user in users)
-            and (split or any(user.sparse for user in users))
-        )
+        if {*map(looks_up, users)} != {True}:
+            return False
+        return split or any(user.sparse for user in users)

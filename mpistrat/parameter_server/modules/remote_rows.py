@@ -155,12 +155,13 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     leaves, structure = pytree.tree_flatten((args, kwargs))
     at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     target = leaves[at]
+    writes_rows = isinstance(target, RemoteRows)
     leaves = [_whole(leaf) if isinstance(leaf, RemoteRows) else leaf for leaf in leaves]
-    if not isinstance(target, RemoteRows):
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return func(*args, **kwargs)
-    leaves[at] = target.remote.pull(target)
+    if writes_rows:
+        leaves[at] = target.remote.pull(target)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
-    func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    if not writes_rows:
+        return result
     target.remote.assign(leaves[at])
     return target

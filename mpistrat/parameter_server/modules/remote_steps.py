@@ -19,18 +19,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.context import current_mode
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.client import Change
+from mpistrat.parameter_server.client.client import Change
+from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor, RemoteTensors
-from mpistrat.parameter_server.protocol import GradientMethod
-from mpistrat.parameter_server.server_optimizers import (
-    OptimizerDefinition,
-    State,
-    hyperparameters,
-    join_states,
-    split_state,
-)
-from mpistrat.parameter_server.servers_extended import ServersExtended
-from mpistrat.parameter_server.staleness import WorkerClock
+from mpistrat.parameter_server.protocol.messages import GradientMethod
+from mpistrat.parameter_server.protocol.staleness import WorkerClock
+from mpistrat.parameter_server.server import server_optimizers
 from mpistrat.pytorch import hooks, optimizers
 
 _remote: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter: (RemoteTensor, RemoteSteps)
@@ -43,23 +37,23 @@ def has_remote_parameters(optimizer: Optimizer) -> bool:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What to call `step` with instead, or None. `args` begin with the optimizer itself."""
     parameters = hooks.parameters_of(optimizer)
-    elsewhere = [p for p in parameters if p not in _remote]
-    if len(elsewhere) == len(parameters) and not _inside_run():
+    remote = [p for p in parameters if p in _remote]
+    if not remote and not _inside_run():
         return None
-    for parameter in elsewhere:
-        if parameter.requires_grad:
+    for parameter in parameters:
+        if parameter not in _remote and parameter.requires_grad:
             raise RuntimeError(
                 f"optimizer.step(): a parameter of shape {list(parameter.shape)} is not on the servers. Build the "
                 "module inside strategy.scope(), or call strategy.mirror(module); a lazy module needs one run of its "
                 "forward before the first step"
             )
-    steps = next((_remote[p][1] for p in parameters if p in _remote), None)
-    if steps is None:
+    if not remote:
         return None
     if hooks.has_closure(args, kwargs):
         raise RuntimeError(
             "optimizer.step(closure): servers step with a gradient alone; call backward() and then step()"
         )
+    steps: RemoteSteps = _remote[remote[0]][1]
     steps.step(optimizer)
     # A twin without parameters: what else `step` does to the optimizer, it does.
     return (hooks.twin_of(optimizer, lambda _: []), *args[1:]), kwargs
@@ -72,7 +66,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _inside_run() -> bool:
     """Whether a replica runs here of a strategy that has its variables on servers."""
     mode = current_mode()
-    return mode.replica_context is not None and isinstance(mode.strategy.extended, ServersExtended)
+    if mode.replica_context is None:
+        return False
+    return isinstance(mode.strategy.extended.variables, VariablesOnServers)
 
 
 class RemoteSteps:
@@ -111,7 +107,9 @@ class RemoteSteps:
         now = None if self._clock is None else self._clock.round_to_send_in()
         changes: list[Change] = []
         for group in optimizer.param_groups:
-            step = GradientMethod(remote.number, hyperparameters(group), now, mean)
+            step = GradientMethod(
+                remote.number, server_optimizers.hyperparameters(group), now, mean
+            )
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     changes += _changes(_remote[parameter][0], parameter.grad.detach(), step)
@@ -155,18 +153,26 @@ class RemoteOptimizer:
     def make(self, optimizer: Optimizer) -> None:
         """Have the servers keep state for all parameters: the state that was loaded here, if there is some."""
         for group in optimizer.param_groups:
-            new = [p for p in group["params"] if p in _remote and p not in self._made]
+            new = {
+                p: _remote[p][0] for p in group["params"] if p in _remote and p not in self._made
+            }
             if new:
-                definition = OptimizerDefinition.of(optimizer, group)
-                remote: list[RemoteTensor] = [_remote[p][0] for p in new]
-                arrays = [(address, each.split) for each in remote for address in each.addresses]
+                definition = server_optimizers.OptimizerDefinition.of(optimizer, group)
+                arrays = [
+                    (address, tensor.split)
+                    for tensor in new.values()
+                    for address in tensor.addresses
+                ]
                 self._client.optimizers.make(self.number, definition, arrays)
-                self._made.update(zip(new, remote, strict=True))
-        for parameter, state in list(optimizer.state.items()):
-            if parameter in self._made:
-                if self._owns:
-                    self._load(self._made[parameter], state)
-                del optimizer.state[parameter]
+                self._made.update(new)
+        self._move_loaded_state(optimizer)
+
+    def _move_loaded_state(self, optimizer: Optimizer) -> None:
+        """Send the state that was loaded here, if this rank owns it: it is not kept here."""
+        for parameter in [p for p in optimizer.state if p in self._made]:
+            state = optimizer.state.pop(parameter)
+            if self._owns:
+                self._load(self._made[parameter], state)
 
     def made_elsewhere(self, optimizer: Optimizer) -> None:
         """Another rank has had the servers make it for all parameters."""
@@ -174,11 +180,11 @@ class RemoteOptimizer:
             self._made.update((p, _remote[p][0]) for p in group["params"] if p in _remote)
 
     def _load(self, remote: RemoteTensor, state: dict[str, Any]) -> None:
-        whole: State = {
+        whole: server_optimizers.State = {
             name: view_of(value.detach().cpu()) if isinstance(value, torch.Tensor) else value
             for name, value in state.items()
         }
-        parts = split_state(whole, remote.rows) if remote.split else [whole]
+        parts = server_optimizers.split_state(whole, remote.rows) if remote.split else [whole]
         for address, part in zip(remote.addresses, parts, strict=True):
             self._client.optimizers.load_state(self.number, address, part)
 
@@ -190,7 +196,7 @@ class RemoteOptimizer:
                 if remote is None or parameter in optimizer.state:
                     continue
                 states = [self._client.optimizers.state(self.number, a) for a in remote.addresses]
-                state = join_states(states) if remote.split else states[0]
+                state = server_optimizers.join_states(states) if remote.split else states[0]
                 if state:
                     layout = view_of(torch.empty(0, dtype=parameter.dtype, device="cpu")).dtype
                     optimizer.state[parameter] = {

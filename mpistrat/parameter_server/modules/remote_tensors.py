@@ -1,17 +1,27 @@
-"""Torch parameters and buffers on servers: where they are, and how their values get there and back."""
+"""Torch parameters and buffers on servers: where they are, and how their values get there and back.
+
+Two ranks that have the same tensor name it by its place on the servers, in a key.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpistrat.parameter_server.client import Address, Change, Client
-from mpistrat.parameter_server.protocol import GradientMethod
+from mpistrat.parameter_server.client.client import Address, Change, Client
+from mpistrat.parameter_server.protocol.messages import GradientMethod
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, version
+
+# Of a tensor's parts, in order: the server's rank, and the array's number there.
+Places = tuple[tuple[int, int], ...]
+PARAMETER, ROWS, BUFFER = "parameter", "rows of a parameter", "buffer"
+# All that the other rank needs to find its tensor, or to make it: the kind, the places, the device, `requires_grad`.
+TensorKey = tuple[str, Places, str, bool]
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,9 +74,9 @@ class RemoteTensor:
     def pull_rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Args: indices: of rows, ascending. Raises: IndexError."""
         count = sum(self.rows)
-        if len(indices) and not (int(indices[0]) >= 0 and int(indices[-1]) < count):
-            wrong = int(indices[0]) if indices[0] < 0 else int(indices[-1])
-            raise IndexError(f"row {wrong} of an embedding of {count} rows")
+        outside = indices[(indices < 0) | (indices >= count)]
+        if len(outside):
+            raise IndexError(f"row {int(outside[0])} of an embedding of {count} rows")
         parts = [
             self.client.rows(address, (indices[part] - first).cpu().numpy())
             for address, first, part in self.by_part(indices)
@@ -107,6 +117,9 @@ class RemoteTensors:
         self.client, self.owns = client, owns
         self._remote: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._pulled: list[_PulledBuffer] = []
+        self._by_place: weakref.WeakValueDictionary[Places, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor in self._remote
@@ -120,6 +133,22 @@ class RemoteTensors:
         remote = RemoteTensor(self.client, self.owns, addresses, version(tensor))
         self._remote[tensor] = remote
         return remote
+
+    def key_of(self, value: Any) -> TensorKey | None:
+        """The key by which other ranks find the tensor, too; None for other values."""
+        if not isinstance(value, torch.Tensor) or value not in self:
+            return None
+        remote = self[value]
+        places = tuple((address.server, address.key) for address in remote.addresses)
+        self._by_place[places] = value
+        kind = BUFFER
+        if isinstance(value, torch.nn.Parameter):
+            kind = ROWS if remote.rows_only else PARAMETER
+        return kind, places, value.device.type, value.requires_grad
+
+    def find(self, key: TensorKey) -> torch.Tensor:
+        """This rank's tensor, for which `key_of` gave this key."""
+        return self._by_place[key[1]]
 
     def held(self, tensors: Iterable[torch.Tensor | None]) -> list[Held]:
         """Those that are on servers, and whose values are here, too."""

@@ -14,16 +14,15 @@ import torch
 from torch.optim import Optimizer
 
 from mpistrat.context import AnyStrategy, require_cross_replica
-from mpistrat.parameter_server.client import Client
+from mpistrat.parameter_server.client.client import Client
 from mpistrat.parameter_server.modules.remote_rows import leave_on_servers
 from mpistrat.parameter_server.modules.remote_steps import RemoteSteps
-from mpistrat.parameter_server.modules.remote_tensors import RemoteTensors
-from mpistrat.parameter_server.modules.tensor_references import (
+from mpistrat.parameter_server.modules.remote_tensors import (
     BUFFER,
     ROWS,
     Places,
+    RemoteTensors,
     TensorKey,
-    TensorReferences,
 )
 from mpistrat.pytorch.gradients.reducer import GradientReducer
 from mpistrat.pytorch.modules.placing import compute_there
@@ -45,12 +44,11 @@ class WorkerModules(StrategyModules):
         super().__init__(parts, registry, GradientReducer(parts, registry))
         self._tensors = RemoteTensors(client, owns=False)
         self._steps = RemoteSteps(self._tensors, None, next_number=_refuse_new_optimizer)
-        self._references = TensorReferences(self._tensors)
         self._by_place: dict[Places, torch.Tensor] = {}
         self._modules: list[torch.nn.Module] = []
 
     def reference_of(self, value: Any) -> TensorKey | None:
-        return self._references.key_of(value)
+        return self._tensors.key_of(value)
 
     def resolve(self, key: Any) -> Any:
         if key == SCHEDULER:

@@ -176,33 +176,44 @@ class Channel:
         """
         timeout = None if seconds == math.inf else math.ceil(seconds * 1000)
         ready = {descriptor for descriptor, _ in self._poll.poll(timeout)}
-        received = self._inbox.read()
-        dead = []
-        for pidfd in ready & self._watched.keys():
-            dead.append(self._watched.pop(pidfd))
-            self._poll.unregister(pidfd)
-        if dead:  # a rank may have written after the pipe was read, and before it died
-            received += self._inbox.read(everything=True)
+        dead = self._exited(ready)
+        # A rank that has died may have written until then.
+        received = self._inbox.read(everything=bool(dead))
         found = [(sender, read_message(data)) for sender, data in received if data]
-        woken = len(found) < len(received)
         with self._sending:
-            for descriptor in ready & self._full.keys():
-                if self._full[descriptor].flush():
-                    self._poll.unregister(descriptor)
-                    del self._full[descriptor]
-                    woken = True
+            woken = self._flush_pipes(ready) or len(found) < len(received)
             if self._uses_mpi:
                 found += [(source, read_message(*message)) for source, message in self._mpi.read()]
                 woken |= self._mpi.flush()
-                now = time.monotonic()
-                if self._outlives_ranks and now - self._looked > _SECONDS_BETWEEN_LOOKS:
-                    self._looked = now
-                    dead += self._mpi.failed_ranks()
-            if self.lost:  # messages of the dead may still come
-                found = [(sender, message) for sender, message in found if sender not in self.lost]
+                dead += self._failed_elsewhere()
+            # Messages of the dead may still come.
+            found = [(sender, message) for sender, message in found if sender not in self.lost]
             for rank in set(dead) - self.lost:
                 self.lost.add(rank)
                 found.append((rank, LOST))
                 self._inbox.forget(rank)
                 self._mpi.forget(rank)
         return found, woken
+
+    def _exited(self, ready: set[int]) -> list[int]:
+        """The ranks of this node whose processes have ended."""
+        pidfds = ready & self._watched.keys()
+        for pidfd in pidfds:
+            self._poll.unregister(pidfd)
+        return [self._watched.pop(pidfd) for pidfd in pidfds]
+
+    def _flush_pipes(self, ready: set[int]) -> bool:
+        """Write to pipes that have room again. Returns: whether one has taken all that waited for it."""
+        emptied = [fd for fd in ready & self._full.keys() if self._full[fd].flush()]
+        for descriptor in emptied:
+            self._poll.unregister(descriptor)
+            del self._full[descriptor]
+        return bool(emptied)
+
+    def _failed_elsewhere(self) -> list[int]:
+        """The ranks that MPI knows to have died; asked now and then."""
+        now = time.monotonic()
+        if not self._outlives_ranks or now - self._looked <= _SECONDS_BETWEEN_LOOKS:
+            return []
+        self._looked = now
+        return self._mpi.failed_ranks()

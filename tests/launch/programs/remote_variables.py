@@ -100,7 +100,7 @@ def worker_raises() -> None:
 
 
 def server_fails() -> None:
-    from mpistrat.parameter_server import server
+    from mpistrat.parameter_server.server import server
 
     def fail(self, until=None):
         raise ZeroDivisionError("in the server")

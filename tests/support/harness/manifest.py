@@ -7,8 +7,8 @@ and its name. 0 is without mpiexec. A test that `scripts/test full` alone runs h
     1,2,3,4 test_assign[sum]
     slow,8 test_of_many_ranks
 
-A renamed test keeps its line, with its new name behind an arrow: `1,2 test_old => tests/mpi/test_new.py::test_new`.
-Two lines cannot name the same test now. `scripts/test manifest` adds new tests; no command takes any out.
+Two lines cannot name the same test. `scripts/test manifest` adds new tests; no command takes any out, so a test that is
+gone or has another name makes a run fail until a commit changes its line.
 """
 
 import re
@@ -21,7 +21,6 @@ from support.harness.mpi_launcher import MPI_NAMES
 from support.harness.turns import twin, under_both
 
 FOLDER = Path(__file__).parents[2] / "manifest"
-_RENAMED = " => "
 
 Place = tuple[str, int]  # an MPI, and a number of ranks; ("", 0) is without mpiexec
 Runs = Mapping[Place, set[str]]  # the tests that were run at each place
@@ -29,9 +28,8 @@ Runs = Mapping[Place, set[str]]  # the tests that were run at each place
 
 @dataclass(frozen=True)
 class Entry:
-    """One test: the name it came with, its name now, and where it has to be run."""
+    """One test, and where it has to be run."""
 
-    first_name: str
     test: str
     ranks: frozenset[int]
     slow: bool = False
@@ -39,8 +37,7 @@ class Entry:
     @property
     def line(self) -> str:
         places = ",".join(["slow"] * self.slow + [str(ranks) for ranks in sorted(self.ranks)])
-        renamed = "" if self.test == self.first_name else _RENAMED + self.test
-        return f"{places} {self.first_name.partition('::')[2]}{renamed}\n"
+        return f"{places} {self.test.partition('::')[2]}\n"
 
     def lacks(self, runs: Runs, *, full: bool) -> Iterator[str]:
         """What is missing: every place in a full run, of the usual one what `turns` leaves of them."""
@@ -73,21 +70,19 @@ def _read(file: Path) -> Iterator[Entry]:
             test_file = line
             continue
         places, _, name = line.partition(" ")
-        name, _, renamed = name.partition(_RENAMED)
-        first_name = f"{test_file}::{name}"
         numbers = places.removeprefix("slow,")
         ranks = frozenset(int(number) for number in numbers.split(","))
-        yield Entry(first_name, renamed or first_name, ranks, numbers != places)
+        yield Entry(f"{test_file}::{name}", ranks, numbers != places)
 
 
 def save(entries: Iterable[Entry], folder: Path = FOLDER) -> None:
     """Sorted, so that a change of the manifest shows the tests that it is about."""
     texts: dict[str, list[str]] = {}
     test_file = ""
-    for entry in sorted(entries, key=lambda entry: entry.first_name.split("::")):
-        lines = texts.setdefault(entry.first_name.split("/")[1], [])
-        if entry.first_name.partition("::")[0] != test_file:
-            test_file = entry.first_name.partition("::")[0]
+    for entry in sorted(entries, key=lambda entry: entry.test.split("::")):
+        lines = texts.setdefault(entry.test.split("/")[1], [])
+        if entry.test.partition("::")[0] != test_file:
+            test_file = entry.test.partition("::")[0]
             lines.append(f"{test_file}\n")
         lines.append(entry.line)
     for name, lines in texts.items():
@@ -111,7 +106,7 @@ def with_new(entries: Iterable[Entry], runs: Runs, slow: set[str]) -> list[Entry
         ranks = frozenset(number for (_, number), tests in runs.items() if test in tests)
         if test in known:
             old = known[test]
-            known[test] = Entry(old.first_name, test, old.ranks | ranks, old.slow)
+            known[test] = Entry(test, old.ranks | ranks, old.slow)
         else:
-            known[test] = Entry(test, test, ranks, test in slow)
+            known[test] = Entry(test, ranks, test in slow)
     return list(known.values())

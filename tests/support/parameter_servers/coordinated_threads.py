@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mpistrat.coordinator import ClusterCoordinator
-from mpistrat.parameter_server.coordinator.cluster import Cluster
+from mpistrat.parameter_server.coordinator.dispatcher import Cluster
 from mpistrat.parameter_server.coordinator.worker import Worker
 
 _DEATH = "death"

@@ -63,3 +63,8 @@ class RecordedRpc:
         self.channel.lost.add(rank)
         for handler in self._when_lost:
             handler(rank)
+
+
+def call_now(call: Callable[[], None]) -> None:
+    """A `WhenSafe` of a server without a backup."""
+    call()

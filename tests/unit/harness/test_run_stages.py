@@ -23,7 +23,7 @@ def stages(**of_first: object) -> list[Stage]:
 
 @pytest.fixture(autouse=True)
 def listed(monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
-    entries = [Entry(TEST, TEST, frozenset({2}))]
+    entries = [Entry(TEST, frozenset({2}))]
     monkeypatch.setattr(manifest, "load", lambda: entries)
     return entries
 
@@ -38,7 +38,7 @@ def test_two_unsteady_tests_are_a_failure() -> None:
 
 
 def test_a_test_that_was_not_run_is_a_failure(listed: list[Entry]) -> None:
-    listed.append(Entry(f"{TEST}_b", f"{TEST}_b", frozenset({2})))
+    listed.append(Entry(f"{TEST}_b", frozenset({2})))
     (text,) = run_stages.complaints("usual", stages())
     assert f"{TEST}_b was not run under MPICH and Open MPI at 2 ranks" in text
     assert list(run_stages.complaints("quick", stages())) == []

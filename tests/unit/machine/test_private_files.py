@@ -33,7 +33,7 @@ ALLOWED = {
         "parameter_server/rpc/channel.py",
         "loads",
     ): "what this job's ranks have written to a pipe without a name, or sent over MPI",
-    ("parameter_server/store.py", "loads"): "the same",
+    ("parameter_server/server/store.py", "loads"): "the same",
     ("replicas/rank_methods.py", "loads"): "what rank 0 of this job has sent over MPI",
     ("machine/addresses.py", "create_server"): "while nodes look for an address; and for the next",
     (

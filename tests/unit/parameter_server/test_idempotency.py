@@ -2,7 +2,7 @@
 
 import threading
 
-from mpistrat.parameter_server.idempotency import UpdateNumbers, session_of
+from mpistrat.parameter_server.protocol.idempotency import UpdateNumbers, session_of
 
 
 def test_all_threads_work_at_one_piece() -> None:

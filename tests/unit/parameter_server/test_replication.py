@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mpistrat import errors
-from mpistrat.parameter_server import protocol
-from mpistrat.parameter_server.idempotency import session_of
-from mpistrat.parameter_server.protocol import (
+from mpistrat.parameter_server.protocol import messages
+from mpistrat.parameter_server.protocol.idempotency import session_of
+from mpistrat.parameter_server.protocol.messages import (
     ENDED,
     FAILED,
     MAY_BEGIN,
@@ -20,12 +20,12 @@ from mpistrat.parameter_server.protocol import (
     Update,
     Updates,
 )
-from mpistrat.parameter_server.replication import ABANDON, CHANGED
+from mpistrat.parameter_server.protocol.snapshot import ADMIT, HOLD
+from mpistrat.parameter_server.protocol.tensors import TensorSpec, inline, unpack
 from mpistrat.parameter_server.rpc.segments import Mappings
-from mpistrat.parameter_server.server import ParameterServer
-from mpistrat.parameter_server.server_optimizers import OptimizerDefinition
-from mpistrat.parameter_server.snapshot import ADMIT, HOLD
-from mpistrat.parameter_server.tensors import TensorSpec, inline, unpack
+from mpistrat.parameter_server.server.replication import ABANDON, CHANGED
+from mpistrat.parameter_server.server.server import ParameterServer
+from mpistrat.parameter_server.server.server_optimizers import OptimizerDefinition
 from support.parameter_servers.recorded_rpc import RecordedRpc
 
 KEY, PRIMARY, BACKUP, CLIENT, OTHER = 3, 8, 9, 1, 2
@@ -75,7 +75,7 @@ def add(number: float, n: int, size: int = 3, key: int = KEY) -> Update:
 @pytest.fixture
 def pair() -> Pair:
     pair = Pair()
-    pair.first.receive_request(CLIENT, protocol.CREATE, created())
+    pair.first.receive_request(CLIENT, messages.CREATE, created())
     pair.carry()
     return pair
 
@@ -87,7 +87,7 @@ def is_answered(rpc: RecordedRpc, ticket: int) -> bool:
 def test_an_array_is_found_when_both_have_it() -> None:
     pair = Pair()
     tickets = [pair.first.receive_request(CLIENT, "find", KEY)]
-    tickets.append(pair.first.receive_request(CLIENT, protocol.CREATE, created()))
+    tickets.append(pair.first.receive_request(CLIENT, messages.CREATE, created()))
     tickets.append(pair.first.receive_request(CLIENT, "find", KEY))
     assert not any(is_answered(pair.first, ticket) for ticket in tickets)
     pair.carry()
@@ -119,7 +119,7 @@ def test_what_was_not_answered_for_is_made_once_by_who_goes_on(pair) -> None:
         pair.second.reply_to(
             pair.second.receive_request(CLIENT, "update", Updates([add(number, number)]))
         )
-    pair.second.receive_request(CLIENT, protocol.CREATE, created())  # as if its answer had not come
+    pair.second.receive_request(CLIENT, messages.CREATE, created())  # as if its answer had not come
     assert pair.values()[1] == [11] * 3
     assert not pair.second.notices
 

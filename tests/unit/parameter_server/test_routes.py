@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.routes import Routes
+from mpistrat.parameter_server.protocol.routes import Routes
 from mpistrat.parameter_server.rpc.channel import LOST
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 

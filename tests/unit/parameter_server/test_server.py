@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpistrat import errors
-from mpistrat.parameter_server.protocol import (
+from mpistrat.parameter_server.protocol.messages import (
     ENDED,
     FAILED,
     MAY_BEGIN,
@@ -17,12 +17,12 @@ from mpistrat.parameter_server.protocol import (
     Update,
     Updates,
 )
+from mpistrat.parameter_server.protocol.snapshot import ADMIT, HOLD, RELEASE
+from mpistrat.parameter_server.protocol.tensors import SharedTensor, TensorSpec, inline, unpack
 from mpistrat.parameter_server.rpc.remote_errors import portable_error
 from mpistrat.parameter_server.rpc.segments import Mappings, RegionHandle
-from mpistrat.parameter_server.server import ParameterServer
-from mpistrat.parameter_server.server_optimizers import OptimizerDefinition, ServerOptimizer
-from mpistrat.parameter_server.snapshot import ADMIT, HOLD, RELEASE
-from mpistrat.parameter_server.tensors import SharedTensor, TensorSpec, inline, unpack
+from mpistrat.parameter_server.server.server import ParameterServer
+from mpistrat.parameter_server.server.server_optimizers import OptimizerDefinition, ServerOptimizer
 from support.parameter_servers.recorded_rpc import RecordedRpc
 
 KEY = 3

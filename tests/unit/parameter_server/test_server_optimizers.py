@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.server_optimizers import (
+from mpistrat.parameter_server.server.server_optimizers import (
     OptimizerDefinition,
     ServerOptimizer,
     hyperparameters,

@@ -5,15 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.protocol import MAY_BEGIN, STEPS
-from mpistrat.parameter_server.staleness import ServerClock, WorkerClock
-from support.parameter_servers.recorded_rpc import RecordedRpc
+from mpistrat.parameter_server.protocol.messages import MAY_BEGIN, STEPS
+from mpistrat.parameter_server.protocol.staleness import ServerClock, WorkerClock
+from support.parameter_servers.recorded_rpc import RecordedRpc, call_now
 
 
 def clock_of(workers):
     rpc = RecordedRpc()
     announced = []
-    return rpc, ServerClock(rpc, workers, announced.append), announced
+    return rpc, ServerClock(rpc, workers, announced.append, call_now), announced
 
 
 def waits(rpc, ticket) -> bool:
@@ -60,7 +60,7 @@ def test_who_leaves_holds_nobody_back() -> None:
 def test_rounds_are_told_before_anybody_may_begin() -> None:
     rpc = RecordedRpc()
     seen = []
-    clock = ServerClock(rpc, [1, 2], lambda steps: seen.append((steps, len(rpc.replies))))
+    clock = ServerClock(rpc, [1, 2], lambda steps: seen.append((steps, len(rpc.replies))), call_now)
     clock.ended(1, 1)
     rpc.receive_request(1, MAY_BEGIN, 1)
     clock.ended(2, 1)

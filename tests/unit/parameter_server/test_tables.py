@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.protocol.tables import MappedTable, Table
+from mpistrat.parameter_server.protocol.tensors import TensorSpec
 from mpistrat.parameter_server.rpc.segments import Mappings, RegionHandle, Segments
-from mpistrat.parameter_server.tables import MappedTable, Table
-from mpistrat.parameter_server.tensors import TensorSpec
 
 SIZE = 200_000
 
@@ -21,9 +21,9 @@ WRITER = textwrap.dedent(
     """
     import sys, time
     import numpy as np
-    from mpistrat.parameter_server.tensors import TensorSpec
+    from mpistrat.parameter_server.protocol.tensors import TensorSpec
     from mpistrat.parameter_server.rpc.segments import Segments
-    from mpistrat.parameter_server.tables import Table
+    from mpistrat.parameter_server.protocol.tables import Table
 
     size, pause = int(sys.argv[1]), float(sys.argv[2])
     table = Table("t", TensorSpec((size,), "int64", False), Segments())

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpistrat.parameter_server.rpc.segments import Buffers, Mappings
-from mpistrat.parameter_server.tensors import (
+from mpistrat.parameter_server.protocol.tensors import (
     InlineTensor,
     SharedTensor,
     TensorSpec,
@@ -15,6 +14,7 @@ from mpistrat.parameter_server.tensors import (
     pack,
     unpack,
 )
+from mpistrat.parameter_server.rpc.segments import Buffers, Mappings
 
 NUMPY = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpistrat.parameter_server.coordinator.worker_seeds import seed_for_worker
+from mpistrat.parameter_server.coordinator.worker import seed_for_worker
 
 
 def draw() -> tuple[float, float, float]:

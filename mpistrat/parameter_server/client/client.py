@@ -12,17 +12,16 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server import protocol
-from mpistrat.parameter_server.idempotency import UpdateNumbers, session_of
-from mpistrat.parameter_server.protocol import GradientMethod, NewArray, Push, Update, Updates
-from mpistrat.parameter_server.routes import FailoverRequest, Routes
+from mpistrat.parameter_server.protocol import messages, tensors
+from mpistrat.parameter_server.protocol.idempotency import UpdateNumbers, session_of
+from mpistrat.parameter_server.protocol.messages import GradientMethod, Push
+from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
+from mpistrat.parameter_server.protocol.tables import MappedTable
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, SharedRegion
-from mpistrat.parameter_server.tables import MappedTable
-from mpistrat.parameter_server.tensors import SharedTensor, TensorSpec, inline, pack, unpack
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.server_optimizers import OptimizerDefinition, State
+    from mpistrat.parameter_server.server.server_optimizers import OptimizerDefinition, State
 
 
 class Address(NamedTuple):
@@ -36,7 +35,7 @@ class Address(NamedTuple):
     server: int
     key: int
     name: str
-    spec: TensorSpec
+    spec: tensors.TensorSpec
 
 
 class Change(NamedTuple):
@@ -89,23 +88,23 @@ class Client:
         """Let the server make the array, with this value."""
         self.used[address.key] = address
         holder = self.routes.holder_of(address.server)
-        (packed,), region = pack([value], self._memory.buffers_for(holder))
-        new = NewArray(address.key, address.server, address.name, address.spec, packed)
-        self.routes.call(address.server, protocol.CREATE, new, holder).wait()
+        (packed,), region = tensors.pack([value], self._memory.buffers_for(holder))
+        new = messages.NewArray(address.key, address.server, address.name, address.spec, packed)
+        self.routes.call(address.server, messages.CREATE, new, holder).wait()
         self._memory.buffers.give_back(region)
         self.bytes_pushed += address.spec.nbytes
 
     def cannot_create(self, server: int, key: int, error: Exception) -> None:
         """Let ranks that wait for this array raise the error, now and later."""
         for copy in self.routes.copies_of(server):
-            self.rpc.notify(copy, protocol.CANNOT_CREATE, (key, error))
+            self.rpc.notify(copy, messages.CANNOT_CREATE, (key, error))
 
     def find(self, server: int, key: int) -> Address:
         """The address of an array that another rank makes. Waits for it as long as that rank uses the servers.
 
         Raises: UnavailableError: it does not any more; the error of its `cannot_create`.
         """
-        call = self.routes.call(server, protocol.FIND, key)
+        call = self.routes.call(server, messages.FIND, key)
         name, spec, _ = call.wait(limited=False)
         self.used[key] = Address(server, key, name, spec)
         return self.used[key]
@@ -119,7 +118,7 @@ class Client:
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
         """Pull several values at the same time, each into an array of its spec, on any device."""
-        calls: list[tuple[Array, TensorSpec, SharedRegion | None, FailoverRequest]] = []
+        calls: list[tuple[Array, tensors.TensorSpec, SharedRegion | None, FailoverRequest]] = []
         for address, out in wanted:
             spec = address.spec
             self.used[address.key] = address
@@ -132,13 +131,13 @@ class Client:
             region, target = None, None
             if table is not None and self._memory.buffers_for(holder):
                 region = self._memory.buffers.take(spec.nbytes)
-                target = SharedTensor(region.part(0, spec.nbytes).handle, spec)
-            call = self.routes.call(address.server, protocol.PULL, (address.key, target), holder)
+                target = tensors.SharedTensor(region.part(0, spec.nbytes).handle, spec)
+            call = self.routes.call(address.server, messages.PULL, (address.key, target), holder)
             calls.append((out, spec, region, call))
         for out, spec, region, call in calls:
             answer = call.wait()
             if answer is not None:
-                out[...] = unpack(answer, self._memory.mappings)
+                out[...] = tensors.unpack(answer, self._memory.mappings)
             elif region is not None:
                 out[...] = spec.array_in(region.memory[: spec.nbytes])
             self._memory.buffers.give_back(region)
@@ -149,9 +148,9 @@ class Client:
         table = self._memory.table(address)
         rows = None if table is None else table.rows(indices)
         if rows is None:
-            body = address.key, inline(indices)
-            call = self.routes.call(address.server, protocol.ROWS, body)
-            rows = unpack(call.wait(), self._memory.mappings)
+            body = address.key, tensors.inline(indices)
+            call = self.routes.call(address.server, messages.ROWS, body)
+            rows = tensors.unpack(call.wait(), self._memory.mappings)
         self.bytes_pulled += arrays.num_elements(rows) * address.spec.itemsize
         return rows
 
@@ -180,7 +179,7 @@ class Client:
         for at, call, region in calls:
             try:
                 for position, value in zip(at, call.wait(), strict=True):
-                    values[position] = value and unpack(value, self._memory.mappings)
+                    values[position] = value and tensors.unpack(value, self._memory.mappings)
             except Exception as error:
                 errors.append(error)
             if call.come:  # otherwise the server may still write to the region
@@ -195,11 +194,11 @@ class Client:
         """Send one server's changes. Returns: also the region to give back once the server has replied."""
         holder = self.routes.holder_of(server)
         operands = [_arrays_of(change.operand) for change in changes]
-        packed, region = pack([*chain(*operands)], self._memory.buffers_for(holder))
+        packed, region = tensors.pack([*chain(*operands)], self._memory.buffers_for(holder))
         self.bytes_pushed += sum(tensor.spec.nbytes for tensor in packed)
         parts = iter(packed)
         updates = [
-            Update(
+            messages.Update(
                 change.address.key,
                 change.method,
                 list(islice(parts, len(operand))),
@@ -207,8 +206,8 @@ class Client:
             )
             for change, operand in zip(changes, operands, strict=True)
         ]
-        body = Updates(updates, push and push._replace(part=server), settled)
-        return self.routes.call(server, protocol.UPDATE, body, holder), region
+        body = messages.Updates(updates, push and push._replace(part=server), settled)
+        return self.routes.call(server, messages.UPDATE, body, holder), region
 
     @contextlib.contextmanager
     def already_written(self) -> Iterator[None]:
@@ -222,11 +221,11 @@ class Client:
     def publish(self, name: Any, value: Any) -> None:
         """Let all ranks know that `name` is `value`."""
         for server in self.routes.copies_of(self.routes.servers[0]):
-            self.rpc.notify(server, protocol.PUBLISH, (name, value))
+            self.rpc.notify(server, messages.PUBLISH, (name, value))
 
     def await_published(self, name: Any) -> Any:
         """The value that the creator of arrays publishes under this name. Waits as long as that uses the servers."""
-        call = self.routes.call(self.routes.servers[0], protocol.PUBLISHED, name)
+        call = self.routes.call(self.routes.servers[0], messages.PUBLISHED, name)
         return call.wait(limited=False)
 
 
@@ -259,7 +258,7 @@ class MemoryWithServers:
         if which not in self._tables:
             table = None
             if self._channel.shares_memory_with(server):
-                call = self._routes.call(address.server, protocol.FIND, address.key)
+                call = self._routes.call(address.server, messages.FIND, address.key)
                 _, spec, handle = call.wait()
                 with contextlib.suppress(OSError):
                     table = MappedTable(spec, self.mappings.at(handle))
@@ -293,25 +292,25 @@ class OptimizerClient:
         import cloudpickle  # here, because it makes importing mpistrat slower
 
         packed = cloudpickle.dumps(definition)  # also of classes of the main script
-        calls = []
-        for server in self._routes.servers:
-            mine = [(address.key, shard) for address, shard in arrays if address.server == server]
-            if mine:
-                body = optimizer, packed, mine
-                calls.append(self._routes.call(server, protocol.MAKE_OPTIMIZER, body))
-        for call in calls:
+        keys: dict[int, list[tuple[int, bool]]] = {}  # by server
+        for address, shard in arrays:
+            keys.setdefault(address.server, []).append((address.key, shard))
+        for call in [
+            self._routes.call(server, messages.MAKE_OPTIMIZER, (optimizer, packed, of_server))
+            for server, of_server in keys.items()
+        ]:
             call.wait()
 
     def state(self, optimizer: int, address: Address) -> State:
         """What the optimizer keeps for an array: NumPy arrays and numbers, by name."""
         body = optimizer, address.key
-        call = self._routes.call(address.server, protocol.OPTIMIZER_STATE, body)
+        call = self._routes.call(address.server, messages.OPTIMIZER_STATE, body)
         state: State = call.wait()
         return state
 
     def load_state(self, optimizer: int, address: Address, state: State) -> None:
         body = optimizer, address.key, state
-        self._routes.call(address.server, protocol.LOAD_OPTIMIZER_STATE, body).wait()
+        self._routes.call(address.server, messages.LOAD_OPTIMIZER_STATE, body).wait()
 
 
 def _arrays_of(operand: Any) -> list[Any]:

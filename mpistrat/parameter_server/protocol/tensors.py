@@ -10,13 +10,7 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.host_views import view_of
-from mpistrat.parameter_server.rpc.segments import (
-    Buffers,
-    Mappings,
-    RegionHandle,
-    SharedRegion,
-    whole_lines,
-)
+from mpistrat.parameter_server.rpc import segments
 
 # A pipe copies a message in pieces. From this many bytes on, shared memory is quicker.
 _SMALL = 1 << 13
@@ -77,7 +71,7 @@ class TensorSpec(NamedTuple):
 class SharedTensor(NamedTuple):
     """An array in memory that both sides map."""
 
-    handle: RegionHandle
+    handle: segments.RegionHandle
     spec: TensorSpec
 
 
@@ -102,8 +96,8 @@ def inline(array: Array) -> InlineTensor:
 
 
 def pack(
-    tensors: Sequence[Array], buffers: Buffers | None
-) -> tuple[list[PackedTensor], SharedRegion | None]:
+    tensors: Sequence[Array], buffers: segments.Buffers | None
+) -> tuple[list[PackedTensor], segments.SharedRegion | None]:
     """Arrays of any device, for a message.
 
     Args: buffers: memory that the receiver can map; None where it cannot.
@@ -111,7 +105,7 @@ def pack(
     """
     on_host = [arrays.to_host(arrays.detach(array)) for array in tensors]
     specs = [TensorSpec.of(array) for array in on_host]
-    rooms = [whole_lines(spec.nbytes) for spec in specs]
+    rooms = [segments.whole_lines(spec.nbytes) for spec in specs]
     if buffers is None or sum(rooms) <= _SMALL:
         return [inline(array) for array in on_host], None
     region = buffers.take(sum(rooms))
@@ -125,14 +119,14 @@ def pack(
     return packed, region
 
 
-def unpack(packed: PackedTensor, mappings: Mappings) -> Array:
+def unpack(packed: PackedTensor, mappings: segments.Mappings) -> Array:
     """The array, in the memory in which it came."""
     if isinstance(packed, InlineTensor):
         return packed.spec.array_in(packed.data)
     return packed.spec.array_in(mappings.at(packed.handle))
 
 
-def inlined(body: Any, mappings: Mappings) -> Any:
+def inlined(body: Any, mappings: segments.Mappings) -> Any:
     """A message's body with InlineTensors in place of SharedTensors, for a receiver that cannot map these."""
     if isinstance(body, SharedTensor):
         return inline(unpack(body, mappings))

@@ -1,7 +1,7 @@
 """Consistent snapshot: a client reads all servers as they are at one time.
 
 The client pauses updates on every server, one after the other, and then drains the pushes that some servers have made
-and others not: their parts pass the gates, so that what the client reads has a push on all its servers, or on none.
+and others not: their parts pass the locks, so that what the client reads has a push on all its servers, or on none.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.protocol import Push, WhenSafe
-from mpistrat.parameter_server.routes import Routes
+from mpistrat.parameter_server.protocol.messages import Push, WhenSafe
+from mpistrat.parameter_server.protocol.routes import Routes
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
 # The client's messages: a request to pause, a request to let these parts of pushes pass, and a notice to go on.
@@ -25,27 +26,30 @@ _PartOfPush = tuple[int, int, "int | None"]  # client, number, part
 _Which = tuple[int, "int | None"]  # client, part
 
 
-class Gate:
-    """On a server: the changes of other clients wait here while one client holds it.
+class ChangeLock:
+    """On a server: a lock on changes: those of other clients wait while one client holds it.
 
     Args: when_safe: for what has passed.
     """
 
-    def __init__(self, rpc: RpcEndpoint, when_safe: WhenSafe = lambda call: call()) -> None:
+    def __init__(self, rpc: RpcEndpoint, when_safe: WhenSafe) -> None:
         self._rpc, self._when_safe = rpc, when_safe
         self._holder: int | None = None
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
         self._next: deque[Request] = deque()  # HOLD, of other clients
         # By client and part.
-        self._passed: dict[_Which, deque[Push]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._passed: dict[_Which, deque[Push]] = defaultdict(partial(deque, maxlen=REMEMBERED))
         self._admitted: set[_PartOfPush] = set()  # may pass, and have not come yet
         self._admission: Request | None = None  # is answered when all of these have come
         rpc.handle(HOLD, self._hold)
         rpc.handle(ADMIT, self._admit)
-        rpc.handle(RELEASE, lambda source, _: self._release(source))
+        rpc.handle(RELEASE, self._release)
 
     def enter(self, source: int, push: Push | None, work: Callable[[], None]) -> None:
-        """Call `work` now, or when the gate is open again. Args: push: where other servers get parts of it, too."""
+        """Call `work` now, or when no other client holds the lock any more.
+
+        Args: push: where other servers get parts of it, too.
+        """
         part = push and (source, push.number, push.part)
         admitted = part in self._admitted
         if self._holder not in (None, source) and not admitted:
@@ -64,8 +68,7 @@ class Gate:
 
     def lost(self, rank: int) -> None:
         """Wait for nothing of a rank that has died."""
-        self._admitted = {part for part in self._admitted if part[0] != rank}
-        self._answer_if_all_came()
+        self._stop_waiting_for_lost()
         self._release(rank)
 
     def _hold(self, request: Request) -> None:
@@ -79,6 +82,9 @@ class Gate:
         self._admission = request
         self._admitted = set(request.body)
         self._enter_again()  # also what the dead have sent: it has come whole
+        self._stop_waiting_for_lost()
+
+    def _stop_waiting_for_lost(self) -> None:
         lost = self._rpc.channel.lost
         self._admitted = {part for part in self._admitted if part[0] not in lost}
         self._answer_if_all_came()
@@ -93,7 +99,7 @@ class Gate:
             self._when_safe(self._admission.reply)
             self._admission = None
 
-    def _release(self, source: int) -> None:
+    def _release(self, source: int, body: None = None) -> None:
         self._next = deque(request for request in self._next if request.source != source)
         if self._holder != source:
             return
@@ -141,7 +147,7 @@ def _release_all(routes: Routes, held: list[int]) -> None:
 
 def not_yet_everywhere(
     passed: Mapping[int, Mapping[_Which, Sequence[Push]]],
-    holder: Callable[[int], int] = lambda server: server,
+    holder: Callable[[int], int],
 ) -> dict[int, set[_PartOfPush]]:
     """By server, the parts of pushes that still have to pass there, because other parts have passed elsewhere.
 

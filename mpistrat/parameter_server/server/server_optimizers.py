@@ -65,11 +65,10 @@ class OptimizerDefinition:
         return cls(kind, {name: numbers[name] for name in keywords})
 
     def make(self, parameter: torch.Tensor) -> Optimizer:
-        how = {name: value for name, value in _HOW.items() if name in _keywords_of(self.cls)}
-        if "fused" in how:
-            how["fused"] = parameter.dtype in _FUSED
+        how = {**_HOW, "fused": parameter.dtype in _FUSED}
+        chosen = {name: how[name] for name in how.keys() & _keywords_of(self.cls)}
         make: Callable[..., Optimizer] = self.cls
-        return make([parameter], **{**self.keywords, **how})
+        return make([parameter], **{**self.keywords, **chosen})
 
 
 def _keywords_of(cls: type[Optimizer]) -> set[str]:
@@ -130,9 +129,8 @@ class ServerOptimizer:
         Raises: ValueError, TypeError, IndexError: the gradient does not fit; nothing is changed.
         """
         self.check(gradient)
-        for name, value in hyperparameters.items():
-            if name not in _HOW:
-                self._group[name] = value
+        taken = hyperparameters.keys() - _HOW.keys()
+        self._group.update({name: hyperparameters[name] for name in taken})
         if self._cls is torch.optim.SGD and self._whole.dtype in _FUSED:
             # Without momentum and decay the other way is one pass, too, and takes a tenth less time.
             self._group["fused"] = bool(self._group["momentum"] or self._group["weight_decay"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mpistrat.parameter_server.tensors import PackedTensor, TensorSpec
+from mpistrat.parameter_server.protocol.tensors import PackedTensor, TensorSpec
 
 # Requests that read.
 FIND, PULL, ROWS, OPTIMIZER_STATE = "find", "pull", "rows", "optimizer state"

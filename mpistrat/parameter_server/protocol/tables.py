@@ -12,8 +12,8 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.node.shared_memory import before_others_see
+from mpistrat.parameter_server.protocol.tensors import SharedTensor, TensorSpec
 from mpistrat.parameter_server.rpc.segments import Segments
-from mpistrat.parameter_server.tensors import SharedTensor, TensorSpec
 from mpistrat.variables.updates import update_in_place
 
 # Before the array: how many times a write has begun or ended, and how many updates there were.

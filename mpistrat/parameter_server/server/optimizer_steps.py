@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpistrat import arrays
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.protocol import GradientMethod
-from mpistrat.parameter_server.tables import Table
+from mpistrat.parameter_server.protocol.messages import GradientMethod
+from mpistrat.parameter_server.protocol.tables import Table
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.server_optimizers import (
-        OptimizerDefinition,
-        ServerOptimizer,
-    )
+    from mpistrat.parameter_server.server import server_optimizers
 
 
 class ServerOptimizers:
@@ -28,21 +25,23 @@ class ServerOptimizers:
     """
 
     def __init__(self) -> None:
-        self.by_key: dict[tuple[int, int], ServerOptimizer] = {}
+        self.by_key: dict[tuple[int, int], server_optimizers.ServerOptimizer] = {}
         self.pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
 
     def make(
         self,
         optimizer: int,
-        definition: OptimizerDefinition,
+        definition: server_optimizers.OptimizerDefinition,
         tables: Sequence[tuple[int, Table, bool]],
     ) -> None:
         """Args: tables: arrays that may lack this optimizer: their keys, and whether each is a part of a variable."""
-        from mpistrat.parameter_server.server_optimizers import ServerOptimizer
+        from mpistrat.parameter_server.server import server_optimizers
 
         for key, table, shard in tables:
             if (optimizer, key) not in self.by_key:
-                self.by_key[optimizer, key] = ServerOptimizer(table.array, definition, shard=shard)
+                self.by_key[optimizer, key] = server_optimizers.ServerOptimizer(
+                    table.array, definition, shard=shard
+                )
 
     def step(
         self, key: int, table: Table, step: GradientMethod, gradient: Any, worker: int
@@ -104,7 +103,7 @@ class ServerOptimizers:
         for number, of_round in other.pending.items():
             self.pending.setdefault(number, {}).update(of_round)
 
-    def of(self, optimizer: int, key: int) -> ServerOptimizer:
+    def of(self, optimizer: int, key: int) -> server_optimizers.ServerOptimizer:
         try:
             return self.by_key[optimizer, key]
         except KeyError:

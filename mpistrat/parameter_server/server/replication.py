@@ -17,15 +17,15 @@ from typing import Any
 from mpistrat.arrays import Array
 from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
-from mpistrat.parameter_server import protocol
-from mpistrat.parameter_server.protocol import NewArray, Updates
+from mpistrat.parameter_server.protocol import messages
+from mpistrat.parameter_server.protocol.messages import NewArray, Updates
+from mpistrat.parameter_server.protocol.snapshot import ChangeLock
+from mpistrat.parameter_server.protocol.tables import Table
+from mpistrat.parameter_server.protocol.tensors import PackedTensor, inline, pack
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.rpc.remote_errors import outcome_of
 from mpistrat.parameter_server.rpc.segments import Buffers, SharedRegion
-from mpistrat.parameter_server.snapshot import Gate
-from mpistrat.parameter_server.store import Store
-from mpistrat.parameter_server.tables import Table
-from mpistrat.parameter_server.tensors import PackedTensor, inline, pack
+from mpistrat.parameter_server.server.store import Store
 
 # Notices between the two. CHANGE: number, method, source and body of a change. CHANGED: the number of a change that was
 # tried, and why it could not be made, or "". ABANDON: the backup is to forget everything.
@@ -61,7 +61,7 @@ class Backup:
         self._names: dict[int, str] = {}  # of the arrays that the backup has, by key
         self._forwarded: deque[Forwarded] = deque()
         self._count = 0
-        rpc.handle(CHANGED, lambda source, body: self._changed(*body))
+        rpc.handle(CHANGED, self._changed)
 
     def covers(self, keys: Iterable[int]) -> bool:
         """Whether the backup has these arrays."""
@@ -85,7 +85,7 @@ class Backup:
         value: PackedTensor | None = None
         if new.value is not None:
             value = table.shared if self._shares_memory else inline(table.array)
-        self.forward(protocol.CREATE, source, new._replace(value=value))
+        self.forward(messages.CREATE, source, new._replace(value=value))
         self._names[new.key] = new.name
 
     def forward_updates(
@@ -98,7 +98,7 @@ class Backup:
             update._replace(operand=list(islice(parts, len(update.operand))))
             for update in updates.updates
         ]
-        return self.forward(protocol.UPDATE, source, updates._replace(updates=again), region)
+        return self.forward(messages.UPDATE, source, updates._replace(updates=again), region)
 
     def when_safe(self, call: Callable[[], None]) -> None:
         """Call it when the backup has made all changes forwarded so far; now, where there are none."""
@@ -111,7 +111,8 @@ class Backup:
         if rank == self._rank:
             self._end()
 
-    def _changed(self, number: int, why_not: str) -> None:
+    def _changed(self, source: int, body: tuple[int, str]) -> None:
+        number, why_not = body
         if self._rank is None:
             return
         forwarded = self._forwarded[0]
@@ -145,7 +146,7 @@ class BackupCopies:
 
     Args:
         store: this server's own, which shares its memory with the copies, and gets them when the primary has died.
-        gate: remembers what has passed the primary's gate, for clients that ask this server in its place.
+        lock: remembers the pushes that the primary's lock has let pass, for clients that ask this server in its place.
         taken_over: is called when `store` has got the copies.
     Attributes:
         copies: a store of their own.
@@ -155,16 +156,25 @@ class BackupCopies:
     """
 
     def __init__(
-        self, rpc: RpcEndpoint, store: Store, gate: Gate, taken_over: Callable[[], None]
+        self,
+        rpc: RpcEndpoint,
+        store: Store,
+        lock: ChangeLock,
+        taken_over: Callable[[], None],
     ) -> None:
-        self._rpc, self._own, self._gate, self._taken_over = rpc, store, gate, taken_over
+        self._rpc, self._store, self._lock, self._taken_over = (
+            rpc,
+            store,
+            lock,
+            taken_over,
+        )
         self.copies = store.sibling()
         self._is_over = False  # the primary's changes do not count any more
         self.primary: int | None = None
         self.names: dict[int, str] = {}
         self.given_up: dict[int, str] = {}
         rpc.handle(CHANGE, self._change)
-        rpc.handle(ABANDON, lambda source, _: self._give_up())
+        rpc.handle(ABANDON, self._give_up)
 
     def claim(self, key: int) -> None:
         """Take over if this array is among the copies: clients ask here when the primary has died.
@@ -186,7 +196,7 @@ class BackupCopies:
     def _take_over(self) -> None:
         """Adopt the copies. Changes that the primary may still have sent do not count: clients ask again, here."""
         self._is_over = True
-        self._own.adopt(self.copies)
+        self._store.adopt(self.copies)
         self._taken_over()
 
     def _change(self, primary: int, body: tuple[int, str, int, Any]) -> None:
@@ -200,24 +210,24 @@ class BackupCopies:
         if self._is_over:  # only a primary that lives against all evidence gets this error
             raise RuntimeError("another server has taken over")
         store = self.copies
-        if method == protocol.CREATE:
+        if method == messages.CREATE:
             self.names[change.key] = store.create(change).name
-        elif method == protocol.UPDATE:
-            self._gate.passed(source, change.push)
+        elif method == messages.UPDATE:
+            self._lock.passed(source, change.push)
             store.update(source, change)
-        elif method == protocol.MAKE_OPTIMIZER:
+        elif method == messages.MAKE_OPTIMIZER:
             store.make_optimizer(*change)
-        elif method == protocol.LOAD_OPTIMIZER_STATE:
+        elif method == messages.LOAD_OPTIMIZER_STATE:
             store.load_optimizer_state(*change)
-        elif method == protocol.DROP_GRADIENTS:
+        elif method == messages.DROP_GRADIENTS:
             store.optimizers.forget(source, change)
-        elif method == protocol.END_ROUNDS:
+        elif method == messages.END_ROUNDS:
             before, who_ended = change
             for name, error in store.optimizers.end_rounds(before, who_ended.__getitem__):
                 raise RuntimeError(f"the step of {name!r}") from error
         else:
             raise ValueError(f"a backup knows no change {method!r}")
 
-    def _give_up(self) -> None:
+    def _give_up(self, source: int, body: None) -> None:
         self.given_up, self.names = self.names, {}
-        self.copies = self._own.sibling()  # drops the arrays, and their optimizers' state
+        self.copies = self._store.sibling()  # drops the arrays, and their optimizers' state

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server import protocol
-from mpistrat.parameter_server.protocol import Push
+from mpistrat.parameter_server.protocol import messages
+from mpistrat.parameter_server.protocol.messages import Push
+from mpistrat.parameter_server.protocol.tensors import inlined
 from mpistrat.parameter_server.rpc.endpoint import PendingReply, RpcEndpoint
 from mpistrat.parameter_server.rpc.segments import Mappings
-from mpistrat.parameter_server.tensors import inlined
 
 
 def backups_of(servers: Sequence[int]) -> dict[int, int]:
@@ -76,12 +76,12 @@ class Routes:
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
         """Nobody repeats the pieces of work `over` any more, nor any with a number below `over_before`."""
-        self._notify_all(protocol.FORGET, (list(over), over_before))
+        self._notify_all(messages.FORGET, (list(over), over_before))
 
     def leave(self) -> None:
         """This rank does not use the servers any more."""
         self._has_left = True
-        self._notify_all(protocol.DONE)
+        self._notify_all(messages.DONE)
 
     def _notify_all(self, method: str, body: Any = None) -> None:
         for server in self.servers:

@@ -10,19 +10,13 @@ from typing import Any
 
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.idempotency import IdempotencyCache, session_of
-from mpistrat.parameter_server.optimizer_steps import ServerOptimizers
-from mpistrat.parameter_server.protocol import GradientMethod, NewArray, Update, Updates
+from mpistrat.parameter_server.protocol import tensors
+from mpistrat.parameter_server.protocol.idempotency import IdempotencyCache, session_of
+from mpistrat.parameter_server.protocol.messages import GradientMethod, NewArray, Update, Updates
+from mpistrat.parameter_server.protocol.tables import Table
 from mpistrat.parameter_server.rpc.remote_errors import outcome_of
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
-from mpistrat.parameter_server.tables import Table
-from mpistrat.parameter_server.tensors import (
-    InlineTensor,
-    PackedTensor,
-    SharedTensor,
-    inline,
-    unpack,
-)
+from mpistrat.parameter_server.server.optimizer_steps import ServerOptimizers
 
 # An answer to an update brings the new value along if it has at most so many bytes.
 SMALL_VALUE = 1 << 12
@@ -33,7 +27,6 @@ class Store:
 
     Args:
         find_elsewhere: is called with the key of each array that is asked for and is not here, and may add it.
-        idempotency, mappings: as below, where two stores of a process share theirs.
     Attributes:
         by_key: the arrays.
         optimizers: of these arrays.
@@ -41,16 +34,11 @@ class Store:
         mappings: memory of the processes that send operands.
     """
 
-    def __init__(
-        self,
-        find_elsewhere: Callable[[int], None] = lambda key: None,
-        idempotency: IdempotencyCache | None = None,
-        mappings: Mappings | None = None,
-    ) -> None:
+    def __init__(self, find_elsewhere: Callable[[int], None] = lambda key: None) -> None:
         self.by_key: dict[int, Table] = {}
         self.optimizers = ServerOptimizers()
-        self.idempotency = IdempotencyCache() if idempotency is None else idempotency
-        self.mappings = Mappings() if mappings is None else mappings
+        self.idempotency = IdempotencyCache()
+        self.mappings = Mappings()
         self._find_elsewhere = find_elsewhere
         self._segments = Segments()
 
@@ -60,7 +48,7 @@ class Store:
             table = Table(new.name, new.spec, self._segments)
             if new.value is not None:
                 with table.writing(updates=0) as array:
-                    array[...] = unpack(new.value, self.mappings)
+                    array[...] = tensors.unpack(new.value, self.mappings)
             self.by_key[new.key] = table
         return self.by_key[new.key]
 
@@ -75,19 +63,21 @@ class Store:
             raise NotFoundError(f"this server has no array {key}: it has {len(self.by_key)}")
         return self.by_key[key]
 
-    def pull(self, key: int, target: PackedTensor | None) -> InlineTensor | None:
+    def pull(self, key: int, target: tensors.PackedTensor | None) -> tensors.InlineTensor | None:
         """The array: in the client's memory `target`, or returned."""
         table = self.table(key)
-        if isinstance(target, SharedTensor):
-            unpack(target, self.mappings)[...] = table.array
+        if isinstance(target, tensors.SharedTensor):
+            tensors.unpack(target, self.mappings)[...] = table.array
             return None
-        return inline(table.array).copied()  # MPI may read it later, when the array has changed
+        return tensors.inline(
+            table.array
+        ).copied()  # MPI may read it later, when the array has changed
 
-    def rows(self, key: int, indices: PackedTensor) -> InlineTensor:
+    def rows(self, key: int, indices: tensors.PackedTensor) -> tensors.InlineTensor:
         table = self.table(key)
-        return inline(table.rows(unpack(indices, self.mappings)))
+        return tensors.inline(table.rows(tensors.unpack(indices, self.mappings)))
 
-    def update(self, client: int, updates: Updates) -> list[InlineTensor | None]:
+    def update(self, client: int, updates: Updates) -> list[tensors.InlineTensor | None]:
         """Make the updates that are not made yet, also those after one that fails.
 
         Returns: for each update, the value then, if it is small. Raises: the first error, once all have been tried.
@@ -99,18 +89,20 @@ class Store:
                 raise outcome
         return outcomes
 
-    def _update(self, update: Update, client: int) -> InlineTensor | None:
+    def _update(self, update: Update, client: int) -> tensors.InlineTensor | None:
         table = self.table(update.key)
 
-        def make() -> InlineTensor | None:
-            operand, *values = [unpack(packed, self.mappings) for packed in update.operand]
+        def make() -> tensors.InlineTensor | None:
+            operand, *values = [tensors.unpack(packed, self.mappings) for packed in update.operand]
             if values:
                 operand = IndexedSlices(values[0], operand)
             if isinstance(update.method, GradientMethod):
                 self.optimizers.step(update.key, table, update.method, operand, client)
                 return None
             table.update(update.method, operand)
-            return inline(table.array).copied() if table.spec.nbytes <= SMALL_VALUE else None
+            return (
+                tensors.inline(table.array).copied() if table.spec.nbytes <= SMALL_VALUE else None
+            )
 
         return self.idempotency.once(update, table.name, make)
 
@@ -118,7 +110,7 @@ class Store:
         """Map the memory of all operands. Raises: OSError: the memory is gone."""
         for update in updates.updates:
             for operand in update.operand:
-                if isinstance(operand, SharedTensor):
+                if isinstance(operand, tensors.SharedTensor):
                     self.mappings.at(operand.handle)
 
     def make_optimizer(
@@ -139,7 +131,9 @@ class Store:
 
     def sibling(self) -> Store:
         """An empty store for other arrays of this process, which shares the numbered updates and the mappings."""
-        return Store(idempotency=self.idempotency, mappings=self.mappings)
+        sibling = Store()
+        sibling.idempotency, sibling.mappings = self.idempotency, self.mappings
+        return sibling
 
     def adopt(self, other: Store) -> None:
         """Move all arrays of `other` here."""

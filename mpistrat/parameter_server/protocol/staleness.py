@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from mpistrat.errors import StallError, UnavailableError
-from mpistrat.parameter_server.protocol import ENDED, FAILED, MAY_BEGIN, STEPS, WhenSafe
-from mpistrat.parameter_server.routes import FailoverRequest, Routes
+from mpistrat.parameter_server.protocol.messages import ENDED, FAILED, MAY_BEGIN, STEPS, WhenSafe
+from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
 
@@ -31,8 +31,8 @@ class ServerClock:
         self,
         rpc: RpcEndpoint,
         workers: Sequence[int],
-        ended: Callable[[int], Exception | None] = lambda steps: None,
-        when_safe: WhenSafe = lambda call: call(),
+        ended: Callable[[int], Exception | None],
+        when_safe: WhenSafe,
     ) -> None:
         self._on_ended, self._when_safe = ended, when_safe
         self._steps = dict.fromkeys(workers, 0)

@@ -13,18 +13,13 @@ from mpistrat.input.input_context import InputContext
 from mpistrat.liveness import interrupts
 from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import InputOptions, RunOptions
-from mpistrat.parameter_server import server_strategy_parts
-from mpistrat.parameter_server.coordinator.cluster import Cluster
 from mpistrat.parameter_server.coordinator.cluster_coordinator import UnbuiltDataset
-from mpistrat.parameter_server.coordinator.worker import Worker
-from mpistrat.parameter_server.coordinator.worker_seeds import seed_for_worker
-from mpistrat.parameter_server.joining import (
-    check_arguments,
-    join_job,
-    resolver_of,
-)
+from mpistrat.parameter_server.coordinator.dispatcher import Cluster
+from mpistrat.parameter_server.coordinator.worker import Worker, seed_for_worker
+from mpistrat.parameter_server.job import joining
 from mpistrat.parameter_server.modules.object_references import ObjectReferences
-from mpistrat.parameter_server.servers_extended import ServersExtended
+from mpistrat.parameter_server.strategies import server_strategy_parts
+from mpistrat.parameter_server.strategies.server_strategy_parts import ServersExtended
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategies.strategy_arguments import StrategyArguments
@@ -34,7 +29,7 @@ from mpistrat.variables.partitioners import Partitioner
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 
 class ParameterServerStrategy(Strategy):
@@ -81,8 +76,8 @@ class ParameterServerStrategy(Strategy):
         comm: MPI.Intracomm | None = None,
     ) -> None:
         StrategyArguments(gradients=gradients)  # raises for a wrong one
-        check_arguments(variable_partitioner, replication)
-        job, devices = join_job(
+        joining.check_arguments(variable_partitioner, replication)
+        job, devices = joining.join_job(
             cluster_resolver,
             num_ps,
             comm,
@@ -91,13 +86,10 @@ class ParameterServerStrategy(Strategy):
             description=type(self).__name__,
             replication=replication,
         )
-        if job.roles.task_type == "ps":
-            job.serve()
-            raise SystemExit(0)
         extended = server_strategy_parts.with_servers(
             self, job, devices, variable_partitioner, gradients
         )
-        super().__init__(extended, cluster_resolver or resolver_of(job.roles))
+        super().__init__(extended, cluster_resolver or joining.resolver_of(job.roles))
         if job.roles.task_type == "worker":
             self.work()
             raise SystemExit(0)

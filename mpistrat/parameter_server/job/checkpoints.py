@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.machine.notices import tell
+from mpistrat.parameter_server.protocol.snapshot import consistent_snapshot
 from mpistrat.parameter_server.rpc.remote_errors import attributed_error
-from mpistrat.parameter_server.snapshot import consistent_snapshot
 from mpistrat.replicas.checkpoint_role import CheckpointRole
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 
 class CheckpointsOfJob(CheckpointRole):

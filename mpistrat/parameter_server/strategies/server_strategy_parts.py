@@ -4,28 +4,78 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.parameter_server.checkpoints import CheckpointsOfJob
-from mpistrat.parameter_server.client import Address
-from mpistrat.parameter_server.servers_extended import ServersExtended
-from mpistrat.parameter_server.staleness import WorkerClock
-from mpistrat.parameter_server.variables_on_servers import VariablesOnServers
+from mpistrat.context import AnyStrategy
+from mpistrat.machine.devices import task_of
+from mpistrat.parameter_server.client.client import Address
+from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
+from mpistrat.parameter_server.job.checkpoints import CheckpointsOfJob
+from mpistrat.parameter_server.protocol.staleness import WorkerClock
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan, Share
 from mpistrat.replicas.replicas import Replicas
-from mpistrat.replicas.strategy_extended import Parts
+from mpistrat.replicas.strategy_extended import Parts, StrategyExtended
 from mpistrat.replicas.torch_modules import ModuleParts, TorchModules
 from mpistrat.strategies import strategy_parts
 from mpistrat.topology import Topology
 from mpistrat.variables.partitioners import Partitioner
 
 if TYPE_CHECKING:
+    from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
+    from mpistrat.parameter_server.coordinator.dispatcher import Cluster
     from mpistrat.parameter_server.coordinator.pickling import References
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
+
+
+class ServersExtended(StrategyExtended):
+    """The replicas of one rank, with variables on servers.
+
+    Args:
+        is_worker: whether this rank is one of the workers that train by themselves.
+
+    Attributes:
+        job: the ranks.
+        makes_variables: whether this rank's initial values are everybody's: the chief's, or worker 0's where there is
+            no chief.
+        variables: on the servers.
+        torch_references: gives the names by which values of torch are pickled. Called by: `ObjectReferences`, where
+            torch is imported.
+        cluster: what a chief's coordinator needs; None on other ranks.
+    """
+
+    variables: VariablesOnServers
+    cluster: Cluster | None = None
+
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        parts: Parts,
+        job: ServerJob,
+        is_worker: bool,
+        torch_references: Callable[[], References],
+    ) -> None:
+        super().__init__(strategy, parts)
+        self.torch_references = torch_references
+        self.makes_variables = self.variables.owns_initial_values
+        self.job, self._is_worker = job, is_worker
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return True
+
+    def check_destination(self, destinations: Any) -> None:
+        """As TensorFlow does; a server's device is as good as this worker's."""
+        if not self._is_worker or not isinstance(destinations, str):
+            return
+        task, roles = task_of(destinations), self.job.roles
+        if task is not None and task[0] == roles.task_type and task[1] != roles.task_id:
+            raise ValueError(
+                f"cannot reduce to another worker: {destinations!r}; this is {self.job.name_of(self.job.rpc.rank)}"
+            )
 
 
 def with_servers(
@@ -36,7 +86,13 @@ def with_servers(
     gradients: str | None,
     clock: WorkerClock | None = None,
 ) -> ServersExtended:
-    """Args: clock: of a worker that trains by itself; None on a chief, and on a worker that runs its functions."""
+    """The parts of a strategy on this rank. A server serves here, and leaves by SystemExit.
+
+    Args: clock: of a worker that trains by itself; None on a chief, and on a worker that runs its functions.
+    """
+    if job.roles.task_type == "ps":
+        job.serve()
+        raise SystemExit(0)
     roles, coordinated = job.roles, clock is None
     owns = roles.rank == job.trainers[0]
     trains = roles.rank in job.trainers

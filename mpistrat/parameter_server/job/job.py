@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Set
 
 from mpi4py import MPI
 
@@ -18,11 +18,11 @@ from mpistrat.liveness import interrupts
 from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.machine.notices import tell
-from mpistrat.parameter_server.client import Client
-from mpistrat.parameter_server.routes import backups_of
+from mpistrat.parameter_server.client.client import Client
+from mpistrat.parameter_server.protocol.routes import backups_of
 from mpistrat.parameter_server.rpc.channel import Channel
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
-from mpistrat.parameter_server.server import ParameterServer
+from mpistrat.parameter_server.server.server import ParameterServer
 from mpistrat.settings import shared_bytes, stall_seconds
 from mpistrat.topology import Topology
 
@@ -99,9 +99,9 @@ class ServerJob:
         self.coordinator: int | None = None
         self.ended = self.is_done = False
         self.checkpoint = ""
-        losses = Losses(self)
-        self.rpc.describe_death = losses.describe
-        self.rpc.on_lost(losses.lost)  # before the server's
+        lost_ranks = LostRanks(self)
+        self.rpc.describe_death = lost_ranks.describe
+        self.rpc.on_lost(lost_ranks.lost)  # before the server's
         self.server: ParameterServer | None = None
         if roles.rank in self.servers:
             backup = backups_of(self.servers)[roles.rank] if replicated else None
@@ -185,8 +185,8 @@ class ServerJob:
         lost = self.rpc.channel.lost
         if self.outlives_ranks and self.rpc.rank == self.coordinator and lost:
             # With losses, nobody waits for the others at the end, and mpirun would kill them if this rank fails.
-            everybody = self.rpc.size - 1
-            self.rpc.run_until(lambda: len(lost) == everybody, _SECONDS_FOR_THE_OTHERS)
+            others = self.rpc.size - 1
+            self.rpc.run_until(lambda: len(lost) == others, _SECONDS_FOR_THE_OTHERS)
 
     def _send_the_rest(self) -> None:
         """Read until the others have read everything: what found no room in a pipe goes out only meanwhile."""
@@ -207,14 +207,14 @@ class ServerJob:
         self.ended = True
 
 
-class Losses:
+class LostRanks:
     """Decides whether the job goes on after the death of a rank, and who says so. Args: job: as this rank sees it."""
 
     def __init__(self, job: ServerJob) -> None:
         self._job = job
 
     def describe(self, rank: int) -> str:
-        """What is said of a rank that has died, in errors and to people."""
+        """The text about a rank that has died, for errors and for people."""
         job, died = self._job, f"{self._job.name_of(rank)} has died"
         if rank not in job.servers:
             return died
@@ -239,32 +239,43 @@ class Losses:
     def lost(self, rank: int) -> None:
         """A rank has died, or has left without a word. End the job, or let one rank say who goes on."""
         job = self._job
-        if job.is_done or (job.server is not None and not _is_needed(rank, job, job.server)):
+        if job.is_done or not self._concerns_server(rank):
             return
         if not job.outlives_ranks:
-            self._lost_for_good(rank)
+            self._end_if_needed(rank)
             return
         job_end().end_without_finalize()
-        lost, coordinator = job.rpc.channel.lost, job.coordinator
-        if rank == coordinator and not job.ended:
+        if rank == job.coordinator and not job.ended:
             self._end_job(f"{job.name_of(rank)} has died, which tells the others what to do")
-        if coordinator in lost:
+        lost = job.rpc.channel.lost
+        if job.coordinator in lost or job.rpc.rank != self._speaker(rank):
             return
-        teller = job.client.routes.holder_of(rank)  # has the names of a dead server's arrays
-        if teller == rank and coordinator is not None:
-            teller = coordinator
-        elif teller == rank:
-            teller = next((server for server in job.servers if server not in lost), -1)
-        if job.rpc.rank != teller:
+        if rank in job.servers:
+            tell(self.describe(rank), "ERROR")
             return
-        others = [client for client in job.clients if client not in {*lost, coordinator}]
-        if rank not in job.servers and not others and coordinator is None:
+        others = {*job.clients} - {*lost, job.coordinator}
+        if not others and job.coordinator is None:
             self._end_job(f"{job.name_of(rank)}, the last worker, has died")
-        tell(
-            self.describe(rank) if rank in job.servers else self._who_goes_on(rank, others), "ERROR"
-        )
+        tell(self._who_goes_on(rank, others), "ERROR")
 
-    def _who_goes_on(self, lost: int, others: Sequence[int]) -> str:
+    def _concerns_server(self, rank: int) -> bool:
+        """Whether the rank is a client of this server, or another server while this one is in use."""
+        if self._job.server is None:
+            return True
+        clients = self._job.server.clients
+        return rank in clients or (rank in self._job.servers and bool(clients))
+
+    def _speaker(self, lost: int) -> int:
+        """The rank that tells people: a server's backup has the names of its arrays."""
+        job = self._job
+        holder = job.client.routes.holder_of(lost)
+        if holder != lost:
+            return holder
+        if job.coordinator is not None:
+            return job.coordinator
+        return next((server for server in job.servers if server not in job.rpc.channel.lost), -1)
+
+    def _who_goes_on(self, lost: int, others: Set[int]) -> str:
         job, died = self._job, f"{self._job.name_of(lost)} has died"
         number = f"{len(others) or 'no'} other worker{'s' * (len(others) != 1)}"
         if job.coordinator is not None:
@@ -272,12 +283,12 @@ class Losses:
                 return f"{died}, and no worker is left"
             return f"{died}; {number} will execute what it had begun"
         text = f"{died}; the job goes on with {number}, and nobody reads its share of the data"
-        workers = [worker for worker in job.workers if worker in {*others, lost}]
+        workers = [worker for worker in job.workers if worker in others | {lost}]
         if workers[0] == lost and workers[1:]:
             text += f"; {job.name_of(workers[1])} saves checkpoints from now on"
         return text
 
-    def _lost_for_good(self, rank: int) -> None:
+    def _end_if_needed(self, rank: int) -> None:
         """End the job if this rank needs the other one.
 
         Launchers end a job as soon as they see a death, and the observer says who was the first; some never do.
@@ -297,15 +308,10 @@ class Losses:
     def _end_job(self, why: str) -> None:
         job = self._job
         lost = job.rpc.channel.lost
-        first = next(alive for alive in (*job.servers, *job.clients) if alive not in lost)
+        first = next(rank for rank in (*job.servers, *job.clients) if rank not in lost)
         if job.rpc.rank != first:
             time.sleep(_SECONDS_FOR_THE_FIRST)
         job_end().end_job(f"ending the job: {why}", 1)
-
-
-def _is_needed(rank: int, job: ServerJob, server: ParameterServer) -> bool:
-    """Whether the rank is a client of this server, or another server while this one is in use."""
-    return rank in server.clients or (rank in job.servers and bool(server.clients))
 
 
 def _quoted(names: Iterable[str]) -> str:

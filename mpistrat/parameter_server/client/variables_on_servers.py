@@ -1,28 +1,135 @@
-"""Variables on servers: which server has which part, and who makes them."""
+"""Variables on servers: which server has which part, who makes them, and how a rank reads and changes them."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpistrat import arrays
-from mpistrat.context import AnyStrategy
+from mpistrat.arrays import Array
+from mpistrat.context import AnyStrategy, current_local_replica
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.parameter_server.client import Address
-from mpistrat.parameter_server.remote_variable import RemoteShards, RemoteVariable
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.client.client import Address, Change, Client
+from mpistrat.parameter_server.protocol.tensors import TensorSpec
 from mpistrat.parameter_server.rpc.remote_errors import attributed_error
-from mpistrat.parameter_server.tensors import TensorSpec
+from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.variables.aggregating import AggregatingVariable
 from mpistrat.variables.initial_values import called_for_part, initial_array, takes_parts
 from mpistrat.variables.partitioners import Partitioner
+from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.store import VariableStore
-from mpistrat.variables.variable import Variable
+from mpistrat.variables.updates import fitting_operand, out_of_bounds
+from mpistrat.variables.variable import Variable, check_strategy
 from mpistrat.variables.variable_arguments import VariableArguments
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
+
+
+class RemoteVariable(Variable):
+    """One array on a server, which every worker reads and changes.
+
+    `read_value` copies the array. What was read before stays what it was. The server makes an update at once and whole,
+    between those of other workers. An update returns the value then where the array is small (4 KB), else the variable,
+    which reads as what it is when it is used.
+
+    Attributes:
+        address: of the array.
+        device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
+    """
+
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        client: Client,
+        address: Address,
+        trainable: bool = True,
+        synchronization: VariableSynchronization = VariableSynchronization.ON_WRITE,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+    ) -> None:
+        self.strategy, self.address = strategy, address
+        self.name, self.trainable = address.name, trainable
+        self.synchronization, self.aggregation = synchronization, aggregation
+        self._client = client
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.address.spec.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.address.spec.native_dtype
+
+    @property
+    def device(self) -> str:
+        task = self._client.routes.servers.index(self.address.server)
+        return f"/job:ps/replica:0/task:{task}/device:CPU:0"
+
+    def read_value(self) -> Array:
+        check_strategy(self)
+        return self._brought(self._client.pull(self.address))
+
+    def state(self) -> Array:
+        return self._client.pull(self.address)
+
+    def sparse_read(self, indices: Any) -> Array:
+        """The rows at `indices`, integers of shape [n], in their order. Reads these rows only."""
+        check_strategy(self)
+        rows = arrays.to_numpy(arrays.as_array(arrays.detach_read(indices)))
+        if not self.shape:
+            raise ValueError(f"variable {self.name!r} is a number, and has no rows")
+        if rows.ndim != 1 or not (arrays.is_integer(rows) or not rows.size):
+            raise ValueError(
+                f"sparse_read of variable {self.name!r} takes integers of shape [n], got {arrays.dtype_name(rows)} "
+                f"of shape {list(rows.shape)}"
+            )
+        rows = rows.astype(np.int64, copy=False)
+        outside = rows[(rows < 0) | (rows >= self.shape[0])]
+        if len(outside):
+            raise out_of_bounds(outside[0], self.shape[0], self.name)
+        return self._brought(self._client.rows(self.address, rows))
+
+    def _brought(self, value: Array) -> Array:
+        """Inside `run`, to the replica's device."""
+        replica = current_local_replica()
+        if replica is None:
+            return value
+        return arrays.to_device(value, self.strategy.extended.worker_devices[replica])
+
+    def change(self, method: str, operand: Any) -> Change:
+        """The update, checked here: the server gets no operand that does not fit."""
+        like = self.address.spec.empty()
+        fits = fitting_operand(method, like, operand, self.name)
+        if isinstance(fits, IndexedSlices):
+            values = arrays.cast_like(arrays.detach_read(fits.values), like)
+            indices = arrays.to_numpy(fits.indices).astype(np.int64, copy=False)
+            fits = IndexedSlices(values, indices)
+        return Change(self.address, method, fits)
+
+    def _update(self, method: str, operand: Any) -> Any:
+        check_strategy(self)
+        value = self._client.change([self.change(method, operand)])[0]
+        return self if value is None else value
+
+
+class RemoteShards(ShardedVariable):
+    """A `ShardedVariable` of variables on servers, which change their rows at the same time."""
+
+    variables: list[RemoteVariable]
+
+    def __init__(self, client: Client, variables: Sequence[RemoteVariable], name: str) -> None:
+        super().__init__(list(variables), name)
+        self._client = client
+
+    def _update_shards(self, method: str, operands: Sequence[Any]) -> None:
+        pairs = zip(self.variables, operands, strict=True)
+        self._client.change([variable.change(method, operand) for variable, operand in pairs])
 
 
 class VariablesOnServers(VariableStore):
@@ -98,20 +205,23 @@ class VariablesOnServers(VariableStore):
             # Others may have come further: each uses up one number.
             self._publish_failure(*self._next_place(0), name, error)
             raise
+
+        def value_of_part(first: int, size: tuple[int, ...]) -> Any:
+            if whole is None:
+                return called_for_part(initial_value, dtype, size, first)
+            return whole[first : first + size[0]] if sizes else whole
+
+        made_of = None if whole is None else arrays.dtype_name(whole)
+        if not sizes:
+            value = partial(value_of_part, 0, shape)
+            return [self._placed(self._next_place(0), name, shape, made_of, value)]
         addresses: list[Address] = []
-        first = 0
-        for part, rows in enumerate(sizes or [0]):
-            size = (rows, *shape[1:]) if sizes else shape
-
-            def value(first: int = first, size: tuple[int, ...] = size) -> Any:
-                if whole is None:
-                    return called_for_part(initial_value, dtype, size, first)
-                return whole[first : first + size[0]] if sizes else whole
-
-            full_name = f"{name}/part_{part}" if sizes else name
-            made_of = None if whole is None else arrays.dtype_name(whole)
-            addresses.append(self._placed(self._next_place(part), full_name, size, made_of, value))
-            first += rows
+        firsts = itertools.accumulate(sizes, initial=0)
+        for part, (first, rows) in enumerate(zip(firsts, sizes, strict=False)):
+            size = (rows, *shape[1:])
+            value = partial(value_of_part, first, size)
+            place = self._next_place(part)
+            addresses.append(self._placed(place, f"{name}/part_{part}", size, made_of, value))
         return addresses
 
     def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
@@ -119,13 +229,8 @@ class VariablesOnServers(VariableStore):
         if self.partitioner is None or not shape:
             return []
         partitions = self.partitioner(list(shape), dtype)
-        if (
-            not isinstance(partitions, (list, tuple))
-            or not partitions
-            or any(isinstance(n, bool) or not isinstance(n, int) for n in partitions)
-            or partitions[0] < 1
-            or any(n != 1 for n in partitions[1:])
-        ):
+        are_numbers = isinstance(partitions, (list, tuple)) and {*map(type, partitions)} == {int}
+        if not are_numbers or partitions[0] < 1 or {*partitions[1:]} - {1}:
             raise ValueError(
                 f"variable_partitioner must give the number of parts along the first axis and 1 for the others, such "
                 f"as {[2] + [1] * (len(shape) - 1)}; for {name!r} of shape {list(shape)} it gave {partitions!r:.80}"

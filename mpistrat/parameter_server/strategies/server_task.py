@@ -1,4 +1,4 @@
-"""`Server`: a rank that is told its task, and does its work when it is asked to."""
+"""`Server`: a rank with a task, which does its work when the program calls `join`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from mpistrat.cluster_resolver.task_roles import ServerDef, make_server_def
 from mpistrat.machine.notices import warn_of_no_effect
-from mpistrat.parameter_server.joining import join_job
-from mpistrat.parameter_server.strategy import ParameterServerStrategy
+from mpistrat.parameter_server.job.joining import join_job
+from mpistrat.parameter_server.strategies.coordinated_strategy import ParameterServerStrategy
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpistrat.cluster_resolver.cluster_spec import ClusterDef
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 
 class Server:
@@ -50,8 +50,8 @@ class Server:
             if isinstance(task, ServerDef)
             else make_server_def(task, job_name, task_index, protocol)
         )
-        asked = {"protocol": protocol, "config": config}
-        for name in [name for name, value in asked.items() if value is not None]:
+        without_effect = {"protocol": protocol, "config": config}
+        for name in [name for name, value in without_effect.items() if value is not None]:
             warn_of_no_effect(
                 f"{name} of a Server",
                 "MPI carries the bytes, and the strategies on the other ranks say how they are served",
@@ -66,9 +66,9 @@ class Server:
         """Meet the other ranks. Collective."""
         if self._job is not None:
             return
-        mine = self.server_def
-        spec = ClusterSpec(mine.cluster)
-        resolver = SimpleClusterResolver(spec, task_type=mine.job_name, task_id=mine.task_index)
+        task = self.server_def
+        spec = ClusterSpec(task.cluster)
+        resolver = SimpleClusterResolver(spec, task_type=task.job_name, task_id=task.task_index)
         self._job, self._devices = join_job(resolver, None, self._comm, None, chief=None)
 
     @property

@@ -6,15 +6,11 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.cluster_resolver import (
-    ClusterResolver,
-    MPIClusterResolver,
-    SimpleClusterResolver,
-    TFConfigClusterResolver,
-)
+from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, SimpleClusterResolver
 from mpistrat.cluster_resolver.job_roles import JobRoles, job_roles
 from mpistrat.cluster_resolver.task_roles import Cluster, normalize_cluster_spec
-from mpistrat.communicators.communicator import RaisingOnAll
+from mpistrat.cluster_resolver.tf_config import TFConfigClusterResolver
+from mpistrat.communicators.communicator import Communicator, RaisingOnAll
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.devices import accelerator, check_devices
 from mpistrat.strategies.binding import bind
@@ -24,7 +20,7 @@ from mpistrat.strategies.threads import share_cores
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 _WHAT = "strategy with parameter servers"
 
@@ -51,8 +47,8 @@ def join_job(
     """
     resolver = MPIClusterResolver(comm)
     if resolver.comm is None:  # without MPI: what one rank lacks is told as with it
-        job_roles(resolver.topology(), lambda own: [own], cluster_resolver, num_ps, chief=chief)
-    from mpistrat.parameter_server.job import ServerJob, meeting
+        job_roles(resolver.topology(), lambda claim: [claim], cluster_resolver, num_ps, chief=chief)
+    from mpistrat.parameter_server.job.job import ServerJob, meeting
 
     with meeting():
         topology = resolver.topology()
@@ -61,33 +57,15 @@ def join_job(
             topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
         )
         # Servers need no GPU: what a node has is for the others.
-        serves = roles.task_type == "ps"
+        devices = ("cpu:0",) if roles.task_type == "ps" else devices
         with RaisingOnAll(communicator, "cannot use its devices"):
-            checked = check_devices(devices) if devices and not serves else None
-        own = description and f"{description}, replication={replication}"
-        asked = own, replication, len(checked) if checked else 1
-        strategies, copies, replicas = zip(
-            *communicator.all_gather_object(asked, label="strategies"), strict=True
-        )
-        if len({strategy for strategy in strategies if strategy is not None}) > 1:
-            raise CollectiveMismatchError(
-                f"the ranks make different strategies, by rank: {[*strategies]}"
-            )
-        clients = (*roles.ranks.get("chief", ()), *roles.ranks["worker"])
-        if len({replicas[rank] for rank in clients}) > 1:
-            by_rank = ", ".join(f"{replicas[rank]} on rank {rank}" for rank in clients)
-            raise ValueError(
-                f"all workers, and a chief, need the same number of devices, got {by_rank}"
-            )
-        replication = max(copies)  # a `Server` is not told
-        if replication > len(roles.ranks["ps"]):
-            raise ValueError(
-                f"replication={replication} needs as many parameter servers, each with a copy of its own, but there is "
-                "1: give num_ps=2 or more, or list more of them"
-            )
+            checked = check_devices(devices) if devices else None
+        strategy = description and f"{description}, replication={replication}"
+        number = len(checked) if checked else 1
+        replication = _agreed_replication(communicator, roles, (strategy, replication, number))
         share_cores(communicator, topology)
         job = ServerJob(resolver.comm, topology, roles, replication > 1)
-        bound = bind(communicator, topology, ("cpu:0",) if serves else checked)
+        bound = bind(communicator, topology, checked)
     if replication > 1 and not job.outlives_ranks and roles.rank == job.trainers[0]:
         warnings.warn(
             f"replication={replication} is of no use here, where the death of any rank is that of the job: "
@@ -99,6 +77,35 @@ def join_job(
     return job, bound
 
 
+def _agreed_replication(
+    communicator: Communicator, roles: JobRoles, arguments: tuple[str | None, int, int]
+) -> int:
+    """On how many servers each variable is, after the ranks have compared their arguments. Collective.
+
+    Args: arguments: this rank's strategy, replication, and number of devices.
+    """
+    strategies, copies, replicas = zip(
+        *communicator.all_gather_object(arguments, label="strategies"), strict=True
+    )
+    if len({*strategies} - {None}) > 1:
+        raise CollectiveMismatchError(
+            f"the ranks make different strategies, by rank: {[*strategies]}"
+        )
+    clients = (*roles.ranks.get("chief", ()), *roles.ranks["worker"])
+    if len({replicas[rank] for rank in clients}) > 1:
+        by_rank = ", ".join(f"{replicas[rank]} on rank {rank}" for rank in clients)
+        raise ValueError(
+            f"all workers, and a chief, need the same number of devices, got {by_rank}"
+        )
+    replication: int = max(copies)  # a `Server` has no argument for it
+    if replication > len(roles.ranks["ps"]):
+        raise ValueError(
+            f"replication={replication} needs as many parameter servers, each with a copy of its own, but there is "
+            "1: give num_ps=2 or more, or list more of them"
+        )
+    return replication
+
+
 def resolver_of(roles: JobRoles) -> ClusterResolver:
     """Tells a program its rank's task, as one of TF_CONFIG would."""
     return SimpleClusterResolver(
@@ -107,24 +114,37 @@ def resolver_of(roles: JobRoles) -> ClusterResolver:
 
 
 def resolver_of_task(
-    cluster_spec: Cluster, task_type: str | None, task_id: int | None
+    cluster_resolver: ClusterResolver | None,
+    cluster_spec: Cluster,
+    task_type: str | None,
+    task_id: int | None,
 ) -> ClusterResolver | None:
-    """The resolver of a task that a program names; that of TF_CONFIG's cluster without `cluster_spec`.
+    """The resolver of the task that a program names, by a resolver or otherwise; None where it names none.
 
-    None where the program names none.
+    Without `cluster_spec` the task is one of TF_CONFIG's cluster.
     """
-    if cluster_spec:
-        spec = normalize_cluster_spec(cluster_spec)
-        resolver = SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
-        resolver.made_of = "cluster_spec"
-        return resolver
-    if task_type is None and task_id is None:
-        return None
-    return TFConfigClusterResolver(task_type, task_id)
+    if not cluster_spec and task_type is None and task_id is None:
+        return cluster_resolver
+    if cluster_resolver is not None:
+        raise ValueError(
+            "cluster_resolver names this rank's task: leave out cluster_spec, task_type and task_id"
+        )
+    if not cluster_spec:
+        return TFConfigClusterResolver(task_type, task_id)
+    spec = normalize_cluster_spec(cluster_spec)
+    resolver = SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
+    resolver.made_of = "cluster_spec"
+    return resolver
 
 
-def devices_of_worker(num_gpus_per_worker: int) -> list[str]:
-    """The first GPUs that a rank sees, or its CPU."""
+def devices_of_worker(
+    devices: Sequence[str] | None, num_gpus_per_worker: int | None
+) -> Sequence[str] | None:
+    """The devices that a program names: by a number of GPUs, the first that the rank sees, or its CPU for none."""
+    if num_gpus_per_worker is None:
+        return devices
+    if devices is not None:
+        raise ValueError("num_gpus_per_worker and devices both name devices: give one")
     if type(num_gpus_per_worker) is not int or num_gpus_per_worker < 0:
         raise ValueError(
             f"num_gpus_per_worker must be a number of GPUs, 0 or more, got {num_gpus_per_worker!r:.60}"

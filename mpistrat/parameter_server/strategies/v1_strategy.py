@@ -11,15 +11,9 @@ from mpistrat.cluster_resolver.task_roles import Cluster
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import RunOptions
-from mpistrat.parameter_server import server_strategy_parts
-from mpistrat.parameter_server.joining import (
-    check_arguments,
-    devices_of_worker,
-    join_job,
-    resolver_of,
-    resolver_of_task,
-)
-from mpistrat.parameter_server.staleness import WorkerClock
+from mpistrat.parameter_server.job import joining
+from mpistrat.parameter_server.protocol.staleness import WorkerClock
+from mpistrat.parameter_server.strategies import server_strategy_parts
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.strategies.binding import bind
@@ -31,7 +25,7 @@ from mpistrat.variables.partitioners import Partitioner
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job.job import ServerJob
 
 
 class _Servers(NamedTuple):
@@ -96,31 +90,25 @@ class BetweenGraphStrategy(Strategy):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        named = resolver_of_task(cluster_spec, task_type, task_id)
-        if named is not None and cluster_resolver is not None:
-            raise ValueError(
-                "cluster_resolver names this rank's task: leave out cluster_spec, task_type and task_id"
-            )
-        cluster_resolver = cluster_resolver or named
-        if num_gpus_per_worker is not None:
-            if devices is not None:
-                raise ValueError("num_gpus_per_worker and devices both name devices: give one")
-            devices = devices_of_worker(num_gpus_per_worker)
-        asked = StrategyArguments(gradients=gradients)
-        check_arguments(variable_partitioner, replication)
+        cluster_resolver = joining.resolver_of_task(
+            cluster_resolver, cluster_spec, task_type, task_id
+        )
+        devices = joining.devices_of_worker(devices, num_gpus_per_worker)
+        arguments = StrategyArguments(gradients=gradients)
+        joining.check_arguments(variable_partitioner, replication)
         _check_max_staleness(max_staleness)
         if num_ps is not None:
             check_num_ps(num_ps)
         topology = MPIClusterResolver(comm).topology()
+        self._servers: _Servers | None = None
         if works_alone(topology, cluster_resolver):
-            mine = bind(LocalCommunicator(), topology, check_devices(devices) if devices else None)
-            group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), mine)
-            parameter_device = mine[0] if len(mine) == 1 else "cpu:0"
-            alone = central_storage(self, group, parameter_device, asked)
+            bound = bind(LocalCommunicator(), topology, check_devices(devices) if devices else None)
+            group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), bound)
+            parameter_device = bound[0] if len(bound) == 1 else "cpu:0"
+            alone = central_storage(self, group, parameter_device, arguments)
             super().__init__(alone, cluster_resolver)
-            self._servers: _Servers | None = None
             return
-        job, devices = join_job(
+        job, devices = joining.join_job(
             cluster_resolver,
             num_ps,
             comm,
@@ -129,15 +117,12 @@ class BetweenGraphStrategy(Strategy):
             description=f"{type(self).__name__} of compat.v1, max_staleness={max_staleness}, gradients={gradients!r}",
             replication=replication,
         )
-        if job.roles.task_type == "ps":
-            job.serve()
-            raise SystemExit(0)
         clock = WorkerClock(job.client.routes, max_staleness)
         self._servers = _Servers(job, clock)
         extended = server_strategy_parts.with_servers(
             self, job, devices, variable_partitioner, gradients, clock
         )
-        super().__init__(extended, cluster_resolver or resolver_of(job.roles))
+        super().__init__(extended, cluster_resolver or joining.resolver_of(job.roles))
         if clock.combines:
             self.workers_combined = len(job.trainers)
 
@@ -197,7 +182,7 @@ class BetweenGraphStrategy(Strategy):
 def _check_max_staleness(max_staleness: Any) -> None:
     if max_staleness is None:
         return
-    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
+    if type(max_staleness) is not int or max_staleness < 0:
         raise ValueError(
             "max_staleness must be a number of steps, 0 (synchronous) or more, or None (asynchronous), got "
             f"{max_staleness!r:.60}"

@@ -1,0 +1,1 @@
+"""A server: it keeps arrays and their optimizers, makes the updates, and copies them to its backup."""

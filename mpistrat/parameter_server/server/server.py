@@ -1,0 +1,275 @@
+"""A server: it keeps arrays, and changes them in the order in which the updates come.
+
+The gradients of all workers are combined when all have ended a step, which is a round.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+from mpistrat.errors import UnavailableError
+from mpistrat.parameter_server.protocol import messages
+from mpistrat.parameter_server.protocol.messages import NewArray, Updates
+from mpistrat.parameter_server.protocol.snapshot import ChangeLock
+from mpistrat.parameter_server.protocol.staleness import ServerClock
+from mpistrat.parameter_server.protocol.tables import Table
+from mpistrat.parameter_server.protocol.tensors import unpack
+from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
+from mpistrat.parameter_server.rpc.remote_errors import outcome_of, portable_error
+from mpistrat.parameter_server.server.optimizer_steps import ServerOptimizers
+from mpistrat.parameter_server.server.replication import Backup, BackupCopies
+from mpistrat.parameter_server.server.store import Store
+
+
+class Rounds:
+    """Ends rounds, on this server and its backup.
+
+    Args: workers: their ranks.
+    """
+
+    def __init__(
+        self,
+        rpc: RpcEndpoint,
+        workers: Sequence[int],
+        optimizers: ServerOptimizers,
+        lock: ChangeLock,
+        backup: Backup,
+    ) -> None:
+        self._rpc, self._optimizers, self._lock, self._backup = (
+            rpc,
+            optimizers,
+            lock,
+            backup,
+        )
+        self._clock = ServerClock(rpc, workers, self._end, backup.when_safe)
+        rpc.handle(messages.ENDED, partial(self._enter, self._clock.ended))
+        rpc.handle(messages.FAILED, partial(self._enter, self._drop_gradients))
+
+    def leave(self, rank: int, died: bool) -> None:
+        """A rank's last step is over. The gradients of a dead worker's unfinished step are dropped."""
+        if died:
+            self._drop_gradients(rank, self._clock.steps_of(rank))
+        self._clock.leave(rank)
+
+    def take_over(self) -> None:
+        """End the rounds of arrays that came here with their gradients, by what this server knows of the workers."""
+        for rank in self._rpc.channel.lost:
+            self._optimizers.forget(rank, self._clock.steps_of(rank))
+        self._clock.look()
+
+    def _enter(
+        self, work: Callable[[int, int], None], source: int, body: tuple[int, messages.Push | None]
+    ) -> None:
+        steps, push = body
+        self._lock.enter(source, push, partial(work, source, steps))
+
+    def _drop_gradients(self, worker: int, steps: int) -> None:
+        self._optimizers.forget(worker, steps)
+        self._backup.forward(messages.DROP_GRADIENTS, worker, steps)
+
+    def _end(self, before: int) -> Exception | None:
+        """End the rounds with smaller numbers. Returns: the error of a step that could not be made."""
+        rounds = self._optimizers.pending_rounds(before)
+        if not rounds:
+            return None
+        who_ended = {number: self._clock.who_ended(number) for number in rounds}
+        failed = self._optimizers.end_rounds(before, who_ended.__getitem__)
+        self._backup.forward(
+            messages.END_ROUNDS, self._rpc.rank, (before, who_ended)
+        ).failed = bool(failed)
+        if not failed:
+            return None
+        name, error = failed[0]
+        others = f" (nor those of {len(failed) - 1} more arrays)" if failed[1:] else ""
+        portable = portable_error(error)
+        return type(portable)(
+            f"the step of {name!r} by all workers' gradients could not be made{others}: {portable.args[0]}"
+        )
+
+
+class Announcements:
+    """Answers each rank that waits for a name once the name is announced.
+
+    Args:
+        creator: the rank that announces. Nobody waits once it has left.
+        when_safe: for what was announced.
+    """
+
+    def __init__(self, rpc: RpcEndpoint, creator: int | None, when_safe: messages.WhenSafe) -> None:
+        self._rpc, self._creator, self._when_safe = rpc, creator, when_safe
+        self._announced: dict[Hashable, Any] = {}
+        self._waiting: dict[Hashable, list[Request]] = {}
+        self._no_more: UnavailableError | None = None
+        for method in (messages.PUBLISH, messages.CANNOT_CREATE):
+            rpc.handle(method, lambda source, body: self.announce(*body))
+        rpc.handle(messages.PUBLISHED, lambda request: self.answer(request, request.body))
+
+    def announce(self, name: Hashable, outcome: Any) -> None:
+        """Args: name: a key, for an array. outcome: what the ranks that wait get; an error is raised there."""
+        self._announced.setdefault(name, outcome)
+        for request in self._waiting.pop(name, []):
+            self.answer(request, name)
+
+    def answer(self, request: Request, name: Hashable) -> None:
+        """Reply once the name is announced."""
+        if name not in self._announced and self._no_more is None:
+            self._waiting.setdefault(name, []).append(request)
+            return
+        outcome = self._announced.get(name, self._no_more)
+        self._when_safe(partial(request.reply, outcome))
+
+    def leave(self, rank: int, died: bool) -> None:
+        """Refuse to wait for more, if the rank is the creator."""
+        if rank != self._creator or self._no_more is not None:
+            return
+        self._no_more = UnavailableError(
+            f"{self._rpc.name_of(rank)} has {'died' if died else 'left'} before it made a variable, or told of a "
+            "checkpoint, that others wait for"
+        )
+        waiting, self._waiting = self._waiting, {}
+        for request in itertools.chain(*waiting.values()):
+            request.reply(self._no_more)
+
+
+class ParameterServer:
+    """Serves the arrays of one rank, in the thread that calls `serve`.
+
+    Args:
+        rpc: to the other ranks.
+        clients: the ranks that use the server. It leaves when all of them are done, or have died.
+        workers: the clients whose steps it counts.
+        creator: the rank that creates arrays, and announces checkpoints.
+        backup: the server that goes on with the arrays made here when this one has died; None where none does.
+    Attributes:
+        clients: those that still use it.
+        store: its arrays.
+        backup_copies: of the arrays of the server whose backup this one is.
+    """
+
+    def __init__(
+        self,
+        rpc: RpcEndpoint,
+        clients: Sequence[int],
+        workers: Sequence[int] = (),
+        creator: int | None = None,
+        backup: int | None = None,
+    ) -> None:
+        self.store = Store(lambda key: self.backup_copies.claim(key))
+        self.clients = set(clients)
+        self._rpc = rpc
+        self._backup = Backup(rpc, backup)
+        self._lock = ChangeLock(rpc, self._backup.when_safe)
+        self._rounds = Rounds(rpc, workers, self.store.optimizers, self._lock, self._backup)
+        self.backup_copies = BackupCopies(rpc, self.store, self._lock, self._rounds.take_over)
+        self._announcements = Announcements(rpc, creator, self._backup.when_safe)
+        requests: dict[str, Callable[[Request], None]] = {
+            messages.PULL: partial(self._read, self.store.pull),
+            messages.ROWS: partial(self._read, self.store.rows),
+            messages.OPTIMIZER_STATE: partial(self._read, self.store.optimizer_state),
+            messages.CREATE: self._create,
+            messages.FIND: self._find,
+            messages.UPDATE: self._update,
+            messages.MAKE_OPTIMIZER: self._make_optimizer,
+            messages.LOAD_OPTIMIZER_STATE: self._load_optimizer_state,
+        }
+        for method, handler in requests.items():
+            rpc.handle(method, partial(_refusing, handler))
+        rpc.handle(messages.FORGET, lambda _, body: self.store.idempotency.forget(*body))
+        rpc.handle(messages.DONE, lambda source, _: self._leave(source))
+        rpc.on_lost(self._lost)
+
+    def serve(self) -> None:
+        """Return when nobody uses the server any more."""
+        self._rpc.run_until(lambda: not self.clients)
+
+    def _read(self, read: Callable[[Any, Any], Any], request: Request) -> None:
+        which, what = request.body
+        request.reply(read(which, what))
+
+    def _create(self, request: Request) -> None:
+        new: NewArray = request.body
+        table = self.store.create(new)
+        if new.server == self._rpc.rank:
+            self._backup.forward_new(request.source, new, table)
+        self._announcements.announce(new.key, _description(table))
+        self._reply_when_safe(request, _description(table))
+
+    def _find(self, request: Request) -> None:
+        """Reply once the array is there: another rank may not have made it yet."""
+        key = request.body
+        if self.store.has(key):
+            self._announcements.announce(key, _description(self.store.table(key)))
+        self._announcements.answer(request, key)
+
+    def _update(self, request: Request) -> None:
+        # Now: when the client dies, its memory cannot be mapped any more.
+        self.store.map_operands(request.body)
+        work = partial(_refusing, self._make_updates, request)
+        self._lock.enter(request.source, request.body.push, work)
+
+    def _make_updates(self, request: Request) -> None:
+        updates: Updates = request.body
+        forwarded = None
+        if self._backup.covers(update.key for update in updates.updates):
+            # First, so that the backup makes the updates meanwhile. There may be no memory for it.
+            packed = itertools.chain(*(update.operand for update in updates.updates))
+            operands = [unpack(operand, self.store.mappings) for operand in packed]
+            forwarded = self._backup.forward_updates(request.source, updates, operands)
+        outcome = outcome_of(partial(self.store.update, request.source, updates))
+        if forwarded is not None:
+            forwarded.failed = isinstance(outcome, Exception)
+        self._reply_when_safe(request, outcome)
+
+    def _make_optimizer(self, request: Request) -> None:
+        keys = [key for key, _ in request.body[2]]
+        self._change_optimizer(messages.MAKE_OPTIMIZER, request, keys, self.store.make_optimizer)
+
+    def _load_optimizer_state(self, request: Request) -> None:
+        _, key, _ = request.body
+        load = self.store.load_optimizer_state
+        self._change_optimizer(messages.LOAD_OPTIMIZER_STATE, request, [key], load)
+
+    def _change_optimizer(
+        self, method: str, request: Request, keys: Sequence[int], change: Callable[..., None]
+    ) -> None:
+        outcome = outcome_of(partial(change, *request.body))
+        if self._backup.covers(keys):
+            forwarded = self._backup.forward(method, request.source, request.body)
+            forwarded.failed = isinstance(outcome, Exception)
+        self._reply_when_safe(request, outcome)
+
+    def _reply_when_safe(self, request: Request, outcome: Any) -> None:
+        """When the change that the reply is about outlives this server, if there is a backup."""
+        if isinstance(outcome, Exception):
+            outcome = portable_error(outcome)
+        self._backup.when_safe(partial(request.reply, outcome))
+
+    def _leave(self, rank: int, died: bool = False) -> None:
+        self.clients.discard(rank)
+        self._lock.enter(rank, None, partial(self._rounds.leave, rank, died))
+        self._announcements.leave(rank, died)
+
+    def _lost(self, rank: int) -> None:
+        """Finish the work that has come whole from a dead rank; wait for nothing else of it."""
+        self._backup.lost(rank)
+        self.backup_copies.lost(rank)
+        self._lock.lost(rank)
+        self._leave(rank, died=True)
+        # After its pushes, which may wait for the lock.
+        pid = self._rpc.channel.pid_of(rank)
+        self._lock.enter(rank, None, partial(self.store.mappings.forget, pid))
+
+
+def _description(table: Table) -> Any:
+    return table.name, table.spec, table.handle
+
+
+def _refusing(handler: Callable[[Request], None], request: Request) -> None:
+    """Reply with the error that the handler raises."""
+    try:
+        handler(request)
+    except Exception as error:
+        request.reply(portable_error(error))
