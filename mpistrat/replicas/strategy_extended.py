@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mpistrat.context import (
     AnyStrategy,
@@ -27,7 +27,6 @@ from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchroniz
 from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.first_step import FirstStep
 from mpistrat.replicas.given_steps import GivenSteps
-from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan
 from mpistrat.replicas.multi_step import MultiStepContext
 from mpistrat.replicas.sharded_arrays import ShardedArrays
@@ -37,21 +36,14 @@ from mpistrat.variables.store import VariableStore
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.variable_arguments import checked_arguments
 
-if TYPE_CHECKING:
-    from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
-    from mpistrat.replicas.replicas import Replicas
-
 
 class Parts(NamedTuple):
-    """What a strategy is made of; the `…_parts` module of its room puts them together."""
+    """The parts in which strategies differ; the `…_parts` module of a strategy's room puts them together."""
 
-    group: ReplicaGroup
-    replicas: Replicas
-    cross_replica_ops: CrossReplicaOps
-    variables: VariableStore
-    checkpoints: CheckpointRole
-    input: InputPlan
     modules: TorchModules
+    variables: VariableStore
+    input: InputPlan
+    checkpoints: CheckpointRole = CheckpointRole()
 
 
 class StrategyExtended(abc.ABC):
@@ -81,10 +73,9 @@ class StrategyExtended(abc.ABC):
 
     def __init__(self, strategy: AnyStrategy, parts: Parts) -> None:
         self.strategy = strategy
-        group = parts.group
-        self.replicas, self.cross_replica_ops = parts.replicas, parts.cross_replica_ops
-        self.variables, self.checkpoints = parts.variables, parts.checkpoints
-        self.input, self.modules = parts.input, parts.modules
+        self.modules, self.variables, self.input, self.checkpoints = parts
+        self.replicas = self.modules.parts.replicas
+        self.cross_replica_ops, group = self.replicas.ops, self.replicas.group
         self.communicator = group.communicator
         self._worker_devices = group.worker_devices
         self.replicas_of_ranks = group.replicas_of_ranks

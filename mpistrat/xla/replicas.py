@@ -88,6 +88,7 @@ class ReplicasOnCores(RecordedReplicas):
         self._context = _ContextOnCores(strategy, group.first_replica_id, cores, self._spread)
         as_one = ReplicaGroup(group.communicator, group.worker_devices[:1], group.replicas_of_ranks)
         super().__init__(strategy, as_one, ops, steps, why_through_the_host, [self._context])
+        self.group = group  # of all cores
         self._cores = cores
         self._num_local = group.num_local_replicas
 
@@ -98,7 +99,7 @@ class ReplicasOnCores(RecordedReplicas):
 
         def call() -> Any:
             own_args, own_keywords = self._spread(tuple(args)), self._spread(dict(keywords))
-            with entered(self._strategy, self._context):
+            with entered(self.strategy, self._context):
                 result = fn(*own_args, **own_keywords)
             return nest.map_structure(self._of_all, result)
 
@@ -116,7 +117,7 @@ class ReplicasOnCores(RecordedReplicas):
         def spread(value: Any) -> Any:
             if not isinstance(value, DistributedValues) or isinstance(value, PassedWhole):
                 return value
-            components = self._ops.components(value)
+            components = self.ops.components(value)
             first = components[0]
             on_host = arrays.is_array(first) and not arrays.is_on_xla(first)
             if not on_host and all(component is first for component in components):
@@ -140,19 +141,17 @@ class ReplicasOnCores(RecordedReplicas):
         label: str,
     ) -> list[Any]:
         if not op.adds_up:
-            parts = [self._ops.components(leaf) for leaf in leaves]
-            return self._ops.over_ranks.all_reduce(op, parts, options, label)
+            parts = [self.ops.components(leaf) for leaf in leaves]
+            return self.ops.over_ranks.all_reduce(op, parts, options, label)
         sums = [
-            (self._cores.values.sum(leaf),)
-            if arrays.is_on_xla(leaf)
-            else self._ops.components(leaf)
+            (self._cores.values.sum(leaf),) if arrays.is_on_xla(leaf) else self.ops.components(leaf)
             for leaf in leaves
         ]
         name = f"{op.name} of {label or '*'}"
-        reduced = self._ops.over_ranks.all_reduce(ReduceOp.SUM, sums, options, name)
+        reduced = self.ops.over_ranks.all_reduce(ReduceOp.SUM, sums, options, name)
         if op is ReduceOp.SUM:
             return reduced
-        count = self._ops.num_replicas
+        count = self.ops.num_replicas
         return [
             total / count if arrays.is_number(total) else accumulation.divide(total, count)
             for total in reduced
@@ -169,7 +168,7 @@ class ReplicasOnCores(RecordedReplicas):
 
         def of_all(leaf: Any) -> Any:
             if isinstance(leaf, IndexedSlices) or arrays.is_on_xla(leaf):
-                return PerReplica(self._ops.components(leaf))
+                return PerReplica(self.ops.components(leaf))
             return PerReplica([leaf] * self._num_local) if arrays.is_number(leaf) else leaf
 
         merged_args, merged_kwargs = nest.map_structure(of_all, (args, kwargs))
