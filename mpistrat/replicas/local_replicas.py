@@ -163,9 +163,9 @@ class _Run:
             return self._merged
         self._let_others_run(to_meeting=True)
         self._switch_to(0)
-        everyone = [operand for operand in self._operands if operand is not None]
+        all_operands = [operand for operand in self._operands if operand is not None]
         self._operands = [None] * self._replicas.count
-        self._merged = merge(everyone)
+        self._merged = merge(all_operands)
         return self._merged
 
     def _let_others_run(self, to_meeting: bool) -> None:

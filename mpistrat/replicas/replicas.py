@@ -76,7 +76,7 @@ class Replicas:
         outer = per_thread.modes
 
         def body(index: int) -> Any:
-            own, per_thread.modes = per_thread.modes, list(outer)
+            before, per_thread.modes = per_thread.modes, list(outer)
             try:
                 with entered(self.strategy, self.contexts[index]), current(self.devices[index]):
                     result = fn(
@@ -86,7 +86,7 @@ class Replicas:
                     self._end_turn(index)
                     return result
             finally:
-                per_thread.modes = own
+                per_thread.modes = before
 
         return regroup(self._turns.run(body))
 

@@ -156,11 +156,11 @@ class StrategyExtended(abc.ABC):
         Raises:
             ValueError: this job would go on with other bits.
         """
-        own = self.state_dict()
-        if state["deterministic"] and dict(state) != own:
+        current = self.state_dict()
+        if state["deterministic"] and dict(state) != current:
             raise ValueError(
-                f"the saved job was deterministic, with {dict(state)}; this one is {own}, and would go on with other "
-                "bits. Start it with as many replicas in all (ranks times devices=), deterministic=True, and "
+                f"the saved job was deterministic, with {dict(state)}; this one is {current}, and would go on with "
+                "other bits. Start it with as many replicas in all (ranks times devices=), deterministic=True, and "
                 f"OMP_NUM_THREADS={state['intra_op_threads']}; or leave this check out (of a "
                 "Checkpoint: del checkpoint.objects['strategy'])"
             )
@@ -279,8 +279,8 @@ class StrategyExtended(abc.ABC):
         if has_strategy() and not in_cross_replica_context():
             context = get_replica_context()
 
-            def merge(strategy: AnyStrategy, *merged: Any, **others: Any) -> Any:
-                return self.update(variable, fn, merged, others, group)
+            def merge(strategy: AnyStrategy, *merged: Any, **merged_keywords: Any) -> Any:
+                return self.update(variable, fn, merged, merged_keywords, group)
 
             return context.merge_call(merge, tuple(args), keywords)
         require_cross_replica(self.strategy, "update")
@@ -298,8 +298,8 @@ class StrategyExtended(abc.ABC):
         for i, component in enumerate(components):
             per_thread.updated_replica = i
             try:
-                own = (component, *select_replica(i, args))
-                results.append(fn(*own, **select_replica(i, kwargs)))
+                call_args, call_kwargs = select_replica(i, (args, kwargs))
+                results.append(fn(component, *call_args, **call_kwargs))
             finally:
                 per_thread.updated_replica = None
         if not group:

@@ -13,11 +13,11 @@ from mpistrat.communicators.recycled_buffers import RecycledBuffers
 @contextlib.contextmanager
 def written(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A contiguous buffer with the elements of `tensor`; what the block writes into it is in `tensor` afterwards."""
-    own = tensor.detach()
-    buffer = _plain(own)
+    detached = tensor.detach()
+    buffer = _plain(detached)
     yield buffer
-    if buffer is not own:
-        own.copy_(buffer)
+    if buffer is not detached:
+        detached.copy_(buffer)
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,10 +49,10 @@ def unwritten(
 
 def room_for(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous buffer for other elements of `tensor`: its own memory, or else new."""
-    own = tensor.detach()
-    if _is_plain(own):
-        return own
-    return torch.empty_like(own, memory_format=torch.contiguous_format)
+    detached = tensor.detach()
+    if _is_plain(detached):
+        return detached
+    return torch.empty_like(detached, memory_format=torch.contiguous_format)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
