@@ -2,50 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.context import AnyStrategy
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.trace import spans
 
 if TYPE_CHECKING:
     from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
-    from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
-    from mpistrat.replicas.group import ReplicaGroup
     from mpistrat.replicas.replicas import Replicas
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ModuleParts:
     """The parts of a strategy that its torch modules use.
 
     Attributes:
-        replicas: of this rank, which know the strategy, all replicas, and how their values are combined.
+        strategy, group, ops: as of `Replicas`. Torch modules are recorded in the scope of `strategy`.
         rule: whether gradients are summed or averaged.
         gradient_sums: sums gradients over all replicas; None: as `ops` sums values.
         piggybacks: add words to the agreement before gradients are reduced; equally many on every rank. Each is a
             `pytorch.gradients.piggyback.Piggyback`.
     """
 
-    replicas: Replicas
-    rule: GradientRule
-    gradient_sums: MpiAllReduce | None = None
-    piggybacks: list[Any] = dataclasses.field(default_factory=list)
-
-    @property
-    def strategy(self) -> AnyStrategy:
-        return self.replicas.strategy
-
-    @property
-    def group(self) -> ReplicaGroup:
-        return self.replicas.group
-
-    @property
-    def ops(self) -> CrossReplicaOps:
-        return self.replicas.ops
+    def __init__(
+        self, replicas: Replicas, rule: GradientRule, gradient_sums: MpiAllReduce | None = None
+    ) -> None:
+        self.strategy, self.group, self.ops = replicas.strategy, replicas.group, replicas.ops
+        self.replicas, self.rule, self.gradient_sums = replicas, rule, gradient_sums
+        self.piggybacks: list[Any] = []
 
 
 class TorchModules:

@@ -38,7 +38,7 @@ class Collectives:
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
         for tensor in tensors:
             if tensor.is_sparse:
-                self._all_reduce_sparse(tensor, op)
+                _all_reduce_sparse(self.communicator, tensor, op)
                 continue
             kind = getattr(op, "op", op), tensor.dtype
             how = self._combinations.get(kind) or combination_of(op, tensor.dtype, self._size)
@@ -64,10 +64,9 @@ class Collectives:
     def reduce(self, tensors: Sequence[torch.Tensor], op: Any, root: int) -> None:
         for tensor in tensors:
             how = combination_of(op, tensor.dtype, self._size)
-            own = tensor
-            if self._rank != root and (how.factor is not None or how.divisor is not None):
-                own = tensor.detach().clone()  # the others' tensors stay as they are
-            with operand(own, how) as buffer:
+            if self._rank != root and how.changes_operand:
+                tensor = tensor.detach().clone()  # the program's stays as it is
+            with operand(tensor, how) as buffer:
                 self.communicator.reduce(buffer, root, how.reduction)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -76,11 +75,11 @@ class Collectives:
                 self.communicator.broadcast(buffer, root)
 
     def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        own = read(tensor)
+        sent = read(tensor)
         with written(out) as buffer:
-            if own.data_ptr() != buffer.data_ptr() + self._rank * own.nbytes:  # its part of `out`
-                own = apart(own, buffer)
-            self.communicator.all_gather_into(own, buffer)
+            if sent.data_ptr() != buffer.data_ptr() + self._rank * sent.nbytes:  # its part of `out`
+                sent = apart(sent, buffer)
+            self.communicator.all_gather_into(sent, buffer)
 
     def all_gather_singles(
         self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -93,7 +92,7 @@ class Collectives:
     ) -> None:
         """The r-th tensor of each list becomes rank r's; shapes may differ between ranks."""
         for outs, tensor in zip(lists, unwritten(tensors, lists), strict=True):
-            self._check_one_a_rank("all_gather", outs)
+            _check_one_a_rank(self.communicator, "all_gather", outs)
             if all(out.shape == tensor.shape and out.dtype == tensor.dtype for out in outs):
                 gathered = self._buffers.empty((self._size, *tensor.shape), tensor.dtype)
                 self.communicator.all_gather_into(read(tensor), gathered)
@@ -110,7 +109,7 @@ class Collectives:
         here = self._rank == root
         for i, tensor in enumerate(tensors):
             if here:
-                self._check_one_a_rank("gather", lists[i])
+                _check_one_a_rank(self.communicator, "gather", lists[i])
             rows = read(tensor).reshape(1, -1)
             gathered = rows.new_empty((self._size if here else 0, rows.shape[1]))
             sent = [int(rank == root) for rank in range(self._size)]
@@ -128,7 +127,7 @@ class Collectives:
         here = self._rank == root
         for i, out in enumerate(outs):
             if here:
-                self._check_one_a_rank("scatter", lists[i])
+                _check_one_a_rank(self.communicator, "scatter", lists[i])
             label = f"scatter of {tuple(out.shape)} from {root}"
             with written(out) as buffer:
                 received = buffer.view(1, -1)
@@ -164,14 +163,14 @@ class Collectives:
     ) -> None:
         """Rank r's `out` is the combination of the r-th tensors of all ranks' lists."""
         for out, parts in zip(outs, lists, strict=True):
-            self._check_one_a_rank("reduce_scatter", parts)
-            if len({part.numel() for part in parts}) == 1:
-                self.reduce_scatter_single(out, flat(parts, self._buffers), op)
-                continue
+            _check_one_a_rank(self.communicator, "reduce_scatter", parts)
             whole = flat(parts, self._buffers)
-            self.all_reduce([whole], op)
-            own = whole.split([part.numel() for part in parts])[self._rank]
-            out.detach().copy_(own.view(out.shape))
+            lengths = [part.numel() for part in parts]
+            if len(set(lengths)) == 1:
+                self.reduce_scatter_single(out, whole, op)
+            else:
+                self.all_reduce([whole], op)
+                out.detach().copy_(whole.split(lengths)[self._rank].view(out.shape))
 
     def all_to_all_single(
         self, out: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
@@ -180,13 +179,13 @@ class Collectives:
         with written(out) as buffer:
             sent = sent or _equal_parts(tensor, self._size, "input")
             received = received or _equal_parts(out, self._size, "output")
-            own = apart(read(tensor), buffer)
-            self.communicator.all_to_all(own, buffer, list(sent), list(received))
+            rows = apart(read(tensor), buffer)
+            self.communicator.all_to_all(rows, buffer, list(sent), list(received))
 
     def all_to_all(self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """The r-th tensor goes to rank r; the shapes may differ."""
-        self._check_one_a_rank("all_to_all", outs)
-        self._check_one_a_rank("all_to_all", tensors)
+        _check_one_a_rank(self.communicator, "all_to_all", outs)
+        _check_one_a_rank(self.communicator, "all_to_all", tensors)
         length = sum(out.numel() for out in outs)
         buffer = self._buffers.empty((length,), tensors[0].dtype)
         self.communicator.all_to_all(
@@ -197,30 +196,30 @@ class Collectives:
         )
         unflatten(buffer, outs)
 
-    def barrier(self) -> None:
-        self.communicator.barrier()
 
-    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Any) -> None:
-        name = getattr(op, "op", op).name
-        if name not in ("SUM", "AVG"):
-            raise ValueError(f"sparse tensors have ReduceOp.SUM and AVG, got ReduceOp.{name}")
-        own = tensor.detach().coalesce()
-        indices = self.communicator.all_gather(own.indices().contiguous(), label="indices")
-        values = self.communicator.all_gather(own.values().contiguous(), label="values")
-        parts = torch.cat(indices, 1), torch.cat(values)
-        total = torch.sparse_coo_tensor(*parts, own.shape, device=own.device)
-        total = total.coalesce()
-        if name == "AVG":
-            total = total / self._size
-        with torch.no_grad():
-            tensor.copy_(total)  # not into detach(): that would have indices of its own
+def _all_reduce_sparse(communicator: Communicator, tensor: torch.Tensor, op: Any) -> None:
+    name = getattr(op, "op", op).name
+    if name not in ("SUM", "AVG"):
+        raise ValueError(f"sparse tensors have ReduceOp.SUM and AVG, got ReduceOp.{name}")
+    summand = tensor.detach().coalesce()
+    indices = communicator.all_gather(summand.indices().contiguous(), label="indices")
+    values = communicator.all_gather(summand.values().contiguous(), label="values")
+    parts = torch.cat(indices, 1), torch.cat(values)
+    total = torch.sparse_coo_tensor(*parts, summand.shape, device=summand.device).coalesce()
+    if name == "AVG":
+        total = total / communicator.size
+    with torch.no_grad():
+        tensor.copy_(total)  # not into detach(): that would have indices of its own
 
-    def _check_one_a_rank(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
-        if len(tensors) != self._size:
-            raise ValueError(
-                f"rank {self._rank}: {call} over {self._size} ranks needs a list with a tensor for each, got "
-                f"{len(tensors)}"
-            )
+
+def _check_one_a_rank(
+    communicator: Communicator, call: str, tensors: Sequence[torch.Tensor]
+) -> None:
+    if len(tensors) != communicator.size:
+        raise ValueError(
+            f"rank {communicator.rank}: {call} over {communicator.size} ranks needs a list with a tensor for each, got "
+            f"{len(tensors)}"
+        )
 
 
 def _equal_parts(tensor: torch.Tensor, size: int, which: str) -> list[int]:
