@@ -192,18 +192,28 @@ class CrossReplicaOps:
         """Reduce with the user's `CrossDeviceOps`, if there is one, and over the ranks."""
         if self.num_replicas == 1:
             return [self.reduce_to(op, value, where, options) for value, where in pairs]
-        if self.custom is None or not op.adds_up:
+        if self.custom is not None and op.adds_up:
+            return self._batch_reduce_by(self.custom, op, pairs, options)
 
-            def over_ranks(reducer: MpiAllReduce, chosen: list[int]) -> list[Any]:
-                return reducer.batch_reduce(op, [pairs[i] for i in chosen], options)
+        def over_ranks(reducer: MpiAllReduce, chosen: list[int]) -> list[Any]:
+            return reducer.batch_reduce(op, [pairs[i] for i in chosen], options)
 
-            values = {i: value for i, (value, _) in enumerate(pairs)}
-            results = self._reducers.reduce_each(values, over_ranks)
-            return [results[i] for i in values]
+        values = {i: value for i, (value, _) in enumerate(pairs)}
+        results = self._reducers.reduce_each(values, over_ranks)
+        return [results[i] for i in values]
+
+    def _batch_reduce_by(
+        self,
+        custom: CrossDeviceOps,
+        op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        """Combine the components on this rank by the user's policy, and the results over the ranks."""
         if self.communicator.size == 1:
-            return self.custom.batch_reduce(op, pairs, options)
+            return custom.batch_reduce(op, pairs, options)
         with self.communicator.raising_together():
-            firsts = sums_of_rank(self.custom, pairs, options)
+            firsts = sums_of_rank(custom, pairs, options)
         totals = self.over_ranks.all_reduce(ReduceOp.SUM, [(value,) for value in firsts], options)
         if op is ReduceOp.MEAN:
             totals = [arrays.true_divide(t, self.num_replicas) for t in totals]

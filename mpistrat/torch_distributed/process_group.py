@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import Work
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.torch_distributed.collectives import Collectives
 from mpistrat.torch_distributed.compilation import not_compiled
 from mpistrat.torch_distributed.native import NativeGroups
+from mpistrat.torch_distributed.tensors import Tensors
 from mpistrat.torch_distributed.work import GroupCalls, Steps
 
 if TYPE_CHECKING:
@@ -31,19 +34,19 @@ if TYPE_CHECKING:
 
 NAME = "mpistrat"
 
-Tensors = Sequence[torch.Tensor]
 _SUM = c10d.AllreduceOptions()
 
 
 class Collective(NamedTuple):
-    """How a collective of torch's is made.
+    """How a collective of torch's is made. The first operand is the result, or is changed in place.
 
     Attributes:
         make: makes it with tensors in CPU memory.
         native: the method of torch's own groups that makes it with tensors of an accelerator.
         options: the class of its options.
         fields: of the options, that `make` takes after the operands.
-        first: the number of an operand that has a tensor on every rank.
+        is_of_lists: operands are lists; a program that calls the group's own method may give one tensor for each.
+        gathers: the first operand has a list for each tensor of the second one, or nothing on some ranks.
         is_coalesced: `native` is for a pair of tensors, and `make` for several pairs.
     """
 
@@ -51,8 +54,27 @@ class Collective(NamedTuple):
     native: str
     options: Callable[[], Any]
     fields: tuple[str, ...] = ()
-    first: int = 0
+    is_of_lists: bool = True
+    gathers: bool = False
     is_coalesced: bool = False
+
+    def options_of(self, *values: Any) -> Any:
+        """Options with these values of the fields; None is the default."""
+        options = self.options()
+        for field, value in zip(self.fields, values, strict=False):
+            if value is not None:
+                setattr(options, field, value)
+        return options
+
+    def by_native(self, group: Any, operands: Sequence[Any], opts: Any) -> Work:
+        """Make it by one of torch's own groups. Calls for several pairs of tensors are submitted together."""
+        call = getattr(group, self.native)
+        if not self.is_coalesced:
+            return call(*operands, opts)
+        group._start_coalescing()
+        for pair in zip(*operands, strict=True):
+            call(*pair, opts)
+        return group._end_coalescing()
 
 
 _ROOT, _OP = ("rootRank",), ("reduceOp",)
@@ -62,27 +84,27 @@ _ALL_REDUCE_COALESCED = Collective(
 )
 _REDUCE = Collective(Collectives.reduce, "reduce", c10d.ReduceOptions, (*_OP, *_ROOT))
 _BROADCAST = Collective(Collectives.broadcast, "broadcast", c10d.BroadcastOptions, _ROOT)
-_ALL_GATHER = Collective(Collectives.all_gather, "allgather", c10d.AllgatherOptions, first=1)
+_ALL_GATHER = Collective(Collectives.all_gather, "allgather", c10d.AllgatherOptions, gathers=True)
 _ALL_GATHER_SINGLE = Collective(
-    Collectives.all_gather_single, "_allgather_base", c10d.AllgatherOptions
+    Collectives.all_gather_single, "_allgather_base", c10d.AllgatherOptions, is_of_lists=False
 )
 _ALL_GATHER_SINGLES = _ALL_GATHER_SINGLE._replace(
     make=Collectives.all_gather_singles, is_coalesced=True
 )
-_GATHER = Collective(Collectives.gather, "gather", c10d.GatherOptions, _ROOT, first=1)
+_GATHER = Collective(Collectives.gather, "gather", c10d.GatherOptions, _ROOT, gathers=True)
 _SCATTER = Collective(Collectives.scatter, "scatter", c10d.ScatterOptions, _ROOT)
 _REDUCE_SCATTER = Collective(
     Collectives.reduce_scatter, "reduce_scatter", c10d.ReduceScatterOptions, _OP
 )
-_REDUCE_SCATTER_SINGLE = _REDUCE_SCATTER._replace(
-    make=Collectives.reduce_scatter_single, native="_reduce_scatter_base"
+_REDUCE_SCATTER_SINGLE = Collective(
+    Collectives.reduce_scatter_single, "_reduce_scatter_base", c10d.ReduceScatterOptions, _OP, False
 )
 _REDUCE_SCATTER_SINGLES = _REDUCE_SCATTER_SINGLE._replace(
     make=Collectives.reduce_scatter_singles, is_coalesced=True
 )
 _ALL_TO_ALL = Collective(Collectives.all_to_all, "alltoall", c10d.AllToAllOptions)
 _ALL_TO_ALL_SINGLE = Collective(
-    Collectives.all_to_all_single, "alltoall_base", c10d.AllToAllOptions
+    Collectives.all_to_all_single, "alltoall_base", c10d.AllToAllOptions, is_of_lists=False
 )
 
 
@@ -187,97 +209,75 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     # Collectives
 
-    def _collective(
-        self, collective: Collective, opts: Any, result: Tensors, *operands: Any
-    ) -> dist.Work:
-        tensors = operands[collective.first]
-        device = (tensors if isinstance(tensors, torch.Tensor) else tensors[0]).device
-        if opts is None:
-            opts = collective.options()
+    def _collective(self, collective: Collective, opts: Any, *operands: Any) -> Work:
+        """Args: opts: torch's options; of a program that calls the group's own method the root or operation alone."""
+        if not hasattr(opts, "asyncOp"):
+            opts = collective.options_of(opts)
+        tensors = operands[1] if collective.gathers else operands[0]
+        if isinstance(tensors, Tensor):
+            tensors = [tensors]
+            if collective.is_of_lists:
+                operands = tuple([operand] for operand in operands)
+        device = tensors[0].device
         if device.type != "cpu":
-            return by_native(self._native.of(device), collective, operands, opts)
+            return collective.by_native(self._native.of(device), operands, opts)
+        result = [*itertools.chain(*operands[0])] if collective.gathers else tensors
         words = map(functools.partial(getattr, opts), collective.fields)
         make = collective.make
         return self._calls.run(opts.asyncOp, result, make, self._collectives, *operands, *words)
 
-    def allreduce(self, tensors: Tensors, opts: Any = _SUM, timeout: Any = None) -> dist.Work:
-        if isinstance(tensors, torch.Tensor):
-            tensors = [tensors]
-        if not isinstance(opts, c10d.AllreduceOptions):
-            opts = _options(_ALL_REDUCE, opts)
-        return self._collective(_ALL_REDUCE, opts, tensors, tensors)
+    def allreduce(self, tensors: Any, opts: Any = _SUM, timeout: Any = None) -> Work:
+        return self._collective(_ALL_REDUCE, opts, tensors)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self._collective(_ALL_REDUCE_COALESCED, opts, tensors, tensors)
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+        return self._collective(_ALL_REDUCE_COALESCED, opts, tensors)
 
-    def reduce(self, tensors: Tensors, opts: Any, op: Any = dist.ReduceOp.SUM) -> dist.Work:
-        tensors = _listed(tensors)
-        return self._collective(_REDUCE, _options(_REDUCE, op, opts), tensors, tensors)
+    def reduce(self, tensors: Any, opts: Any, op: Any = None) -> Work:
+        if isinstance(opts, int):
+            opts = _REDUCE.options_of(op, opts)
+        return self._collective(_REDUCE, opts, tensors)
 
-    def broadcast(self, tensors: Tensors, opts: Any = 0, timeout: Any = None) -> dist.Work:
-        tensors = _listed(tensors)
-        return self._collective(_BROADCAST, _options(_BROADCAST, opts), tensors, tensors)
+    def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> Work:
+        return self._collective(_BROADCAST, opts, tensors)
 
-    def allgather(self, lists: Any, tensors: Tensors, opts: Any = None) -> dist.Work:
-        if isinstance(tensors, torch.Tensor):
-            lists, tensors = [lists], [tensors]
-        result = [*itertools.chain(*lists)]
-        return self._collective(_ALL_GATHER, opts, result, lists, tensors)
+    def allgather(self, lists: Any, tensors: Any, opts: Any = None) -> Work:
+        return self._collective(_ALL_GATHER, opts, lists, tensors)
 
-    def allgather_coalesced(self, lists: Any, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """`lists` has a list for each rank, with what becomes of the rank's tensors."""
+    def allgather_coalesced(self, lists: Any, tensors: Tensors, opts: Any = None) -> Work:
+        """`lists` has a list for each rank, with the results of the rank's tensors."""
         return self.allgather(list(zip(*lists, strict=True)), tensors, opts)
 
-    def all_gather_single(
-        self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None
-    ) -> dist.Work:
-        return self._collective(_ALL_GATHER_SINGLE, opts, [out], out, tensor)
+    def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+        return self._collective(_ALL_GATHER_SINGLE, opts, out, tensor)
 
-    def all_gather_single_coalesced(
-        self, outs: Tensors, tensors: Tensors, opts: Any = None
-    ) -> dist.Work:
-        return self._collective(_ALL_GATHER_SINGLES, opts, outs, outs, tensors)
+    def all_gather_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> Work:
+        return self._collective(_ALL_GATHER_SINGLES, opts, outs, tensors)
 
-    def gather(self, lists: Any, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
-        if isinstance(tensors, torch.Tensor):
-            lists, tensors = [lists], [tensors]
-        result = [*itertools.chain(*lists)]
-        return self._collective(_GATHER, _options(_GATHER, opts), result, lists, tensors)
+    def gather(self, lists: Any, tensors: Any, opts: Any = 0, timeout: Any = None) -> Work:
+        return self._collective(_GATHER, opts, lists, tensors)
 
-    def scatter(self, outs: Any, lists: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
-        if isinstance(outs, torch.Tensor):
-            outs, lists = [outs], [lists]
-        return self._collective(_SCATTER, _options(_SCATTER, opts), outs, outs, lists)
+    def scatter(self, outs: Any, lists: Any, opts: Any = 0, timeout: Any = None) -> Work:
+        return self._collective(_SCATTER, opts, outs, lists)
 
-    def reduce_scatter(self, outs: Any, lists: Any, opts: Any = None) -> dist.Work:
-        if isinstance(outs, torch.Tensor):
-            outs, lists = [outs], [lists]
-        return self._collective(_REDUCE_SCATTER, _options(_REDUCE_SCATTER, opts), outs, outs, lists)
+    def reduce_scatter(self, outs: Any, lists: Any, opts: Any = None) -> Work:
+        return self._collective(_REDUCE_SCATTER, opts, outs, lists)
 
-    def reduce_scatter_single(
-        self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None
-    ) -> dist.Work:
-        return self._collective(_REDUCE_SCATTER_SINGLE, opts, [out], out, tensor)
+    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+        return self._collective(_REDUCE_SCATTER_SINGLE, opts, out, tensor)
 
-    def reduce_scatter_single_coalesced(
-        self, outs: Tensors, tensors: Tensors, opts: Any = None
-    ) -> dist.Work:
-        return self._collective(_REDUCE_SCATTER_SINGLES, opts, outs, outs, tensors)
+    def reduce_scatter_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> Work:
+        return self._collective(_REDUCE_SCATTER_SINGLES, opts, outs, tensors)
 
     def all_to_all_single(
-        self,
-        out: torch.Tensor,
-        tensor: torch.Tensor,
-        received: Sequence[int] = (),
-        sent: Sequence[int] = (),
-        opts: Any = None,
-    ) -> dist.Work:
-        return self._collective(_ALL_TO_ALL_SINGLE, opts, [out], out, tensor, received, sent)
+        self, out: Tensor, tensor: Tensor, received: Any = (), sent: Any = (), opts: Any = None
+    ) -> Work:
+        """Args: received, sent: how many rows come from, and go to, each rank; none: equally many."""
+        return self._collective(_ALL_TO_ALL_SINGLE, opts, out, tensor, received, sent)
 
-    def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self._collective(_ALL_TO_ALL, opts, outs, outs, tensors)
+    def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
+        return self._collective(_ALL_TO_ALL, opts, outs, tensors)
 
-    def barrier(self, opts: Any = None, timeout: datetime.timedelta | None = None) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: datetime.timedelta | None = None) -> Work:
         seconds = _seconds(timeout or getattr(opts, "timeout", None))
         return self._calls.run(getattr(opts, "asyncOp", True), (), self._barrier, seconds)
 
@@ -302,20 +302,20 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     # Messages
 
-    def send(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
+    def send(self, tensors: Tensors, rank: int, tag: int = 0) -> Work:
         (tensor,) = tensors
         if tensor.device.type != "cpu":
             return self._native.of(tensor.device).send(tensors, rank, tag)
         return self._calls.collect(self._peers().send(tensor, rank, tag, self._calls.failed.append))
 
-    def recv(self, tensors: Tensors, rank: int | None, tag: int = 0) -> dist.Work:
+    def recv(self, tensors: Tensors, rank: int | None, tag: int = 0) -> Work:
         (tensor,) = tensors
         if tensor.device.type != "cpu":
             return self._native.of(tensor.device).recv(tensors, rank, tag)
         failed = self._calls.failed.append
         return self._calls.collect(self._peers().receive(tensor, rank, tag, failed))
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         return self.recv(tensors, None, tag)
 
     def _peers(self) -> Messages:
@@ -332,40 +332,15 @@ class MpistratProcessGroup(dist.ProcessGroup):
         else:
             self._native.of(device)._start_coalescing()
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
+    def _end_coalescing(self, device: torch.device) -> Work:
         if device.type != "cpu":
             return self._native.of(device)._end_coalescing()
         works, self._calls.coalesced = self._calls.coalesced or [], None
         return Steps(works)
 
 
-def _listed(tensors: Any) -> Tensors:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def _options(collective: Collective, *values: Any) -> Any:
-    """Options with these values of the collective's fields; the last value may be the options, or None."""
-    if values[-1] is None or hasattr(values[-1], "asyncOp"):
-        return values[-1]
-    options = collective.options()
-    for field, value in zip(collective.fields, values, strict=True):
-        setattr(options, field, value)
-    return options
-
-
 def _seconds(timeout: datetime.timedelta | None) -> float:
     return max(0.0, timeout.total_seconds()) if timeout else 0.0
-
-
-def by_native(group: Any, collective: Collective, operands: Sequence[Any], opts: Any) -> dist.Work:
-    """Make a collective by one of torch's own groups. Calls for several pairs of tensors are submitted together."""
-    call = getattr(group, collective.native)
-    if not collective.is_coalesced:
-        return call(*operands, opts)
-    group._start_coalescing()
-    for out, tensor in zip(*operands, strict=True):
-        call(out, tensor, opts)
-    return group._end_coalescing()
 
 
 for _member in vars(MpistratProcessGroup).values():

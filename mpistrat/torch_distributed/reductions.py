@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mpistrat.arrays import numpy_knows
 from mpistrat.communicators.reduction import Reduction, reducing
@@ -94,7 +95,7 @@ def _check_numeric(name: str, dtype: torch.dtype) -> None:
 
 
 @contextlib.contextmanager
-def operand(tensor: torch.Tensor, how: Combination) -> Iterator[torch.Tensor]:
+def operand(tensor: Tensor, how: Combination) -> Iterator[Tensor]:
     """A contiguous buffer of `tensor`, multiplied by the factor of `how`, as elements that can be combined.
 
     After the block `tensor` is what the block made of the buffer, divided by the divisor of `how`.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
 from mpistrat.communicators.communicator import Communicator
@@ -34,7 +35,7 @@ class DoneWork(dist.Work):
     Args: result: its tensors.
     """
 
-    def __init__(self, result: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, result: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._result = list(result)
 
@@ -56,7 +57,7 @@ class DoneWork(dist.Work):
     def exception(self) -> BaseException | None:
         return None
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -81,7 +82,7 @@ class UnfinishedWork(DoneWork):
 
     def __init__(
         self,
-        result: Sequence[torch.Tensor],
+        result: Sequence[Tensor],
         failed: Callable[[UnfinishedWork], None],
         make: Callable[[], None] | None = None,
     ) -> None:
@@ -192,7 +193,7 @@ class GroupCalls:
     def run(
         self,
         is_async: bool,
-        result: Sequence[torch.Tensor],
+        result: Sequence[Tensor],
         call: Callable[..., None],
         *operands: Any,
     ) -> DoneWork:
@@ -212,7 +213,7 @@ class GroupCalls:
         return self.collect(DoneWork(result))
 
     def _begin(
-        self, result: Sequence[torch.Tensor], call: Callable[..., None], operands: Sequence[Any]
+        self, result: Sequence[Tensor], call: Callable[..., None], operands: Sequence[Any]
     ) -> UnfinishedWork:
         with self._order:
             if self._thread is None:

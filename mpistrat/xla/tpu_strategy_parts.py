@@ -11,7 +11,6 @@ from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.strategy_extended import Parts
 from mpistrat.replicas.torch_modules import ModuleParts
 from mpistrat.strategies import strategy_parts
-from mpistrat.strategies.replicated_variables import CopyPerReplica
 from mpistrat.strategies.strategy_arguments import StrategyArguments
 from mpistrat.xla.lazy_all_reduce import LazyAllReduce
 from mpistrat.xla.logical_devices import LogicalDevices
@@ -60,7 +59,7 @@ def on_xla(
     modules = strategy_parts.mirrored_modules(
         ModuleParts(replicas, GradientRule(asked.gradients), sums)
     )
-    copies = CopyPerReplica(strategy, ops, group.worker_devices, num_copies=1)
-    parts = Parts(modules, VariablesOnDevice(copies), plan)
+    variables = VariablesOnDevice(strategy, ops, group.worker_devices, num_copies=1)
+    parts = Parts(modules, variables, plan)
     logical_devices = LogicalDevices(runtime, cores_per_replica)
     return XlaExtended(strategy, parts, steps.compilations, logical_devices)

@@ -11,7 +11,17 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "mpistrat"
 
 CODE_LINES = 39287
-LARGE_CLASSES = 11
+# Classes with more methods than `LARGE`, and the reason of each. No other class may have so many.
+LARGE_CLASSES = {
+    "CheckpointManager": "tf.train.CheckpointManager and ranks that restore together: programs know the names",
+    "Communicator": "a method for each collective of MPI",
+    "MpistratProcessGroup": "torch calls each collective, and asks each question, by a name of its own",
+    "Observer": "an event of a node's ranks is one method",
+    "Router": "a Communicator's methods",
+    "Strategy": "tf.distribute.Strategy, and what programs of PyTorch ask: programs know the names",
+    "StrategyExtended": "tf.distribute.StrategyExtended: programs know the names",
+    "Variable": "tf.Variable, which is also a number: programs know the names",
+}
 TOP_LEVEL_MODULES = 14
 ASSERTS_OF_NONE = 0
 
@@ -58,14 +68,14 @@ def docstring_lines(tree: ast.Module) -> Iterator[int]:
 
 def test_few_classes_are_large(sources: dict[str, str]) -> None:
     found = {
-        f"{name}:{node.name}": methods
+        node.name: f"{methods} in {name}"
         for name, source in sources.items()
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ClassDef)
         and (methods := sum(isinstance(part, ast.FunctionDef) for part in node.body)) > LARGE
     }
     print(f"\nclasses with more than {LARGE} methods:", found)
-    assert len(found) <= LARGE_CLASSES
+    assert found.keys() <= LARGE_CLASSES.keys()
 
 
 def test_the_package_has_few_modules_of_its_own(sources: dict[str, str]) -> None:

@@ -37,7 +37,7 @@ LIBRARY = Library(
         "NativeTransport": {"group": "NativeGroup"},
         "make_group": {"cls": "NativeGroup"},
         "MpistratProcessGroup": {"self._native": "NativeGroups"},
-        "by_native": {"group": "NativeGroup"},
+        "Collective": {"group": "NativeGroup"},
     },
 )
 
