@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat import arrays
+from mpistrat.communicators import Communicator
 from mpistrat.cross_device_ops import CrossDeviceOps, MpiAllReduce, accumulation, extrema
 from mpistrat.cross_device_ops.cross_device_ops import (
     check_destinations,
@@ -111,11 +112,7 @@ class CrossReplicaOps:
         ]
 
     def reduce(
-        self,
-        op: ReduceOp,
-        flat: list[Any],
-        axis: int | Sequence[int] | None,
-        label: str,
+        self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int] | None, label: str
     ) -> list[Any]:
         """The work of `Strategy.reduce` on the leaves of a structure that `label` describes."""
         if axis is not None:
@@ -259,7 +256,7 @@ class CrossReplicaOps:
         """
         components = self.components(operand)
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return self.from_first_replica(components[0], label)
+            return from_first_replica(self.communicator, components[0], label)
         if self.num_replicas == 1:
             return components[0]
         if aggregation is VariableAggregation.SUM and arrays.is_number(components[0]):
@@ -272,17 +269,18 @@ class CrossReplicaOps:
         op = ReduceOp.from_variable_aggregation(aggregation)
         return self.over_ranks.all_reduce(op, [components], label=label)[0]
 
-    def from_first_replica(self, value: Any, label: str) -> Any:
-        """The first rank's `value`, an array, a number or `IndexedSlices`, on every rank."""
-        if self.communicator.size == 1:
-            return value
-        label = f"{label}, of the first replica"
-        if isinstance(value, IndexedSlices) or arrays.is_number(value):
-            return self.communicator.broadcast_object(value, label=label)
-        with self.communicator.raising_together():
-            host = arrays.copy(arrays.to_host(arrays.as_array(arrays.detach_read(value))))
-        self.communicator.broadcast(host, label=label)
-        return arrays.to_device_of(host, value)
+
+def from_first_replica(communicator: Communicator, value: Any, label: str) -> Any:
+    """The first rank's `value`, an array, a number or `IndexedSlices`, on every rank. Called by every rank."""
+    if communicator.size == 1:
+        return value
+    label = f"{label}, of the first replica"
+    if isinstance(value, IndexedSlices) or arrays.is_number(value):
+        return communicator.broadcast_object(value, label=label)
+    with communicator.raising_together():
+        host = arrays.copy(arrays.to_host(arrays.as_array(arrays.detach_read(value))))
+    communicator.broadcast(host, label=label)
+    return arrays.to_device_of(host, value)
 
 
 def _sums_and_counts(

@@ -41,7 +41,7 @@ class _DifferentiableAllReduce(torch.autograd.Function):
         )
 
 
-class _DifferentiableAllGather(torch.autograd.Function):
+class DifferentiableAllGather(torch.autograd.Function):
     """Each replica's gradient is its own slice of the sum of the upstream gradients."""
 
     @staticmethod
@@ -103,11 +103,3 @@ def all_reduce(
 
 def _differentiable(leaf: Any) -> bool:
     return arrays.is_torch(leaf) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def all_gather(
-    context: AnyReplicaContext, value: torch.Tensor, axis: int, options: CommunicationOptions | None
-) -> torch.Tensor:
-    """`ReplicaContext.all_gather` of a tensor that requires a gradient."""
-    result: torch.Tensor = _DifferentiableAllGather.apply(context, axis, options, value)
-    return result

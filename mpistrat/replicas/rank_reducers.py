@@ -30,9 +30,7 @@ class RankReducers:
             self.of_plain = OrderedAllReduce(communicator, (1,) * communicator.size, options)
 
     def reduce_each(
-        self,
-        values: Mapping[int, Any],
-        reduce: Callable[[MpiAllReduce, list[int]], list[Any]],
+        self, values: Mapping[int, Any], reduce: Callable[[MpiAllReduce, list[int]], list[Any]]
     ) -> dict[int, Any]:
         """The results, by the keys of `values`. Called by every rank.
 

@@ -175,7 +175,8 @@ class ReplicaContext:
             if _needs_gradient([leaf]):
                 from mpistrat.replicas import differentiable
 
-                gathered.append(differentiable.all_gather(self, leaf, axis, options))
+                call = differentiable.DifferentiableAllGather.apply
+                gathered.append(call(self, axis, options, leaf))
             else:
                 gathered.append(extended.replicas.all_gather(self, leaf, axis, options, label))
         return gathered[0] if pack is None else pack(gathered)

@@ -118,10 +118,7 @@ def mirrored(
 
 
 def central_storage(
-    strategy: Any,
-    group: ReplicaGroup,
-    parameter_device: str,
-    asked: StrategyArguments,
+    strategy: Any, group: ReplicaGroup, parameter_device: str, asked: StrategyArguments
 ) -> ReplicatedExtended:
     """One copy of every variable, for all replicas of a node."""
     ops = CrossReplicaOps(group, options=asked.options)

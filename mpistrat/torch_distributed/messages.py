@@ -80,11 +80,7 @@ class Messages:
         return Message(self, request, tensor, buffer, what, failed, peer=rank)
 
     def receive(
-        self,
-        tensor: Tensor,
-        rank: int | None,
-        tag: int,
-        failed: Callable[[UnfinishedWork], None],
+        self, tensor: Tensor, rank: int | None, tag: int, failed: Callable[[UnfinishedWork], None]
     ) -> Message:
         """Begin to receive into `tensor` from `rank` of the group, or, with None, from any rank."""
         self._check(tensor, tag)

@@ -191,11 +191,7 @@ class GroupCalls:
         atexit.register(self._end_job_if_unobserved)
 
     def run(
-        self,
-        is_async: bool,
-        result: Sequence[Tensor],
-        call: Callable[..., None],
-        *operands: Any,
+        self, is_async: bool, result: Sequence[Tensor], call: Callable[..., None], *operands: Any
     ) -> DoneWork:
         """Make a call here, or on the communication thread if the program does not wait for it."""
         self.check_usable()
