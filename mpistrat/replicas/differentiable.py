@@ -32,13 +32,8 @@ class _DifferentiableAllReduce(torch.autograd.Function):
         check_device(context, upstream)
         # Ranks that differentiate unequally often then call different collectives, which is an error.
         label = "gradient of " + (label if label.startswith("gradient of ") else "all_reduce")
-        return (
-            None,
-            None,
-            None,
-            None,
-            *_DifferentiableAllReduce.apply(context, op, options, label, *upstream),
-        )
+        gradients = _DifferentiableAllReduce.apply(context, op, options, label, *upstream)
+        return None, None, None, None, *gradients
 
 
 class DifferentiableAllGather(torch.autograd.Function):
