@@ -32,16 +32,11 @@ class _DifferentiableAllReduce(torch.autograd.Function):
         check_device(context, upstream)
         # Ranks that differentiate unequally often then call different collectives, which is an error.
         label = "gradient of " + (label if label.startswith("gradient of ") else "all_reduce")
-        return (
-            None,
-            None,
-            None,
-            None,
-            *_DifferentiableAllReduce.apply(context, op, options, label, *upstream),
-        )
+        gradients = _DifferentiableAllReduce.apply(context, op, options, label, *upstream)
+        return None, None, None, None, *gradients
 
 
-class _DifferentiableAllGather(torch.autograd.Function):
+class DifferentiableAllGather(torch.autograd.Function):
     """Each replica's gradient is its own slice of the sum of the upstream gradients."""
 
     @staticmethod
@@ -51,9 +46,9 @@ class _DifferentiableAllGather(torch.autograd.Function):
         length = torch.tensor([value.shape[axis]], device="cpu")
         sizes = extended.replicas.all_gather(context, length, 0, options)
         # Where cores run one program, each has a number of its own.
-        own = arrays.as_tensor(context.replica_id_in_sync_group)
-        starts = (sizes.cumsum(0) - sizes).to(own.device)
-        first = starts.index_select(0, own.reshape(1))
+        replica_id = arrays.as_tensor(context.replica_id_in_sync_group)
+        starts = (sizes.cumsum(0) - sizes).to(replica_id.device)
+        first = starts.index_select(0, replica_id.reshape(1))
         ctx.call = (context, axis, options, first, value.shape[axis])
         return gathered if extended.num_replicas_in_sync > 1 else gathered.clone()
 
@@ -91,23 +86,15 @@ def all_reduce(
     )
     for i, result in zip(tensors, reduced, strict=True):
         results[i] = result
-    others = [i for i in range(len(leaves)) if i not in tensors]
-    if others:
-        rest = context.strategy.extended.replicas.all_reduce(
-            context, op, [leaves[i] for i in others], options, label
+    constant = [i for i in range(len(leaves)) if i not in tensors]
+    if constant:
+        combined = context.strategy.extended.replicas.all_reduce(
+            context, op, [leaves[i] for i in constant], options, label
         )
-        for i, result in zip(others, rest, strict=True):
+        for i, result in zip(constant, combined, strict=True):
             results[i] = result
     return results
 
 
 def _differentiable(leaf: Any) -> bool:
     return arrays.is_torch(leaf) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def all_gather(
-    context: AnyReplicaContext, value: torch.Tensor, axis: int, options: CommunicationOptions | None
-) -> torch.Tensor:
-    """`ReplicaContext.all_gather` of a tensor that requires a gradient."""
-    result: torch.Tensor = _DifferentiableAllGather.apply(context, axis, options, value)
-    return result

@@ -39,6 +39,11 @@ class _Iteration:
     has_ended: bool = False
 
     @property
+    def reads_ahead(self) -> bool:
+        """Several steps came before the first backward, and parts of a step may have different sizes."""
+        return bool(self.ahead) and not getattr(self.iterator(), "divides", True)
+
+    @property
     def is_evaluation(self) -> bool:
         """No backward came from its first step to its end."""
         return self.has_ended and self.ahead is None
@@ -79,22 +84,21 @@ class GivenSteps:
         self._last: _Iteration | None = None  # that gave a step while gradients were on
         self._order = 0
         self._shard_is_last = False  # after the steps of iterators
-        self._left_uneven = (
-            False  # parts of different sizes were given in steps that weigh no backward
-        )
+        # Parts of different sizes were given in steps that weigh no backward.
+        self._left_uneven = False
         self._said: set[str] = set()
 
     def give(self, iterator: Any, examples: StepExamples | None, *, gradients: bool) -> None:
         """`iterator` gives a step with these examples. Args: gradients: whether they are on."""
         self.distributed = True
-        iteration, others = None, []
+        iteration, kept = None, []
         for known in self.iterations:
             owner = known.iterator()
             if owner is iterator:
                 iteration = known
                 iteration.is_only = False
             elif owner is not None and not (gradients and known.is_evaluation):
-                others.append(known)
+                kept.append(known)
         iteration = iteration or _Iteration(weakref.ref(iterator, self._forget))
         iteration.examples = examples
         if gradients:
@@ -107,7 +111,7 @@ class GivenSteps:
                 iteration.sizes.add(int(examples[-1]))
         elif examples is not None:
             self._left_uneven |= bool(examples[-1] % self._num_replicas)
-        self._keep([*others, iteration])
+        self._keep([*kept, iteration])
 
     def shard(self) -> None:
         """Arrays are sharded that are no step of an iterator. What comes next may be of them."""
@@ -116,7 +120,7 @@ class GivenSteps:
 
     def _keep(self, iterations: list[_Iteration]) -> None:
         for left in {*self.iterations}.difference(iterations):
-            self._left_uneven |= any(size % self._num_replicas for size in left.sizes)
+            self._left_uneven |= self._is_uneven(left.sizes)
         self.iterations = iterations
         last = max(iterations, key=operator.attrgetter("order"), default=None)
         self._last = last = last if last is not None and last.order else None
@@ -128,9 +132,9 @@ class GivenSteps:
         for iteration in self.iterations:
             if iteration.iterator() is iterator:
                 iteration.is_only, iteration.has_ended = False, True
-                others = [i for i in self.iterations if i is not iteration]
-                if iteration.is_evaluation and any(i.order for i in others):
-                    self._keep(others)
+                kept = [i for i in self.iterations if i is not iteration]
+                if iteration.is_evaluation and any(i.order for i in kept):
+                    self._keep(kept)
 
     def _forget(self, iterator: weakref.ref[Any]) -> None:
         last = self.iterations[-1]
@@ -153,7 +157,7 @@ class GivenSteps:
                 sizes |= iteration.take_sizes()
         if not weighs or is_of_shard:
             return None
-        if len(sizes) > 1 and any(size % self._num_replicas for size in sizes):
+        if len(sizes) > 1 and self._is_uneven(sizes):
             raise RuntimeError(
                 f"backward() inside replica(): loaders gave steps of {sorted(sizes)} examples before it, not all of "
                 f"which divide by {self._num_replicas} replicas, and a replica's gradient counts by its part of one "
@@ -161,7 +165,16 @@ class GivenSteps:
                 "or evaluated. Else call backward() before the next step is asked for; or use drop_last=True; or scale "
                 "the loss with compute_average_loss(…, global_batch_size=…)"
             )
-        if any(i.ahead and not getattr(i.iterator(), "divides", True) for i in current):
+        self._tell_of_other_sizes(current)
+        return None if last is None else last.training
+
+    def _is_uneven(self, sizes: set[int]) -> bool:
+        """Whether parts of steps of these sizes have different sizes."""
+        return any(size % self._num_replicas for size in sizes)
+
+    def _tell_of_other_sizes(self, current: list[_Iteration]) -> None:
+        """Have the first rank say that a loss may be of another step than the last of `current`."""
+        if any(iteration.reads_ahead for iteration in current):
             self.tell_once(
                 "backward() inside replica(): a loader gave several steps before the first backward(). If the program "
                 "reads ahead, gradients are wrong where a step has another size than the next, and does not divide by "
@@ -169,13 +182,12 @@ class GivenSteps:
                 "backward() before the next step is asked for; or use drop_last=True; or scale the loss with "
                 "compute_average_loss(…, global_batch_size=…)"
             )
-        if last is None and self._left_uneven:
+        if self._last is None and self._left_uneven:
             self.tell_once(
                 "backward() inside replica(): all replicas' gradients count alike, though a loader gave parts of "
                 "different sizes, inside torch.no_grad() or in an iteration that is over. If the loss is of such a "
                 "step, scale it with compute_average_loss(…, global_batch_size=…)"
             )
-        return None if last is None else last.training
 
     def reduced(self) -> None:
         """The ranks have combined gradients."""

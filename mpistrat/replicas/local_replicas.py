@@ -70,13 +70,16 @@ class _Replica(threading.Thread):
 
 
 class LocalReplicas:
-    """Runs a function on each of `count` replicas of this rank. One run at a time per thread."""
+    """Runs a function on each of `count` replicas of this rank. One run at a time per thread.
+
+    Attributes: current: has the run of each thread, as `run`.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.states: list[ReplicaState] = []
         self._idle: list[list[_Replica]] = []  # threads of finished runs, for the next run
-        self._current = threading.local()
+        self.current = threading.local()
         weakref.finalize(self, _end, self._idle)
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
@@ -87,12 +90,12 @@ class LocalReplicas:
         """
         threads = self._idle.pop() if self._idle else [_Replica(i) for i in range(1, self.count)]
         run = _Run(self, threads, body)
-        outer = getattr(self._current, "run", None)
-        self._current.run = run
+        outer = getattr(self.current, "run", None)
+        self.current.run = run
         try:
             return run.run()
         finally:
-            self._current.run = outer
+            self.current.run = outer
             self._idle.append(threads)
 
     def meet(self, index: int, merge: MergeFunction, operands: Any) -> Any:
@@ -100,12 +103,8 @@ class LocalReplicas:
 
         Called by: replica `index`, inside `run`.
         """
-        run: _Run = self._current.run
+        run: _Run = self.current.run
         return run.meet(index, merge, operands)
-
-    def adopt(self, run: _Run | None) -> None:
-        """Make `run` the current one of the calling thread."""
-        self._current.run = run
 
 
 def _end(idle: list[list[_Replica]]) -> None:
@@ -163,9 +162,9 @@ class _Run:
             return self._merged
         self._let_others_run(to_meeting=True)
         self._switch_to(0)
-        everyone = [operand for operand in self._operands if operand is not None]
+        all_operands = [operand for operand in self._operands if operand is not None]
         self._operands = [None] * self._replicas.count
-        self._merged = merge(everyone)
+        self._merged = merge(all_operands)
         return self._merged
 
     def _let_others_run(self, to_meeting: bool) -> None:
@@ -200,7 +199,7 @@ class _Run:
         context = contextvars.copy_context()
 
         def work() -> None:
-            self._replicas.adopt(self)
+            self._replicas.current.run = self
             try:
                 with contextlib.ExitStack() as stack:
                     for enter in entered:
@@ -211,7 +210,7 @@ class _Run:
             except BaseException as error:
                 self._error = self._error or error
             finally:
-                self._replicas.adopt(None)
+                self._replicas.current.run = None
 
         return work
 

@@ -59,16 +59,16 @@ def compute_average_loss(
                 f"{list(weight.shape)} for losses of shape {list(loss.shape)}"
             )
         loss = loss * weight.reshape(tuple(weight.shape) + (1,) * (loss.ndim - weight.ndim))
-    size, own = global_batch_size, loss.shape[0]
+    size, num_examples = global_batch_size, loss.shape[0]
     if size is None:
         size = _global_batch_size(loss, replicas)
     else:
         _check_positive_integer(size)
     if getattr(loss, "requires_grad", False):  # not that of an evaluation
         # A replica's own mean is right with gradients="mean".
-        contradicts_mean = bool(replicas > 1 and global_batch_size != own)
+        contradicts_mean = bool(replicas > 1 and global_batch_size != num_examples)
         is_guess = global_batch_size is None and not arrays.is_torch(size)
-        _check_scale(own, size, contradicts_mean, is_guess)
+        _check_scale(num_examples, size, contradicts_mean, is_guess)
     return loss.sum() / size
 
 
@@ -77,7 +77,7 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
 
     Raises: ValueError: the loss is of no examples, and it is not known how many others have.
     """
-    own = loss.shape[0]
+    num_examples = loss.shape[0]
     steps = get_strategy().extended.given_steps
     has_gradients = getattr(loss, "requires_grad", False)
     examples = steps.examples_with_gradients if has_gradients else steps.examples
@@ -87,17 +87,19 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
 
         if torch.compiler.is_compiling():
             known = torch.as_tensor(examples, device="cpu")
-            return torch.where((known[:-1] == own).any(), known[-1], own * replicas)
-    if examples is not None and own in examples[:-1]:
+            return torch.where(
+                (known[:-1] == num_examples).any(), known[-1], num_examples * replicas
+            )
+    if examples is not None and num_examples in examples[:-1]:
         return int(examples[-1])
-    if own == 0:
+    if num_examples == 0:
         raise ValueError(
             "this replica's batch is empty, and does not say how large the global batch is: pass global_batch_size"
         )
-    return own * replicas
+    return num_examples * replicas
 
 
-def _check_scale(own: int, size: int, contradicts_mean: bool, is_guess: bool) -> None:
+def _check_scale(num_examples: int, size: int, contradicts_mean: bool, is_guess: bool) -> None:
     """Gradients of the losses of `own` examples, divided by `size`, are to be summed; tell where `size` is wrong.
 
     A graph is for many sizes, and looks at none of them: only that `size` is a guess is known when it is compiled.
@@ -108,26 +110,26 @@ def _check_scale(own: int, size: int, contradicts_mean: bool, is_guess: bool) ->
     is_compiling = torch.compiler.is_compiling()
     choose_sum(contradicts_mean, extended.modules.rule.name, is_compiling and is_guess)
     if not is_compiling and extended.modules.rule.chosen != "mean":
-        _tell_of_size(extended, own, size)
+        _tell_of_size(extended, num_examples, size)
 
 
-def _tell_of_size(extended: Any, own: int, size: int) -> None:
+def _tell_of_size(extended: Any, num_examples: int, size: int) -> None:
     """Say once where `size` is that of the part of `own` examples, and not that of the step or array that was divided.
 
     Other sizes are the program's: it accumulates, or scales by the step of another loader.
     """
     steps, cuts = extended.given_steps, extended.sharded.cuts
     replicas = extended.num_replicas_in_sync
-    totals = {whole for part, whole, _ in cuts if part == own}
+    totals = {whole for part, whole, _ in cuts if part == num_examples}
     examples = steps.examples_with_gradients
     *parts, total = [0] if examples is None else examples.tolist()
-    if own in parts:
+    if num_examples in parts:
         totals.add(total)
     if len(totals) == 1 and not steps.has_given(size):
         (total,) = totals
-        if size == own * replicas:
-            extended.sharded.tell_of_uneven(own)
-        elif size in (own, sum(parts), total / replicas):
+        if size == num_examples * replicas:
+            extended.sharded.tell_of_uneven(num_examples)
+        elif size in (num_examples, sum(parts), total / replicas):
             steps.tell_once(
                 f"compute_average_loss: global_batch_size={size} is the size of one part; the batch has {total} "
                 f"examples over all {replicas} replicas. Gradients, which are summed over replicas, are "

@@ -31,21 +31,11 @@ class ReplicaContext:
         self, strategy: AnyStrategy, replica_id_in_sync_group: Any, local_index: int = 0
     ) -> None:
         replica_id = replica_id_in_sync_group
-        if isinstance(replica_id, bool) or not (
-            replica_id is None
-            or isinstance(replica_id, (int, np.integer))
-            or (
-                arrays.is_array(replica_id)
-                and arrays.is_integer(replica_id)
-                and replica_id.ndim == 0
-            )
-        ):
+        if not _is_replica_id(replica_id):
             raise ValueError(
                 f"replica_id_in_sync_group must be an integer or None, got {replica_id!r:.60}"
             )
-        self._strategy = strategy
-        self._replica_id = replica_id
-        self.local_index = local_index
+        self._strategy, self._replica_id, self.local_index = strategy, replica_id, local_index
 
     def __str__(self) -> str:
         return f"replica {self.replica_id_in_sync_group}"
@@ -175,7 +165,8 @@ class ReplicaContext:
             if _needs_gradient([leaf]):
                 from mpistrat.replicas import differentiable
 
-                gathered.append(differentiable.all_gather(self, leaf, axis, options))
+                call = differentiable.DifferentiableAllGather.apply
+                gathered.append(call(self, axis, options, leaf))
             else:
                 gathered.append(extended.replicas.all_gather(self, leaf, axis, options, label))
         return gathered[0] if pack is None else pack(gathered)
@@ -185,6 +176,12 @@ class ReplicaContext:
             f"{type(self).__name__}(replica {self._replica_id} of {self.num_replicas_in_sync}, "
             f"{self._strategy!r})"
         )
+
+
+def _is_replica_id(value: Any) -> bool:
+    if arrays.is_array(value):
+        return arrays.is_integer(value) and value.ndim == 0
+    return isinstance(value, (int, np.integer, type(None))) and not isinstance(value, bool)
 
 
 def _needs_gradient(leaves: Sequence[Any]) -> bool:

@@ -24,6 +24,9 @@ class Replicas:
         parameter_device: which has the parameters of torch modules; None is the first replica's.
 
     Attributes:
+        strategy: of the replicas.
+        group: all replicas.
+        ops: combines values of all replicas.
         devices: of each replica.
         count: how often a function is called on this rank for all of its replicas.
         states: what is swapped when one replica's turn ends and another's begins.
@@ -44,7 +47,7 @@ class Replicas:
         contexts: Sequence[ReplicaContext] | None = None,
         parameter_device: str | None = None,
     ) -> None:
-        self._strategy, self._ops = strategy, ops
+        self.strategy, self.group, self.ops = strategy, group, ops
         self._is_alone = group.num_replicas_in_sync == 1
         self.count = group.num_local_replicas
         self.devices = group.worker_devices
@@ -64,7 +67,7 @@ class Replicas:
     ) -> Any:
         """Call `fn` on each replica of this rank and regroup the results. Communicates nothing."""
         if self.count == 1:
-            with entered(self._strategy, self.contexts[0]):
+            with entered(self.strategy, self.contexts[0]):
                 if args:
                     args = select_replica(0, tuple(args))
                 if kwargs:
@@ -73,9 +76,9 @@ class Replicas:
         outer = per_thread.modes
 
         def body(index: int) -> Any:
-            own, per_thread.modes = per_thread.modes, list(outer)
+            before, per_thread.modes = per_thread.modes, list(outer)
             try:
-                with entered(self._strategy, self.contexts[index]), current(self.devices[index]):
+                with entered(self.strategy, self.contexts[index]), current(self.devices[index]):
                     result = fn(
                         *select_replica(index, tuple(args)),
                         **select_replica(index, dict(kwargs or {})),
@@ -83,7 +86,7 @@ class Replicas:
                     self._end_turn(index)
                     return result
             finally:
-                per_thread.modes = own
+                per_thread.modes = before
 
         return regroup(self._turns.run(body))
 
@@ -96,13 +99,13 @@ class Replicas:
     ) -> Any:
         """The work of `ReplicaContext.merge_call`."""
         if self.count == 1:
-            with entered(self._strategy, None):
-                return select_replica(0, merge_fn(self._strategy, *args, **kwargs))
+            with entered(self.strategy, None):
+                return select_replica(0, merge_fn(self.strategy, *args, **kwargs))
 
         def merge(operands: list[tuple[Any, ...]]) -> Any:
             grouped, keywords = regroup(operands)
-            with entered(self._strategy, None):
-                return merge_fn(self._strategy, *grouped, **keywords)
+            with entered(self.strategy, None):
+                return merge_fn(self.strategy, *grouped, **keywords)
 
         index = context.local_index
         return select_replica(index, self.meet(index, merge, (args, kwargs)))
@@ -118,7 +121,7 @@ class Replicas:
         """The work of `ReplicaContext.all_reduce` on the leaves of a structure that `label` describes."""
         if self._is_alone:
             return list(leaves)
-        ops = self._ops
+        ops = self.ops
         if self.count == 1 and ops.custom is None:
             return ops.over_ranks.all_reduce(op, list(zip(leaves)), options, label)
 
@@ -138,7 +141,7 @@ class Replicas:
         """The work of `ReplicaContext.all_gather` on one leaf of a structure that `label` describes."""
         if self._is_alone:
             return value
-        ops = self._ops
+        ops = self.ops
 
         def merge(strategy: AnyStrategy, value: Any) -> Any:
             return ops.all_gather(ops.components(value), axis, options, label)

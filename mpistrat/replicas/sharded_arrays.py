@@ -41,8 +41,8 @@ class ShardedArrays:
 
     def tell_of_uneven(self, part: int | None = None) -> None:
         """Parts count alike, all or those of `part` examples: the first rank says so once where their sizes differ."""
-        for own, size, dim in self.cuts:
-            if size % self._num_replicas and part in (None, own):
+        for length, size, dim in self.cuts:
+            if size % self._num_replicas and part in (None, length):
                 self._tell_once(
                     f"shard: dimension {dim}, of size {size}, does not divide by {self._num_replicas} replicas. A mean "
                     "over a part gives the examples of short parts more weight; choose a size that divides, or scale "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mpistrat.context import (
     AnyStrategy,
@@ -27,7 +27,6 @@ from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchroniz
 from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.first_step import FirstStep
 from mpistrat.replicas.given_steps import GivenSteps
-from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan
 from mpistrat.replicas.multi_step import MultiStepContext
 from mpistrat.replicas.sharded_arrays import ShardedArrays
@@ -37,21 +36,14 @@ from mpistrat.variables.store import VariableStore
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.variable_arguments import checked_arguments
 
-if TYPE_CHECKING:
-    from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
-    from mpistrat.replicas.replicas import Replicas
-
 
 class Parts(NamedTuple):
-    """What a strategy is made of; the `…_parts` module of its room puts them together."""
+    """The parts in which strategies differ; the `…_parts` module of a strategy's room puts them together."""
 
-    group: ReplicaGroup
-    replicas: Replicas
-    cross_replica_ops: CrossReplicaOps
-    variables: VariableStore
-    checkpoints: CheckpointRole
-    input: InputPlan
     modules: TorchModules
+    variables: VariableStore
+    input: InputPlan
+    checkpoints: CheckpointRole = CheckpointRole()
 
 
 class StrategyExtended(abc.ABC):
@@ -81,10 +73,9 @@ class StrategyExtended(abc.ABC):
 
     def __init__(self, strategy: AnyStrategy, parts: Parts) -> None:
         self.strategy = strategy
-        group = parts.group
-        self.replicas, self.cross_replica_ops = parts.replicas, parts.cross_replica_ops
-        self.variables, self.checkpoints = parts.variables, parts.checkpoints
-        self.input, self.modules = parts.input, parts.modules
+        self.modules, self.variables, self.input, self.checkpoints = parts
+        self.replicas = self.modules.parts.replicas
+        self.cross_replica_ops, group = self.replicas.ops, self.replicas.group
         self.communicator = group.communicator
         self._worker_devices = group.worker_devices
         self.replicas_of_ranks = group.replicas_of_ranks
@@ -165,11 +156,11 @@ class StrategyExtended(abc.ABC):
         Raises:
             ValueError: this job would go on with other bits.
         """
-        own = self.state_dict()
-        if state["deterministic"] and dict(state) != own:
+        current = self.state_dict()
+        if state["deterministic"] and dict(state) != current:
             raise ValueError(
-                f"the saved job was deterministic, with {dict(state)}; this one is {own}, and would go on with other "
-                "bits. Start it with as many replicas in all (ranks times devices=), deterministic=True, and "
+                f"the saved job was deterministic, with {dict(state)}; this one is {current}, and would go on with "
+                "other bits. Start it with as many replicas in all (ranks times devices=), deterministic=True, and "
                 f"OMP_NUM_THREADS={state['intra_op_threads']}; or leave this check out (of a "
                 "Checkpoint: del checkpoint.objects['strategy'])"
             )
@@ -288,8 +279,8 @@ class StrategyExtended(abc.ABC):
         if has_strategy() and not in_cross_replica_context():
             context = get_replica_context()
 
-            def merge(strategy: AnyStrategy, *merged: Any, **others: Any) -> Any:
-                return self.update(variable, fn, merged, others, group)
+            def merge(strategy: AnyStrategy, *merged: Any, **merged_keywords: Any) -> Any:
+                return self.update(variable, fn, merged, merged_keywords, group)
 
             return context.merge_call(merge, tuple(args), keywords)
         require_cross_replica(self.strategy, "update")
@@ -307,8 +298,8 @@ class StrategyExtended(abc.ABC):
         for i, component in enumerate(components):
             per_thread.updated_replica = i
             try:
-                own = (component, *select_replica(i, args))
-                results.append(fn(*own, **select_replica(i, kwargs)))
+                call_args, call_kwargs = select_replica(i, (args, kwargs))
+                results.append(fn(component, *call_args, **call_kwargs))
             finally:
                 per_thread.updated_replica = None
         if not group:

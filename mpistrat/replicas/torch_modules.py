@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.context import AnyStrategy
 from mpistrat.replicas.gradient_rule import GradientRule
-from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.trace import spans
 
 if TYPE_CHECKING:
     from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
-    from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
     from mpistrat.replicas.replicas import Replicas
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ModuleParts:
     """The parts of a strategy that its torch modules use.
 
     Attributes:
-        strategy: in whose scope modules are recorded.
+        strategy, group, ops: as of `Replicas`. Torch modules are recorded in the scope of `strategy`.
         rule: whether gradients are summed or averaged.
         gradient_sums: sums gradients over all replicas; None: as `ops` sums values.
         piggybacks: add words to the agreement before gradients are reduced; equally many on every rank. Each is a
             `pytorch.gradients.piggyback.Piggyback`.
     """
 
-    strategy: AnyStrategy
-    group: ReplicaGroup
-    replicas: Replicas
-    ops: CrossReplicaOps
-    rule: GradientRule
-    gradient_sums: MpiAllReduce | None = None
-    piggybacks: list[Any] = dataclasses.field(default_factory=list)
+    def __init__(
+        self, replicas: Replicas, rule: GradientRule, gradient_sums: MpiAllReduce | None = None
+    ) -> None:
+        self.strategy, self.group, self.ops = replicas.strategy, replicas.group, replicas.ops
+        self.replicas, self.rule, self.gradient_sums = replicas, rule, gradient_sums
+        self.piggybacks: list[Any] = []
 
 
 class TorchModules:
@@ -47,21 +41,22 @@ class TorchModules:
         needed: whether the scope and `run` look for modules; else `mirror` and `no_sync` alone make it.
 
     Attributes:
-        made: what was made; None so far.
+        parts: given to `make`.
+        made: the result of `make`; None so far.
         rule, piggybacks: as of `ModuleParts`.
     """
 
     def __init__(
         self, parts: ModuleParts, make: Callable[[ModuleParts], Any], needed: bool
     ) -> None:
-        self._parts, self._make = parts, make
+        self.parts, self._make = parts, make
         self.rule, self.piggybacks = parts.rule, parts.piggybacks
         self.needed = needed
         self.made: Any = None
 
     def get(self) -> Any:
         if self.made is None:
-            self.made = self._make(self._parts)
+            self.made = self._make(self.parts)
             spans.current.watch_optimizers(self.made.watch_steps)
         return self.made
 

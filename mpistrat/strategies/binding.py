@@ -46,8 +46,7 @@ def bind(
         share = shares[ranks.index(communicator.rank)]
         devices = ("cpu:0",) if share is None else (f"{accelerator()}:{share}",)
         if topology.rank == 0:
-            taken = {own[i] for own, i in zip(of_ranks, shares, strict=True) if i is not None}
-            _tell_of_unused(len(taken), len(set(itertools.chain(*of_ranks))), topology.num_nodes)
+            _tell_of_unused(of_ranks, shares, topology.num_nodes)
     kind, _, number = devices[0].partition(":")
     if kind == accelerator():
         make_current(int(number))
@@ -88,14 +87,22 @@ def _of_node(
     communicator: Communicator, topology: Topology, seen: tuple[str, ...]
 ) -> tuple[list[int], list[tuple[str, ...]]]:
     """The ranks of this node, and the accelerators that each of them may take. Called by: every rank."""
-    everyone = communicator.all_gather_object((topology.node, seen), label="accelerators seen")
-    ranks = [rank for rank, (node, _) in enumerate(everyone) if node == topology.node]
-    return ranks, [everyone[rank][1] for rank in ranks]
+    seen_by_ranks = communicator.all_gather_object((topology.node, seen), label="accelerators seen")
+    ranks = [rank for rank, (node, _) in enumerate(seen_by_ranks) if node == topology.node]
+    return ranks, [seen_by_ranks[rank][1] for rank in ranks]
 
 
-def _tell_of_unused(used: int, present: int, num_nodes: int) -> None:
-    """Say once per job how to use all accelerators of a node. Called by: rank 0."""
+def _tell_of_unused(
+    of_ranks: Sequence[tuple[str, ...]], shares: Sequence[int | None], num_nodes: int
+) -> None:
+    """Say once per job how to use all accelerators of a node. Called by: rank 0.
+
+    Args: of_ranks, shares: by rank of the node, the accelerators that it may take, and the number of the one it takes.
+    """
     global _has_told
+    by_rank = zip(of_ranks, shares, strict=True)
+    used = len({accelerators[i] for accelerators, i in by_rank if i is not None})
+    present = len(set(itertools.chain(*of_ranks)))
     if used < present and not _has_told:
         _has_told = True
         kind, program = accelerator(), f"python {Path(sys.argv[0]).name or 'train.py'}"

@@ -52,8 +52,7 @@ class CentralStorageStrategy(Strategy):
         torch_distributed: bool = False,
     ) -> None:
         asked = StrategyArguments(communication_options, gradients, check, torch_distributed)
-        wire = communication_options
-        if wire is not None and (wire.wire_dtype or wire.wire_format):
+        if asked.has_wire_format:
             raise ValueError(
                 "CentralStorageStrategy is for one node, where nothing is sent: leave out wire_dtype and wire_format"
             )

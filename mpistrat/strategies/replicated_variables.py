@@ -9,7 +9,7 @@ from typing import Any
 from mpistrat import arrays
 from mpistrat.context import AnyStrategy
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
-from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
+from mpistrat.replicas.cross_replica_ops import CrossReplicaOps, from_first_replica
 from mpistrat.values import DistributedValues
 from mpistrat.variables.aggregating import AggregatingVariable
 from mpistrat.variables.node import variable_of_node
@@ -43,7 +43,7 @@ class CopyPerReplica(VariableStore):
     ) -> None:
         super().__init__(devices)
         self.communicator = ops.communicator
-        self._strategy, self._ops = strategy, ops
+        self._strategy = strategy
         self._num_copies = num_copies or len(devices)
         self.mirrored = weakref.WeakValueDictionary()
         self._made = 0
@@ -58,7 +58,7 @@ class CopyPerReplica(VariableStore):
                 )
         name, synchronization, aggregation = asked.name, asked.synchronization, asked.aggregation
         label = f"initial value of {name!r} ({synchronization.name}, {aggregation.name})"
-        value = self._ops.from_first_replica(value, label)
+        value = from_first_replica(self.communicator, value, label)
         components = [
             PlainVariable(
                 _on_accelerator(value, device),
@@ -125,7 +125,7 @@ class CopyPerNode(VariableStore):
         communicator = self._ops.communicator
         with communicator.raising_together():
             value = asked.initial_array()
-        value = self._ops.from_first_replica(value, f"initial value of {asked.name!r}")
+        value = from_first_replica(communicator, value, f"initial value of {asked.name!r}")
         value = arrays.to_device(value, self.devices[0])
         how = asked.synchronization, asked.aggregation
         component = variable_of_node(communicator, value, asked.trainable, asked.name, *how)

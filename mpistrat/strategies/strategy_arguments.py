@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.options import CommunicationOptions
+from mpistrat.wire_formats import name_of
 
 GRADIENTS = ("sum", "mean")
 CHECKS = ("always", "never")
@@ -27,18 +29,17 @@ class StrategyArguments:
     cross_device_ops: CrossDeviceOps | None = None
 
     def __post_init__(self) -> None:
+        options, gradients, cross_device_ops = self.options, self.gradients, self.cross_device_ops
         for name in ("torch_distributed", "deterministic", "shared_parameters"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
-        options, gradients, check = self.options, self.gradients, self.check
-        deterministic, cross_device_ops = self.deterministic, self.cross_device_ops
-        if not (isinstance(check, str) and check in CHECKS):
-            raise ValueError(f"check must be one of {CHECKS}, got {check!r:.60}")
+        if not _is_one_of(CHECKS, self.check):
+            raise ValueError(f"check must be one of {CHECKS}, got {self.check!r:.60}")
         if options is not None and not isinstance(options, CommunicationOptions):
             raise ValueError(
                 f"communication_options must be CommunicationOptions, got {options!r:.60}"
             )
-        if gradients is not None and not (isinstance(gradients, str) and gradients in GRADIENTS):
+        if gradients is not None and not _is_one_of(GRADIENTS, gradients):
             raise ValueError(
                 "gradients must be 'sum' (scale the loss with compute_average_loss) or 'mean' (as DDP), or "
                 f"None; got {gradients!r:.60}"
@@ -47,13 +48,56 @@ class StrategyArguments:
             raise ValueError(
                 f"cross_device_ops must be a CrossDeviceOps, got {cross_device_ops!r:.60}"
             )
-        if deterministic and cross_device_ops is not None:
+        if self.deterministic:
+            self._check_deterministic()
+
+    @property
+    def has_wire_format(self) -> bool:
+        """Whether the options ask for sums that are sent with fewer bits."""
+        return self.options is not None and bool(
+            self.options.wire_dtype or self.options.wire_format
+        )
+
+    def _check_deterministic(self) -> None:
+        if self.cross_device_ops is not None:
             raise ValueError(
                 "deterministic=True fixes the order in which replicas are added up; with a cross_device_ops of your "
                 "own that order is yours: give one of them"
             )
-        if deterministic and options is not None and (options.wire_dtype or options.wire_format):
+        if self.has_wire_format:
             raise ValueError(
                 "deterministic=True keeps every bit of a sum, which wire_dtype and wire_format leave out: give one of "
                 "them"
             )
+
+    def check_shared_parameters(self, replicas: int) -> None:
+        """Raises: ValueError where ranks of so many replicas cannot share the parameters of torch modules."""
+        if replicas > 1:
+            raise ValueError(
+                f"shared_parameters=True takes one replica per rank, got {replicas} devices; the replicas of one rank "
+                "share their parameters anyway"
+            )
+        if self.deterministic:
+            raise ValueError(
+                "shared_parameters=True adds up in the order of the ranks, deterministic=True in that of a tree; leave "
+                "one of them out"
+            )
+        if self.has_wire_format:
+            raise ValueError(
+                "shared_parameters=True sends sums between nodes as they are; leave out wire_dtype and wire_format"
+            )
+
+    def __str__(self) -> str:
+        """The arguments that must be equal on all ranks."""
+        text = f"gradients={self.gradients!r}"
+        for name in ("shared_parameters", "torch_distributed"):
+            if getattr(self, name):
+                text += f", {name}=True"
+        text += f", {self.options}"
+        if self.options is not None and self.options.wire_format is not None:
+            text += f" {name_of(self.options.wire_format)}"
+        return text
+
+
+def _is_one_of(names: tuple[str, ...], value: Any) -> bool:
+    return isinstance(value, str) and value in names

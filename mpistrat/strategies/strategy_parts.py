@@ -11,12 +11,10 @@ from typing import Any
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import early_signals
-from mpistrat.options import CommunicationOptions, implementation_of
+from mpistrat.options import implementation_of
 from mpistrat.pytorch.metrics import warn_of_metrics_of
-from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
@@ -34,9 +32,8 @@ from mpistrat.strategies.tracing import trace_ranges
 from mpistrat.topology import Topology
 from mpistrat.torch_distributed import default_group
 from mpistrat.variables.store import VariableStore
-from mpistrat.wire_formats import name_of
 
-_NOTHING_ASKED = StrategyArguments()
+_NO_ARGUMENTS = StrategyArguments()
 
 
 def communicator_of(resolver: ClusterResolver, check: str, what: str) -> Communicator:
@@ -70,59 +67,41 @@ def agree(
         RuntimeError: on all ranks, with `torch_distributed=True`, when the program's own group is over others.
         ValueError: parameters are to be shared by several replicas of a rank, or with a wire format.
     """
-    options, deterministic = asked.options, asked.deterministic
     replicas = 1 if devices is None else len(devices)
     if asked.shared_parameters:
-        _check_shared_parameters(replicas, asked)
-    sharing = ", shared_parameters=True" if asked.shared_parameters else ""
-    sharing += ", torch_distributed=True" if asked.torch_distributed else ""
-    wire = "" if options is None or options.wire_format is None else name_of(options.wire_format)
+        asked.check_shared_parameters(replicas)
     early_signals.keep()
-    communicator.barrier(
-        label=f"constructor of {what}, gradients={asked.gradients!r}{sharing}, {options} {wire}".rstrip()
-    )
-    threads = share_cores(communicator, topology, deterministic)
+    communicator.barrier(label=f"constructor of {what}, {asked}")
+    threads = share_cores(communicator, topology, asked.deterministic)
     trace_ranges(communicator)
     replicas_of_ranks = tuple(communicator.all_gather_object(replicas, label="replicas"))
-    if len(set(replicas_of_ranks)) > 1 and not deterministic:
-        by_rank = ", ".join(f"rank {r} with {k} replicas" for r, k in enumerate(replicas_of_ranks))
-        raise CollectiveMismatchError(
-            f"the ranks made a {what} with different numbers of devices: {by_rank}. With deterministic=True they may "
-            "differ"
-        )
-    by_mpi = implementation_of(options).name in ("MPI", "RING")  # the program has chosen it
+    if not asked.deterministic:
+        _check_equal_counts(what, replicas_of_ranks)
+    implementation = implementation_of(asked.options)
+    by_mpi = implementation.name in ("MPI", "RING")  # the program has chosen it
     bound = bind(communicator, topology, devices, quiet=by_mpi)
     if comm is not None and (asked.torch_distributed or default_group.is_wanted()):
         default_group.share_default_group(what, comm(), communicator)
     if communicator.size < topology.size:
         topology = topology.part(topology.ranks_on_node(topology.node))
     return ReplicaGroup(
-        communicator.by(implementation_of(options)), bound, replicas_of_ranks, threads, topology
+        communicator.by(implementation), bound, replicas_of_ranks, threads, topology
     )
 
 
-def _check_shared_parameters(replicas: int, asked: StrategyArguments) -> None:
-    options = asked.options
-    if replicas > 1:
-        raise ValueError(
-            f"shared_parameters=True takes one replica per rank, got {replicas} devices; the replicas of one rank "
-            "share their parameters anyway"
-        )
-    if asked.deterministic:
-        raise ValueError(
-            "shared_parameters=True adds up in the order of the ranks, deterministic=True in that of a tree; leave "
-            "one of them out"
-        )
-    if options is not None and (options.wire_dtype or options.wire_format):
-        raise ValueError(
-            "shared_parameters=True sends sums between nodes as they are; leave out wire_dtype and wire_format"
+def _check_equal_counts(what: str, replicas_of_ranks: Sequence[int]) -> None:
+    if len(set(replicas_of_ranks)) > 1:
+        by_rank = ", ".join(f"rank {r} with {k} replicas" for r, k in enumerate(replicas_of_ranks))
+        raise CollectiveMismatchError(
+            f"the ranks made a {what} with different numbers of devices: {by_rank}. With deterministic=True they may "
+            "differ"
         )
 
 
 def mirrored(
     strategy: Any,
     group: ReplicaGroup,
-    asked: StrategyArguments = _NOTHING_ASKED,
+    asked: StrategyArguments = _NO_ARGUMENTS,
     *,
     ranks_are_workers: bool = False,
 ) -> ReplicatedExtended:
@@ -131,24 +110,22 @@ def mirrored(
     Args:
         ranks_are_workers: each rank reads for its own replicas; else all ranks together are one worker.
     """
-    ops = ops_of(group, asked.cross_device_ops, asked.options)
+    ops = CrossReplicaOps(group, asked.cross_device_ops, asked.options)
     variables = CopyPerReplica(strategy, ops, group.worker_devices)
     plan = input_plan(group, ranks_are_workers, per_replica=not ranks_are_workers)
-    parts = _parts(strategy, group, ops, variables, plan, asked)
+    parts = _parts(Replicas(strategy, group, ops), variables, plan, asked)
     return ReplicatedExtended(strategy, parts, between_graph=ranks_are_workers)
 
 
 def central_storage(
-    strategy: Any,
-    group: ReplicaGroup,
-    parameter_device: str,
-    asked: StrategyArguments,
+    strategy: Any, group: ReplicaGroup, parameter_device: str, asked: StrategyArguments
 ) -> ReplicatedExtended:
     """One copy of every variable, for all replicas of a node."""
-    ops = ops_of(group, None, asked.options)
+    ops = CrossReplicaOps(group, options=asked.options)
     variables = CopyPerNode(strategy, ops, parameter_device, group.worker_devices)
     plan = input_plan(group, False, partial_steps=False, per_replica=True)
-    parts = _parts(strategy, group, ops, variables, plan, asked, parameter_device=parameter_device)
+    replicas = Replicas(strategy, group, ops, parameter_device=parameter_device)
+    parts = _parts(replicas, variables, plan, asked)
     return ReplicatedExtended(strategy, parts, between_graph=True)
 
 
@@ -159,46 +136,22 @@ def one_replica(strategy: Any, device: str, context: ReplicaContext | None = Non
         context: the replica's; None makes it.
     """
     group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), (device,))
-    ops = ops_of(group, None, None)
     plan = input_plan(group, False, partial_steps=False)
     contexts = None if context is None else [context]
-    return _parts(strategy, group, ops, PlainVariables(strategy, device), plan, contexts=contexts)
+    replicas = Replicas(strategy, group, CrossReplicaOps(group), contexts)
+    return _parts(replicas, PlainVariables(strategy, device), plan)
 
 
 def _parts(
-    strategy: Any,
-    group: ReplicaGroup,
-    ops: CrossReplicaOps,
+    replicas: Replicas,
     variables: VariableStore,
     plan: InputPlan,
-    asked: StrategyArguments = _NOTHING_ASKED,
-    contexts: list[ReplicaContext] | None = None,
-    parameter_device: str | None = None,
+    asked: StrategyArguments = _NO_ARGUMENTS,
 ) -> Parts:
-    if group.communicator.size > 1:
-        warn_of_metrics_of(strategy)
-    replicas = Replicas(strategy, group, ops, contexts, parameter_device)
-    used = ModuleParts(strategy, group, replicas, ops, GradientRule(asked.gradients))
-    modules = mirrored_modules(used, asked.shared_parameters)
-    return Parts(group, replicas, ops, variables, CheckpointRole(), plan, modules)
-
-
-def ops_of(
-    group: ReplicaGroup,
-    cross_device_ops: CrossDeviceOps | None,
-    options: CommunicationOptions | None,
-    take_apart: Callable[[Any], tuple[Any, ...] | None] | None = None,
-    kind: type[CrossReplicaOps] = CrossReplicaOps,
-) -> CrossReplicaOps:
-    """What combines the values of the replicas of `group`; its arguments are those of `CrossReplicaOps`."""
-    return kind(
-        group.communicator,
-        group.replicas_of_ranks,
-        cross_device_ops,
-        options or CommunicationOptions(),
-        group.deterministic,
-        take_apart,
-    )
+    if replicas.group.communicator.size > 1:
+        warn_of_metrics_of(replicas.strategy)
+    used = ModuleParts(replicas, GradientRule(asked.gradients))
+    return Parts(mirrored_modules(used, asked.shared_parameters), variables, plan)
 
 
 def input_plan(

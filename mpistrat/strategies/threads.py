@@ -30,18 +30,18 @@ def share_cores(
     """
     global announced
     fixed = fixed_threads() if deterministic else None
-    mine = os.sched_getaffinity(0)
-    everyone = communicator.all_gather_object(
-        (topology.node, sorted(mine), fixed), label="CPU affinity"
+    affinity = os.sched_getaffinity(0)
+    affinities = communicator.all_gather_object(
+        (topology.node, sorted(affinity), fixed), label="CPU affinity"
     )
-    _check_equal([threads for _, _, threads in everyone])
+    _check_equal([threads for _, _, threads in affinities])
     if fixed is not None:
         _set_threads(fixed)
         return fixed
     if communicator.size == 1 or user_set_threads():  # on this rank; others may differ
         return None
-    local = [set(cpus) for node, cpus, _ in everyone if node == topology.node]
-    threads = intra_op_threads(mine, local)
+    local = [set(cpus) for node, cpus, _ in affinities if node == topology.node]
+    threads = intra_op_threads(affinity, local)
     _set_threads(threads)
     if communicator.rank == 0 and not announced:
         announced = True

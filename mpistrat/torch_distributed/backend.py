@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.torch_store import store_of
 from mpistrat.machine.devices import nccl_that_outlives_errors
@@ -25,31 +27,24 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
     rank, size = options.group_rank, options.group_size
     ranks = list(options.global_ranks_in_group)
     native = NativeGroups(options.store, rank, size, options.timeout, options.group_id)
-    pools = base().pools
-    world = 1 if pools is None else pools.comm.size
-    if not ranks and size != world:
+    here = base()
+    if not ranks and size != here.size:
         raise RuntimeError(
-            f"rank {rank}: init_process_group was called for {size} ranks, but MPI has {world} here. Start the "
+            f"rank {rank}: init_process_group was called for {size} ranks, but MPI has {here.size} here. Start the "
             "program with mpirun or srun, and leave out rank= and world_size=, or set them to those of MPI"
         )
-    if pools is None:
-        group = MpistratProcessGroup(
-            LocalCommunicator(), None, native, options.group_id, lambda: None
-        )
-    else:
-        pool, used = pools.take(rank, ranks, options.timeout)
-        watch = used.collectives.contract.watch
+    communicator: Communicator = LocalCommunicator()
+    messages, give_back = None, lambda: None
+    if here.pools is not None:
+        pool, used = here.pools.take(rank, ranks, options.timeout)
+        communicator, messages = used.collectives, used.messages
+        give_back = functools.partial(pool.give_back, used)
+        watch = communicator.contract.watch
         if watch is not None and watch.revocable_group is not None:
             native.while_made = nccl_that_outlives_errors  # as the program goes on
             watch.revocable_group.before_telling(native.abort)
-        group = MpistratProcessGroup(
-            used.collectives,
-            used.messages,
-            native,
-            options.group_id,
-            lambda: pool.give_back(used),
-            base().cpu_share,
-        )
+    name, cpu_share = options.group_id, here.cpu_share
+    group = MpistratProcessGroup(communicator, messages, native, name, give_back, cpu_share)
     group.options.global_ranks_in_group = ranks
     group.set_timeout(options.timeout)
     return group

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.torch_distributed.reductions import Combination, combination_of, operand
 from mpistrat.torch_distributed.tensors import (
+    Tensors,
     apart,
     by_dtype,
     flat,
@@ -35,10 +37,10 @@ class Collectives:
         # For lists of tensors, which move as one: a buffer to send from, and a buffer to receive in.
         self._buffers = RecycledBuffers(kept=2)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
+    def all_reduce(self, tensors: Tensors, op: Any) -> None:
         for tensor in tensors:
             if tensor.is_sparse:
-                self._all_reduce_sparse(tensor, op)
+                _all_reduce_sparse(self.communicator, tensor, op)
                 continue
             kind = getattr(op, "op", op), tensor.dtype
             how = self._combinations.get(kind) or combination_of(op, tensor.dtype, self._size)
@@ -54,63 +56,56 @@ class Collectives:
             with operand(tensor, how) as buffer:
                 self.communicator.all_reduce(buffer, how.reduction)
 
-    def all_reduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
+    def all_reduce_coalesced(self, tensors: Tensors, op: Any) -> None:
         """One message for all tensors of a dtype."""
         for alike in by_dtype(tensors):
             buffer = flat(alike, self._buffers)
             self.all_reduce([buffer], op)
             unflatten(buffer, alike)
 
-    def reduce(self, tensors: Sequence[torch.Tensor], op: Any, root: int) -> None:
+    def reduce(self, tensors: Tensors, op: Any, root: int) -> None:
         for tensor in tensors:
             how = combination_of(op, tensor.dtype, self._size)
-            own = tensor
-            if self._rank != root and (how.factor is not None or how.divisor is not None):
-                own = tensor.detach().clone()  # the others' tensors stay as they are
-            with operand(own, how) as buffer:
+            if self._rank != root and how.changes_operand:
+                tensor = tensor.detach().clone()  # the program's stays as it is
+            with operand(tensor, how) as buffer:
                 self.communicator.reduce(buffer, root, how.reduction)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+    def broadcast(self, tensors: Tensors, root: int) -> None:
         for tensor in tensors:
             with written(tensor) as buffer:
                 self.communicator.broadcast(buffer, root)
 
-    def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        own = read(tensor)
+    def all_gather_single(self, out: Tensor, tensor: Tensor) -> None:
+        sent = read(tensor)
         with written(out) as buffer:
-            if own.data_ptr() != buffer.data_ptr() + self._rank * own.nbytes:  # its part of `out`
-                own = apart(own, buffer)
-            self.communicator.all_gather_into(own, buffer)
+            if sent.data_ptr() != buffer.data_ptr() + self._rank * sent.nbytes:  # its part of `out`
+                sent = apart(sent, buffer)
+            self.communicator.all_gather_into(sent, buffer)
 
-    def all_gather_singles(
-        self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def all_gather_singles(self, outs: Tensors, tensors: Tensors) -> None:
         for out, tensor in zip(outs, unwritten(tensors, [[out] for out in outs]), strict=True):
             self.all_gather_single(out, tensor)
 
-    def all_gather(
-        self, lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def all_gather(self, lists: Sequence[Tensors], tensors: Tensors) -> None:
         """The r-th tensor of each list becomes rank r's; shapes may differ between ranks."""
         for outs, tensor in zip(lists, unwritten(tensors, lists), strict=True):
-            self._check_one_a_rank("all_gather", outs)
+            _check_one_a_rank(self.communicator, "all_gather", outs)
             if all(out.shape == tensor.shape and out.dtype == tensor.dtype for out in outs):
                 gathered = self._buffers.empty((self._size, *tensor.shape), tensor.dtype)
                 self.communicator.all_gather_into(read(tensor), gathered)
-                parts: Sequence[torch.Tensor] = gathered.unbind()
+                parts: Tensors = gathered.unbind()
             else:
                 parts = self.communicator.all_gather(read(tensor))
             for out, part in zip(outs, parts, strict=True):
                 out.detach().copy_(part)
 
-    def gather(
-        self, lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], root: int
-    ) -> None:
+    def gather(self, lists: Sequence[Tensors], tensors: Tensors, root: int) -> None:
         """The lists are empty but on rank `root`."""
         here = self._rank == root
         for i, tensor in enumerate(tensors):
             if here:
-                self._check_one_a_rank("gather", lists[i])
+                _check_one_a_rank(self.communicator, "gather", lists[i])
             rows = read(tensor).reshape(1, -1)
             gathered = rows.new_empty((self._size if here else 0, rows.shape[1]))
             sent = [int(rank == root) for rank in range(self._size)]
@@ -121,14 +116,12 @@ class Collectives:
                 for out, part in zip(lists[i], gathered, strict=True):
                     out.detach().copy_(part.view(out.shape))
 
-    def scatter(
-        self, outs: Sequence[torch.Tensor], lists: Sequence[Sequence[torch.Tensor]], root: int
-    ) -> None:
+    def scatter(self, outs: Tensors, lists: Sequence[Tensors], root: int) -> None:
         """The lists are empty but on rank `root`."""
         here = self._rank == root
         for i, out in enumerate(outs):
             if here:
-                self._check_one_a_rank("scatter", lists[i])
+                _check_one_a_rank(self.communicator, "scatter", lists[i])
             label = f"scatter of {tuple(out.shape)} from {root}"
             with written(out) as buffer:
                 received = buffer.view(1, -1)
@@ -139,7 +132,7 @@ class Collectives:
                 counts = [int(rank == root) for rank in range(self._size)]
                 self.communicator.all_to_all(rows, received, sent, counts, label=label)
 
-    def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, op: Any) -> None:
+    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, op: Any) -> None:
         how = combination_of(op, tensor.dtype, self._size)
         source = read(tensor)
         if how.factor is not None:
@@ -153,40 +146,36 @@ class Collectives:
             if how.divisor is not None:
                 buffer.div_(how.divisor, rounding_mode="trunc")
 
-    def reduce_scatter_singles(
-        self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], op: Any
-    ) -> None:
+    def reduce_scatter_singles(self, outs: Tensors, tensors: Tensors, op: Any) -> None:
         for out, tensor in zip(outs, unwritten(tensors, [[out] for out in outs]), strict=True):
             self.reduce_scatter_single(out, tensor, op)
 
-    def reduce_scatter(
-        self, outs: Sequence[torch.Tensor], lists: Sequence[Sequence[torch.Tensor]], op: Any
-    ) -> None:
+    def reduce_scatter(self, outs: Tensors, lists: Sequence[Tensors], op: Any) -> None:
         """Rank r's `out` is the combination of the r-th tensors of all ranks' lists."""
         for out, parts in zip(outs, lists, strict=True):
-            self._check_one_a_rank("reduce_scatter", parts)
-            if len({part.numel() for part in parts}) == 1:
-                self.reduce_scatter_single(out, flat(parts, self._buffers), op)
-                continue
+            _check_one_a_rank(self.communicator, "reduce_scatter", parts)
             whole = flat(parts, self._buffers)
-            self.all_reduce([whole], op)
-            own = whole.split([part.numel() for part in parts])[self._rank]
-            out.detach().copy_(own.view(out.shape))
+            lengths = [part.numel() for part in parts]
+            if len(set(lengths)) == 1:
+                self.reduce_scatter_single(out, whole, op)
+            else:
+                self.all_reduce([whole], op)
+                out.detach().copy_(whole.split(lengths)[self._rank].view(out.shape))
 
     def all_to_all_single(
-        self, out: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+        self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
         """Rows of `tensor` go to ranks as `sent` says; without numbers, equal parts."""
         with written(out) as buffer:
             sent = sent or _equal_parts(tensor, self._size, "input")
             received = received or _equal_parts(out, self._size, "output")
-            own = apart(read(tensor), buffer)
-            self.communicator.all_to_all(own, buffer, list(sent), list(received))
+            rows = apart(read(tensor), buffer)
+            self.communicator.all_to_all(rows, buffer, list(sent), list(received))
 
-    def all_to_all(self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    def all_to_all(self, outs: Tensors, tensors: Tensors) -> None:
         """The r-th tensor goes to rank r; the shapes may differ."""
-        self._check_one_a_rank("all_to_all", outs)
-        self._check_one_a_rank("all_to_all", tensors)
+        _check_one_a_rank(self.communicator, "all_to_all", outs)
+        _check_one_a_rank(self.communicator, "all_to_all", tensors)
         length = sum(out.numel() for out in outs)
         buffer = self._buffers.empty((length,), tensors[0].dtype)
         self.communicator.all_to_all(
@@ -197,33 +186,31 @@ class Collectives:
         )
         unflatten(buffer, outs)
 
-    def barrier(self) -> None:
-        self.communicator.barrier()
 
-    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Any) -> None:
-        name = getattr(op, "op", op).name
-        if name not in ("SUM", "AVG"):
-            raise ValueError(f"sparse tensors have ReduceOp.SUM and AVG, got ReduceOp.{name}")
-        own = tensor.detach().coalesce()
-        indices = self.communicator.all_gather(own.indices().contiguous(), label="indices")
-        values = self.communicator.all_gather(own.values().contiguous(), label="values")
-        parts = torch.cat(indices, 1), torch.cat(values)
-        total = torch.sparse_coo_tensor(*parts, own.shape, device=own.device)
-        total = total.coalesce()
-        if name == "AVG":
-            total = total / self._size
-        with torch.no_grad():
-            tensor.copy_(total)  # not into detach(): that would have indices of its own
-
-    def _check_one_a_rank(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
-        if len(tensors) != self._size:
-            raise ValueError(
-                f"rank {self._rank}: {call} over {self._size} ranks needs a list with a tensor for each, got "
-                f"{len(tensors)}"
-            )
+def _all_reduce_sparse(communicator: Communicator, tensor: Tensor, op: Any) -> None:
+    name = getattr(op, "op", op).name
+    if name not in ("SUM", "AVG"):
+        raise ValueError(f"sparse tensors have ReduceOp.SUM and AVG, got ReduceOp.{name}")
+    summand = tensor.detach().coalesce()
+    indices = communicator.all_gather(summand.indices().contiguous(), label="indices")
+    values = communicator.all_gather(summand.values().contiguous(), label="values")
+    parts = torch.cat(indices, 1), torch.cat(values)
+    total = torch.sparse_coo_tensor(*parts, summand.shape, device=summand.device).coalesce()
+    if name == "AVG":
+        total = total / communicator.size
+    with torch.no_grad():
+        tensor.copy_(total)  # not into detach(): that would have indices of its own
 
 
-def _equal_parts(tensor: torch.Tensor, size: int, which: str) -> list[int]:
+def _check_one_a_rank(communicator: Communicator, call: str, tensors: Tensors) -> None:
+    if len(tensors) != communicator.size:
+        raise ValueError(
+            f"rank {communicator.rank}: {call} over {communicator.size} ranks needs a list with a tensor for each, got "
+            f"{len(tensors)}"
+        )
+
+
+def _equal_parts(tensor: Tensor, size: int, which: str) -> list[int]:
     rows = tensor.shape[0] if tensor.dim() else 1
     if rows % size:
         raise ValueError(

@@ -66,9 +66,9 @@ class _Pool:
         """Collective over the ranks."""
         if self.comm.size == 1:
             return GroupCommunicators(0, LocalCommunicator())
-        everyone = self.comm.allgather({n: used.traffic for n, used in self.free.items()})
-        for number in sorted(set.intersection(*map(set, everyone))):
-            if _is_at_rest([each[number] for each in everyone]):
+        traffic_of_ranks = self.comm.allgather({n: used.traffic for n, used in self.free.items()})
+        for number in sorted(set.intersection(*map(set, traffic_of_ranks))):
+            if _is_at_rest([each[number] for each in traffic_of_ranks]):
                 return self.free.pop(number)
         self.made += 1
         collectives = new_communicator(self.comm.Dup())
@@ -80,11 +80,11 @@ class _Pool:
         self.free[used.number] = used
 
 
-def _is_at_rest(everyone: Sequence[Traffic | None]) -> bool:
+def _is_at_rest(traffic_of_ranks: Sequence[Traffic | None]) -> bool:
     """Whether nothing is under way between the ranks: a message of one group must not reach the next."""
-    known = [traffic for traffic in everyone if traffic is not None]
+    known = [traffic for traffic in traffic_of_ranks if traffic is not None]
     on_their_way = sum(traffic.sent - traffic.received for traffic in known)
-    return len(known) == len(everyone) and not on_their_way
+    return len(known) == len(traffic_of_ranks) and not on_their_way
 
 
 class CommunicatorPools:
@@ -153,12 +153,12 @@ class CommunicatorPools:
         return self._contracts[members]
 
     def _comm_of(self, members: tuple[int, ...]) -> MPI.Intracomm:
-        everybody = self._private.Get_group()
-        group = everybody.Incl(members)
+        ranks = self._private.Get_group()
+        group = ranks.Incl(members)
         tag = zlib.crc32(repr(members).encode()) % _LARGEST_TAG
         comm = self._private.Create_group(group, tag)
         group.Free()
-        everybody.Free()
+        ranks.Free()
         return comm
 
 

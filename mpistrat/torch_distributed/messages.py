@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.errors import StallError
@@ -65,7 +66,7 @@ class Messages:
         return None if on_their_way else Traffic(self._sent, self._received)
 
     def send(
-        self, tensor: torch.Tensor, rank: int, tag: int, failed: Callable[[UnfinishedWork], None]
+        self, tensor: Tensor, rank: int, tag: int, failed: Callable[[UnfinishedWork], None]
     ) -> Message:
         """Begin to send `tensor` to `rank` of the group. It must not be changed until the result's `wait` returns.
 
@@ -79,11 +80,7 @@ class Messages:
         return Message(self, request, tensor, buffer, what, failed, peer=rank)
 
     def receive(
-        self,
-        tensor: torch.Tensor,
-        rank: int | None,
-        tag: int,
-        failed: Callable[[UnfinishedWork], None],
+        self, tensor: Tensor, rank: int | None, tag: int, failed: Callable[[UnfinishedWork], None]
     ) -> Message:
         """Begin to receive into `tensor` from `rank` of the group, or, with None, from any rank."""
         self._check(tensor, tag)
@@ -157,7 +154,7 @@ class Messages:
             seen = seen[peer - (peer > self._comm.rank) :][:1]
         return all(words[STATE] in (LEAVING, LEFT) for words, _ in seen)
 
-    def _check(self, tensor: torch.Tensor, tag: int) -> None:
+    def _check(self, tensor: Tensor, tag: int) -> None:
         if not 0 <= tag <= self._largest_tag:
             raise ValueError(f"tag must be from 0 to {self._largest_tag}, got {tag}")
         if tensor.layout is not torch.strided:
@@ -179,8 +176,8 @@ class Message(UnfinishedWork):
         self,
         messages: Messages,
         request: MPI.Request,
-        tensor: torch.Tensor,
-        buffer: torch.Tensor,
+        tensor: Tensor,
+        buffer: Tensor,
         what: str,
         failed: Callable[[UnfinishedWork], None],
         *,
@@ -309,6 +306,6 @@ class _ProgressThread:
 _progress = _ProgressThread()
 
 
-def describe(tensor: torch.Tensor) -> str:
+def describe(tensor: Tensor) -> str:
     """The dtype and the shape: "float32, (2, 3)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')}, {tuple(tensor.shape)}"

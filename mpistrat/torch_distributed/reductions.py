@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mpistrat.arrays import numpy_knows
 from mpistrat.communicators.reduction import Reduction, reducing
@@ -15,7 +16,6 @@ from mpistrat.torch_distributed.tensors import written
 
 _OPS = {
     "SUM": "sum",
-    "AVG": "sum",
     "PREMUL_SUM": "sum",
     "PRODUCT": "prod",
     "MAX": "max",
@@ -51,6 +51,11 @@ class Combination(NamedTuple):
     divisor: int | None = None
     of_numpy: bool = False
 
+    @property
+    def changes_operand(self) -> bool:
+        """Whether the operand is another tensor afterwards, also on ranks that get no result."""
+        return self.factor is not None or self.divisor is not None
+
 
 def combination_of(op: Any, dtype: torch.dtype, ranks: int) -> Combination:
     """How `op`, a `ReduceOp` or one of its constants, combines tensors of `dtype` of so many ranks.
@@ -70,21 +75,27 @@ def _combination(name: str, dtype: torch.dtype, ranks: int) -> Combination:
         if name not in _OPS_OF_BOOLEANS:
             raise TypeError(f"ReduceOp.{name} is for numbers, got a tensor of {dtype}")
         return Combination(reducing(_OPS_OF_BOOLEANS[name]))
+    numeric = dtype.is_floating_point or dtype.is_complex
+    if numeric:
+        _check_numeric(name, dtype)
+    if name != "AVG":
+        return Combination(reducing(_OPS[name]), of_numpy=numpy_knows(dtype))
+    if numeric:
+        return Combination(reducing("sum", "", 1 / ranks), of_numpy=numpy_knows(dtype))
+    return Combination(reducing("sum"), divisor=ranks)
+
+
+def _check_numeric(name: str, dtype: torch.dtype) -> None:
     if dtype.is_floating_point and dtype.itemsize == 1:
         raise TypeError(
             f"tensors of {dtype} can be moved, but not combined by ReduceOp.{name}: convert them to bfloat16 first"
         )
-    numeric = dtype.is_floating_point or dtype.is_complex
-    if name in ("BAND", "BOR", "BXOR") and numeric:
+    if name in ("BAND", "BOR", "BXOR"):
         raise TypeError(f"ReduceOp.{name} is for integers and booleans, got a tensor of {dtype}")
-    divisor = ranks if name == "AVG" and not numeric else None
-    scale = 1 / ranks if name == "AVG" and numeric else None
-    of_numpy = divisor is None and numpy_knows(dtype)
-    return Combination(reducing(_OPS[name], "", scale), None, divisor, of_numpy)
 
 
 @contextlib.contextmanager
-def operand(tensor: torch.Tensor, how: Combination) -> Iterator[torch.Tensor]:
+def operand(tensor: Tensor, how: Combination) -> Iterator[Tensor]:
     """A contiguous buffer of `tensor`, multiplied by the factor of `how`, as elements that can be combined.
 
     After the block `tensor` is what the block made of the buffer, divided by the divisor of `how`.

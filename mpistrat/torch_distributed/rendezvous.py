@@ -37,10 +37,10 @@ class Base(Ranks):
         if self.size == 1:
             return
         with start_deadline("the start of torch.distributed", rank=self.rank, size=self.size):
-            mine = os.sched_getaffinity(0)
-            masks = self.comm.allgather(mine)
+            affinity = os.sched_getaffinity(0)
+            masks = self.comm.allgather(affinity)
             here = self.topology.ranks_on_node(self.topology.node)
-            self.cpu_share = float(cpu_share(mine, [masks[rank] for rank in here]))
+            self.cpu_share = float(cpu_share(affinity, [masks[rank] for rank in here]))
             from mpistrat.torch_distributed.communicator_pool import CommunicatorPools
 
             self.pools = CommunicatorPools(self.comm)

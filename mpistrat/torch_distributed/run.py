@@ -99,11 +99,11 @@ def _share_cores() -> None:
     if comm is None or comm.Get_size() == 1:
         return
     topology = MPIClusterResolver(comm).topology()
-    mine = os.sched_getaffinity(0)
-    everyone = comm.allgather((topology.node, mine))
+    affinity = os.sched_getaffinity(0)
+    affinities = comm.allgather((topology.node, affinity))
     if not user_set_threads():
-        local = [cpus for node, cpus in everyone if node == topology.node]
-        os.environ["OMP_NUM_THREADS"] = str(intra_op_threads(mine, local))
+        local = [cpus for node, cpus in affinities if node == topology.node]
+        os.environ["OMP_NUM_THREADS"] = str(intra_op_threads(affinity, local))
 
 
 def _has_accelerator() -> bool:

@@ -6,35 +6,36 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 
+Tensors = Sequence[Tensor]
+
 
 @contextlib.contextmanager
-def written(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def written(tensor: Tensor) -> Iterator[Tensor]:
     """A contiguous buffer with the elements of `tensor`; what the block writes into it is in `tensor` afterwards."""
-    own = tensor.detach()
-    buffer = _plain(own)
+    detached = tensor.detach()
+    buffer = _plain(detached)
     yield buffer
-    if buffer is not own:
-        own.copy_(buffer)
+    if buffer is not detached:
+        detached.copy_(buffer)
 
 
-def read(tensor: torch.Tensor) -> torch.Tensor:
+def read(tensor: Tensor) -> Tensor:
     """A contiguous buffer with the elements of `tensor`, to read: the tensor's own memory where that is contiguous."""
     return _plain(tensor.detach())
 
 
-def apart(buffer: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+def apart(buffer: Tensor, written: Tensor) -> Tensor:
     """`buffer`, to read; a copy where it has memory in common with another buffer, `written`, as MPI forbids."""
     first, other = buffer.data_ptr(), written.data_ptr()
     overlap = first < other + written.nbytes and other < first + buffer.nbytes
     return buffer.clone() if overlap else buffer
 
 
-def unwritten(
-    tensors: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
-) -> list[torch.Tensor]:
+def unwritten(tensors: Tensors, outs: Sequence[Tensors]) -> list[Tensor]:
     """The inputs of calls that are made one after another; copies of inputs that `outs` of earlier calls may overwrite.
 
     Args: outs: of each call.
@@ -47,39 +48,39 @@ def unwritten(
     return kept
 
 
-def room_for(tensor: torch.Tensor) -> torch.Tensor:
+def room_for(tensor: Tensor) -> Tensor:
     """A contiguous buffer for other elements of `tensor`: its own memory, or else new."""
-    own = tensor.detach()
-    if _is_plain(own):
-        return own
-    return torch.empty_like(own, memory_format=torch.contiguous_format)
+    detached = tensor.detach()
+    if _is_plain(detached):
+        return detached
+    return torch.empty_like(detached, memory_format=torch.contiguous_format)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _plain(tensor: Tensor) -> Tensor:
     return tensor if _is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Whether its memory holds its elements in order, as that of a transposed or conjugated view does not."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def by_dtype(tensors: Tensors) -> list[list[Tensor]]:
     """The tensors of each dtype, in the order in which the dtypes come."""
-    alike: dict[torch.dtype, list[torch.Tensor]] = {}
+    alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault(tensor.dtype, []).append(tensor)
     return list(alike.values())
 
 
-def flat(tensors: Sequence[torch.Tensor], buffers: RecycledBuffers) -> torch.Tensor:
+def flat(tensors: Tensors, buffers: RecycledBuffers) -> Tensor:
     """The elements of all, which have one dtype, one after the other, in one of `buffers`."""
     flattened = [tensor.detach().reshape(-1) for tensor in tensors]
     buffer = buffers.empty((sum(map(len, flattened)),), tensors[0].dtype)
     return torch.cat(flattened, out=buffer)
 
 
-def unflatten(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def unflatten(buffer: Tensor, tensors: Tensors) -> None:
     """Copy what `flat` put one after the other into `tensors`."""
     sizes = [tensor.numel() for tensor in tensors]
     for tensor, part in zip(tensors, buffer.split(sizes), strict=True):

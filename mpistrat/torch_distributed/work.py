@@ -1,19 +1,32 @@
-"""What a call returns before, or after, its tensors have moved."""
+"""The calls of a process group, and what a call returns before, or after, its tensors have moved."""
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import datetime
 import io
+import os
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.contract.joint_errors import is_raised_by_all
 from mpistrat.errors import StallError
+from mpistrat.liveness.call_site import outside
 from mpistrat.liveness.rank_end import rank_end
+from mpistrat.torch_distributed.after_backward import CallsAfterBackward, inside_backward
+
+# At the program's end, for the other ranks to take part in calls that it has not waited for.
+SECONDS_FOR_OTHERS = 5.0
 
 
 class DoneWork(dist.Work):
@@ -22,7 +35,7 @@ class DoneWork(dist.Work):
     Args: result: its tensors.
     """
 
-    def __init__(self, result: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, result: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._result = list(result)
 
@@ -44,7 +57,7 @@ class DoneWork(dist.Work):
     def exception(self) -> BaseException | None:
         return None
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -69,7 +82,7 @@ class UnfinishedWork(DoneWork):
 
     def __init__(
         self,
-        result: Sequence[torch.Tensor],
+        result: Sequence[Tensor],
         failed: Callable[[UnfinishedWork], None],
         make: Callable[[], None] | None = None,
     ) -> None:
@@ -146,6 +159,161 @@ class Steps(DoneWork):
     def get_future(self) -> torch.futures.Future[Any]:
         futures = [work.get_future() for work in self._works]
         return torch.futures.collect_all(futures).then(lambda _: self._result)
+
+
+class GroupCalls:
+    """Makes the calls of a group in the program's order, which is the same on all ranks.
+
+    A call that the program waits for runs on its own thread. One that it does not wait for (`async_op=True`, DDP's
+    buckets) runs on a communication thread, after those before it; a call that the program waits for lets these end
+    first. Where the ranks of a node have no core to spare for such a thread, calls of a backward() wait for its end.
+
+    Args:
+        communicator: of the group.
+        name: torch's name of the group.
+        cpu_share: the CPUs that this rank has.
+
+    Attributes:
+        coalesced: the works of calls that the program makes as one; None outside of them.
+        failed: works whose errors nobody has asked for so far.
+    """
+
+    def __init__(self, communicator: Communicator, name: str, cpu_share: float) -> None:
+        self._communicator, self._name, self._cpu_share = communicator, name, cpu_share
+        self.coalesced: list[DoneWork] | None = None
+        self.failed: list[UnfinishedWork] = []
+        self._order = threading.RLock()  # of the calls of several threads of the program
+        self._thread: CommunicationThread | None = None
+        self._after_backward = CallsAfterBackward()
+        self._is_shut_down = False
+        self._pid = os.getpid()
+        # Before a thread registers its own: so it runs after what is under way has ended, or failed.
+        atexit.register(self._end_job_if_unobserved)
+
+    def run(
+        self, is_async: bool, result: Sequence[Tensor], call: Callable[..., None], *operands: Any
+    ) -> DoneWork:
+        """Make a call here, or on the communication thread if the program does not wait for it."""
+        self.check_usable()
+        thread = self._thread
+        if thread is not None and self._is_in_callback(thread):
+            self._make(call, operands)
+            self._stay_inside(True)
+        elif is_async and self._communicator.thread_multiple:
+            return self.collect(self._begin(result, call, operands))
+        else:
+            if thread is not None:
+                self._after_backward.make()
+                thread.wait_until_idle()
+            self._make(call, operands)
+        return self.collect(DoneWork(result))
+
+    def _begin(
+        self, result: Sequence[Tensor], call: Callable[..., None], operands: Sequence[Any]
+    ) -> UnfinishedWork:
+        with self._order:
+            if self._thread is None:
+                self._thread = CommunicationThread(self._communicator, SECONDS_FOR_OTHERS)
+        after, cpus, threads = self._after_backward, self._cpu_share, torch.get_num_threads()
+        is_busy = takes_a_core(self._communicator.on_one_node, cpus, threads)
+        holds = after.is_worth_it and is_busy and inside_backward()
+        work = UnfinishedWork(result, self.failed.append, after.make if holds else None)
+
+        def make() -> None:
+            try:
+                self._make(call, operands)
+            except BaseException as error:
+                work.end(error)
+                return
+            # Callbacks of the work's future run here.
+            self._stay_inside(True)
+            try:
+                work.end(None)
+            finally:
+                self._stay_inside(False)
+
+        frame = outside(sys._getframe(2))
+        if holds:
+            after.add(make, self._thread, frame)
+        else:
+            self._thread.submit(make, frame)
+        return work
+
+    def collect(self, work: DoneWork) -> DoneWork:
+        if self.coalesced is not None:
+            self.coalesced.append(work)
+        return work
+
+    def check_usable(self) -> None:
+        """Raises: RuntimeError where no call can be made; the error of an earlier call that nobody waited for."""
+        rank = self._communicator.rank
+        if self._is_shut_down:
+            raise RuntimeError(f"rank {rank}: the process group {self._name!r} was destroyed")
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"the process group {self._name!r} was used in a forked child of rank {rank}; MPI belongs to the "
+                "parent: return what the child computed, and communicate there"
+            )
+        if self.failed:
+            self._raise_unobserved()
+
+    def shut_down(self, give_back: Callable[[], None]) -> None:
+        """Not collective. Calls on their way end first, then `give_back` is called."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        if self._thread is not None:
+            self._after_backward.make()
+            self._thread.wait_until_idle()
+            self._thread.end()
+        give_back()
+        self._raise_unobserved()
+        atexit.unregister(self._end_job_if_unobserved)
+
+    def abort(self) -> None:
+        """Not collective. Calls on their way are left, and so are errors nobody has asked for."""
+        self._is_shut_down = True
+        atexit.unregister(self._end_job_if_unobserved)
+        self._after_backward.leave()
+        if self._thread is not None:
+            self._thread.end()
+
+    def _is_in_callback(self, thread: CommunicationThread) -> bool:
+        """Whether this thread has just made a call, and is now in a callback of the call's future.
+
+        The calls of the callback come next, on all ranks: whether the communication thread or the thread of backward()
+        makes the calls, is each rank's own choice. They must not wait for calls that this thread has yet to make.
+        """
+        return self._after_backward.is_making() or thread.is_current()
+
+    def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
+        """The other ranks hear of an error of this rank alone: they are in the call, or will be."""
+        with self._order:
+            try:
+                call(*operands)
+            except Exception as error:
+                if is_raised_by_all(error) or self._communicator.contract.is_abandoned:
+                    raise
+                self._communicator.raise_together(error)
+
+    def _stay_inside(self, stays: bool) -> None:
+        watch = self._communicator.contract.watch
+        if watch is not None:
+            watch.stay_inside(stays)
+
+    def _raise_unobserved(self) -> None:
+        """Raise the error of an earlier call that nobody waited for."""
+        while self.failed:
+            work = self.failed.pop(0)
+            if not work.observed:
+                work.wait()
+
+    def _end_job_if_unobserved(self) -> None:
+        """At exit."""
+        try:
+            self._raise_unobserved()
+        except Exception as error:
+            end_job_for(error)
 
 
 def end_job_for(error: BaseException) -> None:

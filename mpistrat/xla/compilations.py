@@ -34,17 +34,21 @@ class Compiled:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What a step is called by, for people."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+    """The name of a step, for people."""
+    fn = _unwrapped(fn)
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
 def _code_of(fn: Callable[..., Any]) -> object:
-    """What is the same in each call, though a lambda or a partial is made anew; of a callable object its class."""
+    """The same object in each call, though a lambda or a partial is made anew; of a callable object its class."""
+    fn = _unwrapped(fn)
+    return getattr(fn, "__code__", type(fn))
+
+
+def _unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return getattr(fn, "__code__", type(fn))
+    return fn
 
 
 class Compilations:
@@ -62,25 +66,30 @@ class Compilations:
         if not graphs and call in self._known:
             return  # as nearly all calls, each of which pays for what is done up to here
         self._known.add(call)
-        step = name_of(fn)
         shapes = tuple(map(_shape, nest.leaves(select_replica(0, arguments))))
+        compiled = self._with_shapes(name_of(fn), code, shapes, tells=graphs > 0)
+        if graphs:
+            compiled.graphs += graphs
+            compiled.calls += 1
+            if compiled.calls == _EXPECTED_CALLS + 1:
+                tell(
+                    f"rank {self._rank}: {compiled.step} was compiled in {compiled.calls} calls though no argument "
+                    "changed its shape: something in it is not the same in each call, such as a branch on a Python "
+                    "value, or a tensor whose shape it does not get as an argument"
+                )
+
+    def _with_shapes(
+        self, step: str, code: object, shapes: tuple[str, ...], tells: bool
+    ) -> Compiled:
+        """The entry for these shapes. Args: tells: whether a new entry of a known step is told of."""
         before = [c for c in self.all if (c.step, c.code) == (step, code)]
-        found = next((compiled for compiled in before if compiled.shapes == shapes), None)
-        if found is None:
-            found = Compiled(step, code, shapes)
-            self.all.append(found)
-            if before and graphs:
-                tell(self._new_shape(step, before[-1].shapes, shapes))
-        if not graphs:
-            return
-        found.graphs += graphs
-        found.calls += 1
-        if found.calls == _EXPECTED_CALLS + 1:
-            tell(
-                f"rank {self._rank}: {step} was compiled in {found.calls} calls though no argument changed its shape: "
-                "something in it is not the same in each call, such as a branch on a Python value, or a tensor whose "
-                "shape it does not get as an argument"
-            )
+        for compiled in before:
+            if compiled.shapes == shapes:
+                return compiled
+        if before and tells:
+            tell(self._new_shape(step, before[-1].shapes, shapes))
+        self.all.append(Compiled(step, code, shapes))
+        return self.all[-1]
 
     def _new_shape(self, step: str, before: tuple[str, ...], shapes: tuple[str, ...]) -> str:
         changes = [

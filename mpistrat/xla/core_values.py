@@ -56,12 +56,12 @@ class CoreValues:
 
     def rows(self, value: torch.Tensor) -> list[torch.Tensor]:
         """The value of each core of this rank, on all of them. Inside a step, or outside."""
-        mine = (torch.arange(self._count, device=self._device) == self.number()).view(
+        is_here = (torch.arange(self._count, device=self._device) == self.number()).view(
             self._count, *(1,) * value.ndim
         )
         # A sum in which all cores but one have zeros: to cut a spread tensor apart is what GSPMD does badly, if at all.
         number = value.detach().to(torch.uint8) if value.dtype == torch.bool else value.detach()
-        table = self._sum(torch.where(mine, number.unsqueeze(0), torch.zeros_like(number)))
+        table = self._sum(torch.where(is_here, number.unsqueeze(0), torch.zeros_like(number)))
         if not self._inside():
             table = self.whole(table, table.shape)
         return list(table.to(value.dtype).unbind(0))

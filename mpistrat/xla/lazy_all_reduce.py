@@ -44,10 +44,10 @@ class LazyAllReduce(MpiAllReduce):
         """
         on_host = [i for i in indices if like[i].device.type != "xla"]
         sums = super().all_reduce_packs(packer, like, on_host, contributions, reduction_of)
-        (own,) = contributions
+        (gradients,) = contributions
         for group in packing.alike(like, [i for i in indices if i not in sums]):
             shapes = [like[i] for i in group]
-            flat = packing.concatenated([_taken_from(own, i, like[i]) for i in group])
+            flat = packing.concatenated([_taken_from(gradients, i, like[i]) for i in group])
             total = self._sum(packer, self._sum_of_rank(flat), reduction_of(group))
             sums.update(zip(group, packing.unpack(total.to(flat.dtype), shapes), strict=True))
         return sums
@@ -68,10 +68,10 @@ class LazyAllReduce(MpiAllReduce):
         return to_device(buffer, str(device))
 
 
-def _taken_from(own: list[Any], index: int, parameter: torch.Tensor) -> torch.Tensor:
+def _taken_from(gradients: list[Any], index: int, parameter: torch.Tensor) -> torch.Tensor:
     """The dense gradient of a parameter, which `.grad` and `own` have no more."""
-    gradient = own[index]
-    own[index] = parameter.grad = None
+    gradient = gradients[index]
+    gradients[index] = parameter.grad = None
     if gradient is None:
         return torch.zeros_like(parameter)
     return gradient.to_dense() if gradient.is_sparse else gradient

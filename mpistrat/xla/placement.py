@@ -24,7 +24,22 @@ def replicas_of_rank(
             f"the device assignment was built for {assignment.topology!r:.120}, the job has {topology!r:.120}: build "
             "it with the topology that initialize_tpu_system returned"
         )
-    own: list[list[tuple[int, ...]]] = [[] for _ in range(topology.num_tasks)]
+    replicas_of_ranks = _replicas_of_ranks(assignment, topology)
+    counts = [len(replicas) for replicas in replicas_of_ranks]
+    if len(set(counts)) > 1 or not counts[0]:
+        raise ValueError(
+            f"the device assignment gives the ranks {counts} replicas; each must have as many as the others, at least "
+            f"one: ask for a multiple of {topology.num_tasks}, or start fewer ranks"
+        )
+    _check_one_program(replicas_of_ranks[rank], here)
+    return replicas_of_ranks[rank]
+
+
+def _replicas_of_ranks(
+    assignment: DeviceAssignment, topology: TpuTopology
+) -> list[list[tuple[int, ...]]]:
+    """By rank the cores, by their numbers there, of each of its replicas."""
+    found: list[list[tuple[int, ...]]] = [[] for _ in range(topology.num_tasks)]
     users: dict[tuple[int, int], int] = {}
     for replica in range(assignment.num_replicas):
         cores = [
@@ -35,7 +50,7 @@ def replicas_of_rank(
         if len(tasks) > 1:
             raise ValueError(
                 f"replica {replica} has cores of the ranks {sorted(tasks)}: a replica is one rank's. Start one rank "
-                f"per host, or give it at most {here} cores, which are a rank's"
+                f"per host, or give it at most {topology.num_tpus_per_task} cores, which are a rank's"
             )
         (task,) = tasks
         ordinals = tuple(map(topology.tpu_device_ordinal_at_coordinates, cores))
@@ -44,15 +59,8 @@ def replicas_of_rank(
                 raise ValueError(
                     f"replicas {other} and {replica} both have core {ordinal} of rank {task}"
                 )
-        own[task].append(ordinals)
-    counts = [len(replicas) for replicas in own]
-    if len(set(counts)) > 1 or not counts[0]:
-        raise ValueError(
-            f"the device assignment gives the ranks {counts} replicas; each must have as many as the others, at least "
-            f"one: ask for a multiple of {topology.num_tasks}, or start fewer ranks"
-        )
-    _check_one_program(own[rank], here)
-    return own[rank]
+        found[task].append(ordinals)
+    return found
 
 
 def _check_one_program(replicas: list[tuple[int, ...]], here: int) -> None:

@@ -46,31 +46,12 @@ _LIKE: dict[Any, Callable[..., torch.Tensor]] = {
 # The functions of torch, by name, inside which that is done.
 DRAWING = frozenset(
     {
-        "rand",
-        "randn",
-        "rand_like",
-        "randn_like",
-        "randint",
-        "randint_like",
-        "random_",
-        "normal",
-        "bernoulli",
-        "bernoulli_",
-        "uniform_",
-        "normal_",
-        "exponential_",
-        "dropout",
-        "dropout_",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-        "gumbel_softmax",
-        "scaled_dot_product_attention",
-        "multi_head_attention_forward",
-        "kaiming_uniform_",
-        "kaiming_normal_",
+        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "random_"),
+        *("normal", "normal_", "uniform_", "exponential_", "bernoulli", "bernoulli_"),
+        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d"),
+        *("alpha_dropout", "feature_alpha_dropout", "gumbel_softmax"),
+        *("scaled_dot_product_attention", "multi_head_attention_forward"),
+        *("kaiming_uniform_", "kaiming_normal_"),
     }
 )
 NOT_DRAWING = (

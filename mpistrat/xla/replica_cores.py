@@ -155,20 +155,21 @@ class _Seen(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():
             raise RuntimeError(INFERENCE_MODE)  # as on one core, where torch_xla does
         if any(issubclass(kind, ReadsAsArray) for kind in types):
             with self:  # which sees the tensors then
-                return call_with_tensors(func, args, kwargs or {})
+                return call_with_tensors(func, args, kwargs)
         self._take_in(self._note((args, kwargs), 3))
         if func is torch.Tensor.backward:  # it adds to them, unseen
             self._take_in(self._gradients())
         if getattr(func, "__name__", "") in DRAWING:
             with self._own_numbers:
-                result = func(*args, **(kwargs or {}))
+                result = func(*args, **kwargs)
         else:
             before, cuts = self._random_state(), self.cuts
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
             if self._random_state() != before and self.cuts == cuts:  # a cut changes it, too
                 raise NotImplementedError(NOT_DRAWING.format(func=func))
         self._note(result, 2)

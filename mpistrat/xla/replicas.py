@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays, nest
 from mpistrat.context import AnyStrategy, entered
@@ -18,6 +18,9 @@ from mpistrat.replicas.replicas import Replicas
 from mpistrat.values import DistributedValues, PassedWhole, PerReplica, select_replica
 from mpistrat.xla.recorded_steps import RecordedSteps
 from mpistrat.xla.replica_cores import ReplicaCores
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RecordedReplicas(Replicas):
@@ -65,12 +68,10 @@ class RecordedReplicas(Replicas):
         self.steps.set_random_state(state)
 
     def explain(self) -> str:
-        lines = [self.steps.compilations.explain()]
-        if self._why_through_the_host:
-            lines.insert(
-                0, f"XLA devices: through host memory and MPI, for {self._why_through_the_host}"
-            )
-        return "\n".join(filter(None, lines))
+        text, why = self.steps.compilations.explain(), self._why_through_the_host
+        return (
+            f"XLA devices: through host memory and MPI, for {why}\n{text}".rstrip() if why else text
+        )
 
 
 class ReplicasOnCores(RecordedReplicas):
@@ -88,6 +89,7 @@ class ReplicasOnCores(RecordedReplicas):
         self._context = _ContextOnCores(strategy, group.first_replica_id, cores, self._spread)
         as_one = ReplicaGroup(group.communicator, group.worker_devices[:1], group.replicas_of_ranks)
         super().__init__(strategy, as_one, ops, steps, why_through_the_host, [self._context])
+        self.group = group  # of all cores
         self._cores = cores
         self._num_local = group.num_local_replicas
 
@@ -98,38 +100,31 @@ class ReplicasOnCores(RecordedReplicas):
 
         def call() -> Any:
             own_args, own_keywords = self._spread(tuple(args)), self._spread(dict(keywords))
-            with entered(self._strategy, self._context):
+            with entered(self.strategy, self._context):
                 result = fn(*own_args, **own_keywords)
-            return nest.map_structure(self._of_all, result)
+            return nest.map_structure(lambda leaf: self._of_all(arrays.detach(leaf)), result)
 
         return self.steps.record(fn, args, keywords, call, lambda: (args, keywords))
 
     def _of_all(self, leaf: Any) -> Any:
-        leaf = arrays.detach(leaf)
-        if arrays.is_on_xla(leaf):
-            return PerReplica(self._cores.values.rows(leaf))
+        """The value of each core, of a value with one name on all of them."""
+        if isinstance(leaf, IndexedSlices) or arrays.is_on_xla(leaf):
+            return PerReplica(self.ops.components(leaf))
         return PerReplica([leaf] * self._num_local) if arrays.is_number(leaf) else leaf
 
     def _spread(self, structure: Any) -> Any:
         """`structure` as one replica has it, with the values of each on its core."""
+        return nest.map_structure(self._spread_leaf, structure)
 
-        def spread(value: Any) -> Any:
-            if not isinstance(value, DistributedValues) or isinstance(value, PassedWhole):
-                return value
-            components = self._ops.components(value)
-            first = components[0]
-            on_host = arrays.is_array(first) and not arrays.is_on_xla(first)
-            if not on_host and all(component is first for component in components):
-                return first
-            if not all(arrays.is_array(c) or arrays.is_number(c) for c in components):
-                raise ValueError(
-                    "the replicas of a rank run one program, so what they get must be arrays, numbers, or the same "
-                    f"object, got {value!r:.80}; start one rank per core for anything else"
-                )
-            hosts = [arrays.to_host(arrays.as_array(component)) for component in components]
-            return self._cores.values.scatter([*map(arrays.as_tensor, hosts)])
-
-        return nest.map_structure(spread, structure)
+    def _spread_leaf(self, value: Any) -> Any:
+        if not isinstance(value, DistributedValues) or isinstance(value, PassedWhole):
+            return value
+        components = self.ops.components(value)
+        first = components[0]
+        on_host = arrays.is_array(first) and not arrays.is_on_xla(first)
+        if not on_host and all(component is first for component in components):
+            return first
+        return self._cores.values.scatter([_as_host_tensor(component) for component in components])
 
     def all_reduce(
         self,
@@ -140,19 +135,17 @@ class ReplicasOnCores(RecordedReplicas):
         label: str,
     ) -> list[Any]:
         if not op.adds_up:
-            parts = [self._ops.components(leaf) for leaf in leaves]
-            return self._ops.over_ranks.all_reduce(op, parts, options, label)
+            parts = [self.ops.components(leaf) for leaf in leaves]
+            return self.ops.over_ranks.all_reduce(op, parts, options, label)
         sums = [
-            (self._cores.values.sum(leaf),)
-            if arrays.is_on_xla(leaf)
-            else self._ops.components(leaf)
+            (self._cores.values.sum(leaf),) if arrays.is_on_xla(leaf) else self.ops.components(leaf)
             for leaf in leaves
         ]
         name = f"{op.name} of {label or '*'}"
-        reduced = self._ops.over_ranks.all_reduce(ReduceOp.SUM, sums, options, name)
+        reduced = self.ops.over_ranks.all_reduce(ReduceOp.SUM, sums, options, name)
         if op is ReduceOp.SUM:
             return reduced
-        count = self._ops.num_replicas
+        count = self.ops.num_replicas
         return [
             total / count if arrays.is_number(total) else accumulation.divide(total, count)
             for total in reduced
@@ -166,14 +159,9 @@ class ReplicasOnCores(RecordedReplicas):
         kwargs: dict[str, Any],
     ) -> Any:
         """What the replicas of several cores pass comes as the value of each."""
-
-        def of_all(leaf: Any) -> Any:
-            if isinstance(leaf, IndexedSlices) or arrays.is_on_xla(leaf):
-                return PerReplica(self._ops.components(leaf))
-            return PerReplica([leaf] * self._num_local) if arrays.is_number(leaf) else leaf
-
-        merged_args, merged_kwargs = nest.map_structure(of_all, (args, kwargs))
-        return super().merge_call(context, merge_fn, merged_args, merged_kwargs)
+        return super().merge_call(
+            context, merge_fn, *nest.map_structure(self._of_all, (args, kwargs))
+        )
 
     def sum_of_rank(self, value: Any) -> Any:
         if not arrays.is_on_xla(value):
@@ -201,6 +189,15 @@ class _ContextOnCores(ReplicaContext):
 
     def own_component(self, value: DistributedValues) -> Any:
         return self._spread(value)
+
+
+def _as_host_tensor(component: Any) -> torch.Tensor:
+    if not arrays.is_array(component) and not arrays.is_number(component):
+        raise ValueError(
+            "the replicas of a rank run one program, so what they get must be arrays, numbers, or the same object, "
+            f"got {component!r:.80}; start one rank per core for anything else"
+        )
+    return arrays.as_tensor(arrays.to_host(arrays.as_array(component)))
 
 
 def _cut_off(leaf: Any) -> Any:

@@ -125,8 +125,8 @@ class Layouts:
         import torch
         from torch_xla.distributed.spmd import ShardingType
 
-        own = self._native.OpSharding([], [], [], ShardingType.MANUAL)
-        self._native._mark_manual_sharding(parts, own)
+        manual = self._native.OpSharding([], [], [], ShardingType.MANUAL)
+        self._native._mark_manual_sharding(parts, manual)
         shape = torch.Size(shape)
         return self._native._spmd_shard_to_full_shape(parts, sharding, shape, parts.dtype)
 
@@ -226,8 +226,8 @@ class Runtime:
 
     def own_devices(self) -> list[int]:
         """The numbers of this process's devices among `num_all_devices`."""
-        everyone = list(self._native._xla_get_all_runtime_devices())
-        return [everyone.index(name) for name in self._native._xla_get_runtime_devices()]
+        all_names = list(self._native._xla_get_all_runtime_devices())
+        return [all_names.index(name) for name in self._native._xla_get_runtime_devices()]
 
     def use_spmd(self) -> None:
         """From now on one program runs on all devices; tensors that there are become whole on each. Not undone."""

@@ -76,7 +76,7 @@ class TPUStrategy(Strategy):
             system.runtime.use_spmd()
             system.runtime.cores_of_ranks = system.cores_of_ranks
         group = strategy_parts.agree(type(self).__name__, topology, communicator, devices, asked)
-        extended = on_xla(self, group, communication_options, gradients, system, len(replicas[0]))
+        extended = on_xla(self, group, asked, system, len(replicas[0]))
         super().__init__(extended, resolver or over_mpi)
         self._logical_devices = extended.logical_devices
 

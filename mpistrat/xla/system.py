@@ -96,8 +96,8 @@ def start_system(
         except Exception as raised:
             error = raised
         communicator.raise_any(error, "could not start XLA")
-    everyone = communicator.all_gather_object(devices, label="XLA's devices")
-    kinds, cores, places = zip(*everyone, strict=True)
+    devices_of_ranks = communicator.all_gather_object(devices, label="XLA's devices")
+    kinds, cores, places = zip(*devices_of_ranks, strict=True)
     for what, values in (("kinds", kinds), ("numbers", [*map(len, cores)])):
         if len(set(values)) > 1:
             raise TopologyError(
@@ -134,7 +134,7 @@ def _set_environment(
 
 def mesh_of(places: tuple[list[Coordinates] | None, ...], per_task: int) -> TpuTopology:
     """The mesh of the devices at `places`, by rank; where they have none, rank by device."""
-    known = [own for own in places if own is not None]
+    known = [coordinates for coordinates in places if coordinates is not None]
     if len(known) < len(places):
         known = [[(task, i, 0, 0) for i in range(per_task)] for task in range(len(places))]
     devices = np.array(known)

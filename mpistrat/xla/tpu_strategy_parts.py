@@ -6,14 +6,12 @@ import dataclasses
 import functools
 from typing import Any
 
-from mpistrat.options import CommunicationOptions
-from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.strategy_extended import Parts
 from mpistrat.replicas.torch_modules import ModuleParts
 from mpistrat.strategies import strategy_parts
-from mpistrat.strategies.replicated_variables import CopyPerReplica
+from mpistrat.strategies.strategy_arguments import StrategyArguments
 from mpistrat.xla.lazy_all_reduce import LazyAllReduce
 from mpistrat.xla.logical_devices import LogicalDevices
 from mpistrat.xla.recorded_steps import RecordedSteps
@@ -28,8 +26,7 @@ from mpistrat.xla.xla_extended import XlaExtended
 def on_xla(
     strategy: Any,
     group: ReplicaGroup,
-    options: CommunicationOptions | None,
-    gradients: str | None,
+    asked: StrategyArguments,
     system: TpuSystem,
     cores_per_replica: int,
 ) -> XlaExtended:
@@ -44,32 +41,25 @@ def on_xla(
         from mpistrat.xla.transport import use_xla  # needs MPI, which one rank may lack
 
         why_through_the_host = use_xla(communicator, runtime)
-    several = group.num_local_replicas > 1
     plan = strategy_parts.input_plan(group, ranks_are_workers=True)
     replicas: RecordedReplicas
-    if several:
+    if group.num_local_replicas > 1:
         cores = ReplicaCores(runtime, system.cores_of_ranks, communicator.rank)
-        ops = strategy_parts.ops_of(
-            group, None, options, functools.partial(components_on, cores), StartedOps
-        )
+        take_apart = functools.partial(components_on, cores)
+        ops = StartedOps(group, options=asked.options, take_apart=take_apart)
         steps = RecordedSteps(runtime, group, cores.step)
         replicas = ReplicasOnCores(strategy, group, ops, cores, steps, why_through_the_host)
         # Batches for several cores go to all of them at once, when `run` gets them.
         plan = dataclasses.replace(plan, devices=())
     else:
-        ops = strategy_parts.ops_of(group, None, options, kind=StartedOps)
+        ops = StartedOps(group, options=asked.options)
         steps = RecordedSteps(runtime, group, runtime.graphs.step)
         replicas = RecordedReplicas(strategy, group, ops, steps, why_through_the_host)
     sums = LazyAllReduce(communicator, replicas.sum_of_rank)
-    used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients), sums)
-    parts = Parts(
-        group,
-        replicas,
-        ops,
-        VariablesOnDevice(CopyPerReplica(strategy, ops, group.worker_devices, num_copies=1)),
-        CheckpointRole(),
-        plan,
-        strategy_parts.mirrored_modules(used),
+    modules = strategy_parts.mirrored_modules(
+        ModuleParts(replicas, GradientRule(asked.gradients), sums)
     )
+    variables = VariablesOnDevice(strategy, ops, group.worker_devices, num_copies=1)
+    parts = Parts(modules, variables, plan)
     logical_devices = LogicalDevices(runtime, cores_per_replica)
     return XlaExtended(strategy, parts, steps.compilations, logical_devices)

@@ -127,11 +127,11 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
     counts = communicator.all_gather_object(
         (runtime.num_all_devices, runtime.num_devices), label="devices that XLA knows"
     )
-    known, own = zip(*counts, strict=True)
-    if min(known) < sum(own):
-        return f"XLA on rank {known.index(min(known))} knows of {min(known)} of the ranks' {sum(own)} devices"
-    if max(known) > sum(own):
-        return f"XLA sums over all {max(known)} devices of the job, of which these ranks have {sum(own)}"
+    known, present = zip(*counts, strict=True)
+    if min(known) < sum(present):
+        return f"XLA on rank {known.index(min(known))} knows of {min(known)} of the ranks' {sum(present)} devices"
+    if max(known) > sum(present):
+        return f"XLA sums over all {max(known)} devices of the job, of which these ranks have {sum(present)}"
     with communicator.raising_together():
         own_reason = runtime.connect()
     unconnected = communicator.all_gather_object(own_reason, label="why XLA sums nothing")
@@ -139,8 +139,8 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
         return f"{why} (rank {unconnected.index(why)})"
     expected = [float(sum(range(1, size + 1))), float(sum(r * r for r in range(size)))]
     got = probe(communicator.rank, runtime)
-    everyone = communicator.all_gather_object(got, label="sums by XLA")
-    for rank, sums in enumerate(everyone):
+    sums_of_ranks = communicator.all_gather_object(got, label="sums by XLA")
+    for rank, sums in enumerate(sums_of_ranks):
         if sums != expected:
             return (
                 f"XLA's sum over the ranks was {sums} on rank {rank}, where {expected} was expected"
@@ -154,8 +154,8 @@ def probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
 
     try:
         numbers = torch.tensor([rank + 1, rank * rank], dtype=torch.float32, device="cpu")
-        (mine,) = runtime.put([numbers], runtime.device(0))
-        (total,) = runtime.all_reduce("sum", [mine])
+        (operand,) = runtime.put([numbers], runtime.device(0))
+        (total,) = runtime.all_reduce("sum", [operand])
         return [float(value) for value in runtime.fetch([total])[0]]
     except Exception as error:  # XLA's are of many classes
         return f"no value ({str(error).splitlines()[0]})"

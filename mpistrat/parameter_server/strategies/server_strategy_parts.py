@@ -14,13 +14,13 @@ from mpistrat.parameter_server.client.client import Address
 from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
 from mpistrat.parameter_server.job.checkpoints import CheckpointsOfJob
 from mpistrat.parameter_server.protocol.staleness import WorkerClock
+from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan, Share
 from mpistrat.replicas.replicas import Replicas
 from mpistrat.replicas.strategy_extended import Parts, StrategyExtended
 from mpistrat.replicas.torch_modules import ModuleParts, TorchModules
-from mpistrat.strategies import strategy_parts
 from mpistrat.topology import Topology
 from mpistrat.variables.partitioners import Partitioner
 
@@ -99,10 +99,9 @@ def with_servers(
     # What runs on servers is none of the program.
     topology = job.topology.part(job.trainers) if trains else Topology.single()
     group = ReplicaGroup(LocalCommunicator(), tuple(devices), (len(devices),), topology=topology)
-    ops = strategy_parts.ops_of(group, None, None)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
 
-    replicas = Replicas(strategy, group, ops)
+    replicas = Replicas(strategy, group, CrossReplicaOps(group))
 
     def place(name: str, tensor: Any) -> list[Address]:
         if coordinated and len(devices) > 1:
@@ -120,7 +119,7 @@ def with_servers(
             return WorkerModules(parts, job.client)
         return RemoteModules(parts, job.client, place, owns, clock)
 
-    module_parts = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
+    module_parts = ModuleParts(replicas, GradientRule(gradients))
     modules = TorchModules(module_parts, make_modules, needed=True)
 
     @functools.cache
@@ -136,15 +135,8 @@ def with_servers(
             return contextlib.nullcontext()
         return cluster.coordinator.paused()
 
-    parts = Parts(
-        group,
-        replicas,
-        ops,
-        variables,
-        CheckpointsOfJob(job, owns, paused),
-        _input_plan(job, group),
-        modules,
-    )
+    checkpoints = CheckpointsOfJob(job, owns, paused)
+    parts = Parts(modules, variables, _input_plan(job, group), checkpoints)
     extended = ServersExtended(
         strategy, parts, job, is_worker=not coordinated, torch_references=torch_references
     )

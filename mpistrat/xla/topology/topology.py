@@ -29,6 +29,8 @@ class TpuTopology:
         is no integers.
     """
 
+    mesh_rank = MESH_RANK
+
     def __init__(
         self,
         serialized: bytes | None = None,
@@ -48,17 +50,13 @@ class TpuTopology:
                 f"device_coordinates must have the shape [tasks, devices per task, {MESH_RANK}], "
                 f"got {list(devices.shape)}"
             )
-        self._device_at = _by_coordinates(mesh, devices)
+        self._places = _Places(mesh, devices)
         mesh.flags.writeable = devices.flags.writeable = False
         self._mesh_shape, self._device_coordinates = mesh, devices
 
     @property
     def mesh_shape(self) -> NDArray[np.int32]:
         return self._mesh_shape
-
-    @property
-    def mesh_rank(self) -> int:
-        return MESH_RANK
 
     @property
     def device_coordinates(self) -> NDArray[np.int32]:
@@ -76,7 +74,7 @@ class TpuTopology:
     @property
     def num_missing_devices(self) -> int:
         """How many places of the mesh have no device."""
-        return math.prod(self._mesh_shape.tolist()) - len(self._device_at)
+        return self._places.num_empty
 
     @cached_property
     def missing_devices(self) -> NDArray[np.int64]:
@@ -87,24 +85,24 @@ class TpuTopology:
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
         """The task that drives the device there. Raises: ValueError where there is none."""
-        return self._find(device_coordinates)[0]
+        return self._places.find(device_coordinates)[0]
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
         """The number that the device there has on its task. Raises: ValueError where there is none."""
-        return self._find(device_coordinates)[1]
+        return self._places.find(device_coordinates)[1]
 
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
         """Such as "/job:worker/task:1/device:CPU:0", the host of the device there; without `job`, without "/job:…"."""
-        task, _ = self._find(device_coordinates)
+        task, _ = self._places.find(device_coordinates)
         return f"{_of_job(job)}/task:{task}/device:CPU:0"
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
         """Such as "/job:worker/task:1/device:TPU:3"."""
-        task, device = self._find(device_coordinates)
+        task, device = self._places.find(device_coordinates)
         return f"{_of_job(job)}/task:{task}/device:TPU:{device}"
 
     def serialized(self) -> bytes:
@@ -114,20 +112,6 @@ class TpuTopology:
             "device_coordinates": self._device_coordinates.tolist(),
         }
         return json.dumps(fields).encode()
-
-    def _find(self, coordinates: Sequence[int]) -> tuple[int, int]:
-        """Task and number of the device at `coordinates`."""
-        place = tuple(map(operator.index, coordinates))
-        if place in self._device_at:
-            return self._device_at[place]
-        mesh = self._mesh_shape.tolist()
-        in_mesh = len(place) == MESH_RANK and _lies_in(place, mesh)
-        why = (
-            f"it is one of the {self.num_missing_devices} places of the mesh {mesh} without one"
-            if in_mesh
-            else f"the mesh is {mesh}, so coordinates are four numbers from 0 to {[n - 1 for n in mesh]}"
-        )
-        raise ValueError(f"no TPU device at {list(place)}: {why}")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TpuTopology):
@@ -145,28 +129,42 @@ class TpuTopology:
         )
 
 
-def _by_coordinates(
-    mesh: NDArray[np.int32], devices: NDArray[np.int32]
-) -> dict[tuple[int, ...], tuple[int, int]]:
-    """Task and number of the device at each place that has one."""
-    found: dict[tuple[int, ...], tuple[int, int]] = {}
-    lengths = mesh.tolist()
-    for task, of_task in enumerate(devices.tolist()):
-        for device, coordinates in enumerate(of_task):
-            place = tuple(coordinates)
-            here = f"device {device} of task {task} is at {coordinates}"
-            if not _lies_in(place, lengths):
-                raise ValueError(f"{here}, outside of the mesh {lengths}")
-            if place in found:
-                raise ValueError(
-                    f"{here}, and so is device {found[place][1]} of task {found[place][0]}"
-                )
-            found[place] = task, device
-    return found
+class _Places:
+    """The places of a mesh, and the device at each."""
 
+    def __init__(self, mesh: NDArray[np.int32], devices: NDArray[np.int32]) -> None:
+        self._mesh = mesh.tolist()
+        self._device_at: dict[tuple[int, ...], tuple[int, int]] = {}
+        for task, of_task in enumerate(devices.tolist()):
+            for device, coordinates in enumerate(of_task):
+                self._add(task, device, tuple(coordinates))
+        self.num_empty = math.prod(self._mesh) - len(self._device_at)
 
-def _lies_in(place: tuple[int, ...], mesh: list[int]) -> bool:
-    return all(0 <= at < length for at, length in zip(place, mesh, strict=True))
+    def _add(self, task: int, device: int, place: tuple[int, ...]) -> None:
+        here = f"device {device} of task {task} is at {list(place)}"
+        if not self._has(place):
+            raise ValueError(f"{here}, outside of the mesh {self._mesh}")
+        if place in self._device_at:
+            other_task, other_device = self._device_at[place]
+            raise ValueError(f"{here}, and so is device {other_device} of task {other_task}")
+        self._device_at[place] = task, device
+
+    def _has(self, place: tuple[int, ...]) -> bool:
+        if len(place) != MESH_RANK:
+            return False
+        return all(0 <= at < length for at, length in zip(place, self._mesh, strict=True))
+
+    def find(self, coordinates: Sequence[int]) -> tuple[int, int]:
+        """Task and number of the device at `coordinates`. Raises: ValueError where there is none."""
+        place = tuple(map(operator.index, coordinates))
+        if place in self._device_at:
+            return self._device_at[place]
+        why = (
+            f"it is one of the {self.num_empty} places of the mesh {self._mesh} without one"
+            if self._has(place)
+            else f"the mesh is {self._mesh}, so coordinates are four numbers from 0 to {[n - 1 for n in self._mesh]}"
+        )
+        raise ValueError(f"no TPU device at {list(place)}: {why}")
 
 
 def _of_job(job: str | None) -> str:

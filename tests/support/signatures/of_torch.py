@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from mpistrat.torch_distributed import process_group
 from support.signatures import parsing
 from support.signatures.of_cupy import PACKAGE
 from support.signatures.uses import Library, Use, uses_in
@@ -36,6 +37,7 @@ LIBRARY = Library(
         "NativeTransport": {"group": "NativeGroup"},
         "make_group": {"cls": "NativeGroup"},
         "MpistratProcessGroup": {"self._native": "NativeGroups"},
+        "Collective": {"group": "NativeGroup"},
     },
 )
 
@@ -52,6 +54,18 @@ def uses() -> Iterator[tuple[str, Use]]:
             continue  # torch's registry, in Python, has the same name
         if outer == "NativeGroup" or (module and outer in STUB):
             yield place, use._replace(name=name)
+    yield from _collectives()
+
+
+def _collectives() -> Iterator[tuple[str, Use]]:
+    """Of the table of collectives: the method of torch's own groups, with the operands and the options."""
+    for name, collective in vars(process_group).items():
+        if isinstance(collective, process_group.Collective):
+            count = len(inspect.signature(collective.make).parameters) - len(collective.fields)
+            arguments = ", ".join(["operand"] * (count - 1) + ["opts"])  # `make` takes `self`, too
+            call = ast.parse(f"group.{collective.native}({arguments})", mode="eval").body
+            assert isinstance(call, ast.Call)
+            yield name, Use(f"NativeGroup.{collective.native}", call, 0)
 
 
 def signatures(name: str) -> Iterator[Signatures]:

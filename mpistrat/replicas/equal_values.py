@@ -1,0 +1,40 @@
+"""Values that are equal on all replicas: reducing them takes no communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.values import DistributedValues, Mirrored
+from mpistrat.variables.variable import SyncOnReadVariable, Variable
+
+
+def is_copy_per_replica(value: DistributedValues) -> bool:
+    """Whether the components are equal."""
+    if isinstance(value, Variable):
+        return not isinstance(value, SyncOnReadVariable)
+    return isinstance(value, Mirrored)
+
+
+def first_component(value: Any) -> Any:
+    """The first replica's component; a plain value itself."""
+    return value.values[0] if isinstance(value, DistributedValues) else value
+
+
+def reduce_equal(op: ReduceOp, value: Any) -> Any:
+    """The reduction over several replicas of a mirrored value, or of a plain value of their only rank."""
+    if op is not ReduceOp.SUM and op is not ReduceOp.PRODUCT:
+        return value
+    if isinstance(value, DistributedValues):
+        raise AssertionError(
+            f"{op.name} of a mirrored value would count it once per replica; got {value!r:.80}"
+        )
+    neutral = 0 if op is ReduceOp.SUM else 1
+    number = arrays.is_number(value)
+    if (number or arrays.is_array(value)) and not (arrays.as_array(value) != neutral).any():
+        return value  # the same, however often it counts
+    raise ValueError(
+        f"{op.name} needs a value per replica, as run returns it: a plain value might be meant to count "
+        f"once, or once per replica; got {value!r:.80}"
+    )

@@ -1,0 +1,62 @@
+"""Reductions over ranks: of values with a component per replica, and of plain values, which count once for a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpistrat.cross_device_ops import MpiAllReduce
+from mpistrat.cross_device_ops.ordered_all_reduce import OrderedAllReduce
+from mpistrat.options import CommunicationOptions
+from mpistrat.replicas.group import ReplicaGroup
+from mpistrat.values import DistributedValues
+
+
+class RankReducers:
+    """
+    Attributes:
+        of_replicas: reduces values with a component per replica.
+        of_plain: reduces plain values.
+    """
+
+    def __init__(self, group: ReplicaGroup, options: CommunicationOptions) -> None:
+        communicator, counts = group.communicator, group.replicas_of_ranks
+        self._communicator, self._counts = communicator, counts
+        if not group.deterministic:
+            self.of_replicas = self.of_plain = MpiAllReduce(communicator, options)
+            return
+        self.of_replicas = self.of_plain = OrderedAllReduce(communicator, counts, options)
+        if max(counts) > 1:
+            self.of_plain = OrderedAllReduce(communicator, (1,) * communicator.size, options)
+
+    def reduce_each(
+        self, values: Mapping[int, Any], reduce: Callable[[MpiAllReduce, list[int]], list[Any]]
+    ) -> dict[int, Any]:
+        """The results, by the keys of `values`. Called by every rank.
+
+        Args: reduce: has a reducer combine the values of these keys, in this order.
+        """
+        plain = self._plain(values) if values else []
+        results: dict[int, Any] = {}
+        for reducer, chosen in (
+            (self.of_replicas, [i for i in values if i not in plain]),
+            (self.of_plain, plain),
+        ):
+            if chosen:
+                results.update(zip(chosen, reduce(reducer, chosen), strict=True))
+        return results
+
+    def _plain(self, values: Mapping[int, Any]) -> list[int]:
+        """The keys of plain values, if these have a reducer of their own. Called by every rank.
+
+        A rank with one replica gets plain values from `run`. So a rank with most replicas tells.
+        """
+        if self.of_plain is self.of_replicas:
+            return []
+        plain = [i for i, value in values.items() if not isinstance(value, DistributedValues)]
+        most = max(self._counts)
+        if min(self._counts) < most:
+            plain = self._communicator.broadcast_object(
+                plain, root=self._counts.index(most), label="which values are plain"
+            )
+        return plain
