@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpistrat.context import current_local_replica, has_strategy, in_cross_replica_context
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.buckets import Buckets
-from mpistrat.pytorch.modules.registry import Registry
+from mpistrat.pytorch.modules.registry import Registry, is_inexact
 
 
 @dataclasses.dataclass
@@ -82,7 +82,7 @@ class Arrivals:
 
     def guard(self, parameter: torch.Tensor) -> None:
         """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
-        if parameter.is_floating_point() or parameter.is_complex():
+        if is_inexact(parameter):
             hooks.first_when_accumulated(parameter, self._hook)
 
     def _backward(self) -> _Backward:

@@ -66,6 +66,11 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether it has a gradient, or a mean."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 class Registry:
     """Weak references only: a model that the program drops is freed."""
 

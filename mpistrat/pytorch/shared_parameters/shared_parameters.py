@@ -21,7 +21,7 @@ from mpistrat.communicators import Communicator, reducing
 from mpistrat.communicators.arithmetic import can_combine
 from mpistrat.communicators.node.common_memory import PAGE, ByteRange
 from mpistrat.cross_device_ops.packing import is_dense
-from mpistrat.pytorch.modules.registry import Registry
+from mpistrat.pytorch.modules.registry import Registry, is_inexact
 from mpistrat.pytorch.shared_parameters.blocks import Block, ParameterPages, Settling
 
 
@@ -262,7 +262,7 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     return (
         _storage(parameter) != 0
         and not parameter.is_inference()
-        and (parameter.is_floating_point() or parameter.is_complex())
+        and is_inexact(parameter)
         and can_combine(parameter.dtype, "sum")
         and parameter.numel() > 1
         and is_dense(parameter)

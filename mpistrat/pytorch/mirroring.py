@@ -133,9 +133,10 @@ class Mirroring(StrategyModules):
         slots = [slot for slot in found if slot is not None]
         if not self._is_alone and any(slot.changed(slot.tensor()) for slot in slots):
             copies = virtual_replicas.copies_of_buffers(self.parts.replicas, slots)
-            snapshots = [[(tensor, True) for tensor in own] for own in copies]
+            snapshots = [[(tensor, True) for tensor in of_replica] for of_replica in copies]
+            present = np.array([tensor is not None for tensor in copies[0]])
             label = "state_dict() averages buffers written since the last backward(): call it on every rank"
-            buffers.average(self.parts, slots, snapshots, np.ones(len(slots), np.int32), label)
+            buffers.average(self.parts, slots, snapshots, present, label)
 
     def after_loader(self) -> None:
         """Average the buffers that forwards have written since the last backward: `state_dict()` then has them."""
