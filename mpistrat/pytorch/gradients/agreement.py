@@ -141,10 +141,10 @@ class StepAgreement:
         *others_differ, batches_differ, layouts_differ, uses_differ = (equal != -opposite).tolist()
         if True in others_differ:
             raise CollectiveMismatchError(self._ranks_apart(counts))
+        if layouts_differ > uses_differ:
+            raise CollectiveMismatchError(self._layouts_apart(layouts))
         if uses_differ:
             self._check_not_frozen(np.flatnonzero(unused & (used != 0)).tolist())
-        elif layouts_differ:
-            raise CollectiveMismatchError(self._layouts_apart(layouts))
         if batches_differ or sharded.first:
             sharded.compared(same=not batches_differ)
         if not extended.given_steps.distributed:
@@ -184,7 +184,7 @@ class StepAgreement:
         )
 
     def _check_not_frozen(self, numbers: Sequence[int]) -> None:
-        """Raises: RuntimeError: a parameter, which other ranks have used, is frozen here. Args: numbers: of its slot."""
+        """Raises: RuntimeError: a parameter that other ranks have used is frozen here. Args: numbers: of slots."""
         slots = [self._registry.slots[number] for number in numbers]
         # A parameter that the program has dropped is not frozen.
         frozen = [s.name for s in slots if not getattr(s.reference(), "requires_grad", True)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +20,7 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
 from mpistrat.cross_device_ops.packing import LAYOUT, Packer
 from mpistrat.machine.cpu_share import cpu_share
+from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
 from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
 from mpistrat.pytorch.gradients.wires import Wires
@@ -227,11 +227,10 @@ class Overlap:
     def _decline(self, why: str) -> None:
         """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
         self.may_come, self._overlaps, self._why, self._buckets = False, False, why, None
-        if self._asked and self._communicator.rank == 0:
-            warnings.warn(
+        if self._asked:
+            warn_on_first_rank(
+                self._communicator.rank,
                 f"overlap=True, but gradients are reduced when backward() has ended: {why}",
-                RuntimeWarning,
-                stacklevel=2,
             )
 
     def _decide(self) -> None:

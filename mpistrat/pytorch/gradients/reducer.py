@@ -20,7 +20,6 @@ import contextvars
 import functools
 import itertools
 import operator
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from mpistrat.context import AnyReplicaContext, per_thread
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import early_signals
+from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward, StepAgreement
 from mpistrat.pytorch.gradients.arrivals import Arrivals
@@ -271,14 +271,12 @@ class GradientReducer:
         rule = self._parts.rule
         if rule.is_of_loss and not self._warned_of_scale:
             self._warned_of_scale = True
-            if self._communicator.rank == 0:
-                warnings.warn(
-                    f"{rule}, but fully_shard leaves the mean of those of parameter {name}, which is sharded. Make the "
-                    'strategy with gradients="mean", and call backward() on the mean over this replica\'s own batch; '
-                    'or with gradients="sum", and call set_gradient_divide_factor(1.0) of each fully sharded module',
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            warn_on_first_rank(
+                self._communicator.rank,
+                f"{rule}, but fully_shard leaves the mean of those of parameter {name}, which is sharded. Make the "
+                'strategy with gradients="mean", and call backward() on the mean over this replica\'s own batch; '
+                'or with gradients="sum", and call set_gradient_divide_factor(1.0) of each fully sharded module',
+            )
         if self.slice_steps is not None:
             why = "shared_parameters=True keeps one copy per node of whole parameters: leave it out"
         elif self._parts.replicas.count > 1:
@@ -304,13 +302,12 @@ class GradientReducer:
         Called by: every rank.
         """
         if some["parameters"] != [slot.name for slot in self.registry.slots]:
-            if self._communicator.rank == 0:
-                warnings.warn(
-                    "what ranks have held back of gradients is lost: this program has mirrored other parameters, "
-                    "or in another order",
-                    UserWarning,
-                    stacklevel=2,
-                )
+            warn_on_first_rank(
+                self._communicator.rank,
+                "what ranks have held back of gradients is lost: this program has mirrored other parameters, "
+                "or in another order",
+                UserWarning,
+            )
             return
         self.wires.load(states, whole=some["ranks"] != self._communicator.size)
         self.overlap.load(some["overlap"], self.registry.parameters())
@@ -359,7 +356,13 @@ class GradientReducer:
         if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
             self._spent = step.gradients
             return self._sums.all_reduce_packs(self.packer, parameters, slots, *how)
-        # On an accelerator of one bucket after the other.
+        return self._sum_on_device(slots, steps, *how)
+
+    def _sum_on_device(
+        self, slots: list[int], steps: list[ReplicaBackward], *how: Any
+    ) -> dict[int, torch.Tensor]:
+        """The sums of one bucket after the other."""
+        step, parameters = steps[0], steps[0].parameters
         is_gpu, parts = any(is_on_gpu(parameters[slot]) for slot in slots), [slots]
         if is_gpu:
             nbytes = bucket_bytes(parameters, slots, self._parts.ops.options.bytes_per_pack)

@@ -75,7 +75,9 @@ def average(
 
     Called by: every rank. Integers travel with the floats. The host waits for no device.
     """
-    copies = {i: [taken[i][0] for taken in snapshots] for i in np.flatnonzero(flags).tolist()}
+    copies: _Copies = {
+        i: [taken[i][0] for taken in snapshots] for i in np.flatnonzero(flags).tolist()
+    }
     floats, integers = list[int](), list[int]()
     for i, tensors in copies.items():
         (floats if is_inexact(tensors[0]) else integers).append(i)

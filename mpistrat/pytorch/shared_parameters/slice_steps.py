@@ -11,7 +11,6 @@ Every rank has a slice of every parameter, be it empty: counters of steps are th
 from __future__ import annotations
 
 import collections
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +45,10 @@ class SliceSteps:
             # Each rank updates what it sees, which is its own as soon as it writes it; then it is made one again.
             if optimizer not in self._whole:
                 self._whole.add(optimizer)
-                if self.shared.communicator.rank == 0:
-                    warnings.warn(
-                        f"the ranks of a node are to share parameters, but {why}: every rank computes whole "
-                        f"steps of this {type(optimizer).__name__}, and keeps all of its state",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+                self.shared.warn(
+                    f"{why}: every rank computes whole steps of this {type(optimizer).__name__}, and keeps all of its "
+                    "state"
+                )
             return None
         slices = self._slices.get(optimizer)
         if slices is None:
