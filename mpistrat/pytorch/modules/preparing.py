@@ -158,7 +158,7 @@ def _simple(value: Any) -> Any:
         # One of the program's own may keep its rank. The last bits of a metric depend on the GPU.
         is_of_torch = type(value).__module__.startswith("torch.")
         kept = vars(value).keys() - {"best"} if is_of_torch else _OF_EVERY_SCHEDULER
-        return {key: vars(value).get(key) for key in sorted(kept)}
+        return {key: state for key, state in vars(value).items() if key in kept}
     is_number = type(value) is torch.Tensor and value.is_cpu and value.numel() == 1
     return value.item() if is_number else None
 
