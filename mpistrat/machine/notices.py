@@ -58,6 +58,13 @@ def warn_of_no_effect(what: str, why: str, rank: int = 0) -> None:
         warnings.warn(f"{what} does nothing here: {why}", UserWarning, stacklevel=3)
 
 
+def warn_on_first_rank(
+    rank: int, text: str, category: type[Warning] = RuntimeWarning, stacklevel: int = 2
+) -> None:
+    if rank == 0:
+        warnings.warn(text, category, stacklevel + 1)
+
+
 def say(text: str, *, last: bool = False) -> bool:
     """Write `text`, with no end of line added, and return whether it was written.
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import numbers
-import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -19,12 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from mpistrat import arrays
 from mpistrat.context import AnyReplicaContext, current_mode
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch import hooks, virtual_replicas
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
 from mpistrat.pytorch.modules.preparing import check_alike, compared
-
-if TYPE_CHECKING:
-    from mpistrat.pytorch.modules.strategy_modules import StrategyModules
+from mpistrat.pytorch.modules.strategy_modules import StrategyModules, strategy_of
 
 # The parameters (by id, and whether frozen) of optimizers when all were found to be mirrored, and by which reducer.
 _checked: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
@@ -58,20 +56,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             "replicas; call it after backward()"
         )
     _check_parameters(optimizer, context, reducer)
-    replicas = context.strategy.extended.replicas
-    if replicas.count > 1:
-        if hooks.has_closure(args, kwargs):
-            raise RuntimeError(
-                "optimizer.step(closure) inside run would step once for each replica of this rank, which "
-                "share their parameters; call backward() and then step(), or start one rank per replica"
-            )
-        # The parameters are one storage: all replicas arrive, the first steps, the others find no
-        # gradients.
-        replicas.meet(context.local_index, lambda everyone: None, ())
-        if context.local_index > 0:
-            _hidden[id(optimizer)] = [(p, p.grad) for p in hooks.parameters_of(optimizer)]
-            for parameter, _ in _hidden[id(optimizer)]:
-                parameter.grad = None
+    if context.strategy.extended.replicas.count > 1:
+        _let_first_step(optimizer, context, hooks.has_closure(args, kwargs))
     instead = None
     if isinstance(optimizer, torch.optim.LBFGS):  # decides by what its closure returns
         loss_of_all = functools.partial(_loss_of_all, reducer, context.strategy.extended)
@@ -81,17 +67,34 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return instead
 
 
+def _let_first_step(optimizer: Optimizer, context: AnyReplicaContext, has_closure: bool) -> None:
+    """The parameters are one storage: all replicas arrive, the first steps, the others find no gradients."""
+    if has_closure:
+        raise RuntimeError(
+            "optimizer.step(closure) inside run would step once for each replica of this rank, which "
+            "share their parameters; call backward() and then step(), or start one rank per replica"
+        )
+    context.strategy.extended.replicas.meet(context.local_index, _nothing, ())
+    if context.local_index > 0:
+        _hidden[id(optimizer)] = [(p, p.grad) for p in hooks.parameters_of(optimizer)]
+        for parameter, _ in _hidden[id(optimizer)]:
+            parameter.grad = None
+
+
+def _nothing(replicas: Any) -> None:
+    """The replicas of this rank have met."""
+
+
 def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], Any]) -> Any:
     """What `closure` returns on all ranks together: each rank's loss counts as the gradient of its last backward did.
 
     Losses that are equal on all ranks, to the bit, stay: the program has combined them itself. Collective.
     """
     loss = closure()
-    own = (*_kind_and_value(loss), reducer.share)
-    everyone = extended.communicator.all_gather_object(own)
-    if len({repr((kind, value)) for kind, value, _ in everyone}) == 1:  # NaN does not equal NaN
+    of_rank = (*_kind_and_value(loss), reducer.share)
+    kinds, values, shares = zip(*extended.communicator.all_gather_object(of_rank), strict=True)
+    if len(set(kinds)) == len(set(map(repr, values))) == 1:  # NaN does not equal NaN
         return loss
-    kinds, values, shares = zip(*everyone, strict=True)
     if len(set(kinds)) > 1 or None in (*values, *shares):
         returned = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
         raise CollectiveMismatchError(
@@ -159,19 +162,17 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
     together = [m for m in _modules if m.parts.group.communicator.size > 1]
     if inside_run or not together or any(m.reducer.steps for m in together):
         return
-    parameters = hooks.parameters_of(optimizer)
-    if not any(parameter in m.registry for parameter in parameters for m in _modules):
+    if strategy_of(optimizer) is None:
         _has_warned = True
         communicator = together[0].parts.group.communicator
-        if communicator.rank == 0:
-            warnings.warn(
-                f"optimizer.step() outside run, of parameters that no strategy mirrors: each of the "
-                f"{communicator.size} ranks of {together[0].parts.strategy} trains a model of its own. Build the model "
-                "in strategy.scope(), and have strategy.run call the function that makes a step. (Where that is "
-                "meant, or gradients are combined otherwise, there is nothing to do; this is said once.)",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+        warn_on_first_rank(
+            communicator.rank,
+            f"optimizer.step() outside run, of parameters that no strategy mirrors: each of the "
+            f"{communicator.size} ranks of {together[0].parts.strategy} trains a model of its own. Build the model "
+            "in strategy.scope(), and have strategy.run call the function that makes a step. (Where that is "
+            "meant, or gradients are combined otherwise, there is nothing to do; this is said once.)",
+            stacklevel=4,
+        )
 
 
 def _check_parameters(
@@ -188,10 +189,21 @@ def _check_parameters(
     before = _checked.get(optimizer)
     if before == found:
         return
+    _check_mirrored(optimizer, reducer)
+    if before is not None and [key for key, _ in before[1:]] != list(map(id, parameters)):
+        compared.discard(optimizer)
+    # Of the replicas of each rank the first is here: the others will find that this is done.
+    _compare(optimizer, context, reducer)
+    if optimizer not in reducer.optimizers.values():
+        reducer.optimizers[next(reducer.numbers)] = optimizer
+    _checked[optimizer] = found
+
+
+def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
     for g, group in enumerate(optimizer.param_groups):
-        own = group["params"]
-        names = group.get("param_names") or [f"{i} of group {g}" for i in range(len(own))]
-        for name, parameter in zip(names, own, strict=True):
+        of_group = group["params"]
+        names = group.get("param_names") or [f"{i} of group {g}" for i in range(len(of_group))]
+        for name, parameter in zip(names, of_group, strict=True):
             if arrays.is_sharded(parameter):
                 reducer.check_may_be_sharded(name)
             elif parameter.requires_grad and parameter not in reducer.registry:
@@ -202,10 +214,3 @@ def _check_parameters(
                     "unpickling it; a lazy module needs one run of its forward before the first step. (scope() "
                     "sees no modules if torch was not imported before it.)"
                 )
-    if before is not None and [key for key, _ in before[1:]] != list(map(id, parameters)):
-        compared.discard(optimizer)
-    # Of the replicas of each rank the first is here: the others will find that this is done.
-    _compare(optimizer, context, reducer)
-    if optimizer not in reducer.optimizers.values():
-        reducer.optimizers[next(reducer.numbers)] = optimizer
-    _checked[optimizer] = found

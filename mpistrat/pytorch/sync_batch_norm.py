@@ -33,12 +33,8 @@ def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     """
     context = get_replica_context() if has_strategy() else None
     batch_statistics = self.training or self.running_mean is None
-    if (
-        context is None
-        or context.num_replicas_in_sync == 1
-        or not batch_statistics
-        or self.process_group is not None
-    ):
+    is_alone = context is None or context.num_replicas_in_sync == 1
+    if is_alone or not batch_statistics or self.process_group is not None:
         return hooks.original_sync_batch_norm(self, input)
     self._check_input_dim(input)
     return _normalize(self, context, input)
@@ -71,12 +67,12 @@ def _statistics(
     elements = x.numel() // x.shape[1]
     if is_on_xla(x):
         return _statistics_of_sums(context, x, axes, elements)
-    own = x.new_zeros(2 * x.shape[1] + 1)
+    statistics = x.new_zeros(2 * x.shape[1] + 1)
     if elements:
         mean = x.mean(axes)
         variance = (x - mean.view(_shape(x))).square().mean(axes)  # faster than torch.var_mean
-        own = torch.cat([mean, variance, x.new_full((1,), elements)])
-    gathered = context.all_gather(own[None], axis=0)
+        statistics = torch.cat([mean, variance, x.new_full((1,), elements)])
+    gathered = context.all_gather(statistics[None], axis=0)
     means, variances, counts = gathered.split([x.shape[1], x.shape[1], 1], dim=1)
     count = counts.sum(0)
     weights = counts / count
@@ -142,15 +138,15 @@ class _Normalized(torch.autograd.Function):
             rate = torch.rsqrt(variance + ctx.eps)
         normalized = (x - mean.view(shape)).mul_(rate.view(shape))
         upstream = upstream.to(mean.dtype)
-        own = torch.stack([upstream.sum(axes), (upstream * normalized).sum(axes)])
+        sums = torch.stack([upstream.sum(axes), (upstream * normalized).sum(axes)])
         of_input = None
         if ctx.needs_input_grad[1]:
-            constant, slope = mean_of_all(own).view(2, *shape)
+            constant, slope = mean_of_all(sums).view(2, *shape)
             scale = rate if weight is None else rate * weight
             of_input = normalized.clone() if has_graph else normalized
             of_input = of_input.mul_(-slope).add_(upstream).sub_(constant).mul_(scale.view(shape))
         _, _, weight_too, bias_too, *rest = ctx.needs_input_grad
-        of_bias, of_weight = own[0] if bias_too else None, own[1] if weight_too else None
+        of_bias, of_weight = sums[0] if bias_too else None, sums[1] if weight_too else None
         return None, of_input, of_weight, of_bias, *[None] * len(rest)
 
 
@@ -186,30 +182,13 @@ def _update_statistics(self: Any, mean: torch.Tensor, variance: torch.Tensor) ->
 def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
     """The work of `mpistrat.convert_sync_batchnorm`."""
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        return _converted(module)
+        if isinstance(module, LazyModuleMixin):
+            raise ValueError(
+                f"convert_sync_batchnorm: {type(module).__name__} does not know its channels yet; "
+                "convert after the first forward"
+            )
+        converted: torch.nn.Module = SyncBatchNorm.convert_sync_batchnorm(module)
+        return converted
     for name, child in module.named_children():
-        converted = convert_sync_batchnorm(child)
-        if converted is not child:
-            setattr(module, name, converted)
+        setattr(module, name, convert_sync_batchnorm(child))
     return module
-
-
-def _converted(module: _BatchNorm) -> SyncBatchNorm:
-    if isinstance(module, LazyModuleMixin):
-        raise ValueError(
-            f"convert_sync_batchnorm: {type(module).__name__} does not know its channels yet; "
-            "convert after the first forward"
-        )
-    converted = SyncBatchNorm(
-        module.num_features,
-        module.eps,
-        module.momentum,
-        affine=False,
-        track_running_stats=False,
-    )
-    converted.affine, converted.track_running_stats = module.affine, module.track_running_stats
-    for name in ("weight", "bias"):
-        converted.register_parameter(name, getattr(module, name))
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        converted.register_buffer(name, getattr(module, name))
-    return converted.train(module.training)

@@ -33,7 +33,7 @@ class TorchState:
     def __init__(self, registry: Registry, count: int, writes: WritesByHand) -> None:
         self._registry, self.writes = registry, writes
         # Each replica's gradients and buffers while another's are out.
-        self._away: list[dict[Slot, torch.Tensor]] = [{} for _ in range(count)]
+        self._away: list[dict[Slot, torch.Tensor | None]] = [{} for _ in range(count)]
         self._generators: list[list[torch.Tensor]] = []
         self._seed = torch.initial_seed()
         # What replica 0's gradients and buffers were, with their versions, when the last run ended.
@@ -41,7 +41,10 @@ class TorchState:
 
     def begin(self) -> None:
         others = self._away[1:]
-        clones: dict[int, list[torch.Tensor]] = {}  # what modules share, their copies share
+        clones: dict[
+            int, Sequence[torch.Tensor | None]
+        ] = {}  # what modules share, their copies share
+        clones[id(None)] = [None] * len(others)
         for slot, tensor in self._registry.own_tensors():
             left, left_version = self._left.get(slot, (None, 0))
             if tensor is left and (tensor is None or version(tensor) == left_version):
@@ -50,13 +53,10 @@ class TorchState:
                 # Copies made for an evaluation must serve the training that follows it.
                 with torch.inference_mode(False):
                     clones[id(tensor)] = [tensor.detach().clone() for _ in others]
-            for i, away in enumerate(others):
-                if tensor is None:
-                    away.pop(slot, None)
-                else:
-                    away[slot] = clones[id(tensor)][i]
+            for away, clone in zip(others, clones[id(tensor)], strict=True):
+                away[slot] = clone
             if isinstance(slot, BufferSlot):
-                slot.settle([tensor, *(away.get(slot) for away in others)])
+                slot.settle([tensor, *clones[id(tensor)]])
         self._left.clear()
         self.writes.begin()
         self._generators = self.generators()
@@ -113,21 +113,20 @@ class TorchState:
         return enter
 
     def switch(self, leaving: int, entering: int) -> None:
-        own = self._registry.own_tensors()
-        self._away[leaving] = {slot: tensor for slot, tensor in own if tensor is not None}
-        for slot, _ in own:
+        self._away[leaving] = dict(self._registry.own_tensors())
+        for slot in self._away[leaving]:
             slot.put(self._away[entering].get(slot))
         self._generators[leaving] = _generators()
         _set_generators(self._generators[entering])
 
     def copies(self, slots: Sequence[BufferSlot]) -> list[list[torch.Tensor | None]]:
         """Each replica's copy of the buffers `slots`, with replica 0's in the modules."""
-        own = [slot.tensor() for slot in slots]
-        others = [
-            [kept.get(slot, tensor) for slot, tensor in zip(slots, own, strict=True)]
-            for kept in self._away[1:]
-        ]
-        return [own, *others]
+        first = {slot: slot.tensor() for slot in slots}
+        copies = [first]
+        for away in self._away[1:]:
+            kept = {slot: away[slot] for slot in slots if away.get(slot) is not None}
+            copies.append(first | kept)
+        return [list(tensors.values()) for tensors in copies]
 
 
 def _accelerator_in_use() -> Any:
@@ -185,7 +184,7 @@ def generators_of(replicas: Replicas, num_local_replicas: int) -> list[list[torc
 def set_generators_of(replicas: Replicas, states: list[list[torch.Tensor]]) -> None:
     """Let the generators of each local replica go on from `states`; those of accelerators only where there are some."""
     if not torch_accelerator():
-        states = [own[:1] for own in states]
+        states = [of_replica[:1] for of_replica in states]
     state = _state_of(replicas)
     if state is None:
         _set_generators(states[0])

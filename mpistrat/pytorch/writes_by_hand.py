@@ -108,7 +108,7 @@ class WritesByHand:
         """Whether forwards write it: the rows that they look up, of an embedding with `max_norm`."""
         return any(
             getattr(module, "max_norm", None) is not None
-            and any(own is parameter for own in module._parameters.values())
+            and any(p is parameter for p in module._parameters.values())
             for root in self._modules()
             for module in root.modules()
         )

@@ -181,7 +181,7 @@ def mirrored_modules(parts: ModuleParts, shared_parameters: bool = False) -> Tor
     """Parameters and buffers of torch modules are equal on all replicas."""
 
     def make(parts: ModuleParts) -> Any:
-        from mpistrat.pytorch.modules.mirroring import Mirroring
+        from mpistrat.pytorch.mirroring import Mirroring
 
         return Mirroring(parts, shared_parameters)
 

@@ -18,7 +18,8 @@ from mpistrat.parameter_server.modules.remote_steps import RemoteSteps, has_remo
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensors
 from mpistrat.parameter_server.protocol.staleness import WorkerClock
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.modules.mirroring import Mirroring, NewTensors
+from mpistrat.pytorch.mirroring import Mirroring
+from mpistrat.pytorch.modules.registry import NewTensors
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 from mpistrat.replicas.torch_modules import ModuleParts
 

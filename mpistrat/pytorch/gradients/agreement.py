@@ -40,7 +40,7 @@ class ReplicaBackward:
         synchronizes: whether gradients are reduced: not inside `no_sync()`.
         scale: multiplied to the sums, or None.
         weight: what the loss is multiplied by.
-        aside: by slot, the reduced gradients of earlier backwards.
+        earlier: by slot, the reduced gradients of earlier backwards.
         buckets: take gradients while the engine computes others; None: they are reduced afterwards.
         sent: the slots of which something has left in `buckets`.
         communicated: the program has, inside backward(); until that has ended: perhaps.
@@ -54,7 +54,7 @@ class ReplicaBackward:
     synchronizes: bool
     scale: float | None
     weight: float
-    aside: dict[int, torch.Tensor]
+    earlier: dict[int, torch.Tensor]
     buckets: Buckets | None
     sent: frozenset[int] = frozenset()
     communicated: bool = True
@@ -99,7 +99,7 @@ class StepAgreement:
         self._digest = 0  # of these
 
     def agree(
-        self, everyone: Sequence[ReplicaBackward], extended: Any, optimizer_steps: int
+        self, replicas: Sequence[ReplicaBackward], extended: Any, optimizer_steps: int
     ) -> AgreedGradients:
         """Agree on what all replicas of all ranks have used and written. Called by: every rank.
 
@@ -108,37 +108,29 @@ class StepAgreement:
         layouts of the parameters that were used.
 
         Args:
-            everyone: the steps of this rank's replicas.
+            replicas: the backwards of this rank's replicas.
             extended: the strategy's.
         Raises:
             CollectiveMismatchError: the ranks are not in the same step, or their parameters have different layouts.
             RuntimeError: this rank has frozen parameters that others train; they hear of it.
         """
-        strategy, piggybacks = self._parts.strategy, list(self._parts.piggybacks)
-        sharded, steps = extended.sharded, extended.given_steps
-        facts = strategy.runs, optimizer_steps, sharded.count
-        kinds = [0] * len(self._registry.slots)
-        for step in everyone:
-            for slot, gradient in enumerate(step.gradients):
-                if gradient is not None and kinds[slot] != _DENSE:
-                    kinds[slot] = _SPARSE if gradient.is_sparse else _DENSE
-        for slot in everyone[0].sent:
-            kinds[slot] = _AGAIN if kinds[slot] else _DENSE
+        piggybacks, sharded = list(self._parts.piggybacks), extended.sharded
+        counts = self._parts.strategy.runs, optimizer_steps, sharded.count
+        kinds = _kinds(replicas)
         unused = np.array(kinds, np.int32) == 0
-        layouts = packing.layouts(itertools.compress(everyone[0].parameters, kinds))
+        layouts = packing.layouts(itertools.compress(replicas[0].parameters, kinds))
         if layouts != self._layouts:
             self._layouts = layouts
             self._digest = zlib.crc32(self._described(layouts).encode()) >> 1
         uses = zlib.crc32(unused.tobytes()) >> 1
-        equal = np.array([*facts, sharded.first, self._digest, uses], np.int32)
-        communicated = len(everyone) == 1 and everyone[0].communicated
+        equal = np.array([*counts, sharded.first, self._digest, uses], np.int32)
+        communicated = len(replicas) == 1 and replicas[0].communicated
         is_single_threaded = not self._communicator.thread_multiple
         words: list[Any] = [[communicated, is_single_threaded], equal, -equal, kinds, ()]
         if self._registry.buffers:
-            words[-1] = buffers.flags_of([step.buffers for step in everyone])
+            words[-1] = buffers.flags_of([backward.buffers for backward in replicas])
         if piggybacks:
-            with self._communicator.raising_together():
-                words += [piggyback.words() for piggyback in piggybacks]
+            words += self._words_of(piggybacks)
         flags = np.concatenate(words, dtype=np.int32, casting="unsafe")
         self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
         ends = [*itertools.accumulate(map(len, words))]
@@ -146,18 +138,17 @@ class StepAgreement:
             flags, ends[:-1]
         )
         # Of equal numbers the greatest is the opposite of the greatest opposite.
-        *counts_differ, batches_differ, layouts_differ, uses_differ = (equal != -opposite).tolist()
-        if any(counts_differ):
-            raise CollectiveMismatchError(self._who_is_where(facts))
-        if layouts_differ and not uses_differ:
-            raise CollectiveMismatchError(self._who_has_which(layouts))
+        *others_differ, batches_differ, layouts_differ, uses_differ = (equal != -opposite).tolist()
+        if True in others_differ:
+            raise CollectiveMismatchError(self._ranks_apart(counts))
+        if layouts_differ > uses_differ:
+            raise CollectiveMismatchError(self._layouts_apart(layouts))
         if uses_differ:
-            with self._communicator.raising_together():
-                self._check_not_frozen(np.flatnonzero(unused & (used != 0)).tolist())
+            self._check_not_frozen(np.flatnonzero(unused & (used != 0)).tolist())
         if batches_differ or sharded.first:
             sharded.compared(same=not batches_differ)
-        if not steps.distributed:
-            steps.reduced()
+        if not extended.given_steps.distributed:
+            extended.given_steps.reduced()
         return AgreedGradients(
             np.flatnonzero(used >= _DENSE).tolist(),
             np.flatnonzero(used == _SPARSE).tolist(),
@@ -169,6 +160,10 @@ class StepAgreement:
             list(zip(piggybacks, maxima, strict=True)),
         )
 
+    def _words_of(self, piggybacks: Sequence[Piggyback]) -> list[np.ndarray]:
+        with self._communicator.raising_together():
+            return [piggyback.words() for piggyback in piggybacks]
+
     def _described(self, layouts: Sequence[Any]) -> str:
         """A line for each parameter. The device counts where it decides about the way of a gradient."""
         on_devices, half = self._communicator.takes_device_buffers, len(layouts) // 2
@@ -177,34 +172,37 @@ class StepAgreement:
             for (dtype, device, shape), strides in zip(layouts[:half], layouts[half:], strict=True)
         )
 
-    def _who_has_which(self, layouts: Sequence[Any]) -> str:
+    def _layouts_apart(self, layouts: Sequence[Any]) -> str:
         """The first parameter that differs. Collective."""
-        everyone = self._communicator.all_gather_object(self._described(layouts).split("\n"))
-        of_ranks = next(rows for rows in zip(*everyone, strict=True) if len(set(rows)) > 1)
-        described = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(of_ranks))
+        of_ranks = self._communicator.all_gather_object(self._described(layouts).split("\n"))
+        lines = next(rows for rows in zip(*of_ranks, strict=True) if len(set(rows)) > 1)
+        described = ", ".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
         return (
             f"backward() on rank {self._communicator.rank}: a parameter differs between the ranks ({described}): its "
             "gradients cannot be added up. Change dtypes, shapes and memory formats of mirrored parameters on every "
             "rank alike"
         )
 
-    def _check_not_frozen(self, slots: Sequence[int]) -> None:
-        """Raises: RuntimeError: one of `slots`, which other ranks have used, is frozen here."""
-        parameters = self._registry.parameters()  # None where the program has dropped one
-        frozen = [slot for slot in slots if not getattr(parameters[slot], "requires_grad", True)]
+    def _check_not_frozen(self, numbers: Sequence[int]) -> None:
+        """Raises: RuntimeError: a parameter that other ranks have used is frozen here. Args: numbers: of slots."""
+        slots = [self._registry.slots[number] for number in numbers]
+        # A parameter that the program has dropped is not frozen.
+        frozen = [s.name for s in slots if not getattr(s.reference(), "requires_grad", True)]
         if frozen:
-            names = ", ".join(self._registry.slots[slot].name for slot in frozen[:_NAMED])
-            raise RuntimeError(
-                f"rank {self._communicator.rank} has frozen {len(frozen)} parameters (requires_grad is False) that "
-                f"other ranks train, such as {names}. It contributes nothing to their gradients, which would be too "
-                "small. Call requires_grad_ on every rank alike"
+            self._communicator.raise_together(
+                RuntimeError(
+                    f"rank {self._communicator.rank} has frozen {len(frozen)} parameters (requires_grad is False) that "
+                    f"other ranks train, such as {', '.join(frozen[:_NAMED])}. It contributes nothing to their "
+                    "gradients, which would be too small. Call requires_grad_ on every rank alike"
+                )
             )
 
-    def _who_is_where(self, facts: tuple[int, int, int]) -> str:
-        everyone = self._communicator.all_gather_object(facts)
+    def _ranks_apart(self, counts: tuple[int, int, int]) -> str:
+        """Where each rank is. Collective."""
+        of_ranks = self._communicator.all_gather_object(counts)
         described = ", ".join(
             f"rank {rank}: run {runs}, {steps} steps, shard {shards}"
-            for rank, (runs, steps, shards) in enumerate(everyone)
+            for rank, (runs, steps, shards) in enumerate(of_ranks)
         )
         return (
             f"backward() on rank {self._communicator.rank}: the ranks are not in the same step, counting calls of run "
@@ -212,3 +210,15 @@ class StepAgreement:
             f"gradients are on ({described}); a rank has skipped a backward. Every rank must call run, shard and "
             "backward() as often as the others; a loss of zero contributes nothing"
         )
+
+
+def _kinds(replicas: Sequence[ReplicaBackward]) -> list[int]:
+    """By slot, how the gradient of this rank's replicas is laid out; 0 where none of them has used the parameter."""
+    kinds = [0] * len(replicas[0].parameters)
+    for backward in replicas:
+        for slot, gradient in enumerate(backward.gradients):
+            if gradient is not None and kinds[slot] != _DENSE:
+                kinds[slot] = _SPARSE if gradient.is_sparse else _DENSE
+    for slot in replicas[0].sent:
+        kinds[slot] = _AGAIN if kinds[slot] else _DENSE
+    return kinds

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpistrat.context import current_local_replica, has_strategy, in_cross_replica_context
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.buckets import Buckets
-from mpistrat.pytorch.modules.registry import Registry
+from mpistrat.pytorch.modules.registry import Registry, is_inexact
 
 
 @dataclasses.dataclass
@@ -82,7 +82,7 @@ class Arrivals:
 
     def guard(self, parameter: torch.Tensor) -> None:
         """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
-        if parameter.is_floating_point() or parameter.is_complex():
+        if is_inexact(parameter):
             hooks.first_when_accumulated(parameter, self._hook)
 
     def _backward(self) -> _Backward:
@@ -116,8 +116,7 @@ class Arrivals:
             if p is not None and (
                 p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1
             ):
-                present = [p for p in parameters if p is not None]
-                watched = [(p, p._version) for p in present if not p.is_inference()]
+                watched = _versions(parameters)
                 break
         self._backwards[replica] = backward = _Backward(buckets, unmirrored, watched)
         try:
@@ -154,8 +153,12 @@ class Arrivals:
                     self._raise_changed(
                         parameter, "lost its gradient" if is_gone else "was changed"
                     )
-        for parameter in backward.unmirrored:
-            if in_run and parameter.grad is not None:
+        if in_run and backward.unmirrored:
+            self._check_unreached(backward.unmirrored)
+
+    def _check_unreached(self, unmirrored: Sequence[torch.Tensor]) -> None:
+        for parameter in unmirrored:
+            if parameter.grad is not None:
                 raise RuntimeError(
                     f"backward() inside run reached {self.made_in_run[parameter]}, of a module that was made inside "
                     "run: it is no variable of the strategy, so nothing keeps it equal on all ranks. Build the module "
@@ -170,3 +173,7 @@ class Arrivals:
             "rank would make another update. Update parameters after backward(); or call backward() inside "
             "strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
         )
+
+
+def _versions(parameters: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, int]]:
+    return [(p, p._version) for p in parameters if p is not None and not p.is_inference()]

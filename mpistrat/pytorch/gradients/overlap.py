@@ -7,13 +7,11 @@ the first steps, and the faster one stays.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import statistics
 import time
-import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +20,7 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
 from mpistrat.cross_device_ops.packing import LAYOUT, Packer
 from mpistrat.machine.cpu_share import cpu_share
+from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
 from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
 from mpistrat.pytorch.gradients.wires import Wires
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward
 
 _Parameters = Sequence[torch.Tensor | None]  # by slot
-_Carrier = CommunicationThread | SideStream
+_Sender = CommunicationThread | SideStream
 
 # Below, in bytes of all gradients, there is nothing to hide.
 SMALLEST = 1 << 20
@@ -41,13 +40,13 @@ _TIMED, _UNTIMED = 5, 2
 _GAIN = 0.97
 
 
-@dataclasses.dataclass(frozen=True)
-class _Facts:
-    """What a rank knows of itself. `kinds`: of the devices on which parameters are; "several" where one has several."""
+class _Facts(NamedTuple):
+    """What a rank knows of itself. `kinds`: of the `devices`, a number, on which parameters are."""
 
     asked: bool | None
     thread_multiple: bool
     kinds: frozenset[str]
+    devices: int
     nbytes: int
     cpus: frozenset[int]
     threads: int
@@ -68,7 +67,7 @@ class Overlap:
         self._communicator, self._packer, self._wires = parts.group.communicator, packer, wires
         options = parts.ops.options
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
-        self._carrier: _Carrier | None = None
+        self._sender: _Sender | None = None
         self._devices: frozenset[torch.device] | None = None  # of what is expected
         self._communicates = False  # the program, inside some backward()
         self._differ = False  # ranks have used different parameters in some backward()
@@ -82,7 +81,6 @@ class Overlap:
         self._overlaps: bool | None = None
         self.may_come = True
         self._why = "not measured yet"
-        self._has_wire = options.wire_dtype is not None or options.wire_format is not None
         why_not = _why_never(parts, shares)
         if why_not:
             self._decline(why_not)
@@ -96,29 +94,34 @@ class Overlap:
 
         Not collective: a rank that skips this backward is found out at its end.
         """
-        carrier = self._carrier
-        if carrier is None or not self._expected:
+        if self._sender is None or not self._expected:
             return None
         turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
         buckets = None
         if self._overlaps or turn:
             # A model that the program has dropped goes when Python collects it, on each rank at another time.
-            own = {s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()}
-            made_for = [scale, *map(LAYOUT, own.values())]
+            sent = {
+                s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()
+            }
+            made_for = [scale, *map(LAYOUT, sent.values())]
             if self._buckets is None or self._made_for != made_for:
-                if _devices_of(parameters, self._expected) - (self._devices or frozenset()):
+                if not _devices_of(parameters, self._expected).issubset(self._devices or ()):
                     return None  # they were moved
-                rest = self._wires, _without_memory(own), scale, self._nbytes
-                if isinstance(carrier, SideStream):
-                    self._buckets = DeviceBuckets(carrier, *rest)
-                else:
-                    self._buckets = HostBuckets(carrier, self._packer, *rest)
+                self._buckets = self._make_buckets(self._sender, _without_memory(sent), scale)
                 self._made_for = made_for
             # Those of a backward that fails do not come back: what is under way uses them.
             buckets, self._buckets = self._buckets, None
-            buckets.begin(own)
+            buckets.begin(sent)
         self._started = time.perf_counter()
         return buckets
+
+    def _make_buckets(
+        self, sender: _Sender, like: dict[int, torch.Tensor], scale: float | None
+    ) -> Buckets:
+        how = self._wires, like, scale, self._nbytes
+        if isinstance(sender, SideStream):
+            return DeviceBuckets(sender, *how)
+        return HostBuckets(sender, self._packer, *how)
 
     def end(self, step: ReplicaBackward, agreed: AgreedGradients) -> None:
         """The backward `step` has ended, in which the slots `agreed.dense` got gradients on some rank. Collective."""
@@ -132,15 +135,15 @@ class Overlap:
         self._expect(last if last == self._last else None, step.parameters)
         self._communicates |= agreed.communicates
         self._differ |= not agreed.alike
-        if self._communicates and isinstance(self._carrier, SideStream):
+        if self._communicates and isinstance(self._sender, SideStream):
             # Buckets on a device cannot leave beside the program's own calls then.
-            if self._carrier.thread is not None:
+            if self._sender.thread is not None:
                 why_not = "two threads must not use a device's groups and MPI at a time"
             elif self._differ:
                 why_not = "its ranks use different parameters, which would interleave them in different orders"
             else:
                 return
-            self._carrier = None
+            self._sender = None
             self._decline(f"the program communicates inside backward(), and {why_not}")
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
@@ -157,11 +160,10 @@ class Overlap:
         self._buckets = None
         if moved:
             self._devices = devices
-            self._carry()
-        if isinstance(self._carrier, CommunicationThread):
+            self._agree_on_sender(devices)
+        if isinstance(self._sender, CommunicationThread):
             # Has the ranks share the window, which is collective, now that all of them are here.
-            nbytes = sum([parameter.nbytes for parameter in self._like.values()])
-            self._carrier.communicator.memory.window_buffer(nbytes)
+            self._sender.communicator.memory.window_buffer(_nbytes(self._like.values()))
 
     def state(self) -> dict[str, Any]:
         """Which gradients leave in the next backward, for `load`; the same on all ranks."""
@@ -177,54 +179,58 @@ class Overlap:
         how = "while backward() runs" if self._overlaps else "when backward() has ended"
         return f"gradients are reduced {how}: {self._why}"
 
-    def _carry(self) -> None:
-        """Make what carries buckets; nothing, for ever, if gradients are to be reduced afterwards. Collective."""
-        communicator, devices = self._communicator, self._devices or frozenset()
-        kinds = frozenset(device.type for device in devices)
+    def _agree_on_sender(self, devices: frozenset[torch.device]) -> None:
+        """Find who sends buckets; nobody, for ever, if gradients are to be reduced afterwards. Collective."""
+        communicator = self._communicator
         facts = _Facts(
             self._asked,
             communicator.thread_multiple,
-            frozenset(["several"]) if len(devices) > 1 else kinds,
-            sum(p.numel() * p.element_size() for p in self._like.values()),
+            frozenset([device.type for device in devices]),
+            len(devices),
+            _nbytes(self._like.values()),
             frozenset(os.sched_getaffinity(0)),
             torch.get_num_threads(),
         )
-        everyone = communicator.all_gather_object(
+        of_ranks = communicator.all_gather_object(
             facts, label="overlap of gradients with backward()"
         )
-        why_not = _why_not(everyone, communicator.on_one_node)
-        self._carrier = None
+        kinds, why_not = _why_not(of_ranks, communicator.on_one_node)
+        self._sender = None
         if why_not:
             self._decline(why_not)
             return
-        (kind,) = frozenset().union(*(rank.kinds for rank in everyone)) or {"cpu"}
-        if self._asked:
-            self._overlaps, self._why = True, "as asked for"
-        elif kind != "cpu":
-            self._overlaps, self._why = True, "a device does both at a time"
-        elif self._has_wire:
+        (kind,) = kinds or {"cpu"}
+        why = _first_that_holds(
+            ("as asked for", self._asked),
+            ("a device does both at a time", kind != "cpu"),
             # A trial would lose what is held back of the buffers that are given up.
-            self._overlaps, self._why = True, "as wire formats are better off"
-        natively = communicator.ordered_by_streams
-        if kind != "cpu" and natively and not self._wires.wait_for_host(natively):
-            self._carrier = SideStream(next(iter(devices), torch.device(kind)), communicator)
-            return
-        thread = self._carrier = CommunicationThread.of_same_ranks(communicator)
-        if kind != "cpu":
-            if communicator.use_devices_in is not None:
-                communicator.use_devices_in(thread.communicator)
-            device = next(iter(devices), torch.device(kind))
-            self._carrier = SideStream(device, thread.communicator, thread)
-            self._why += "; a thread of each rank waits for the sums, and backward() for the thread"
+            ("as wire formats are better off", self._wires.has_format),
+        )
+        if why:
+            self._overlaps, self._why = True, why
+        self._sender = self._make_sender(next(iter(devices), torch.device(kind)))
+
+    def _make_sender(self, device: torch.device) -> _Sender:
+        """Collective."""
+        communicator = self._communicator
+        is_host = device.type == "cpu"
+        if not (is_host or self._wires.wait_for_host(communicator.ordered_by_streams)):
+            return SideStream(device, communicator)
+        thread = CommunicationThread.of_same_ranks(communicator)
+        if is_host:
+            return thread
+        if communicator.use_devices_in is not None:
+            communicator.use_devices_in(thread.communicator)
+        self._why += "; a thread of each rank waits for the sums, and backward() for the thread"
+        return SideStream(device, thread.communicator, thread)
 
     def _decline(self, why: str) -> None:
         """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
         self.may_come, self._overlaps, self._why, self._buckets = False, False, why, None
-        if self._asked and self._communicator.rank == 0:
-            warnings.warn(
+        if self._asked:
+            warn_on_first_rank(
+                self._communicator.rank,
                 f"overlap=True, but gradients are reduced when backward() has ended: {why}",
-                RuntimeWarning,
-                stacklevel=2,
             )
 
     def _decide(self) -> None:
@@ -241,7 +247,7 @@ class Overlap:
 
 def _why_never(parts: ModuleParts, shares: bool) -> str:
     """Why gradients of this strategy cannot leave while backward runs; empty if they may."""
-    reasons = (
+    return _first_that_holds(
         ("parameters are shared", shares),
         ("a step is recorded first, and then computed", parts.replicas.records_steps),
         ("several replicas of a rank take turns", parts.replicas.count > 1),
@@ -252,31 +258,33 @@ def _why_never(parts: ModuleParts, shares: bool) -> str:
             parts.ops.custom is not None,
         ),
     )
-    return next((why for why, holds in reasons if holds), "")
 
 
-def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:
-    """Why gradients cannot leave, or had better not leave, while backward runs; empty if they may."""
-    asked = [facts.asked for facts in everyone]
-    nbytes = everyone[0].nbytes
-    kinds: frozenset[str] = frozenset().union(*(facts.kinds for facts in everyone))
-    masks = [facts.cpus for facts in everyone]
+def _why_not(of_ranks: Sequence[_Facts], on_one_node: bool) -> tuple[frozenset[str], str]:
+    """The kinds of all devices; and why gradients cannot, or had better not, leave while backward runs, or nothing."""
+    asked, thread_multiple, of_rank, devices, nbytes, masks, threads = zip(*of_ranks, strict=True)
+    kinds: frozenset[str] = frozenset().union(*of_rank)
     busy = any(
-        takes_a_core(on_one_node, float(cpu_share(f.cpus, masks)), f.threads) for f in everyone
+        takes_a_core(on_one_node, float(cpu_share(mask, masks)), number)
+        for mask, number in zip(masks, threads, strict=True)
     )
-    reasons = (
+    return kinds, _first_that_holds(
         ("as asked for", False in asked),
-        (
-            "MPI was started without MPI_THREAD_MULTIPLE",
-            not all(f.thread_multiple for f in everyone),
-        ),
-        ("parameters are on several devices", len(kinds) > 1 or "several" in kinds),
+        ("MPI was started without MPI_THREAD_MULTIPLE", not min(thread_multiple)),
+        ("parameters are on several devices", max(len(kinds), *devices) > 1),
         ("parameters are on an XLA device", "xla" in kinds),
         ("", None not in asked or not kinds <= {"cpu"}),
-        (f"{nbytes} bytes are too few", nbytes < SMALLEST),
+        (f"{nbytes[0]} bytes are too few", nbytes[0] < SMALLEST),
         ("no core of the node is free, and memory does not wait", busy),
     )
+
+
+def _first_that_holds(*reasons: tuple[str, Any]) -> str:
     return next((why for why, holds in reasons if holds), "")
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum([tensor.nbytes for tensor in tensors])
 
 
 def _without_memory(parameters: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:

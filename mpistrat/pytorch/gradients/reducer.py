@@ -20,7 +20,6 @@ import contextvars
 import functools
 import itertools
 import operator
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from mpistrat.context import AnyReplicaContext, per_thread
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import early_signals
+from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward, StepAgreement
 from mpistrat.pytorch.gradients.arrivals import Arrivals
@@ -41,7 +41,7 @@ from mpistrat.pytorch.gradients.buckets import cut
 from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
 from mpistrat.pytorch.gradients.overlap import Overlap
 from mpistrat.pytorch.gradients.unsynchronized import Unsynchronized
-from mpistrat.pytorch.gradients.values import sum_by_custom_ops, sum_rows
+from mpistrat.pytorch.gradients.values import sum_by_custom_ops, sum_sparse
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.registry import Registry
@@ -61,6 +61,10 @@ _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.Context
 _PARAMETER = operator.methodcaller("reference")  # of a slot
 _GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
 _IS_THERE = functools.partial(operator.is_not, None)
+_GRADIENT = (
+    itertools.repeat("grad"),
+    itertools.repeat(None),
+)  # None also of a parameter that is gone
 
 _MAY_INTERLEAVE = (
     "Gradients left while backward() ran: if the program communicates inside backward(), and its ranks use different "
@@ -187,7 +191,7 @@ class GradientReducer:
         except BaseException as error:
             self._undo(step, error)
             raise
-        self._unsynchronized[replica].put_back(step.parameters, step.aside, reduced)
+        self._unsynchronized[replica].put_back(step.parameters, step.earlier, reduced)
 
     def _set_aside(self, replica: int) -> ReplicaBackward:
         """Take what is reduced already out of every `.grad`."""
@@ -204,11 +208,11 @@ class GradientReducer:
             if not some.is_cpu:
                 _check_not_captured(some)
         weight = self._weight(in_block)
-        aside, self._spent = self._unsynchronized[replica].set_aside(parameters), []
+        earlier, self._spent = self._unsynchronized[replica].set_aside(parameters), []
         may_leave = synchronizes and self.overlap.may_come
         buckets = self.overlap.begin(parameters, scale) if may_leave else None
         return ReplicaBackward(
-            replica, parameters, in_block, synchronizes, scale, weight, aside, buckets
+            replica, parameters, in_block, synchronizes, scale, weight, earlier, buckets
         )
 
     def _run(self, step: ReplicaBackward, tensors: Any, *arguments: Any) -> None:
@@ -223,21 +227,21 @@ class GradientReducer:
             with self._raising_together:
                 check(in_run=not step.in_block)
                 step.sent = frozenset() if buckets is None else buckets.finish()
-            step.gradients = [None if p is None else p.grad for p in step.parameters]
+            step.gradients = [*map(getattr, step.parameters, *_GRADIENT)]
             step.buffers = buffers.snapshot(self.registry) if self.registry.buffers else []
 
-    def _agree_and_reduce(self, everyone: list[ReplicaBackward]) -> list[dict[int, torch.Tensor]]:
+    def _agree_and_reduce(self, steps: list[ReplicaBackward]) -> list[dict[int, torch.Tensor]]:
         """For each replica of this rank by slot the reduced gradients, without those that no replica has used."""
         with spans.current.range("reduce gradients"):
             if self._parts.ops.custom is not None:
                 with self._raising_together:
-                    sum_by_custom_ops(self._parts.ops.custom, everyone)
-            agreed = self._agreement.agree(everyone, self._extended, self.steps)
+                    sum_by_custom_ops(self._parts.ops.custom, steps)
+            agreed = self._agreement.agree(steps, self._extended, self.steps)
             if early_signals.kept or not self.has_reduced:
                 self._extended.first_step.begin(None)
             self.has_reduced = True
-            reduced = [self._reduce(everyone, agreed)]
-            for _ in everyone[1:]:
+            reduced = [self._reduce(steps, agreed)]
+            for _ in steps[1:]:
                 reduced.append({slot: total.clone() for slot, total in reduced[0].items()})
             return reduced
 
@@ -254,8 +258,8 @@ class GradientReducer:
         if sharded.cuts:
             sharded.combine(alike=is_mean and (examples if in_block else steps.examples) is None)
         if examples is not None:
-            own, of_all = examples.tolist()
-            weight = own * self.count / of_all
+            of_replica, of_all = examples.tolist()
+            weight = of_replica * self.count / of_all
         self.share = weight / self.count if is_mean else weight
         return weight
 
@@ -267,14 +271,12 @@ class GradientReducer:
         rule = self._parts.rule
         if rule.is_of_loss and not self._warned_of_scale:
             self._warned_of_scale = True
-            if self._communicator.rank == 0:
-                warnings.warn(
-                    f"{rule}, but fully_shard leaves the mean of those of parameter {name}, which is sharded. Make the "
-                    'strategy with gradients="mean", and call backward() on the mean over this replica\'s own batch; '
-                    'or with gradients="sum", and call set_gradient_divide_factor(1.0) of each fully sharded module',
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            warn_on_first_rank(
+                self._communicator.rank,
+                f"{rule}, but fully_shard leaves the mean of those of parameter {name}, which is sharded. Make the "
+                'strategy with gradients="mean", and call backward() on the mean over this replica\'s own batch; '
+                'or with gradients="sum", and call set_gradient_divide_factor(1.0) of each fully sharded module',
+            )
         if self.slice_steps is not None:
             why = "shared_parameters=True keeps one copy per node of whole parameters: leave it out"
         elif self._parts.replicas.count > 1:
@@ -294,21 +296,20 @@ class GradientReducer:
             "overlap": self.overlap.state(),
         }
 
-    def hold_back(self, some: Mapping[str, Any], mine: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with the sum of what the ranks `mine`, any number, have held back; `some` is any rank's.
+    def hold_back(self, some: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the sum of `states`, any number, that ranks have held back; `some` is any rank's.
 
         Called by: every rank.
         """
         if some["parameters"] != [slot.name for slot in self.registry.slots]:
-            if self._communicator.rank == 0:
-                warnings.warn(
-                    "what ranks have held back of gradients is lost: this program has mirrored other parameters, "
-                    "or in another order",
-                    UserWarning,
-                    stacklevel=2,
-                )
+            warn_on_first_rank(
+                self._communicator.rank,
+                "what ranks have held back of gradients is lost: this program has mirrored other parameters, "
+                "or in another order",
+                UserWarning,
+            )
             return
-        self.wires.load(mine, whole=some["ranks"] != self._communicator.size)
+        self.wires.load(states, whole=some["ranks"] != self._communicator.size)
         self.overlap.load(some["overlap"], self.registry.parameters())
 
     def explain(self) -> str:
@@ -317,80 +318,81 @@ class GradientReducer:
         return "\n".join(filter(None, lines))
 
     def _reduce(
-        self, everyone: list[ReplicaBackward], agreed: AgreedGradients
+        self, steps: list[ReplicaBackward], agreed: AgreedGradients
     ) -> dict[int, torch.Tensor]:
         """Sum up the gradients that some replica has used, by slot, and average buffers."""
-        step, buckets = everyone[0], everyone[0].buckets
-        contributions = [*map(_GRADIENTS, everyone)]
+        step, buckets = steps[0], steps[0].buckets
         reduced: dict[int, torch.Tensor] = {}
         if self.slice_steps is not None:  # parameters are shared by ranks of one replica each
             reduced = self.slice_steps.shared.reduce(
-                agreed.dense, step.parameters, step.gradients, step.aside, step.scale
+                agreed.dense, step.parameters, step.gradients, step.earlier, step.scale
             )
         early = {} if buckets is None else buckets.wait()
-        done, late = {*reduced, *early} - agreed.again, dict[int, torch.Tensor]()
-        slots = sorted({*agreed.dense} - done)
+        slots = sorted({*agreed.dense} - ({*reduced, *early} - agreed.again))
         if slots:
             following = self._communicator.contract.following
             with following() if agreed.may_follow else contextlib.nullcontext():
-                late = self._sum(slots, step, contributions)
-        reduced |= late
+                reduced |= self._sum(slots, steps)
         for slot in early.keys() & set(agreed.dense):
-            reduced[slot] = early[slot].add_(late[slot]) if slot in late else early[slot]
+            late = reduced.get(slot)
+            reduced[slot] = early[slot] if late is None else early[slot].add_(late)
         if self.overlap.may_come:
             self.overlap.end(step, agreed)
-        for slot in agreed.sparse:
-            rows = [gradients[slot] for gradients in contributions]
-            total = sum_rows(self._parts.ops.over_ranks, step.parameters[slot], rows)
-            reduced[slot] = total if step.scale is None else total * step.scale
+        if agreed.sparse:
+            reduced |= sum_sparse(self._parts.ops.over_ranks, agreed.sparse, steps)
         if self.wires.has_format:
             self.wires.end_backward()
         if self.registry.buffers:
-            snapshots = [own.buffers for own in everyone]
+            snapshots = [backward.buffers for backward in steps]
             buffers.average(self._parts, self.registry.buffers, snapshots, agreed.buffers)
         for piggyback, greatest in agreed.maxima:
             piggyback.received(greatest)
         return reduced
 
-    def _sum(
-        self, slots: list[int], step: ReplicaBackward, contributions: list[list[Any]]
-    ) -> dict[int, torch.Tensor]:
-        """The sums of dense gradients; on an accelerator of one bucket after the other."""
-        parameters, communicator = step.parameters, self._communicator
-
-        def reduction_of(part: Sequence[int]) -> Reduction:
-            label = f"gradients of {len(part)} parameters"
-            if not self.wires.has_format:
-                return reducing("sum", label, step.scale)
-            natively = communicator.ordered_by_streams and is_on_gpu(parameters[part[0]])
-            return self.wires.reduction(label, step.scale, part, natively=natively)
-
-        rest = contributions, reduction_of
+    def _sum(self, slots: list[int], steps: list[ReplicaBackward]) -> dict[int, torch.Tensor]:
+        """The sums of dense gradients."""
+        step, parameters = steps[0], steps[0].parameters
+        how = [*map(_GRADIENTS, steps)], functools.partial(self._reduction, step)
         if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
             self._spent = step.gradients
-            return self._sums.all_reduce_packs(self.packer, parameters, slots, *rest)
-        packed = [slots]
-        if any(is_on_gpu(parameters[slot]) for slot in slots):
+            return self._sums.all_reduce_packs(self.packer, parameters, slots, *how)
+        return self._sum_on_device(slots, steps, *how)
+
+    def _sum_on_device(
+        self, slots: list[int], steps: list[ReplicaBackward], *how: Any
+    ) -> dict[int, torch.Tensor]:
+        """The sums of one bucket after the other."""
+        step, parameters = steps[0], steps[0].parameters
+        is_gpu, parts = any(is_on_gpu(parameters[slot]) for slot in slots), [slots]
+        if is_gpu:
             nbytes = bucket_bytes(parameters, slots, self._parts.ops.options.bytes_per_pack)
-            packed = cut(slots[::-1], parameters, nbytes)
+            parts = cut(slots[::-1], parameters, nbytes)
         sums: dict[int, torch.Tensor] = {}
-        for part in packed:
-            sums |= self._sums.all_reduce_packs(self.packer, parameters, part, *rest)
-            if len(contributions) == 1 and is_on_gpu(parameters[part[0]]):
-                # Their memory serves the buckets that come next.
+        for part in parts:
+            sums |= self._sums.all_reduce_packs(self.packer, parameters, part, *how)
+            if is_gpu and len(steps) == 1:
+                # The memory of these gradients serves the buckets that come next.
                 for slot in part:
                     let_go(step.gradients[slot])
                     step.gradients[slot] = parameters[slot].grad = None
         return sums
 
+    def _reduction(self, step: ReplicaBackward, slots: Sequence[int]) -> Reduction:
+        label = f"gradients of {len(slots)} parameters"
+        if not self.wires.has_format:
+            return reducing("sum", label, step.scale)
+        on_gpu = is_on_gpu(step.parameters[slots[0]])
+        natively = on_gpu and self._communicator.ordered_by_streams
+        return self.wires.reduction(label, step.scale, slots, natively=natively)
+
     def _undo(self, step: ReplicaBackward, error: BaseException) -> None:
         """The backward has failed for `error`."""
-        self._unsynchronized[step.replica].undo(step.parameters, step.aside)
-        if step.buckets is not None:
-            step.buckets.leave()
-            interleaved = step.buckets.calls and step.communicated
-            if interleaved and isinstance(error, CollectiveMismatchError):
-                error.args = (f"{error}. {_MAY_INTERLEAVE}",)
+        self._unsynchronized[step.replica].undo(step.parameters, step.earlier)
+        if step.buckets is None:
+            return
+        step.buckets.leave()
+        if step.communicated and step.buckets.calls and isinstance(error, CollectiveMismatchError):
+            error.args = (f"{error}. {_MAY_INTERLEAVE}",)
 
 
 def _check_mirrors(parameters: Sequence[Any], call: str) -> None:

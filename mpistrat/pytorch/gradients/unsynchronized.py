@@ -29,12 +29,12 @@ class Unsynchronized:
 
     def set_aside(self, parameters: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Take what is reduced out of every `.grad`; returns it by position in `parameters`."""
-        aside = {}
+        earlier = {}
         for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
             gradient = None if parameter is None else parameter.grad
             if slot not in self._local:
                 if gradient is not None:
-                    aside[i], parameter.grad = gradient, None
+                    earlier[i], parameter.grad = gradient, None
                 continue
             split = self._splits.pop(slot, None)
             if gradient is None:
@@ -42,29 +42,29 @@ class Unsynchronized:
             elif split is None:
                 continue
             elif gradient is split.combined and gradient._version == split.version:
-                aside[i], parameter.grad = split.reduced, split.local
+                earlier[i], parameter.grad = split.reduced, split.local
             elif gradient.to_dense().any():
                 raise RuntimeError(
                     f"the .grad of {slot.name} mixes reduced and no_sync() gradients, and was changed "
                     "before the next backward(); call zero_grad() before accumulating with no_sync()"
                 )
-        return aside
+        return earlier
 
     def put_back(
         self,
         parameters: Sequence[Any],
-        aside: dict[int, torch.Tensor],
+        earlier: dict[int, torch.Tensor],
         reduced: dict[int, torch.Tensor] | None,
     ) -> None:
         """Put what was set aside, and what was `reduced` since, into `.grad`. None: nothing was."""
         if reduced is None:
-            self._keep(parameters, aside)
+            self._keep(parameters, earlier)
             return
         self._local.clear()
         self._splits.clear()
         totals, addends = [], []
         for slot, added in reduced.items():
-            before, parameter = aside.pop(slot, None), parameters[slot]
+            before, parameter = earlier.pop(slot, None), parameters[slot]
             if parameter is None:
                 continue
             if before is None:
@@ -77,12 +77,12 @@ class Unsynchronized:
                 addends.append(added)
         if totals:
             torch._foreach_add_(totals, addends)
-        for slot, before in aside.items():  # that no replica has used
+        for slot, before in earlier.items():  # that no replica has used
             parameters[slot].grad = before
 
-    def _keep(self, parameters: Sequence[Any], aside: dict[int, torch.Tensor]) -> None:
+    def _keep(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
         for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
-            local, reduced = None if parameter is None else parameter.grad, aside.get(i)
+            local, reduced = None if parameter is None else parameter.grad, earlier.get(i)
             if local is not None:
                 self._local.add(slot)
                 if reduced is not None:
@@ -91,9 +91,9 @@ class Unsynchronized:
             elif parameter is not None:
                 parameter.grad = reduced
 
-    def undo(self, parameters: Sequence[Any], aside: dict[int, torch.Tensor]) -> None:
+    def undo(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
         """After a backward that failed: forget what it added where nothing is waiting to be reduced."""
         for slot, parameter in zip(self._registry.slots, parameters, strict=True):
             if parameter is not None and slot not in self._local:
                 parameter.grad = None
-        self._keep(parameters, aside)
+        self._keep(parameters, earlier)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,36 +20,42 @@ if TYPE_CHECKING:
 Gradient = torch.Tensor | None  # None where a replica has not used the parameter
 
 
-def sum_by_custom_ops(custom: CrossDeviceOps, everyone: Sequence[ReplicaBackward]) -> None:
+def sum_by_custom_ops(custom: CrossDeviceOps, replicas: Sequence[ReplicaBackward]) -> None:
     """Have the first replica of this rank contribute what all of them do, added up by the program's `cross_device_ops`.
 
     It gets the gradients of all parameters that a replica has used in one call, as it gets values of `reduce`.
     """
     slots, pairs = [], []
-    first, *others = everyone
-    for slot, parameter in enumerate(first.parameters):
-        gradients = [step.gradients[slot] for step in everyone]
-        if parameter is not None and any(g is not None for g in gradients):
+    first, *others = replicas
+    by_slot = zip(*[replica.gradients for replica in replicas], strict=True)
+    for slot, gradients in enumerate(by_slot):
+        if any(gradient is not None for gradient in gradients):
             slots.append(slot)
+            parameter = first.parameters[slot]
             pairs.append((PerReplica(_components(parameter, gradients)), parameter.detach()))
     for slot, total in zip(slots, sums_of_rank(custom, pairs), strict=True):
         if isinstance(total, IndexedSlices):
             total = as_sparse(total.indices, total.values, first.parameters[slot].shape)
         first.gradients[slot] = total
-        for step in others:
-            step.gradients[slot] = None
+        for replica in others:
+            replica.gradients[slot] = None
 
 
-def sum_rows(
-    over_ranks: MpiAllReduce, parameter: torch.Tensor, gradients: Sequence[Gradient]
-) -> torch.Tensor:
-    """The sum of row-sparse gradients over all replicas of all ranks, duplicates added up in the order of replicas.
+def sum_sparse(
+    over_ranks: MpiAllReduce, slots: Iterable[int], replicas: Sequence[ReplicaBackward]
+) -> dict[int, torch.Tensor]:
+    """By slot, the sums of row-sparse gradients over all ranks, duplicates added up in the order of replicas.
 
-    Collective. Args: gradients: of this rank's replicas.
+    Collective. Args: replicas: of this rank.
     """
-    own = [_rows(parameter, gradient) for gradient in gradients]
-    (total,) = over_ranks.all_reduce(ReduceOp.SUM, [own], label="sparse gradient")
-    return as_sparse(total.indices, total.values, parameter.shape).coalesce()
+    sums = {}
+    for slot in slots:
+        parameter, scale = replicas[0].parameters[slot], replicas[0].scale
+        rows = [_rows(parameter, replica.gradients[slot]) for replica in replicas]
+        (total,) = over_ranks.all_reduce(ReduceOp.SUM, [rows], label="sparse gradient")
+        total = as_sparse(total.indices, total.values, parameter.shape).coalesce()
+        sums[slot] = total if scale is None else total * scale
+    return sums
 
 
 def _components(
@@ -58,8 +64,7 @@ def _components(
     """One for each replica: rows if all are row-sparse, else dense. A replica without a gradient contributes zeros."""
     if all(g is not None and g.is_sparse and g.sparse_dim() == 1 for g in gradients):
         return [_rows(parameter, g) for g in gradients]
-    zeros = torch.zeros_like(parameter) if None in gradients else parameter
-    return [zeros if g is None else g.to_dense() if g.is_sparse else g for g in gradients]
+    return [torch.zeros_like(parameter) if g is None else g.to_dense() for g in gradients]
 
 
 def _rows(parameter: torch.Tensor, gradient: Gradient) -> IndexedSlices:

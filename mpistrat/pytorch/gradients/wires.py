@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -120,7 +121,7 @@ class Wires:
             return
         self._used.clear()
         self._wires, self._most = {}, max((state["most"] for state in states), default=0)
-        for held in (held for state in states for held in state["held_back"]):
+        for held in itertools.chain.from_iterable(state["held_back"] for state in states):
             key = tuple(self._registry.slots[slot] for slot in held["slots"])
             length = sum(p.numel() for slot in key if (p := slot.reference()) is not None)
             if whole and len(held["residual"]) != length:

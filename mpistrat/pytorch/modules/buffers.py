@@ -6,6 +6,7 @@ needs no communication. Integer buffers take replica 0's value.
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 
 from mpistrat import arrays
 from mpistrat.cross_device_ops import packing
-from mpistrat.pytorch.modules.registry import BufferSlot, Registry
+from mpistrat.pytorch.modules.registry import BufferSlot, Registry, is_inexact
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.torch_modules import ModuleParts
 
 Snapshot = list["tuple[torch.Tensor | None, bool]"]
+_Copies = dict[int, list[Any]]  # by index of a buffer, each replica's
 
 
 def snapshot(registry: Registry) -> Snapshot:
@@ -73,102 +75,109 @@ def average(
 
     Called by: every rank. Integers travel with the floats. The host waits for no device.
     """
-    flagged: list[int] = np.flatnonzero(flags).tolist()
-    firsts: list[Any] = [tensor for tensor, _ in snapshots[0]]
-    present = [i for i in flagged if firsts[i] is not None]
-    floats = [i for i in present if firsts[i].dtype.is_floating_point or firsts[i].dtype.is_complex]
-    others = sorted({*present} - {*floats})
-    own: list[list[Any]] = [[taken[i][0] for taken in snapshots] for i in floats]
-    as_bytes: list[_AsBytes] = []
+    copies: _Copies = {
+        i: [taken[i][0] for taken in snapshots] for i in np.flatnonzero(flags).tolist()
+    }
+    floats, integers = list[int](), list[int]()
+    for i, tensors in copies.items():
+        (floats if is_inexact(tensors[0]) else integers).append(i)
+    values = _values_of_all(parts, copies, floats, integers, label)
+    _write(slots, copies, values)
+    for i, tensors in copies.items():
+        slots[i].settle(tensors)
+
+
+def _values_of_all(
+    parts: ModuleParts, copies: _Copies, floats: list[int], integers: list[int], label: str
+) -> dict[int, torch.Tensor]:
+    """The mean of each of the buffers `floats`, and the first replica's of `integers`."""
+    packs: list[_BytePack] = []
     if parts.replicas.records_steps:  # of all replicas that share a name
-        own = [[parts.replicas.sum_of_rank(tensor.detach())] for (tensor,) in own]
+        sums_of_rank = [parts.replicas.sum_of_rank(copies[i][0].detach()) for i in floats]
+        contributions = [[total] for total in sums_of_rank]
     else:
-        as_bytes = _as_bytes(firsts, floats, others)
+        packs = _byte_packs(copies, floats, integers)
         is_first = parts.group.first_replica_id == 0
-        own += [integers.components(len(snapshots), is_first) for integers in as_bytes]
-    sums = parts.ops.over_ranks.all_reduce(ReduceOp.SUM, own, label=label)
+        contributions = [copies[i] for i in floats]
+        contributions += [pack.components(is_first) for pack in packs]
+    sums = parts.ops.over_ranks.all_reduce(ReduceOp.SUM, contributions, label=label)
     values: dict[int, torch.Tensor] = {}
     if floats:
         means = torch._foreach_div(sums[: len(floats)], parts.group.num_replicas_in_sync)
         values.update(zip(floats, means, strict=True))
-    for integers, total in zip(as_bytes, sums[len(floats) :], strict=True):
-        values.update(integers.values_of(total))
+    for pack, total in zip(packs, sums[len(floats) :], strict=True):
+        values.update(pack.values_of(total))
     if parts.replicas.records_steps:
-        values.update(_broadcast(parts, firsts, others, label))
-    _write(slots, snapshots, values)
-    for i in flagged:
-        slots[i].settle([taken[i][0] for taken in snapshots])
+        values.update(_broadcast(parts, copies, integers, label))
+    return values
 
 
 # As bytes in floats of 32 bits integers take four times their memory.
 _MOST_BYTES_AMONG_FLOATS = 2**16
 
 
-class _AsBytes:
+class _BytePack:
     """Integers and booleans of one device as numbers from 0 to 255, to which the other replicas add zeros.
 
-    Args:
-        groups: the indices of those of one dtype, the widest first, so that each is aligned.
-        like: the buffers by index.
-        carrier: the dtype of the numbers; every float of at least 16 bits keeps them exactly.
+    Args: groups: the indices of those of one dtype, the widest first, so that each is aligned.
     """
 
-    def __init__(
-        self, groups: Sequence[Sequence[int]], like: Sequence[torch.Tensor], carrier: torch.dtype
-    ) -> None:
-        self._groups, self._like, self._carrier = groups, like, carrier
+    def __init__(self, groups: Sequence[Sequence[int]], copies: _Copies) -> None:
+        self._groups = [(group, [copies[i][0].detach() for i in group]) for group in groups]
+        joined = [packing.concatenated(tensors) for _, tensors in self._groups]
+        self._bytes = torch.cat([flat.view(torch.uint8) for flat in joined])
+        self._others = len(copies[groups[0][0]]) - 1
 
-    def components(self, count: int, is_first: bool) -> list[torch.Tensor]:
-        """The contributions of this rank's `count` replicas. Args: is_first: they are the first of all replicas."""
-        joined = [packing.concatenated([self._like[i].detach() for i in g]) for g in self._groups]
-        first = torch.cat([flat.view(torch.uint8) for flat in joined]).to(self._carrier)
-        zeros = torch.zeros_like(first)
-        return [first if is_first else zeros, *[zeros] * (count - 1)]
+    def send_as(self, dtype: torch.dtype) -> None:
+        """Every float of at least 16 bits keeps the numbers exactly. Many are sent as they are."""
+        if len(self._bytes) <= _MOST_BYTES_AMONG_FLOATS:
+            self._bytes = self._bytes.to(dtype)
+
+    def components(self, is_first: bool) -> list[torch.Tensor]:
+        """The contributions of this rank's replicas. Args: is_first: they are the first of all replicas."""
+        zeros = torch.zeros_like(self._bytes)
+        return [self._bytes if is_first else zeros, *[zeros] * self._others]
 
     def values_of(self, total: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The first replica's buffers by index, from the sum of all contributions."""
         left = total.to(torch.uint8)
-        for group in self._groups:
-            like = [self._like[i] for i in group]
-            size = sum(tensor.nbytes for tensor in like)
+        for group, like in self._groups:
+            size = sum([tensor.nbytes for tensor in like])
             pieces = packing.unpack(left[:size].view(like[0].dtype), like)
             yield from zip(group, pieces, strict=True)
             left = left[size:]
 
 
-def _as_bytes(
-    like: Sequence[torch.Tensor], floats: Sequence[int], others: Sequence[int]
-) -> list[_AsBytes]:
-    """The `others`, by device, in the dtype of the widest `floats` there; many, or alone, as they are."""
-    found = []
-    for device in dict.fromkeys(like[i].device for i in others):
-        here = [i for i in others if like[i].device == device]
-        kinds = [like[i].dtype for i in floats if like[i].device == device]
-        kinds = [kind for kind in kinds if kind.is_floating_point and kind.itemsize > 1]
-        if sum(like[i].nbytes for i in here) > _MOST_BYTES_AMONG_FLOATS:
-            kinds = []
-        carrier = max(kinds, key=lambda kind: kind.itemsize, default=torch.uint8)
-        groups = sorted(packing.alike(like, here), key=lambda group: -like[group[0]].itemsize)
-        found.append(_AsBytes(groups, like, carrier))
-    return found
+def _byte_packs(copies: _Copies, floats: Sequence[int], integers: Sequence[int]) -> list[_BytePack]:
+    """The `integers`, one pack for each device, in the dtype of the widest `floats` there."""
+    like = {i: tensors[0] for i, tensors in copies.items()}
+    groups: dict[torch.device, list[list[int]]] = {}
+    for group in sorted(packing.alike(like, integers), key=lambda group: -like[group[0]].itemsize):
+        groups.setdefault(like[group[0]].device, []).append(group)
+    packs = {device: _BytePack(of_device, copies) for device, of_device in groups.items()}
+    for tensor in sorted([like[i] for i in floats], key=operator.attrgetter("itemsize")):
+        if tensor.device in packs and tensor.is_floating_point() and tensor.itemsize > 1:
+            packs[tensor.device].send_as(tensor.dtype)
+    return list(packs.values())
 
 
 def _broadcast(
-    parts: ModuleParts, like: Sequence[torch.Tensor], indices: Sequence[int], label: str
+    parts: ModuleParts, copies: _Copies, indices: Sequence[int], label: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Rank 0's buffers, through the host."""
+    like = {i: tensors[0].detach() for i, tensors in copies.items()}
     for group in packing.alike(like, indices):
-        own = [like[i].detach() for i in group]
-        flat = arrays.to_host(packing.concatenated(own))
+        tensors = [like[i] for i in group]
+        flat = arrays.to_host(packing.concatenated(tensors))
         parts.group.communicator.broadcast(flat, label=label)
         if parts.replicas.device_of_modules is not None:
             # All at once: XLA makes a scalar that a host tensor sets a part of the graph if it is 0 or 1.
             flat = arrays.to_device(flat, parts.replicas.device_of_modules)
-        yield from zip(group, packing.unpack(flat, own), strict=True)
+        yield from zip(group, packing.unpack(flat, tensors), strict=True)
 
 
 def _write(
-    slots: Sequence[BufferSlot], snapshots: Sequence[Snapshot], values: Mapping[int, torch.Tensor]
+    slots: Sequence[BufferSlot], copies: _Copies, values: Mapping[int, torch.Tensor]
 ) -> None:
     """Write each replica's buffers so that torch counts it only if it counted the forward's own write.
 
@@ -178,8 +187,7 @@ def _write(
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for i, value in values.items():
-        for taken in snapshots:
-            tensor: Any = taken[i][0]
+        for tensor in copies[i]:
             targets.append(tensor.detach() if slots[i].changed(tensor) else tensor.data)
             sources.append(value.view(tensor.shape))
     if targets:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -31,14 +31,14 @@ def place(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
             if isinstance(child, torch.nn.RNNBase):
                 child._flat_weight_refs = []  # weak ones; what they lead to is to be another
             for key, parameter in child._parameters.items():
-                if parameter is not None and _is_elsewhere(parameter, device):
+                if _is_elsewhere(parameter, device):
                     path = f"{name}.{key}".lstrip(".")
                     _move(parameter, device, f"{path} of {type(module).__name__}")
                     parameters.append(parameter)
             if isinstance(child, torch.nn.RNNBase):
                 child._init_flat_weights()
             for key, buffer in child._buffers.items():
-                if buffer is not None and _is_elsewhere(buffer, device):
+                if _is_elsewhere(buffer, device):
                     if id(buffer) not in buffers:
                         lazy = is_lazy(buffer)
                         buffers[id(buffer)] = (
@@ -48,8 +48,10 @@ def place(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
     return parameters
 
 
-def _is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
-    return tensor.device != device and not tensor.is_meta and not arrays.is_sharded(tensor)
+def _is_elsewhere(tensor: torch.Tensor | None, device: torch.device) -> TypeGuard[torch.Tensor]:
+    if tensor is None or tensor.is_meta or arrays.is_sharded(tensor):
+        return False
+    return tensor.device != device
 
 
 def place_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

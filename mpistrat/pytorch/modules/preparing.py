@@ -33,20 +33,11 @@ def not_mirrored(
     owner: StrategyModules, modules: Iterable[torch.nn.Module]
 ) -> list[torch.nn.Module]:
     """Those of `modules` that have something which is not mirrored yet, each once."""
-    return [module for module in dict.fromkeys(modules) if not _is_mirrored(owner, module)]
-
-
-def _is_mirrored(owner: StrategyModules, module: torch.nn.Module) -> bool:
-    registry = owner.registry
-    return (
-        owner.has_made(module)
-        and all(p in registry or is_sharded(p) for p in module.parameters())
-        and all(
-            buffer is None or is_sharded(buffer) or registry.buffer(child, key) is not None
-            for child in module.modules()
-            for key, buffer in child._buffers.items()
-        )
-    )
+    return [
+        module
+        for module in dict.fromkeys(modules)
+        if not owner.has_made(module) or any(owner.registry.new_in(module))
+    ]
 
 
 def check_optimizers(
@@ -55,14 +46,15 @@ def check_optimizers(
     modules: Sequence[torch.nn.Module],
 ) -> None:
     """Raises: ValueError: an optimizer updates what nobody keeps equal, or nothing of the modules that it came with."""
-    theirs = {id(parameter) for module in modules for parameter in module.parameters()}
+    prepared = set(itertools.chain.from_iterable(module.parameters() for module in modules))
     for optimizer in optimizers:
-        own = [p for p in hooks.parameters_of(optimizer) if p.requires_grad]
-        unknown = [p for p in own if not (id(p) in theirs or p in owner.registry or is_sharded(p))]
-        if unknown or (theirs and own and theirs.isdisjoint(map(id, own))):
+        trained = [p for p in hooks.parameters_of(optimizer) if p.requires_grad]
+        others = set(trained) - prepared
+        unknown = [p for p in others if not (p in owner.registry or is_sharded(p))]
+        if unknown or (prepared and trained and prepared.isdisjoint(trained)):
             kind, names = type(optimizer).__name__, {type(module).__name__ for module in modules}
             raise ValueError(
-                f"the {kind} has {len(own)} parameters, {sum(id(p) in theirs for p in own)} of them in modules that "
+                f"the {kind} has {len(trained)} parameters, {len(trained) - len(others)} of them in modules that "
                 f"are prepared with it ({', '.join(sorted(names)) or 'none'}), and {len(unknown)} in none that is "
                 f"mirrored. Make the {kind} of the parameters of the module that is trained, after copy.deepcopy, "
                 "convert_sync_batchnorm and whatever else makes others, and give prepare that module, too"
@@ -89,13 +81,13 @@ def check_alike(
         return
     with communicator.raising_together():
         lines = [s for n, v in found.items() for s in _described(n, v, extended, purpose)]
-    everyone = of_all(communicator, lines, "optimizers, schedulers and gradient scalers")
-    if not everyone or (purpose == "use" and _are_dealt_out(everyone)):
+    of_ranks = of_all(communicator, lines, "optimizers, schedulers and gradient scalers")
+    if not of_ranks or (purpose == "use" and _are_dealt_out(of_ranks)):
         compared.update(found.values())
         return
-    _, first, other, rank = first_difference(everyone)
+    _, difference = first_difference(of_ranks)
     error = ValueError(
-        f"{first} on rank 0, and {other} on rank {rank}. Optimizers, schedulers and gradient scalers must be alike on "
+        f"{difference}. Optimizers, schedulers and gradient scalers must be alike on "
         "all ranks: give each rank the same parameters in the same order (a set of names has another order in each "
         "process: sort it), the same options, loaded states and metrics"
     )
@@ -111,18 +103,19 @@ def of_all(communicator: Communicator, lines: list[str], label: str) -> list[lis
     return communicator.all_gather_object(lines, label=label)
 
 
-def first_difference(everyone: list[list[str]]) -> tuple[int, str, str, int]:
-    """The number of the first line that differs, rank 0's, the line of the first rank with another, and that rank."""
-    columns = enumerate(itertools.zip_longest(*everyone, fillvalue="nothing"))
-    number, column = next((i, column) for i, column in columns if len(set(column)) > 1)
-    rank = next(rank for rank, line in enumerate(column) if line != column[0])
-    return number, column[0], column[rank], rank
+def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
+    """The number of the first line that differs, and how the first rank with another line than rank 0 has it."""
+    for number, lines in enumerate(itertools.zip_longest(*of_ranks, fillvalue="nothing")):
+        for rank, line in enumerate(lines):
+            if line != lines[0]:
+                return number, f"{lines[0]} on rank 0, and {line} on rank {rank}"
+    raise ValueError("all ranks have the same lines")
 
 
-def _are_dealt_out(everyone: list[list[str]]) -> bool:
+def _are_dealt_out(of_ranks: list[list[str]]) -> bool:
     """Whether no parameter is in the optimizers of two ranks, as `ZeroRedundancyOptimizer` has it."""
-    owned = [{s.split(" is ")[1] for s in own if s.startswith("parameter ")} for own in everyone]
-    return any(owned) and not any(a & b for a, b in itertools.combinations(owned, 2))
+    owned = [{s.split(" is ")[1] for s in rank if s.startswith("parameter ")} for rank in of_ranks]
+    return 0 < len(set().union(*owned)) == sum(map(len, owned))
 
 
 def _described(
@@ -137,13 +130,16 @@ def _described(
     names = {id(slot.reference()): f"{slot.name} (number {i})" for i, slot in enumerate(slots)}
     for g, group in enumerate(value.param_groups):
         # Torch may have sharded some over a part of the ranks: others have none of them.
-        own = [p for p in group["params"] if not is_sharded(p) or p.device_mesh.size() == size]
-        for i, p in enumerate(own):
-            known = names.get(id(p)) or ("lazy" if is_lazy(p) else f"{p.dtype}{list(p.shape)}")
-            yield f"parameter {i} of group {g} of {name} is {known}"
-        if purpose != "restore" and (own or not group["params"]):
-            yield from _plain(f"group {g} of {name}", {**group, "params": len(own)})
-            yield f"group {g} of {name} has {_steps_of(value, own)}"
+        whole = [p for p in group["params"] if not is_sharded(p) or p.device_mesh.size() == size]
+        for i, p in enumerate(whole):
+            yield f"parameter {i} of group {g} of {name} is {names.get(id(p)) or _kind_of(p)}"
+        if purpose != "restore" and (whole or not group["params"]):
+            yield from _plain(f"group {g} of {name}", {**group, "params": len(whole)})
+            yield f"group {g} of {name} has {_steps_of(value, whole)}"
+
+
+def _kind_of(parameter: torch.Tensor) -> str:
+    return "lazy" if is_lazy(parameter) else f"{parameter.dtype}{list(parameter.shape)}"
 
 
 def _plain(owner: str, state: Mapping[str, Any]) -> Iterator[str]:
@@ -162,7 +158,7 @@ def _simple(value: Any) -> Any:
         # One of the program's own may keep its rank. The last bits of a metric depend on the GPU.
         is_of_torch = type(value).__module__.startswith("torch.")
         kept = vars(value).keys() - {"best"} if is_of_torch else _OF_EVERY_SCHEDULER
-        return {key: own for key, own in vars(value).items() if key in kept}
+        return {key: state for key, state in vars(value).items() if key in kept}
     is_number = type(value) is torch.Tensor and value.is_cpu and value.numel() == 1
     return value.item() if is_number else None
 

@@ -65,26 +65,27 @@ class Recorder:
 
     def see(self, module: torch.nn.Module, name: str, value: Any) -> None:
         """`module` gets `value`. In the scope any module counts; elsewhere, also in run, the recorded ones."""
-        mode = per_thread.modes[-1] if per_thread.modes else None
-        if mode is not None and mode.strategy is not self._strategy:
-            mode = None
-        in_scope = mode is not None and mode.replica_context is None
-        if isinstance(value, torch.nn.Module) and (wrapper := wrapper_of(module)):
-            self._check_wrapper(wrapper, value, in_scope)
+        mode: Any = per_thread.modes[-1] if per_thread.modes else None
+        is_current = mode is not None and mode.strategy is self._strategy
+        in_scope = is_current and mode.replica_context is None
+        if isinstance(value, torch.nn.Module):
+            self._check_wrapper(module, value, in_scope)
         if in_scope or self.knows(module):
             self.changed = True
             self.record(module)
             if isinstance(value, torch.nn.Module):
                 self.record(value)
-        elif mode is not None and mode.in_run and isinstance(value, torch.nn.Parameter):
+        elif is_current and mode.in_run and isinstance(value, torch.nn.Parameter):
             self._made_in_run[value] = f"{type(module).__name__}.{name}"
 
-    def _check_wrapper(self, wrapper: str, module: torch.nn.Module, in_scope: bool) -> None:
-        strategy = self._strategy
-        mirrored = (
-            in_scope or self.knows(module) or any(map(self._is_mirrored, module.parameters()))
-        )
-        if mirrored and strategy.num_replicas_in_sync > 1:
+    def _check_wrapper(
+        self, parent: torch.nn.Module, module: torch.nn.Module, in_scope: bool
+    ) -> None:
+        """`parent` gets `module`. Raises: ValueError: it reduces gradients of a module that is mirrored."""
+        wrapper, strategy = wrapper_of(parent), self._strategy
+        if not wrapper or strategy.num_replicas_in_sync == 1:
+            return
+        if in_scope or self.knows(module) or any(map(self._is_mirrored, module.parameters())):
             refuse_wrapping(wrapper, module, strategy.extended.communicator.rank)
 
     def record(self, module: torch.nn.Module) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -66,6 +67,38 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+class NewTensors(NamedTuple):
+    """Tensors that are mirrored together.
+
+    Attributes:
+        parameters: (name, parameter).
+        buffers: (name, module, its name in the module, buffer).
+    """
+
+    parameters: list[tuple[str, torch.Tensor]]
+    buffers: list[tuple[str, torch.nn.Module, str, torch.Tensor]]
+
+
+def tensors_in(root: torch.nn.Module) -> NewTensors:
+    """All in `root` except for the tensors that torch has sharded: it looks after these."""
+    kind = type(root).__name__
+    buffers = (
+        (f"{path}.{key}", module, key, buffer)
+        for path, module in root.named_modules(prefix=kind)
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    )
+    return NewTensors(
+        [(f"{kind}.{n}", p) for n, p in root.named_parameters() if not arrays.is_sharded(p)],
+        [buffer for buffer in buffers if not arrays.is_sharded(buffer[-1])],
+    )
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether it has a gradient, or a mean."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 class Registry:
     """Weak references only: a model that the program drops is freed."""
 
@@ -87,6 +120,14 @@ class Registry:
         pairs = zip(self.slots, self.parameters(), strict=True)
         gradients = [(slot, None if p is None else p.grad) for slot, p in pairs]
         return [*gradients, *((slot, slot.tensor()) for slot in self.buffers)]
+
+    def new_in(self, root: torch.nn.Module) -> NewTensors:
+        """The tensors in `root` that are not here yet."""
+        parameters, buffers = tensors_in(root)
+        return NewTensors(
+            [(name, parameter) for name, parameter in parameters if parameter not in self],
+            [buffer for buffer in buffers if self.buffer(*buffer[1:3]) is None],
+        )
 
     def add_parameter(self, name: str, parameter: torch.Tensor) -> None:
         slot = ParameterSlot(name, weakref.ref(parameter))

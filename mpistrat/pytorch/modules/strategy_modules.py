@@ -6,15 +6,17 @@ import abc
 import contextlib
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpistrat.context import AnyStrategy
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.gradients.reducer import GradientReducer
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.replicas.torch_modules import ModuleParts
+
+if TYPE_CHECKING:
+    from mpistrat.pytorch.gradients.reducer import GradientReducer
 
 _all: weakref.WeakSet[StrategyModules] = weakref.WeakSet()
 
@@ -73,17 +75,15 @@ def strategy_of(value: Any) -> AnyStrategy | None:
 
     Of a module that torch has sharded it is the one in whose scope it was made.
     """
-    parameters: Iterable[torch.Tensor] = ()
+    parameters, modules = list[torch.Tensor](), list[torch.nn.Module]()
     if isinstance(value, torch.nn.Module):
-        parameters = value.parameters()
+        parameters, modules = [*value.parameters()], [*value.modules()]
     elif isinstance(value, torch.optim.Optimizer):
         parameters = hooks.parameters_of(value)
-    for parameter in parameters:
-        for modules in _all:
-            if parameter in modules.registry:
-                return modules.parts.strategy
-    if isinstance(value, torch.nn.Module):
-        for modules in _all:
-            if any(map(modules.has_made, value.modules())):
-                return modules.parts.strategy
+    for of_strategy in _all:
+        if any(parameter in of_strategy.registry for parameter in parameters):
+            return of_strategy.parts.strategy
+    for of_strategy in _all:
+        if any(map(of_strategy.has_made, modules)):
+            return of_strategy.parts.strategy
     return None

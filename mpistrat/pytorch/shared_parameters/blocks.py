@@ -68,11 +68,13 @@ class ParameterPages:
 class Block:
     """Parameters that were mirrored together, with their gradients.
 
-    Args: mine: this rank's contributions to `gradients`.
+    Args: contribution: this rank's contributions to `gradients`.
     """
 
-    def __init__(self, values: CommonMemory, gradients: CommonMemory, mine: np.ndarray) -> None:
-        self.values, self.gradients, self._mine = values, gradients, mine
+    def __init__(
+        self, values: CommonMemory, gradients: CommonMemory, contribution: np.ndarray
+    ) -> None:
+        self.values, self.gradients, self._contribution = values, gradients, contribution
         self.value_view, self.gradient_view = values.view(), gradients.view()
         # By where a place begins: a block does not refer to its places, which refer to it.
         self._contributions: dict[int, torch.Tensor] = {}
@@ -87,7 +89,7 @@ class Block:
         for place, gradient in zip(places, gradients, strict=True):
             target = self._contributions.get(place.first)
             if target is None:
-                target = place.in_shape(place.flat(self._mine))
+                target = place.in_shape(place.flat(self._contribution))
                 self._contributions[place.first] = target
             if gradient is None:
                 absent.append(target)

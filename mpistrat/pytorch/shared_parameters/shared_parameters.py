@@ -9,7 +9,6 @@ to memory of its own, as it would without sharing. At the next step owners publi
 from __future__ import annotations
 
 import collections
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,7 +20,8 @@ from mpistrat.communicators import Communicator, reducing
 from mpistrat.communicators.arithmetic import can_combine
 from mpistrat.communicators.node.common_memory import PAGE, ByteRange
 from mpistrat.cross_device_ops.packing import is_dense
-from mpistrat.pytorch.modules.registry import Registry
+from mpistrat.machine.notices import warn_on_first_rank
+from mpistrat.pytorch.modules.registry import Registry, is_inexact
 from mpistrat.pytorch.shared_parameters.blocks import Block, ParameterPages, Settling
 
 
@@ -72,7 +72,7 @@ class SharedParameters:
         Collective. Then all parameters are equal to what the owners of their slices have.
         Args: registry: of all mirrored parameters, these among them.
         """
-        everyone = [p for p in registry.parameters() if p is not None]
+        mirrored = [p for p in registry.parameters() if p is not None]
         alone = self._alone(registry)
         pending = {id(p): p for p in parameters if self.place_of(p) is None or self.has_moved(p)}
         for key in pending:
@@ -81,11 +81,10 @@ class SharedParameters:
         if eligible:
             self._make_block(eligible)
         self.settle()
-        blocks = self.blocks(everyone)
-        for parameter in everyone:
-            if id(parameter) not in alone:
-                self._places.pop(id(parameter), None)
-        _leave(blocks, [p for p in everyone if self.place_of(p) is None])
+        blocks = self.blocks(mirrored)
+        for key in {*map(id, mirrored)} - alone:
+            self._places.pop(key, None)
+        _leave(blocks, [p for p in mirrored if self.place_of(p) is None])
 
     def _alone(self, registry: Registry) -> set[int]:
         """Ids of the mirrored parameters that lie in one storage with no other on any rank. Collective."""
@@ -106,7 +105,7 @@ class SharedParameters:
         devices = sorted({parameter.device.type for parameter in parameters} - {"cpu"})
         if devices and not self._warned_of_devices:
             self._warned_of_devices = True
-            self._warn(f"those on {devices[0]} are each rank's own")
+            self.warn(f"those on {devices[0]} are each rank's own")
         return [p for p in parameters if id(p) in alone and _is_plain(p)]
 
     def _make_block(self, parameters: list[torch.Tensor]) -> None:
@@ -121,7 +120,7 @@ class SharedParameters:
             gradients, why = self.communicator.memory.common_memory(nbytes, summed=True)
         if values is None or gradients is None or gradients.contribution is None:
             self._refused = True
-            self._warn(f"each rank keeps a copy of its own: {why}")
+            self.warn(f"each rank keeps a copy of its own: {why}")
             return
         block = Block(values, gradients, gradients.contribution)
         self._has_shared = True
@@ -146,13 +145,9 @@ class SharedParameters:
 
         places[key] = (weakref.ref(parameter, forget), place)
 
-    def _warn(self, what: str) -> None:
-        if self.communicator.rank == 0:
-            warnings.warn(
-                f"the ranks of a node are to share parameters, but {what}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    def warn(self, what: str) -> None:
+        text = f"the ranks of a node are to share parameters, but {what}"
+        warn_on_first_rank(self.communicator.rank, text)
 
     def blocks(self, parameters: Iterable[torch.Tensor]) -> list[Block]:
         """Those that `parameters` lie in."""
@@ -172,16 +167,16 @@ class SharedParameters:
         slots: Sequence[int],
         parameters: Sequence[Any],
         contributions: Sequence[torch.Tensor | None],
-        aside: dict[int, torch.Tensor],
+        earlier: dict[int, torch.Tensor],
         scale: float | None,
     ) -> dict[int, torch.Tensor]:
         """By slot, the reduced gradients of the shared parameters among `slots`.
 
-        A gradient of an earlier backward is taken out of `aside`, and is in the sum.
+        A gradient of an earlier backward is taken out of `earlier`, and is in the sum.
 
         Args:
             parameters, contributions: by slot; None of the latter counts as zero.
-            aside: by slot, the gradients of earlier backwards.
+            earlier: by slot, the gradients of earlier backwards.
             scale: multiplied to the sums, or None.
         """
         by_block: dict[Block, dict[int, ParameterPages]] = {}
@@ -192,7 +187,7 @@ class SharedParameters:
         reduced: dict[int, torch.Tensor] = {}
         for block, places in by_block.items():
             self.check_unmoved(parameters[slot] for slot in places)
-            before = {slot: aside.pop(slot) for slot in places if slot in aside}
+            before = {slot: earlier.pop(slot) for slot in places if slot in earlier}
             reduced.update(self._reduce_block(block, places, contributions, before, scale))
         return reduced
 
@@ -205,15 +200,8 @@ class SharedParameters:
         scale: float | None,
     ) -> dict[int, torch.Tensor]:
         block.bring(list(places.values()), [contributions[slot] for slot in places])
+        grown = _bring_earlier(block, places, before)
         view = block.gradient_view
-        grown = {slot for slot, tensor in before.items() if places[slot].holds(tensor, view)}
-        block.make_way(place for slot, place in places.items() if slot not in grown)
-        if block.gradient_view is not view:
-            view, grown = block.gradient_view, set()
-        for slot, tensor in before.items():
-            if slot not in grown:  # it lies elsewhere: the program put it there
-                flat = places[slot].flat(view.memory)
-                flat.copy_(places[slot].in_order(tensor.detach()))
         parts = _parts([(place, slot in before) for slot, place in places.items()])
         reduction = reducing(label=f"gradients of {len(places)} parameters", scale=scale)
         self.communicator.memory.sum_into(block.gradients, parts, view, reduction)
@@ -230,6 +218,21 @@ class SharedParameters:
         }
 
 
+def _bring_earlier(
+    block: Block, places: dict[int, ParameterPages], earlier: dict[int, torch.Tensor]
+) -> set[int]:
+    """Let the block's gradients hold `earlier`, by slot. Returns the slots whose tensors lie there already."""
+    view = block.gradient_view
+    grown = {slot for slot, tensor in earlier.items() if places[slot].holds(tensor, view)}
+    block.make_way(place for slot, place in places.items() if slot not in grown)
+    if block.gradient_view is not view:
+        grown = set()
+    for slot in earlier.keys() - grown:  # these lie elsewhere: the program put them there
+        flat = places[slot].flat(block.gradient_view.memory)
+        flat.copy_(places[slot].in_order(earlier[slot].detach()))
+    return grown
+
+
 def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
     """Give those of `parameters`, which are not shared, memory of this rank's own if they lie in one of `blocks`.
 
@@ -243,8 +246,8 @@ def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
             if address not in storages:
                 storages[address] = parameter.untyped_storage().clone()
             layout = parameter.storage_offset(), parameter.shape, parameter.stride()
-            own = torch.empty(0, dtype=parameter.dtype, device="cpu")
-            parameter.data = own.set_(storages[address], *layout)
+            empty = torch.empty(0, dtype=parameter.dtype, device="cpu")
+            parameter.data = empty.set_(storages[address], *layout)
 
 
 def _storage(parameter: torch.Tensor) -> int:
@@ -262,7 +265,7 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     return (
         _storage(parameter) != 0
         and not parameter.is_inference()
-        and (parameter.is_floating_point() or parameter.is_complex())
+        and is_inexact(parameter)
         and can_combine(parameter.dtype, "sum")
         and parameter.numel() > 1
         and is_dense(parameter)

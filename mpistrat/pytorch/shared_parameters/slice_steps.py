@@ -11,7 +11,6 @@ Every rank has a slice of every parameter, be it empty: counters of steps are th
 from __future__ import annotations
 
 import collections
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +45,10 @@ class SliceSteps:
             # Each rank updates what it sees, which is its own as soon as it writes it; then it is made one again.
             if optimizer not in self._whole:
                 self._whole.add(optimizer)
-                if self.shared.communicator.rank == 0:
-                    warnings.warn(
-                        f"the ranks of a node are to share parameters, but {why}: every rank computes whole "
-                        f"steps of this {type(optimizer).__name__}, and keeps all of its state",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+                self.shared.warn(
+                    f"{why}: every rank computes whole steps of this {type(optimizer).__name__}, and keeps all of its "
+                    "state"
+                )
             return None
         slices = self._slices.get(optimizer)
         if slices is None:
@@ -135,7 +131,7 @@ class _Slices:
         for part in self._slices.values():
             part.take_gradient()
         stepped = {parameter: part.tensor for parameter, part in self._slices.items()}
-        twin = hooks.twin_of(optimizer, lambda own: [stepped.get(p, p) for p in own])
+        twin = hooks.twin_of(optimizer, lambda group: [stepped.get(p, p) for p in group])
         twin.state = self._state  # type: ignore[assignment]
         return twin
 
@@ -204,8 +200,9 @@ class _Slices:
         """Give the optimizer what the step of its twin has changed."""
         for group, stepped in zip(optimizer.param_groups, twin.param_groups, strict=True):
             group.update({**stepped, "params": group["params"]})
-        own = ("state", "param_groups")
-        optimizer.__dict__.update({k: v for k, v in twin.__dict__.items() if k not in own})
+        others = {**twin.__dict__}
+        del others["state"], others["param_groups"]
+        optimizer.__dict__.update(others)
         by_tensor: dict[Any, _Slice] = {part.tensor: part for part in self._slices.values()}
         # To torch the parameters were not written; a graph that still needs what they were must hear of it.
         torch.autograd.graph.increment_version(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from mpistrat.pytorch.modules.placing import (
 )
 from mpistrat.pytorch.modules.preparing import first_difference, of_all
 from mpistrat.pytorch.modules.recording import Recorder
-from mpistrat.pytorch.modules.registry import Registry
+from mpistrat.pytorch.modules.registry import NewTensors, Registry, tensors_in
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
 from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
@@ -36,21 +36,6 @@ from mpistrat.replicas.torch_modules import ModuleParts
 from mpistrat.trace import spans
 
 _BYTES_PER_BROADCAST = 1 << 27
-
-
-class NewTensors(NamedTuple):
-    """Tensors that were mirrored just now.
-
-    Attributes:
-        parameters: (name, parameter).
-        buffers: (name, module, its name in the module, buffer).
-    """
-
-    parameters: list[tuple[str, torch.Tensor]]
-    buffers: list[tuple[str, torch.nn.Module, str, torch.Tensor]]
-
-
-_NOTHING = NewTensors([], [])
 
 
 class Mirroring(StrategyModules):
@@ -82,16 +67,13 @@ class Mirroring(StrategyModules):
 
     def mirror_new(self) -> NewTensors:
         """Mirror what is pending: new modules, materialized lazy ones, replaced parameters."""
-        moved = [] if self._shared is None else self._shared.moved(self.registry)
-        if not self.recorder.changed and not moved:
-            return _NOTHING
-        new = NewTensors(moved, [])
+        new = NewTensors([] if self._shared is None else self._shared.moved(self.registry), [])
         if self.recorder.changed:
             self.recorder.changed = False
             roots = self.recorder.roots()
             self._place(roots)
-            self._collect(roots, new)
-        if new.parameters or new.buffers:
+            self._collect(roots, self.registry.new_in, new)
+        if any(new):
             self._mirror_tensors(new)
         return new
 
@@ -115,12 +97,9 @@ class Mirroring(StrategyModules):
             self.recorder.record(root)
         self._place(modules, tensors)
         new = NewTensors([], [])
-        self._collect(modules, new, again=True)
-        new.parameters.extend(
-            (f"parameter {i}", tensor)
-            for i, tensor in enumerate(tensors)
-            if not arrays.is_sharded(tensor)
-        )
+        self._collect(modules, tensors_in, new)
+        whole = [tensor for tensor in tensors if not arrays.is_sharded(tensor)]
+        new.parameters.extend((f"parameter {i}", tensor) for i, tensor in enumerate(whole))
         self._mirror_tensors(new)
         return new
 
@@ -133,9 +112,10 @@ class Mirroring(StrategyModules):
         slots = [slot for slot in found if slot is not None]
         if not self._is_alone and any(slot.changed(slot.tensor()) for slot in slots):
             copies = virtual_replicas.copies_of_buffers(self.parts.replicas, slots)
-            snapshots = [[(tensor, True) for tensor in own] for own in copies]
+            snapshots = [[(tensor, True) for tensor in of_replica] for of_replica in copies]
+            present = np.array([tensor is not None for tensor in copies[0]])
             label = "state_dict() averages buffers written since the last backward(): call it on every rank"
-            buffers.average(self.parts, slots, snapshots, np.ones(len(slots), np.int32), label)
+            buffers.average(self.parts, slots, snapshots, present, label)
 
     def after_loader(self) -> None:
         """Average the buffers that forwards have written since the last backward: `state_dict()` then has them."""
@@ -184,30 +164,21 @@ class Mirroring(StrategyModules):
             )
 
     def _collect(
-        self, roots: Iterable[torch.nn.Module], new: NewTensors, again: bool = False
+        self,
+        roots: Iterable[torch.nn.Module],
+        tensors_of: Callable[[torch.nn.Module], NewTensors],
+        new: NewTensors,
     ) -> None:
-        """Add to `new` what is in `roots`: all of it (`again`), or what is not mirrored yet.
-
-        What torch has sharded is left to torch.
-        """
+        """Add to `new` the `tensors_of` each root; those that are pending come later."""
         for root in roots:
             _reshard(root)
-            kind = type(root).__name__
-            for name, parameter in root.named_parameters():
-                if arrays.is_sharded(parameter):
-                    continue
-                if _is_pending(parameter):
-                    self.recorder.changed = True  # look again at each run until it is known
-                elif again or parameter not in self.registry:
-                    new.parameters.append((f"{kind}.{name}", parameter))
-            for path, module in root.named_modules(prefix=kind):
-                for key, buffer in module._buffers.items():
-                    if buffer is None or arrays.is_sharded(buffer):
-                        continue
-                    if _is_pending(buffer):
-                        self.recorder.changed = True
-                    elif again or self.registry.buffer(module, key) is None:
-                        new.buffers.append((f"{path}.{key}", module, key, buffer))
+            found = tensors_of(root)
+            parameters = [entry for entry in found.parameters if not _is_pending(entry[-1])]
+            known = [entry for entry in found.buffers if not _is_pending(entry[-1])]
+            new.parameters.extend(parameters)
+            new.buffers.extend(known)
+            # Look again at each run until all are known.
+            self.recorder.changed |= (parameters, known) != found
 
     def _mirror_tensors(self, new: NewTensors) -> None:
         """Agree on names, shapes and dtypes, broadcast rank 0's values, and register the tensors."""
@@ -217,27 +188,30 @@ class Mirroring(StrategyModules):
                 self._agree([f"{name}: {t.dtype}{list(t.shape)}" for name, t in tensors])
                 self._broadcast([t.detach() for _, t in tensors])
             self._drop_dead()
-            for name, parameter in new.parameters:
-                if parameter not in self.registry:
-                    self.registry.add_parameter(name, parameter)
-                    if not self._is_alone:
-                        self.reducer.arrivals.guard(parameter)
-            for name, module, key, buffer in new.buffers:
-                slot = self.registry.buffer(module, key)
-                if slot is None:
-                    slot = self.registry.add_buffer(name, module, key)
-                    hooks.before_state_dict(module, self.average_written_buffers)
-                slot.settle([buffer])
+            self._register(new)
             if self._shared is not None:
                 self._shared.share([parameter for _, parameter in new.parameters], self.registry)
 
+    def _register(self, new: NewTensors) -> None:
+        for name, parameter in new.parameters:
+            if parameter not in self.registry:
+                self.registry.add_parameter(name, parameter)
+                if not self._is_alone:
+                    self.reducer.arrivals.guard(parameter)
+        for name, module, key, buffer in new.buffers:
+            slot = self.registry.buffer(module, key)
+            if slot is None:
+                slot = self.registry.add_buffer(name, module, key)
+                hooks.before_state_dict(module, self.average_written_buffers)
+            slot.settle([buffer])
+
     def _agree(self, described: list[str]) -> None:
-        everyone = of_all(self._communicator, described, "mirrored parameters")
-        if everyone:
-            number, first, other, rank = first_difference(everyone)
+        of_ranks = of_all(self._communicator, described, "mirrored parameters")
+        if of_ranks:
+            number, difference = first_difference(of_ranks)
             raise CollectiveMismatchError(
-                f"the ranks' models differ, so they cannot be mirrored: parameter or buffer {number} is {first} on "
-                f"rank 0 and {other} on rank {rank}. Build the same modules, in the same order, on every rank"
+                f"the ranks' models differ, so they cannot be mirrored: parameter or buffer {number} is {difference}. "
+                "Build the same modules, in the same order, on every rank"
             )
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
@@ -246,15 +220,15 @@ class Mirroring(StrategyModules):
         as_bytes = [torch.empty(t.nbytes, dtype=torch.uint8, device="meta") for t in tensors]
         rest = iter(tensors)
         for group in packing.group_by_size(as_bytes, _BYTES_PER_BROADCAST):
-            own = list(itertools.islice(rest, len(group)))
+            together = list(itertools.islice(rest, len(group)))
             if is_root:
-                message = packing.concatenated([_bytes_of(tensor) for tensor in own])
+                message = packing.concatenated([_bytes_of(tensor) for tensor in together])
             else:
-                message = torch.empty(sum(t.nbytes for t in own), dtype=torch.uint8, device="cpu")
+                message = torch.empty(sum(map(len, group)), dtype=torch.uint8, device="cpu")
             self._communicator.broadcast(message, label="mirrored parameters")
             if not is_root:
                 with torch.no_grad():
-                    for tensor, piece in zip(own, packing.unpack(message, group), strict=True):
+                    for tensor, piece in zip(together, packing.unpack(message, group), strict=True):
                         tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def _drop_dead(self) -> None:
@@ -292,7 +266,7 @@ def _reshard(root: torch.nn.Module) -> None:
 
 
 def _has_tensors(module: torch.nn.Module) -> bool:
-    return any(True for _ in itertools.chain(module.parameters(), module.buffers()))
+    return next(itertools.chain(module.parameters(), module.buffers()), None) is not None
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:
