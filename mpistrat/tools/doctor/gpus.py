@@ -229,7 +229,8 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
             INSTALL_NCCL,
         )
     else:
-        yield from _origin_of_nccl(*loaded[0], gpus.nccl_visible)
+        path, version = loaded[0]
+        yield from _origin_of_nccl(path, version, gpus.nccl_visible)
 
 
 def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Iterator[Finding]:

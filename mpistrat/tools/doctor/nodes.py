@@ -196,11 +196,10 @@ def _not_a_step(job: Job) -> Iterator[Finding]:
 
 def _placement(job: Job) -> Iterator[Finding]:
     """Whether Slurm and MPI number tasks and count nodes alike."""
-    numbers = {rank.rank: rank.launch.slurm.get("SLURM_PROCID", "") for rank in job.ranks}
-    texts = set(numbers.values())
-    if job.failure or len(texts) < len(numbers) or not all(map(str.isdigit, texts)):
-        return  # under mpirun they tell of mpirun's daemons
-    moved = [rank for rank, number in numbers.items() if int(number) != rank]
+    numbers = _slurm_numbers(job)
+    if job.failure or not numbers:
+        return
+    moved = [rank for rank, number in numbers.items() if number != rank]
     if moved:
         yield warning(
             f"MPI numbers {ranks_in_words(moved)} otherwise than Slurm does (SLURM_PROCID): programs that go by "
@@ -216,6 +215,15 @@ def _placement(job: Job) -> Iterator[Finding]:
             "look whether each rank has a container (a private /dev/shm or IPC namespace) or host name of its own: "
             "start one container per node, or share /dev/shm and the IPC namespace",
         )
+
+
+def _slurm_numbers(job: Job) -> dict[int, int]:
+    """Slurm's number of each rank; empty where SLURM_PROCID does not tell, as mpirun's daemons have it then."""
+    texts = {rank.rank: rank.launch.slurm.get("SLURM_PROCID", "") for rank in job.ranks}
+    different = set(texts.values())
+    if len(different) < len(texts) or not all(map(str.isdigit, different)):
+        return {}
+    return {rank: int(text) for rank, text in texts.items()}
 
 
 def _slurm_summary(job: Job) -> Finding:

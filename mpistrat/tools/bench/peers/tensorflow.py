@@ -36,19 +36,25 @@ def _start() -> Any:
     return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
 
+def _perceptron(work: Work) -> list[torch.nn.Linear]:
+    """The layers of a perceptron with weights. Raises: CannotTakePart for another model."""
+    module, _ = work.build()
+    layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
+    if not isinstance(module, torch.nn.Sequential) or len(layers) * 2 != len(module):
+        raise CannotTakePart("this model is not written in TensorFlow here; the MLPs are")
+    return layers
+
+
 def training_steps(work: Work) -> dict[str, Step]:
     """Steps of the perceptrons, with the same weights and batch."""
     check_on_host(work.device)
-    module, _ = work.build()
-    linear = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
-    if not isinstance(module, torch.nn.Sequential) or len(linear) * 2 != len(module):
-        raise CannotTakePart("this model is not written in TensorFlow here; the MLPs are")
+    layers = _perceptron(work)
     strategy = _start()
     inputs, targets = (tf.constant(tensor.numpy()) for tensor in work.batch)
     inputs = tf.reshape(inputs, [len(inputs), -1])
     with strategy.scope():
-        weights = [tf.Variable(layer.weight.detach().numpy().T) for layer in linear]
-        biases = [tf.Variable(layer.bias.detach().numpy()) for layer in linear]
+        weights = [tf.Variable(layer.weight.detach().numpy().T) for layer in layers]
+        biases = [tf.Variable(layer.bias.detach().numpy()) for layer in layers]
     variables = weights + biases
 
     def update(strategy: Any, gradients: Any) -> None:
