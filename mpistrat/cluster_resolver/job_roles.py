@@ -64,7 +64,7 @@ def job_roles(
     num_ps: int | None,
     *,
     chief: bool | None,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> JobRoles:
     """The tasks of the ranks of `topology`.
 
@@ -83,7 +83,7 @@ def job_roles(
     """
     cause: Exception | None = None
     try:
-        own = _own_claim(resolver, num_ps, chief, os.environ if environ is None else environ)
+        own = _own_claim(resolver, num_ps, chief, environ)
     except Exception as error:
         cause = error
         own = _RoleClaim(error=picklable(error))
@@ -112,12 +112,11 @@ def check_num_ps(num_ps: Any) -> None:
 def works_alone(
     topology: Topology,
     resolver: ClusterResolver | None,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> bool:
     """Whether this is the only rank, and no cluster names its task. Communicates nothing."""
     of_mpi = resolver is None or isinstance(resolver, MPIClusterResolver)
-    named = names_cluster(os.environ if environ is None else environ)
-    return topology.size == 1 and of_mpi and not named
+    return topology.size == 1 and of_mpi and not names_cluster(environ)
 
 
 def _own_claim(

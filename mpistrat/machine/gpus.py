@@ -12,9 +12,9 @@ VISIBLE_DEVICES = (
 )
 
 
-def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Ids of the GPUs that CUDA_VISIBLE_DEVICES allows, else of those that nvidia-smi lists, else none."""
-    listed = (os.environ if environ is None else environ).get(VISIBLE_DEVICES)
+    listed = environ.get(VISIBLE_DEVICES)
     if listed is None:
         return tuple(map(str, range(_number_by_nvidia_smi())))
     # CUDA ignores the first entry that is no device, and all that follow it.

@@ -62,9 +62,8 @@ class SlurmJob:
         _output_of(["scontrol", "requeue", self.job_id], seconds)
 
 
-def slurm_job(environ: Mapping[str, str] | None = None) -> SlurmJob | None:
+def slurm_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
     """The job that this process belongs to; None outside Slurm."""
-    environ = os.environ if environ is None else environ
     job_id, end_time = environ.get(JOB_ID, ""), environ.get(END_TIME, "")
     if not job_id:
         return None
@@ -75,9 +74,8 @@ def slurm_job(environ: Mapping[str, str] | None = None) -> SlurmJob | None:
     )
 
 
-def slurm_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def slurm_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What Slurm says of job, step and task."""
-    environ = os.environ if environ is None else environ
     return {
         name: environ[name]
         for name in sorted(environ)

@@ -247,23 +247,21 @@ class SlurmClusterResolver(ClusterResolver):
         return ", ".join(f"{name}={self._environ[name]:.200}" for name in found)
 
 
-def hosts_of_components(environ: Mapping[str, str] | None = None) -> list[list[str]]:
+def hosts_of_components(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
     """The nodes of each component of a heterogeneous job; none outside of one, and where Slurm does not tell.
 
     Raises: TopologyError for a list that cannot be read.
     """
-    environ = os.environ if environ is None else environ
     names = map(COMPONENT_NODES.format, itertools.count())
     return [_hosts_in(environ, name) for name in itertools.takewhile(environ.__contains__, names)]
 
 
-def own_component(environ: Mapping[str, str] | None = None) -> int | None:
+def own_component(environ: Mapping[str, str] = os.environ) -> int | None:
     """The component of a heterogeneous job on whose nodes this process runs: no two components share a node.
 
     None outside of such a job, and where Slurm does not tell.
     Raises: TopologyError for a list that cannot be read.
     """
-    environ = os.environ if environ is None else environ
     hosts, node = hosts_of_components(environ), environ.get(NODE_NAME, "")
     return next((number for number, own in enumerate(hosts) if node in own), None)
 

@@ -112,18 +112,18 @@ def slices_of_ranks(
 
 
 def set_pjrt_environment(
-    variables: Mapping[str, str], environ: MutableMapping[str, str] | None = None
+    variables: Mapping[str, str], environ: MutableMapping[str, str] = os.environ
 ) -> None:
     """Set them, whatever is there: GKE uses two of these names for the bounds of hosts, which torch_xla would keep.
 
     Discover the slice before: `TPUClusterResolver.slice()` reads the same names, once for the process.
     """
-    (os.environ if environ is None else environ).update(variables)
+    environ.update(variables)
 
 
-def asked_device(environ: Mapping[str, str] | None = None) -> str:
+def asked_device(environ: Mapping[str, str] = os.environ) -> str:
     """ "TPU", or what PJRT_DEVICE says is to stand for it: "CPU". Raises: ValueError where it says anything else."""
-    asked = (os.environ if environ is None else environ).get(DEVICE, "") or "TPU"
+    asked = environ.get(DEVICE, "") or "TPU"
     if asked not in ("TPU", "CPU"):
         raise ValueError(f"PJRT_DEVICE must be TPU or CPU, got {asked!r}")
     return asked
