@@ -95,9 +95,9 @@ def start_mpi() -> Any:
     global _started
     _refuse_in_worker()
     environ = _environment()
-    mpi, why_not = (_started, "") if _started else _import_mpi()
+    mpi, why_not = (_started, []) if _started else import_mpi()
     if mpi is None:
-        launcher.check_alone(environ, why_not)
+        launcher.check_alone(environ, "; ".join(why_not))
         _warn_if_left_alone()
         return None
     if mpi.Is_finalized():
@@ -156,16 +156,16 @@ def _refuse_in_worker() -> None:
         raise RuntimeError(text)
 
 
-def _import_mpi() -> tuple[Any, str]:
-    """mpi4py.MPI, not initialized if this is its first import; or None and the reason."""
+def import_mpi() -> tuple[Any, list[str]]:
+    """mpi4py.MPI, not initialized if this is its first import; or None and the lines of the reason."""
     try:
         if "mpi4py.MPI" not in sys.modules:
             rc = importlib.import_module("mpi4py").rc
             rc.initialize = False  # so that the library can be asked for its name before MPI_Init
             rc.finalize = True if rc.finalize is None else rc.finalize
-        return importlib.import_module("mpi4py.MPI"), ""
+        return importlib.import_module("mpi4py.MPI"), []
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when no libmpi loads
-        return None, "; ".join(str(error).splitlines())
+        return None, str(error).splitlines()
 
 
 def _initialize(mpi: Any, claim: launcher.LauncherClaim | None) -> None:

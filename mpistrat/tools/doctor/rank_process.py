@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mpistrat.cluster_resolver.mpi import MPIClusterResolver, library_path, start_mpi
+from mpistrat.cluster_resolver.mpi import MPIClusterResolver, import_mpi, library_path, start_mpi
 from mpistrat.errors import TopologyError
 from mpistrat.machine.library_search import visible_mpi_libraries
 from mpistrat.machine.network_links import network_links
@@ -59,9 +59,11 @@ def main() -> None:
 
     rank = from_json(RankFacts, json.load(sys.stdin))
     tell(stage=LOADING, seconds=SECONDS_TO_LOAD)
-    mpi, why_not = _import_mpi()
+    mpi, why_not = import_mpi()
     if mpi is None:
-        tell(failure=as_json(JobFailure(LOADING, "library", why_not)))
+        tried = [line for line in why_not[1:] if "No such file" not in line]
+        reason = "; ".join([*why_not[:1], *tried[:3]])
+        tell(failure=as_json(JobFailure(LOADING, "library", reason)))
         return
     library = _library(mpi)
     tell(library=as_json(library))
@@ -75,18 +77,6 @@ def main() -> None:
         return
     library = dataclasses.replace(library, thread_level=LEVELS[mpi.Query_thread()])
     _meet(mpi, dataclasses.replace(rank, library=library), tell)
-
-
-def _import_mpi() -> tuple[Any, str]:
-    """mpi4py.MPI, not yet initialized; or None and the reason."""
-    try:
-        rc = importlib.import_module("mpi4py").rc
-        rc.initialize, rc.finalize = False, True
-        return importlib.import_module("mpi4py.MPI"), ""
-    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when no libmpi loads
-        lines = str(error).splitlines()
-        tried = [line for line in lines[1:] if "No such file" not in line]
-        return None, "; ".join([*lines[:1], *tried[:3]])
 
 
 def _library(mpi: Any) -> Library:

@@ -15,7 +15,7 @@ import torch
 
 from mpistrat.tools.bench.device import check_on_host
 from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.rounds import all_ranks, own_host
+from mpistrat.tools.bench.rounds import all_ranks, host_of_rank
 from mpistrat.tools.bench.work import Step, Work
 
 
@@ -24,12 +24,11 @@ def _start() -> Any:
     """The strategy. A process has one, because a worker's server cannot be started twice."""
     tf.config.set_visible_devices([], "GPU")
     tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
-    everyone, host = all_ranks(), own_host()
     with socket.socket() as probe:
         probe.bind(("", 0))
-        address = f"{host}:{probe.getsockname()[1]}"
-    workers = everyone.all_gather_object(address)
-    task = {"type": "worker", "index": everyone.rank}
+        address = f"{host_of_rank()}:{probe.getsockname()[1]}"
+    workers = all_ranks().all_gather_object(address)
+    task = {"type": "worker", "index": all_ranks().rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
     ring = tf.distribute.experimental.CollectiveCommunication.RING
     options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
