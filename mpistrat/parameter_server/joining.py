@@ -12,8 +12,8 @@ from mpistrat.cluster_resolver import (
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
-from mpistrat.cluster_resolver.job_roles import JobRoles, job_roles
-from mpistrat.cluster_resolver.task_roles import Cluster, normalize_cluster_spec
+from mpistrat.cluster_resolver.roles.job_roles import JobRoles, job_roles
+from mpistrat.cluster_resolver.roles.task_roles import Cluster, normalize_cluster_spec
 from mpistrat.communicators.communicator import RaisingOnAll
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.devices import accelerator, check_devices

@@ -56,6 +56,44 @@ LAYERS = (
     ("errors",),
 )
 
+# The same inside a room, by the files and packages that a floor begins with; the longest name decides.
+FLOORS = {
+    "tools": (
+        ("bench.__main__",),
+        ("bench.command",),
+        ("bench.command_line",),
+        ("bench",),  # a file for each measurement
+        ("bench.sweep",),
+        ("bench.operations", "bench.peers"),
+        ("bench.torch_groups",),
+        ("bench.work", "bench.examples"),
+        ("bench.models",),
+        ("bench.report", "bench.pictures"),
+        ("bench.surroundings",),
+        ("bench.device",),
+        ("bench.rounds", "bench.errors"),
+        ("doctor.command",),
+        ("doctor.supervision", "doctor.printing"),
+        ("doctor.rank_process",),
+        ("doctor",),  # a file for each check
+        ("doctor.cuda_driver",),
+        ("doctor.children",),
+        ("doctor.finding",),
+        ("doctor.facts", "doctor.wording"),
+    ),
+    "cluster_resolver": (
+        ("roles",),
+        ("union", "simple", "gce", "kubernetes", "tpu", "slurm", "tf_config"),
+        ("listed_tasks",),
+        ("mpi",),
+        ("cluster_resolver",),
+        ("roles.task_roles",),
+        ("cluster_spec",),
+        ("launcher_abort", "pair_of_processes", "torchrun", "metadata_server"),
+        ("launcher",),
+    ),
+}
+
 LONGEST_CHAIN = 20
 
 # Who we are comes from the resolvers, what the host has from `machine`, and what users set from `settings`.
@@ -118,6 +156,28 @@ def test_imports_go_down(running: Imports) -> None:
         if line[room_of(importer)] > line[room_of(imported)]
     ]
     assert not wrong, "imports that go up:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_imports_go_down_inside_a_room(running: Imports, room: str) -> None:
+    line = {name: i for i, floor in enumerate(FLOORS[room]) for name in floor}
+    inside = f"{PACKAGE}.{room}."
+    line_of = {
+        module: line[max((f for f in line if stands_in(name, f)), key=len)]
+        for module in running
+        if (name := module.removeprefix(inside)) != module
+    }
+    wrong = [
+        f"{importer} -> {imported}"
+        for importer in sorted(line_of)
+        for imported in sorted(running[importer] & line_of.keys())
+        if line_of[importer] > line_of[imported]
+    ]
+    assert not wrong, "imports that go up:\n" + "\n".join(wrong)
+
+
+def stands_in(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
 
 
 def test_no_imports_go_round(written: Imports) -> None:

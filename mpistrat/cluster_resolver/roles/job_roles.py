@@ -11,8 +11,7 @@ from typing import Any
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.slurm.resolver import own_component
-from mpistrat.cluster_resolver.task_claims import (
+from mpistrat.cluster_resolver.roles.task_claims import (
     TaskClaim,
     check_errors,
     check_same_cluster,
@@ -20,7 +19,8 @@ from mpistrat.cluster_resolver.task_claims import (
     names_cluster,
     picklable,
 )
-from mpistrat.cluster_resolver.task_roles import TASK_TYPES, task_count, validated_cluster
+from mpistrat.cluster_resolver.roles.task_roles import TASK_TYPES, task_count, validated_cluster
+from mpistrat.cluster_resolver.slurm.resolver import own_component
 from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
 from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
