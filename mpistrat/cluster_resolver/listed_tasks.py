@@ -17,7 +17,7 @@ class ListedTasksResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The given or own task's address; '' as long as neither tells a task."""
+        """The address of the task, by default this one's; '' as long as nothing tells a task."""
         return super().master(task_type, task_id, rpc_layer)
 
     def topology(self) -> Topology:
