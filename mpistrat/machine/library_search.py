@@ -28,9 +28,8 @@ def visible_mpi_libraries(environ: Mapping[str, str] = os.environ) -> list[tuple
     found = [(PRELOAD, path) for path in preloaded if os.path.basename(path).startswith("libmpi")]
     for entry in filter(None, environ.get(CHOSEN, "").split(os.pathsep)):
         entry = os.path.expanduser(os.path.expandvars(entry))
-        found += [
-            (CHOSEN, path) for path in (_in_folder(entry) if os.path.isdir(entry) else [entry])
-        ]
+        paths = _in_folder(entry) if os.path.isdir(entry) else [entry]
+        found += [(CHOSEN, path) for path in paths]
     for rule, prefix in _prefixes():
         found += [(rule, path) for path in _in_folder(os.path.join(prefix, "lib"))]
     return found + [(LIBRARY_PATH, path) for path in libraries_on_path(_NAMES, environ)]

@@ -254,15 +254,14 @@ def _alignments(parts: list[_RankTrace]) -> dict[str, Callable[[int], int]]:
     known: dict[str, Callable[[int], int]] = {parts[0].clock: _unchanged}
     while True:
         reached = {
-            clock: (Alignment(comparisons), known[reference])
+            clock: _chained(Alignment(comparisons), known[reference])
             for clock, references in found.items()
             for reference, comparisons in references.items()
             if clock not in known and reference in known
         }
         if not reached:
             return known
-        for clock, (to_reference, onward) in reached.items():
-            known[clock] = _chained(to_reference, onward)
+        known |= reached
 
 
 def _chained(first: Callable[[int], int], second: Callable[[int], int]) -> Callable[[int], int]:

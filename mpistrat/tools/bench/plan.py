@@ -202,8 +202,10 @@ def _model(
 
     def slowest(part: Communicator, slices: int, label: str) -> list[float]:
         """Seconds of all-reduces of one of `slices` of each size."""
-        own = [_p50(part, size // slices) * 1e-6 if takes_part else 0.0 for size in sizes]
-        return list(map(max, zip(*communicator.all_gather_object(own, label=label), strict=True)))
+        seconds = np.zeros(len(sizes))
+        if takes_part:
+            seconds[:] = [_p50(part, size // slices) * 1e-6 for size in sizes]
+        return np.max(communicator.all_gather_object(seconds, label=label), axis=0).tolist()
 
     node_model = (0, Cost(0.0, 0.0), Cost(0.0, 0.0))
     if per_node > 1:

@@ -23,8 +23,8 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
     """Collective; equal on all ranks. Args: device: whose memory was measured."""
     cores = sorted(os.sched_getaffinity(0))
     distances = distance_before(), distance_now()
-    everyone = communicator.all_gather_object((socket.gethostname(), cores, distances))
-    usable = len({(host, cpu) for host, cpus, _ in everyone for cpu in cpus})
+    of_ranks = communicator.all_gather_object((socket.gethostname(), cores, distances))
+    usable = len({(host, cpu) for host, cpus, _ in of_ranks for cpu in cpus})
     here = {
         "tool": f"mpistrat {version_of('mpistrat') or '(not installed)'}",
         "python": platform.python_version(),
@@ -33,10 +33,10 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
         "cpu": cpu_model(),
         "cores_of_rank_0": len(cores),
         "ranks": communicator.size,
-        "hosts": sorted({host for host, *_ in everyone}),
+        "hosts": sorted({host for host, *_ in of_ranks}),
         "usable_cores": usable,
         "oversubscribed": usable < communicator.size,
-        "distance_us": [1e6 * max(own[when] for *_, own in everyone) for when in (0, 1)],
+        "distance_us": (1e6 * np.max([between for *_, between in of_ranks], axis=0)).tolist(),
         "mpi": _mpi(),
         "device": str(device),
         **_torch(),
