@@ -112,13 +112,12 @@ def start_mpi() -> Any:
         _initialize(mpi, launcher.read_claim(environ, launcher.library_family(version)))
     world = mpi.COMM_WORLD
     launcher.check_world(environ, version, world.Get_size(), world.Get_rank(), path)
-    alone = world.Get_size() == 1 and launcher.read_claim(environ) is None
+    if world.Get_size() == 1 and launcher.read_claim(environ) is None:
+        _warn_if_left_alone()
     misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(environ) else ()
     for name in [*filter(launcher.joins_job, os.environ), *misleading]:
         os.environ.pop(name, None)
     os.environ[rank_pid.name] = str(os.getpid())
-    if alone:
-        _warn_if_left_alone()
     _started = mpi
     return mpi
 
@@ -230,4 +229,4 @@ def library_path() -> str:
             paths = [line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line]
     except OSError:
         return ""
-    return paths[0] if paths else ""
+    return next(iter(paths), "")

@@ -7,9 +7,8 @@ import os
 import re
 from collections.abc import Mapping
 
-VISIBLE_DEVICES = (
-    "CUDA_VISIBLE_DEVICES"  # "0,1" · "GPU-8932f937,MIG-GPU-8932f937/1/2" · "" and "-1" are none
-)
+# "0,1" · "GPU-8932f937,MIG-GPU-8932f937/1/2" · "" and "-1" are none
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
 
-JOB_ID = (
-    "SLURM_JOB_ID"  # "1234"; of a job array, each task's own, but the last task has the array's
-)
+# "1234". Each task of a job array has a number of its own, but the last task has the array's.
+JOB_ID = "SLURM_JOB_ID"
 ARRAY_ID = "SLURM_ARRAY_JOB_ID"  # "1234", which Slurm's commands take for all tasks of the array
 ARRAY_TASK = "SLURM_ARRAY_TASK_ID"  # "3"
 END_TIME = "SLURM_JOB_END_TIME"  # "1795329466", seconds since 1970; Slurm 22.05 does not set it

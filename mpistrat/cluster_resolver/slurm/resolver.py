@@ -20,9 +20,8 @@ RANK = "SLURM_PROCID"  # "3"
 NUM_TASKS = "SLURM_STEP_NUM_TASKS"  # "5"
 NODE_LIST = "SLURM_STEP_NODELIST"  # "n[9-11],a1", in the order in which Slurm numbers the nodes
 TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x2),1", in that order
-DISTRIBUTION = (
-    "SLURM_DISTRIBUTION"  # "block", "cyclic", "plane", "plane=2", "cyclic:block", "arbitrary"
-)
+# "block", "cyclic", "plane", "plane=2", "cyclic:block", "arbitrary"
+DISTRIBUTION = "SLURM_DISTRIBUTION"
 PLANE_SIZE = "SLURM_DIST_PLANESIZE"  # "2", with the distribution "plane"
 ARBITRARY_LIST = "SLURM_ARBITRARY_NODELIST"  # "n9,n9,n10": the host of every task, with the distribution "arbitrary"
 NODE_ID = "SLURM_NODEID"  # "1": this task's node, by its place in the list; a cross-check
@@ -117,9 +116,8 @@ class SlurmClusterResolver(ClusterResolver):
 
     def topology(self) -> Topology:
         """Every task of the step is a rank, whatever its type."""
-        return Topology.from_hosts(
-            self._rank, [place.host for place in self._places], self.launcher
-        )
+        hosts = [place.host for place in self._places]
+        return Topology.from_hosts(self._rank, hosts, self.launcher)
 
     def _place(self, tasks_per_node: int | str | Mapping[str, int] | None) -> list[TaskPlacement]:
         tasks = self._tasks_of_nodes(tasks_per_node)

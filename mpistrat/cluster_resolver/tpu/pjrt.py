@@ -21,9 +21,8 @@ LOCAL_RANK = "PJRT_LOCAL_PROCESS_RANK"  # "3": this process's number on its host
 LOCAL_SIZE = "PJRT_LOCAL_PROCESS_COUNT"  # "4": processes of each host
 TASK_ID = "CLOUD_TPU_TASK_ID"  # "7": this process's number in the slice, by worker id, then by number on its host
 PROCESS_BOUNDS = "TPU_PROCESS_BOUNDS"  # "2,2,2": the box of all processes
-CHIPS_PER_PROCESS_BOUNDS = (
-    "TPU_CHIPS_PER_PROCESS_BOUNDS"  # "1,1,1": the box of each process's chips
-)
+# "1,1,1": the box of each process's chips
+CHIPS_PER_PROCESS_BOUNDS = "TPU_CHIPS_PER_PROCESS_BOUNDS"
 VISIBLE_CHIPS = "TPU_VISIBLE_CHIPS"  # "3"; "0,1,2,3"
 PROCESS_ADDRESSES = "TPU_PROCESS_ADDRESSES"  # "10.0.0.1:8476,10.0.0.1:8477,…": of all, by task id
 PROCESS_PORT = "TPU_PROCESS_PORT"  # "8479": this process's own

@@ -138,8 +138,7 @@ def overhead(num_rounds: int) -> list[dict[str, Any]]:
     }
     rows = []
     for name, (alone, distributed) in pairs.items():
-        steps = sum(1 for _ in distributed)
-        assert steps == sum(1 for _ in alone) == STEPS
+        assert len(list(distributed)) == len(list(alone)) == STEPS
         contestants = {"alone": through(alone), "distributed": through(distributed)}
         rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
         us = {which: median / STEPS for which, median in medians(rounds).items()}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.cluster_resolver.launcher import library_name
 from mpistrat.communicators import Communicator
 from mpistrat.machine.cpu_model import cpu_model
 from mpistrat.machine.devices import num_accelerators, torch_accelerator
@@ -46,11 +47,8 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
 
 
 def _mpi() -> str:
-    """The name and version of the library; some libraries go on to tell much more."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None:
-        return "no MPI"
-    return " ".join(mpi.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ").split())
+    return "no MPI" if mpi is None else library_name(mpi.Get_library_version())
 
 
 def _torch() -> dict[str, Any]:

@@ -119,9 +119,8 @@ def _measure(
         if batches is not None:
             work.take(next(batches))
         read = time.perf_counter()
-        losses.append(
-            float(step())
-        )  # waits for the device: the copy comes after the optimizer's kernels
+        # Waits for the device: the copy comes after the optimizer's kernels.
+        losses.append(float(step()))
         times["step"].append(time.perf_counter() - started)
         times["input"].append(read - started)
 
