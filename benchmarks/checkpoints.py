@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from program import program, report
 from torch.nn import Linear
 
 import mpistrat as ms
-from mpistrat.tools.bench.command_line import program
-from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import all_ranks, medians, seconds_of, take_turns
 from mpistrat.tools.bench.training import work_of
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import statistics
 
-from mpistrat.tools.bench.command_line import number_of_bytes, program
+from program import program, report
+
+from mpistrat.tools.bench.command_line import number_of_bytes
 from mpistrat.tools.bench.comparison import compare_all_reduces
-from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.sweep import sizes
 

@@ -20,10 +20,9 @@ import time
 from typing import Any
 
 import torch
+from program import program, report
 
 import mpistrat as ms
-from mpistrat.tools.bench.command_line import program
-from mpistrat.tools.bench.report import report
 
 OURS, THEIRS = "mpistrat", "torch"
 ROUNDS = 5

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpistrat.tools.bench.command_line import program
-from mpistrat.tools.bench.report import report
+from program import program, report
+
 from mpistrat.tools.bench.rounds import take_turns
 
 TOP = Path(__file__).parents[1]

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from program import program, report
 
 import mpistrat as ms
-from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.models import model_named
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model
-from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 from mpistrat.tools.bench.work import STEPS_OF_TRIALS, Step, Work, with_strategy
 

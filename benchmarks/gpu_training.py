@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from host_times import host_ms
+from program import program, report
 
-from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.device import device_named
 from mpistrat.tools.bench.errors import CannotTakePart
 from mpistrat.tools.bench.models.model import Model
 from mpistrat.tools.bench.peers import torch_distributed
-from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 from mpistrat.tools.bench.work import Step, Work, alone, with_mpistrat
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from mpi4py import MPI
+from program import program, report
 
 import mpistrat as ms
 from mpistrat.communicators.construction import communicator_for, ways_of
@@ -20,11 +21,9 @@ from mpistrat.communicators.node.slots import LARGEST
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.record import RankRecord, text_of
-from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.comparison import ALONE, compare_training, training_contestants
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model
-from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import compare, medians
 from mpistrat.tools.bench.work import Work
 from mpistrat.trace.timeline import Timeline, host_clock

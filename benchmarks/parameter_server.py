@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from program import program
 from tensorflow_parameter_server import ROWS, TOUCHED, WIDTH, Work, seconds_of
 
 import mpistrat as ms
-from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.report import table_report
 from mpistrat.tools.bench.rounds import SECONDS_PER_TURN, all_ranks, medians, take_turns
 from mpistrat.tools.bench.surroundings import surroundings

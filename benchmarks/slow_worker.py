@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from program import program
 
 import mpistrat as ms
-from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.report import table_report
 from mpistrat.tools.bench.rounds import all_ranks, medians
 from mpistrat.tools.bench.surroundings import surroundings

@@ -18,15 +18,14 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from mpi4py import MPI
+from program import program, report
 from torch_xla.debug import metrics
 
 import mpistrat as ms
 from mpistrat.communicators import reducing
 from mpistrat.cross_device_ops.packing import Packer
-from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model
-from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 from mpistrat.tools.bench.work import Step, Work, alone, with_strategy
 from mpistrat.xla.lazy_all_reduce import LazyAllReduce

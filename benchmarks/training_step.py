@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from program import program, report
+
 from mpistrat.strategies import CentralStorageStrategy
-from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.comparison import compare_training, training_contestants
-from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.training import work_of
 from mpistrat.tools.bench.work import past_trials, with_mpistrat
 

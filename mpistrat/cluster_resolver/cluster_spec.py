@@ -10,9 +10,8 @@ from typing import Any
 class ClusterDef:
     """A ClusterSpec as plain data that can be pickled, compared and hashed."""
 
-    jobs: tuple[
-        tuple[str, tuple[tuple[int, str], ...]], ...
-    ]  # (("worker", ((0, "n1:8888"), (1, "n2:8888"))),)
+    # (("worker", ((0, "n1:8888"), (1, "n2:8888"))),)
+    jobs: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
 
 
 class ClusterSpec:

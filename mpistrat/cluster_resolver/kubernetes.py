@@ -49,6 +49,8 @@ class KubernetesClusterResolver(ListedTasksResolver):
         super().__init__(rpc_layer=rpc_layer)
         if override_client is None:
             self._require("kubernetes", "kubernetes", "kubernetes")
+        else:
+            self._client = override_client
         if not isinstance(executable_location, KubernetesExecutableLocation):
             raise ValueError(
                 f"executable_location={executable_location!r:.80} must be an KubernetesExecutableLocation"
@@ -60,8 +62,6 @@ class KubernetesClusterResolver(ListedTasksResolver):
                     f"job_to_label_mapping: {job!r:.80} has the selectors {selectors!r:.80}: expected a list of them"
                 )
         self._port = tf_server_port
-        if override_client is not None:
-            self._client = override_client
         self._location = executable_location
 
     def cluster_spec(self) -> ClusterSpec:

@@ -66,6 +66,16 @@ class LauncherClaim:
     family: str = ""
     at_least: bool = False  # `size` counts only one component of the job
 
+    def allows_size(self, world_size: int) -> bool:
+        """Whether MPI's world may have so many ranks."""
+        if self.size is None or (self.at_least and self.size == 1):
+            return world_size > 1 or not self.rank
+        return world_size > 1 if self.at_least else world_size == self.size
+
+    def allows_rank(self, world_rank: int) -> bool:
+        """Whether this process may have this number in MPI's world."""
+        return self.size is None or self.at_least or self.rank in (None, world_rank)
+
 
 def library_family(version: str) -> str:
     """OPEN_MPI, MPICH or '' (unknown) for the text of MPI_Get_library_version."""
@@ -82,20 +92,19 @@ def library_name(version: str) -> str:
     )
 
 
-def read_claim(environ: Mapping[str, str] | None = None, family: str = "") -> LauncherClaim | None:
+def read_claim(environ: Mapping[str, str] = os.environ, family: str = "") -> LauncherClaim | None:
     """The claim that counts: of the loaded library's own launcher, else of another MPI, else of a Slurm step.
 
     Raises: TopologyError when a variable is not a number.
     """
-    return next(_claims(os.environ if environ is None else environ, family), None)
+    return next(_claims(environ, family), None)
 
 
-def certain_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+def certain_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """This process's rank, and of how many, where several were started and MPI can but agree; else None.
 
     Raises: TopologyError when a variable is not a number.
     """
-    environ = os.environ if environ is None else environ
     claim = read_claim(environ)
     if claim is None or claim.rank is None or claim.at_least or _REORDER in environ:
         return None
@@ -139,9 +148,8 @@ _LOCAL_RANKS = (
 )
 
 
-def is_first_on_node(environ: Mapping[str, str] | None = None) -> bool:
+def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher says that this is its node's first rank; False also where it does not say."""
-    environ = os.environ if environ is None else environ
     return next((environ[name] for name in _LOCAL_RANKS if name in environ), "") == "0"
 
 
@@ -152,20 +160,27 @@ def check_library(environ: Mapping[str, str], version: str, library_path: str = 
     """
     family = library_family(version)
     claim = read_claim(environ, family)
-    if claim is None or not claim.family or not family or claim.family == family:
+    if claim is None or "" in (claim.family, family) or claim.family == family:
         return
-    if "PMIX_RANK" in environ and (family == OPEN_MPI or "pmix" in version.lower()):
-        return  # a launcher that also speaks PMIx, and a library that understands it: the world's size will tell
-    if family == OPEN_MPI and "SLURM_STEP_ID" in environ and not _open_mpi_without_pmi(version):
-        return  # Open MPI up to 4 may have been built for srun --mpi=pmi2
+    if not _may_work_with_another_launcher(claim, environ, version):
+        raise TopologyError(
+            f"{_started(claim)}, but each would see a world of 1: the launcher is {claim.launcher}, and the loaded "
+            f"libmpi is {_library(version, library_path)}.\n"
+            + _FIX.format(library=library_name(version))
+        )
+
+
+def _may_work_with_another_launcher(
+    claim: LauncherClaim, environ: Mapping[str, str], version: str
+) -> bool:
+    is_open_mpi = library_family(version) == OPEN_MPI
+    # A launcher that also speaks PMIx, and a library that understands it: the world's size will tell.
+    by_pmix = "PMIX_RANK" in environ and (is_open_mpi or "pmix" in version.lower())
+    # Open MPI up to 4 may have been built for srun --mpi=pmi2.
+    by_pmi = is_open_mpi and "SLURM_STEP_ID" in environ and not _open_mpi_without_pmi(version)
     # MPICH aborts in MPI_Init even with one rank.
-    if claim.size == 1 and (family == OPEN_MPI or "MPICH Version" not in version):
-        return
-    raise TopologyError(
-        f"{_started(claim)}, but each would see a world of 1: the launcher is {claim.launcher}, and the loaded "
-        f"libmpi is {_library(version, library_path)}.\n"
-        + _FIX.format(library=library_name(version))
-    )
+    alone = claim.size == 1 and (is_open_mpi or "MPICH Version" not in version)
+    return by_pmix or by_pmi or alone
 
 
 def check_world(
@@ -179,32 +194,38 @@ def check_world(
 
     Raises: TopologyError.
     """
-    claims = list(_claims(environ, library_family(version)))
-    if any(world_size > 1 and (c.size, c.rank) == (world_size, world_rank) for c in claims):
+    claim = _deciding_claim(environ, version, world_size, world_rank)
+    if claim is None:
         return
-    claim = claims[0] if claims else None
-    if claim is None or (claim.size is None and world_size > 1):
-        return
-    if world_size == claim.size == 1:
-        claim = next((c for c in claims if _denies_that_it_is_alone(c, environ)), claim)
-    if claim.size is None:
-        if not claim.rank:
-            return  # one rank, rank 0
-    elif world_size > 1 if claim.at_least else claim.size == world_size:
-        if claim.rank in (None, world_rank) or claim.at_least or _REORDER in environ:
-            return
+    library = _library(version, library_path)
+    if not claim.allows_size(world_size):
+        raise TopologyError(
+            f"{_started(claim)}, but {'each' if world_size == 1 else 'MPI'} sees a world of {world_size}: the "
+            f"variables were set by {claim.launcher}, and the loaded libmpi is {library}.\n"
+            + _FIX.format(library=library_name(version))
+        )
+    if not claim.allows_rank(world_rank) and _REORDER not in environ:
         raise TopologyError(
             f"the launcher calls this process rank {claim.rank} ({claim.variables}, set by {claim.launcher}), but MPI "
-            f"calls it rank {world_rank} of {world_size} ({_library(version, library_path)}). Variables of another "
+            f"calls it rank {world_rank} of {world_size} ({library}). Variables of another "
             f"job? Unset them, or start the program once, with one launcher."
         )
-    elif claim.at_least and claim.size == 1 and not claim.rank:
-        return
-    raise TopologyError(
-        f"{_started(claim)}, but {'each' if world_size == 1 else 'MPI'} sees a world of {world_size}: the variables "
-        f"were set by {claim.launcher}, and the loaded libmpi is {_library(version, library_path)}.\n"
-        + _FIX.format(library=library_name(version))
-    )
+
+
+def _deciding_claim(
+    environ: Mapping[str, str], version: str, world_size: int, world_rank: int
+) -> LauncherClaim | None:
+    """The claim with which MPI's world must agree: one that is MPI's very words, else the first.
+
+    Where MPI and the first claim say that this process is alone, it is a claim that denies this.
+    """
+    claims = list(_claims(environ, library_family(version)))
+    for claim in claims:
+        if world_size > 1 and (claim.size, claim.rank) == (world_size, world_rank):
+            return claim
+        if world_size == claims[0].size == 1 and _denies_that_it_is_alone(claim, environ):
+            return claim
+    return claims[0] if claims else None
 
 
 def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
@@ -242,7 +263,7 @@ def left_alone(environ: Mapping[str, str]) -> str:
     )
 
 
-def why_not_fault_tolerant(version: str, environ: Mapping[str, str] | None = None) -> str:
+def why_not_fault_tolerant(version: str, environ: Mapping[str, str] = os.environ) -> str:
     """Why the death of a rank ends the job; "" where it need not.
 
     Args: version: the text of MPI_Get_library_version.
@@ -251,7 +272,7 @@ def why_not_fault_tolerant(version: str, environ: Mapping[str, str] | None = Non
         return (
             f"{library_name(version)} does not let ranks go on when one has failed; Open MPI 5 does"
         )
-    enabled = (os.environ if environ is None else environ).get(FT_ENABLE, "0")
+    enabled = environ.get(FT_ENABLE, "0")
     if enabled.lower() in ("1", "true", "yes", "on", "enabled"):
         return ""
     return "it was not started with `mpirun --with-ft ulfm`, Open MPI's way of surviving the loss of a rank"
@@ -274,9 +295,8 @@ def without_inherited(environ: Mapping[str, str]) -> dict[str, str]:
     return {n: environ[n] for n in environ if not (n in inherited and _SAYS_RANK.fullmatch(n))}
 
 
-def environment_of_children(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment_of_children(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for a child process that is no rank."""
-    environ = os.environ if environ is None else environ
     return {name: value for name, value in environ.items() if not confuses_children(name)}
 
 

@@ -6,7 +6,7 @@ import importlib.util
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.task_roles import task_count
+from mpistrat.cluster_resolver.roles.task_roles import task_count
 from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
 
@@ -17,7 +17,7 @@ class ListedTasksResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The given or own task's address; '' as long as neither tells a task."""
+        """The address of the task, by default this one's; '' as long as nothing tells a task."""
         return super().master(task_type, task_id, rpc_layer)
 
     def topology(self) -> Topology:

@@ -20,12 +20,11 @@ _SECONDS = 7.0  # in all: a look-up of the name has no limit of its own, nor has
 _MOST_BYTES = 1 << 20
 
 
-def read_metadata(path: str, environ: Mapping[str, str] | None = None) -> str | None:
+def read_metadata(path: str, environ: Mapping[str, str] = os.environ) -> str | None:
     """The value below computeMetadata/v1/, such as "instance/attributes/tpu-env"; None where it has no such value.
 
     Raises: OSError, within 7 seconds, where there is no such server.
     """
-    environ = os.environ if environ is None else environ
     host = environ.get(HOST) or environ.get(ADDRESS) or "metadata.google.internal"
     url = f"http://{host}/computeMetadata/v1/{path}"
     answers: queue.SimpleQueue[str | OSError | None] = queue.SimpleQueue()

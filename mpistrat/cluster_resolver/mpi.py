@@ -95,9 +95,9 @@ def start_mpi() -> Any:
     global _started
     _refuse_in_worker()
     environ = _environment()
-    mpi, why_not = (_started, "") if _started else _import_mpi()
+    mpi, why_not = (_started, []) if _started else import_mpi()
     if mpi is None:
-        launcher.check_alone(environ, why_not)
+        launcher.check_alone(environ, "; ".join(why_not))
         _warn_if_left_alone()
         return None
     if mpi.Is_finalized():
@@ -112,13 +112,12 @@ def start_mpi() -> Any:
         _initialize(mpi, launcher.read_claim(environ, launcher.library_family(version)))
     world = mpi.COMM_WORLD
     launcher.check_world(environ, version, world.Get_size(), world.Get_rank(), path)
-    alone = world.Get_size() == 1 and launcher.read_claim(environ) is None
+    if world.Get_size() == 1 and launcher.read_claim(environ) is None:
+        _warn_if_left_alone()
     misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(environ) else ()
     for name in [*filter(launcher.joins_job, os.environ), *misleading]:
         os.environ.pop(name, None)
     os.environ[rank_pid.name] = str(os.getpid())
-    if alone:
-        _warn_if_left_alone()
     _started = mpi
     return mpi
 
@@ -156,16 +155,16 @@ def _refuse_in_worker() -> None:
         raise RuntimeError(text)
 
 
-def _import_mpi() -> tuple[Any, str]:
-    """mpi4py.MPI, not initialized if this is its first import; or None and the reason."""
+def import_mpi() -> tuple[Any, list[str]]:
+    """mpi4py.MPI, not initialized if this is its first import; or None and the lines of the reason."""
     try:
         if "mpi4py.MPI" not in sys.modules:
             rc = importlib.import_module("mpi4py").rc
             rc.initialize = False  # so that the library can be asked for its name before MPI_Init
             rc.finalize = True if rc.finalize is None else rc.finalize
-        return importlib.import_module("mpi4py.MPI"), ""
+        return importlib.import_module("mpi4py.MPI"), []
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when no libmpi loads
-        return None, "; ".join(str(error).splitlines())
+        return None, str(error).splitlines()
 
 
 def _initialize(mpi: Any, claim: launcher.LauncherClaim | None) -> None:
@@ -230,4 +229,4 @@ def library_path() -> str:
             paths = [line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line]
     except OSError:
         return ""
-    return paths[0] if paths else ""
+    return next(iter(paths), "")

@@ -29,7 +29,7 @@ def commands(
     version: str,
     library: str,
     hosts: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> list[Command]:
     """What may start the two processes, the likeliest first, each with its environment; a program's words are appended.
 
@@ -38,25 +38,39 @@ def commands(
         library: the file of the loaded libmpi, "" if unknown. The launcher beside it is its own.
         hosts: two nodes, one for each process; none for both on this node.
     """
-    environ = os.environ if environ is None else environ
-    inherited = environment_of_children(environ)
-    outside = {name: v for name, v in inherited.items() if not _OF_SCHEDULERS.match(name)}
     found: list[Command] = []
-    own = Path(library).parent.parent / "bin" / "mpiexec"
-    mpiexec = str(own) if library and own.exists() else shutil.which("mpiexec")
-    each = 2 // (len(hosts) or 1)
+    beside_library = Path(library).parent.parent / "bin" / "mpiexec"
+    is_beside = library != "" and beside_library.exists()
+    mpiexec = str(beside_library) if is_beside else shutil.which("mpiexec")
     if mpiexec is not None:
-        nodes = list(hosts) or ["localhost"]
-        if library_family(version) == OPEN_MPI:
-            where = ["--host", ",".join(f"{node}:{each}" for node in nodes)]
-        else:
-            where = ["-ppn", str(each), "-hosts", ",".join(nodes)]
-        # Between nodes it starts its daemons by srun, in a step that has to share this one's cores.
-        environment = {**inherited, "SLURM_OVERLAP": "1"} if hosts else outside
-        found.append(([mpiexec, "-n", "2", *where], environment))
+        found.append(_by_mpiexec(mpiexec, version, hosts, environ))
     if "SLURM_JOB_ID" in environ and (srun := shutil.which("srun")) is not None:
-        nodes = [host.split(".")[0] for host in hosts] or [environ.get(NODE_NAME, "")]
-        where = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"]
-        spread = [f"--ntasks-per-node={each}", "--ntasks=2", "--overlap"]
-        found.append(([srun, *where, *spread], inherited))
+        found.append(_by_srun(srun, hosts, environ))
     return found
+
+
+def _by_mpiexec(
+    mpiexec: str, version: str, hosts: Sequence[str], environ: Mapping[str, str]
+) -> Command:
+    nodes = hosts or ["localhost"]
+    each = 2 // len(nodes)
+    if library_family(version) == OPEN_MPI:
+        placement = ["--host", ",".join(f"{node}:{each}" for node in nodes)]
+    else:
+        placement = ["-ppn", str(each), "-hosts", ",".join(nodes)]
+    environment = environment_of_children(environ)
+    if hosts:
+        # Between nodes it starts its daemons by srun, in a step that has to share this one's cores.
+        environment["SLURM_OVERLAP"] = "1"
+    else:
+        environment = {
+            name: text for name, text in environment.items() if not _OF_SCHEDULERS.match(name)
+        }
+    return [mpiexec, "-n", "2", *placement], environment
+
+
+def _by_srun(srun: str, hosts: Sequence[str], environ: Mapping[str, str]) -> Command:
+    nodes = [host.split(".")[0] for host in hosts] or [environ.get(NODE_NAME, "")]
+    placement = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"]
+    spread = [f"--ntasks-per-node={2 // len(nodes)}", "--ntasks=2", "--overlap"]
+    return [srun, *placement, *spread], environment_of_children(environ)

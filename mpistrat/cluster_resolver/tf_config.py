@@ -36,7 +36,7 @@ class TFConfigClusterResolver(ClusterResolver):
     ):
         super().__init__(task_type, None, rpc_layer, environment)
         self._set("task_id", task_id)
-        self._environ = environ
+        self._environ = os.environ if environ is None else environ
 
     def cluster_spec(self) -> ClusterSpec:
         cluster = self._config().get("cluster", {})
@@ -79,9 +79,7 @@ class TFConfigClusterResolver(ClusterResolver):
         super()._set(name, _index(value) if name == "task_id" and value is not None else value)
 
     def _config(self) -> dict[str, Any]:
-        return parse_tf_config(
-            (os.environ if self._environ is None else self._environ).get(TF_CONFIG, "{}")
-        )
+        return parse_tf_config(self._environ.get(TF_CONFIG, "{}"))
 
     def _task(self) -> dict[str, Any]:
         task = self._config().get("task", {})

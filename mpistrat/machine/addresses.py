@@ -37,10 +37,8 @@ def _ipv4() -> Iterator[ipaddress.IPv4Address]:
 
 
 def _ipv6(if_inet6: str) -> Iterator[ipaddress.IPv6Address]:
-    with (
-        contextlib.suppress(OSError),
-        open(if_inet6, encoding="ascii") as lines,
-    ):  # none without IPv6
+    # There is no such file without IPv6.
+    with contextlib.suppress(OSError), open(if_inet6, encoding="ascii") as lines:
         for line in lines:  # "fd000000000000000000000000000002 04 40 00 82     eth0"
             yield ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))
 

@@ -35,20 +35,19 @@ def intra_op_threads(
     return max(1, int(cpu_share(my_cpus, cpus_of_local_ranks)))
 
 
-def fixed_threads(environ: Mapping[str, str] | None = None) -> int:
+def fixed_threads(environ: Mapping[str, str] = os.environ) -> int:
     """Threads that do not depend on how many ranks share a node: the user's OMP_NUM_THREADS ("4", "4,2"), or 1."""
-    text = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "")
+    text = environ.get("OMP_NUM_THREADS", "")
     first = text.split(",")[0].strip()
     return max(1, int(first)) if re.fullmatch("[0-9]{1,5}", first) else 1
 
 
-def user_set_threads(environ: Mapping[str, str] | None = None) -> bool:
+def user_set_threads(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the user chose the number of threads, in which case nobody else should."""
     return bool(users_threads(environ))
 
 
-def users_threads(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def users_threads(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What the user set: {"OMP_NUM_THREADS": "8"}."""
-    environ = os.environ if environ is None else environ
     texts = {name: environ.get(name, "").strip() for name in THREAD_COUNTS}
     return {name: text for name, text in texts.items() if text}

@@ -35,14 +35,16 @@ def check_device(device: str) -> str:
     if match is None or kind not in ("cpu", "cuda", present, *device_kinds):
         raise ValueError(f"expected a device such as 'cpu:0' or 'cuda:1', got {device!r:.60}")
     index = int(match["index"] or 0)
-    if kind in ("cuda", present):
-        count = num_accelerators() if kind == present else 0
-        if index >= count:
-            seen = f"{num_accelerators()} {present} devices" if present else "no GPUs"
-            imported = {"torch", "cupy"} & sys.modules.keys()
-            hint = "" if imported else ". Import torch, or cupy, before the strategy is built"
-            raise ValueError(f"device {device!r} does not exist: this process sees {seen}{hint}")
+    if kind in ("cuda", present) and (kind != present or index >= num_accelerators()):
+        raise ValueError(f"device {device!r} does not exist: this process sees {_seen_in_words()}")
     return f"{kind}:{index}"
+
+
+def _seen_in_words() -> str:
+    seen = f"{num_accelerators()} {accelerator()} devices" if accelerator() else "no GPUs"
+    if {"torch", "cupy"} & sys.modules.keys():
+        return seen
+    return f"{seen}. Import torch, or cupy, before the strategy is built"
 
 
 def task_of(device: str) -> tuple[str, int] | None:
@@ -183,40 +185,55 @@ def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
     Every one gets one rank before any gets a second, as far as what the ranks see allows it (augmenting paths, as in
     H. W. Kuhn's method for assignments). Ranks that all see the same ones take them in turn.
     """
-    users: dict[str, list[int]] = {gpu: [] for own in seen for gpu in own}
-
-    def place(rank: int, limit: int, tried: set[str]) -> bool:
-        idlest = min(seen[rank], key=lambda gpu: len(users[gpu]))
-        if len(users[idlest]) < limit:
-            users[idlest].append(rank)
-            return True
-        for gpu in seen[rank]:
-            if gpu in tried:
-                continue
-            tried.add(gpu)
-            for other in sorted(users[gpu]):
-                if place(other, limit, tried):
-                    users[gpu].remove(other)
-                    users[gpu].append(rank)
-                    return True
-        return False
-
-    for rank, own in enumerate(seen):
-        if own:
-            next(limit for limit in itertools.count(1) if place(rank, limit, set()))
-    chosen = {rank: gpu for gpu, ranks in users.items() for rank in ranks}
-    return [own.index(chosen[rank]) if own else None for rank, own in enumerate(seen)]
+    return [
+        names.index(share[0]) if share else None
+        for names, share in zip(seen, _one_each(seen), strict=True)
+    ]
 
 
 def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
     """As `share_out`, but each rank gets as many as all can have, and one where there are fewer than ranks."""
-    shares = [[] if first is None else [first] for first in share_out(seen)]
-    taken = {own[i] for own, share in zip(seen, shares, strict=True) for i in share}
-    for free in dict.fromkeys(name for own in seen for name in own if name not in taken):
-        share, own = min(
-            (pair for pair in zip(shares, seen, strict=True) if free in pair[1]),
-            key=lambda pair: len(pair[0]),
-        )
-        share.append(own.index(free))
+    shares = _one_each(seen)
+    taken = set(itertools.chain(*shares))
+    for name in dict.fromkeys(itertools.chain(*seen)):
+        if name not in taken:
+            ranks = [rank for rank, names in enumerate(seen) if name in names]
+            shares[min(ranks, key=lambda rank: len(shares[rank]))].append(name)
     count = max(1, min(map(len, shares)))
-    return [sorted(share[:count]) for share in shares]
+    return [
+        sorted(map(names.index, share[:count])) for names, share in zip(seen, shares, strict=True)
+    ]
+
+
+def _one_each(seen: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The name of each rank's accelerator; an empty list where the rank sees none."""
+    users: dict[str, list[int]] = {name: [] for names in seen for name in names}
+    for rank, names in enumerate(seen):
+        if names:
+            limits = itertools.count(1)
+            next(limit for limit in limits if _find_place(rank, seen, users, limit, set()))
+    return [[name for name in users if rank in users[name]] for rank in range(len(seen))]
+
+
+def _find_place(
+    rank: int,
+    seen: Sequence[Sequence[str]],
+    users: dict[str, list[int]],
+    limit: int,
+    tried: set[str],
+) -> bool:
+    """Give `rank` an accelerator with less than `limit` users, or one of a rank that finds another."""
+    idlest = min(seen[rank], key=lambda name: len(users[name]))
+    if len(users[idlest]) < limit:
+        users[idlest].append(rank)
+        return True
+    for name in seen[rank]:
+        if name in tried:
+            continue
+        tried.add(name)
+        for user in sorted(users[name]):
+            if _find_place(user, seen, users, limit, tried):
+                users[name].remove(user)
+                users[name].append(rank)
+                return True
+    return False

@@ -7,14 +7,13 @@ import os
 import re
 from collections.abc import Mapping
 
-VISIBLE_DEVICES = (
-    "CUDA_VISIBLE_DEVICES"  # "0,1" · "GPU-8932f937,MIG-GPU-8932f937/1/2" · "" and "-1" are none
-)
+# "0,1" · "GPU-8932f937,MIG-GPU-8932f937/1/2" · "" and "-1" are none
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Ids of the GPUs that CUDA_VISIBLE_DEVICES allows, else of those that nvidia-smi lists, else none."""
-    listed = (os.environ if environ is None else environ).get(VISIBLE_DEVICES)
+    listed = environ.get(VISIBLE_DEVICES)
     if listed is None:
         return tuple(map(str, range(_number_by_nvidia_smi())))
     # CUDA ignores the first entry that is no device, and all that follow it.

@@ -17,29 +17,27 @@ _NAMES = "libmpi.so*"
 _ELF = b"\x7fELF"
 
 
-def visible_mpi_libraries(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+def visible_mpi_libraries(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
     """Every libmpi that a rule finds, as (rule, path), in the order of the rules.
 
     The order is mpi4py 4.1's (mpi4py/_mpiabi.py): what is preloaded; MPI4PY_LIBMPI, and then nothing else; the `lib` of
     the virtual environment, of the user's packages, of Python itself; what the dynamic linker finds by name. What lies
     in the system's own folders is not listed.
     """
-    environ = os.environ if environ is None else environ
     preloaded = environ.get(PRELOAD, "").replace(":", " ").split()
     found = [(PRELOAD, path) for path in preloaded if os.path.basename(path).startswith("libmpi")]
     for entry in filter(None, environ.get(CHOSEN, "").split(os.pathsep)):
         entry = os.path.expanduser(os.path.expandvars(entry))
-        found += [
-            (CHOSEN, path) for path in (_in_folder(entry) if os.path.isdir(entry) else [entry])
-        ]
+        paths = _in_folder(entry) if os.path.isdir(entry) else [entry]
+        found += [(CHOSEN, path) for path in paths]
     for rule, prefix in _prefixes():
         found += [(rule, path) for path in _in_folder(os.path.join(prefix, "lib"))]
     return found + [(LIBRARY_PATH, path) for path in libraries_on_path(_NAMES, environ)]
 
 
-def libraries_on_path(pattern: str, environ: Mapping[str, str] | None = None) -> list[str]:
+def libraries_on_path(pattern: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Files of LD_LIBRARY_PATH's folders that are libraries and have such a name."""
-    folders = (os.environ if environ is None else environ).get(LIBRARY_PATH, "").split(os.pathsep)
+    folders = environ.get(LIBRARY_PATH, "").split(os.pathsep)
     return [path for folder in filter(None, folders) for path in _in_folder(folder, pattern)]
 
 

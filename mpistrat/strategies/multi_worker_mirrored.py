@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpistrat.cluster_resolver.task_claims import resolver_of_trainers
+from mpistrat.cluster_resolver.roles.task_claims import resolver_of_trainers
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import strategy_parts

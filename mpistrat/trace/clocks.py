@@ -33,10 +33,10 @@ def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
     comparisons = []
     for _ in range(ROUNDS):
         sent = now()
-        theirs = ask()
+        reading = ask()
         received = now()
         middle = sent + (received - sent) // 2
-        comparisons.append(Comparison(middle, theirs - middle, (received - sent + 1) // 2))
+        comparisons.append(Comparison(middle, reading - middle, (received - sent + 1) // 2))
     return min(comparisons, key=lambda comparison: comparison.error)
 
 

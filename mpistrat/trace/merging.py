@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from mpistrat.machine.private_files import create
 from mpistrat.trace.clocks import Alignment, Comparison
@@ -67,25 +67,13 @@ def merge(folder: str) -> Merged:
     It takes memory for the times of all collectives, not for the events.
     Raises: FileNotFoundError when there is no part; OSError when it cannot be written.
     """
-    paths = {rank: part_of(folder, rank) for rank in _ranks_in(folder)}
-    headers = {rank: _valid_header(path, rank) for rank, path in paths.items()}
-    parts = [_RankTrace(paths[rank], header) for rank, header in headers.items() if header]
-    if not parts:
-        raise FileNotFoundError(f"no part of a trace (rank-0.part, …) is in {folder}")
+    parts = _readable_parts(folder)
     aligned = _alignments(parts)
     for part in parts:
         part.aligned = aligned.get(part.clock, _unchanged)
-    last = _last_to_enter(parts)
-    beginning = min(part.aligned(part.begins) for part in parts)
-    path, events = trace_of(folder), 0
+    path = trace_of(folder)
     with create(f"{path}.new") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[')
-        for part in parts:
-            for event in part.trace_events(beginning, last):
-                file.write(",\n" if events else "\n")
-                file.write(event)
-                events += 1
-        file.write("\n]}\n")
+        events = _write(file, parts)
     os.replace(f"{path}.new", path)
     present = {part.rank for part in parts}
     return Merged(
@@ -96,6 +84,33 @@ def merge(folder: str) -> Merged:
         tuple(part.rank for part in parts if not part.has_end),
         tuple(part.rank for part in parts if part.clock not in aligned),
     )
+
+
+def _readable_parts(folder: str) -> list[_RankTrace]:
+    """Raises: FileNotFoundError when there is none."""
+    parts = []
+    for rank in _ranks_in(folder):
+        path = part_of(folder, rank)
+        if header := _valid_header(path, rank):
+            parts.append(_RankTrace(path, header))
+    if not parts:
+        raise FileNotFoundError(f"no part of a trace (rank-0.part, …) is in {folder}")
+    return parts
+
+
+def _write(file: IO[str], parts: list[_RankTrace]) -> int:
+    """Write the events of all parts as one trace, and return how many there are."""
+    last = _last_to_enter(parts)
+    beginning = min(part.aligned(part.begins) for part in parts)
+    file.write('{"displayTimeUnit":"ms","traceEvents":[')
+    count = 0
+    for part in parts:
+        for event in part.trace_events(beginning, last):
+            file.write(",\n" if count else "\n")
+            file.write(event)
+            count += 1
+    file.write("\n]}\n")
+    return count
 
 
 def size_of_parts(folder: str) -> int:
@@ -239,15 +254,14 @@ def _alignments(parts: list[_RankTrace]) -> dict[str, Callable[[int], int]]:
     known: dict[str, Callable[[int], int]] = {parts[0].clock: _unchanged}
     while True:
         reached = {
-            clock: (Alignment(comparisons), known[reference])
+            clock: _chained(Alignment(comparisons), known[reference])
             for clock, references in found.items()
             for reference, comparisons in references.items()
             if clock not in known and reference in known
         }
         if not reached:
             return known
-        for clock, (to_reference, onward) in reached.items():
-            known[clock] = _chained(to_reference, onward)
+        known |= reached
 
 
 def _chained(first: Callable[[int], int], second: Callable[[int], int]) -> Callable[[int], int]:

@@ -83,17 +83,17 @@ def compare_clocks(comm: MPI.Intracomm, timeline: Timeline) -> None:
 
 def gather_parts(comm: MPI.Intracomm, timeline: Timeline) -> None:
     """To the job's rank 0, those that it does not see in the folder: of nodes that do not share it. Collective."""
-    headers = comm.gather(timeline.header)
-    ranks = comm.gather(timeline.rank)
-    unseen = None
-    if headers is not None and ranks is not None and timeline.rank == 0:
-        seen = [header_of(part_of(timeline.folder, rank)) for rank in ranks]
-        unseen = [i for i, header in enumerate(headers) if seen[i] != header]
-    for rank in comm.bcast(unseen) or ():
-        if comm.rank == rank:
+    parts = comm.gather((timeline.rank, timeline.header)) or []
+    unseen = [
+        source
+        for source, (rank, header) in enumerate(parts)
+        if timeline.rank == 0 and header_of(part_of(timeline.folder, rank)) != header
+    ]
+    for source in comm.bcast(unseen):
+        if comm.rank == source:
             _send_part(comm, timeline)
-        elif comm.rank == 0 and ranks is not None:
-            _receive_part(comm, rank, part_of(timeline.folder, ranks[rank]))
+        elif comm.rank == 0:
+            _receive_part(comm, source, part_of(timeline.folder, parts[source][0]))
 
 
 def _send_part(comm: MPI.Intracomm, timeline: Timeline) -> None:

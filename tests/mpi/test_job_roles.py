@@ -11,7 +11,7 @@ from mpistrat.cluster_resolver import (
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
-from mpistrat.cluster_resolver.job_roles import job_roles
+from mpistrat.cluster_resolver.roles.job_roles import job_roles
 from mpistrat.communicators.construction import communicator_for
 from support.rank_errors import errors_of_ranks
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
 
-JOB_ID = (
-    "SLURM_JOB_ID"  # "1234"; of a job array, each task's own, but the last task has the array's
-)
+# "1234". Each task of a job array has a number of its own, but the last task has the array's.
+JOB_ID = "SLURM_JOB_ID"
 ARRAY_ID = "SLURM_ARRAY_JOB_ID"  # "1234", which Slurm's commands take for all tasks of the array
 ARRAY_TASK = "SLURM_ARRAY_TASK_ID"  # "3"
 END_TIME = "SLURM_JOB_END_TIME"  # "1795329466", seconds since 1970; Slurm 22.05 does not set it
@@ -62,9 +61,8 @@ class SlurmJob:
         _output_of(["scontrol", "requeue", self.job_id], seconds)
 
 
-def slurm_job(environ: Mapping[str, str] | None = None) -> SlurmJob | None:
+def slurm_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
     """The job that this process belongs to; None outside Slurm."""
-    environ = os.environ if environ is None else environ
     job_id, end_time = environ.get(JOB_ID, ""), environ.get(END_TIME, "")
     if not job_id:
         return None
@@ -75,9 +73,8 @@ def slurm_job(environ: Mapping[str, str] | None = None) -> SlurmJob | None:
     )
 
 
-def slurm_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def slurm_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What Slurm says of job, step and task."""
-    environ = os.environ if environ is None else environ
     return {
         name: environ[name]
         for name in sorted(environ)

@@ -20,9 +20,8 @@ RANK = "SLURM_PROCID"  # "3"
 NUM_TASKS = "SLURM_STEP_NUM_TASKS"  # "5"
 NODE_LIST = "SLURM_STEP_NODELIST"  # "n[9-11],a1", in the order in which Slurm numbers the nodes
 TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x2),1", in that order
-DISTRIBUTION = (
-    "SLURM_DISTRIBUTION"  # "block", "cyclic", "plane", "plane=2", "cyclic:block", "arbitrary"
-)
+# "block", "cyclic", "plane", "plane=2", "cyclic:block", "arbitrary"
+DISTRIBUTION = "SLURM_DISTRIBUTION"
 PLANE_SIZE = "SLURM_DIST_PLANESIZE"  # "2", with the distribution "plane"
 ARBITRARY_LIST = "SLURM_ARBITRARY_NODELIST"  # "n9,n9,n10": the host of every task, with the distribution "arbitrary"
 NODE_ID = "SLURM_NODEID"  # "1": this task's node, by its place in the list; a cross-check
@@ -106,7 +105,7 @@ class SlurmClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The given or own task's address, '' as long as `cluster_spec()` was not called."""
+        """The address of the task, by default this one's; '' as long as `cluster_spec()` was not called."""
         return super().master(task_type, task_id, rpc_layer)
 
     def num_accelerators(
@@ -117,9 +116,8 @@ class SlurmClusterResolver(ClusterResolver):
 
     def topology(self) -> Topology:
         """Every task of the step is a rank, whatever its type."""
-        return Topology.from_hosts(
-            self._rank, [place.host for place in self._places], self.launcher
-        )
+        hosts = [place.host for place in self._places]
+        return Topology.from_hosts(self._rank, hosts, self.launcher)
 
     def _place(self, tasks_per_node: int | str | Mapping[str, int] | None) -> list[TaskPlacement]:
         tasks = self._tasks_of_nodes(tasks_per_node)
@@ -150,7 +148,7 @@ class SlurmClusterResolver(ClusterResolver):
         if not several or len(tasks) == 1:
             return [tasks]
         hosts = hosts_of_components(self._environ)
-        components = [[task for task in tasks if task[0] in own] for own in hosts]
+        components = [[task for task in tasks if task[0] in listed] for listed in hosts]
         if sum(map(len, components)) != len(tasks):
             names = map(COMPONENT_NODES.format, range(len(hosts)))
             raise TopologyError(
@@ -158,7 +156,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"which nodes belong to which is not told: submit the job with sbatch or salloc, which set "
                 f"{COMPONENT_NODES.format(0)} and so on; or let MPIClusterResolver ask MPI"
             )
-        return [component for component in components if component]
+        return list(filter(None, components))
 
     def _tasks_of_nodes(
         self, tasks_per_node: int | str | Mapping[str, int] | None
@@ -188,12 +186,12 @@ class SlurmClusterResolver(ClusterResolver):
             raise TopologyError(
                 f"this task's number, {self._shown(RANK)}, is not one of the step's {len(self._places)} tasks"
             )
-        own = self._places[self._rank]
-        on_node = [rank for rank, place in enumerate(self._places) if place.node == own.node]
+        node, host, local_rank = self._places[self._rank]
+        on_node = [rank for rank, place in enumerate(self._places) if place.node == node]
         known = (
-            (NODE_ID, str(own.node), f"on node {own.node} of the list"),
-            (LOCAL_ID, str(own.local_rank), f"number {own.local_rank} on its node"),
-            (NODE_NAME, own.host, f"on {own.host:.80}"),
+            (NODE_ID, str(node), f"on node {node} of the list"),
+            (LOCAL_ID, str(local_rank), f"number {local_rank} on its node"),
+            (NODE_NAME, host, f"on {host:.80}"),
             (TASKS_OF_NODE, ",".join(map(str, on_node)), f"on a node with the tasks {on_node}"),
         )
         for name, value, would_be in known:
@@ -223,10 +221,10 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _own_gpus(self) -> list[str]:
         first = self._places[self._rank].local_rank * self._gpus_per_task
-        own = range(first, first + self._gpus_per_task)
+        last = first + self._gpus_per_task
         # The ids that Slurm made visible, not their positions: without cgroups a job may own GPUs 2 and 3.
-        known = len(self._visible) >= own.stop
-        return [self._visible[index] if known else str(index) for index in own]
+        known = len(self._visible) >= last
+        return list(self._visible[first:last]) if known else list(map(str, range(first, last)))
 
     def _variable(self, name: str) -> str:
         if name not in self._environ:
@@ -247,25 +245,23 @@ class SlurmClusterResolver(ClusterResolver):
         return ", ".join(f"{name}={self._environ[name]:.200}" for name in found)
 
 
-def hosts_of_components(environ: Mapping[str, str] | None = None) -> list[list[str]]:
+def hosts_of_components(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
     """The nodes of each component of a heterogeneous job; none outside of one, and where Slurm does not tell.
 
     Raises: TopologyError for a list that cannot be read.
     """
-    environ = os.environ if environ is None else environ
     names = map(COMPONENT_NODES.format, itertools.count())
     return [_hosts_in(environ, name) for name in itertools.takewhile(environ.__contains__, names)]
 
 
-def own_component(environ: Mapping[str, str] | None = None) -> int | None:
+def own_component(environ: Mapping[str, str] = os.environ) -> int | None:
     """The component of a heterogeneous job on whose nodes this process runs: no two components share a node.
 
     None outside of such a job, and where Slurm does not tell.
     Raises: TopologyError for a list that cannot be read.
     """
-    environ = os.environ if environ is None else environ
     hosts, node = hosts_of_components(environ), environ.get(NODE_NAME, "")
-    return next((number for number, own in enumerate(hosts) if node in own), None)
+    return next((number for number, nodes in enumerate(hosts) if node in nodes), None)
 
 
 def _hosts_in(environ: Mapping[str, str], name: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -52,14 +53,12 @@ def _nodes_of_tasks(
     if plane and int(plane[1]):
         return _dealt(counts, int(plane[1]))
     if distribution == "arbitrary" and host_of_task:
-        number = {host: node for node, (host, _) in enumerate(tasks_of_nodes)}
-        nodes = [number.get(host, -1) for host in host_of_task]
-        if [nodes.count(node) for node in range(len(counts))] != counts or -1 in nodes:
+        if collections.Counter(host_of_task) != collections.Counter(dict(tasks_of_nodes)):
             raise TopologyError(
                 f"SLURM_ARBITRARY_NODELIST has the tasks on {list(host_of_task)!r:.200}, but the step's nodes have "
                 f"{list(tasks_of_nodes)!r:.200}"
             )
-        return nodes
+        return list(map([host for host, _ in tasks_of_nodes].index, host_of_task))
     raise TopologyError(
         f"the task distribution {distribution!r:.80} (SLURM_DISTRIBUTION) does not say which task runs where (known: "
         f"block, cyclic, plane with SLURM_DIST_PLANESIZE, and arbitrary with SLURM_ARBITRARY_NODELIST); "

@@ -21,9 +21,8 @@ LOCAL_RANK = "PJRT_LOCAL_PROCESS_RANK"  # "3": this process's number on its host
 LOCAL_SIZE = "PJRT_LOCAL_PROCESS_COUNT"  # "4": processes of each host
 TASK_ID = "CLOUD_TPU_TASK_ID"  # "7": this process's number in the slice, by worker id, then by number on its host
 PROCESS_BOUNDS = "TPU_PROCESS_BOUNDS"  # "2,2,2": the box of all processes
-CHIPS_PER_PROCESS_BOUNDS = (
-    "TPU_CHIPS_PER_PROCESS_BOUNDS"  # "1,1,1": the box of each process's chips
-)
+# "1,1,1": the box of each process's chips
+CHIPS_PER_PROCESS_BOUNDS = "TPU_CHIPS_PER_PROCESS_BOUNDS"
 VISIBLE_CHIPS = "TPU_VISIBLE_CHIPS"  # "3"; "0,1,2,3"
 PROCESS_ADDRESSES = "TPU_PROCESS_ADDRESSES"  # "10.0.0.1:8476,10.0.0.1:8477,…": of all, by task id
 PROCESS_PORT = "TPU_PROCESS_PORT"  # "8479": this process's own
@@ -53,26 +52,26 @@ def pjrt_environment(
         TopologyError: the ranks describe different slices, or two hosts have the same worker id.
     """
     _check_alike(topology, slices)
-    own = slices[topology.rank]
-    ranks_per_host = _ranks_per_host(topology, own)
+    tpu = slices[topology.rank]
+    ranks_per_host = _ranks_per_host(topology, tpu)
     ports = [base_port + local_rank for local_rank in range(ranks_per_host)]
-    hosts = own.addresses if own.num_hosts > 1 else ("localhost",)
+    hosts = tpu.addresses if tpu.num_hosts > 1 else ("localhost",)
     local_rank = topology.local_rank
     if ranks_per_host == 1:
-        process_bounds: tuple[int, ...] = own.host_bounds
-        chips_per_process: tuple[int, ...] = own.chips_per_host_bounds
-        visible = range(own.units_per_host)
+        process_bounds: tuple[int, ...] = tpu.host_bounds
+        chips_per_process: tuple[int, ...] = tpu.chips_per_host_bounds
+        visible = range(tpu.units_per_host)
     else:
-        process_bounds = tuple(map(operator.mul, own.host_bounds, own.chips_per_host_bounds))
-        if own.units_per_host > own.chips_per_host:
-            process_bounds += (own.units_per_host // own.chips_per_host,)
+        process_bounds = tuple(map(operator.mul, tpu.host_bounds, tpu.chips_per_host_bounds))
+        if tpu.units_per_host > tpu.chips_per_host:
+            process_bounds += (tpu.units_per_host // tpu.chips_per_host,)
         chips_per_process = (1, 1, 1)
         visible = range(local_rank, local_rank + 1)
     return {
         DEVICE: "TPU",
         LOCAL_RANK: str(local_rank),
         LOCAL_SIZE: str(ranks_per_host),
-        TASK_ID: str(own.worker_id * ranks_per_host + local_rank),
+        TASK_ID: str(tpu.worker_id * ranks_per_host + local_rank),
         PROCESS_BOUNDS: bounds_text(process_bounds),
         CHIPS_PER_PROCESS_BOUNDS: bounds_text(chips_per_process),
         VISIBLE_CHIPS: ",".join(map(str, visible)),
@@ -91,39 +90,39 @@ def slices_of_ranks(
     Raises, on all ranks: what `describe` raises on the first rank that finds no slice, or one that cannot be;
         TopologyError when only some ranks have one.
     """
-    own: TPUSlice | NotFoundError | ValueError | None
+    answer: TPUSlice | NotFoundError | ValueError | None
     try:
-        own = describe()
-    except (NotFoundError, ValueError) as error:
-        kind = NotFoundError if isinstance(error, NotFoundError) else ValueError
-        own = kind(str(error))
-    everyone: list[TPUSlice | NotFoundError | ValueError | None] = all_gather_object(own)
-    found: list[TPUSlice] = []
-    for rank, answer in enumerate(everyone):
+        answer = describe()
+    except NotFoundError as error:
+        answer = NotFoundError(str(error))
+    except ValueError as error:
+        answer = ValueError(str(error))
+    answers: list[TPUSlice | NotFoundError | ValueError | None] = all_gather_object(answer)
+    for rank, answer in enumerate(answers):
         if isinstance(answer, Exception):
             raise type(answer)(f"rank {rank}: {answer}")
-        found += [answer] if answer is not None else []
-    if found and len(found) < len(everyone):
+    found = [answer for answer in answers if isinstance(answer, TPUSlice)]
+    if found and len(found) < len(answers):
         raise TopologyError(
-            f"rank {everyone.index(None)} was given TPUClusterResolver('local'), and others hosts of "
+            f"rank {answers.index(None)} was given TPUClusterResolver('local'), and others hosts of "
             f"{_shown(found[0])}: all ranks need the same"
         )
     return found
 
 
 def set_pjrt_environment(
-    variables: Mapping[str, str], environ: MutableMapping[str, str] | None = None
+    variables: Mapping[str, str], environ: MutableMapping[str, str] = os.environ
 ) -> None:
     """Set them, whatever is there: GKE uses two of these names for the bounds of hosts, which torch_xla would keep.
 
     Discover the slice before: `TPUClusterResolver.slice()` reads the same names, once for the process.
     """
-    (os.environ if environ is None else environ).update(variables)
+    environ.update(variables)
 
 
-def asked_device(environ: Mapping[str, str] | None = None) -> str:
+def asked_device(environ: Mapping[str, str] = os.environ) -> str:
     """ "TPU", or what PJRT_DEVICE says is to stand for it: "CPU". Raises: ValueError where it says anything else."""
-    asked = (os.environ if environ is None else environ).get(DEVICE, "") or "TPU"
+    asked = environ.get(DEVICE, "") or "TPU"
     if asked not in ("TPU", "CPU"):
         raise ValueError(f"PJRT_DEVICE must be TPU or CPU, got {asked!r}")
     return asked
@@ -157,22 +156,22 @@ def _check_alike(topology: Topology, slices: Sequence[TPUSlice]) -> None:
             )
 
 
-def _ranks_per_host(topology: Topology, own: TPUSlice) -> int:
+def _ranks_per_host(topology: Topology, tpu: TPUSlice) -> int:
     counts = [len(topology.ranks_on_node(node)) for node in range(topology.num_nodes)]
-    hosts, units = own.num_hosts, own.units_per_host
+    hosts, units = tpu.num_hosts, tpu.units_per_host
     fix = f"start {hosts} ranks, one per host"
     if units > 1:
-        fix += f", or {hosts * units}, one per {'chip' if units == own.chips_per_host else 'half of a chip'}"
+        fix += f", or {hosts * units}, one per {'chip' if units == tpu.chips_per_host else 'half of a chip'}"
     if topology.num_nodes != hosts:
         raise ValueError(
-            f"{topology.size} ranks run on {topology.num_nodes} nodes, but a {own.accelerator_type} has {hosts} hosts: "
+            f"{topology.size} ranks run on {topology.num_nodes} nodes, but a {tpu.accelerator_type} has {hosts} hosts: "
             f"{fix}, on all of them"
         )
     uneven = [count for count in counts if count not in (1, units) or count != counts[0]]
     if uneven:
         raise ValueError(
-            f"{topology.size} ranks run as {counts} on the {hosts} hosts of a {own.accelerator_type} with "
-            f"{own.chips_per_host} chips each: {fix}"
+            f"{topology.size} ranks run as {counts} on the {hosts} hosts of a {tpu.accelerator_type} with "
+            f"{tpu.chips_per_host} chips each: {fix}"
         )
     return counts[0]
 

@@ -6,10 +6,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
-from mpistrat.cluster_resolver.cluster_resolver import (
-    ClusterResolver,
-    host_of,
-)
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, host_of
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.cluster_resolver.tpu.chips import local_cores

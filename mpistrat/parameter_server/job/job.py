@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Set
 
 from mpi4py import MPI
 
-from mpistrat.cluster_resolver.job_roles import JobRoles
 from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
+from mpistrat.cluster_resolver.roles.job_roles import JobRoles
 from mpistrat.liveness import interrupts
 from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.start_deadline import start_deadline

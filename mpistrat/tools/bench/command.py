@@ -88,17 +88,15 @@ def _train(arguments: argparse.Namespace) -> Report:
 def _input(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import input_pipelines
 
+    samples: dict[str, list[float]] = {}
     if arguments.what == "overhead":
         rows = input_pipelines.overhead(arguments.rounds)
-        samples = {
-            f"{row['a step of']}, {who}": us for row in rows for who, us in row["samples"].items()
-        }
+        for row in rows:
+            samples |= {f"{row['a step of']}, {who}": us for who, us in row["samples"].items()}
     else:
         rows = input_pipelines.throughput(arguments.examples, arguments.rounds)
-        samples = {
-            f"{row['DataLoader']}, {row['workers per rank']} workers": row["samples"]
-            for row in rows
-        }
+        for row in rows:
+            samples[f"{row['DataLoader']}, {row['workers per rank']} workers"] = row["samples"]
     title = f"input, {arguments.what}"
     draw = partial(pictures.side_by_side, title, "us per epoch", samples)
     return table_report(title, rows, surroundings(all_ranks()), draw=draw)
@@ -144,10 +142,9 @@ def _compare_torch(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import torch_collectives
 
     device = device_named(arguments.device)
+    operands = (arguments.calls, arguments.size, arguments.rounds, device)
     try:
-        rows = torch_collectives.compare_calls(
-            arguments.calls, arguments.size, arguments.rounds, device
-        )
+        rows = torch_collectives.compare_calls(*operands)
     except CannotTakePart as reason:
         raise UsageError(f"compare torch --device {arguments.device}: {reason}") from None
     where = surroundings(all_ranks(), device)

@@ -1,4 +1,4 @@
-"""The command lines of `mpistrat-bench` and of the programs in benchmarks/."""
+"""The command line of `mpistrat-bench`."""
 
 from __future__ import annotations
 
@@ -147,23 +147,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--gbit": {"type": float, "help": "its bandwidth per node in 1e9 bits per second"},
 }
-
-
-def program(description: str | None, rounds: int = ROUNDS) -> argparse.ArgumentParser:
-    """`--rounds N` and `--json PREFIX` for a program in benchmarks/.
-
-    `json(name)` of the parsed arguments is "PREFIXname.json", or None without `--json`.
-    """
-    parser = argparse.ArgumentParser(description=description)
-    _add(parser, ["--rounds"], rounds=rounds)
-    parser.add_argument(
-        "--json",
-        metavar="PREFIX",
-        type=lambda prefix: (prefix + "{}.json").format,
-        default=lambda name: None,
-        help="how the names of files to write begin, e.g. benchmarks/results/mpich-2-ranks-",
-    )
-    return parser
 
 
 def parser() -> argparse.ArgumentParser:

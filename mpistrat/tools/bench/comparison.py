@@ -31,10 +31,12 @@ def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, d
     from mpistrat.tools.bench import torch_groups
     from mpistrat.tools.bench.work import alone, with_mpistrat
 
-    others, left_out = peers.contestants("training_steps", work)
-    contestants = {ALONE: alone(work), **others}
+    of_peers, left_out = peers.contestants("training_steps", work)
+    contestants = {ALONE: alone(work), **of_peers}
     try:
-        torch_groups.own_backend(work.device)  # which also moves what lies on a device for ours
+        torch_groups.backend_of_torch(
+            work.device
+        )  # which also moves what lies on a device for ours
         contestants |= torch_groups.training_steps(work, torch_groups.MPISTRAT)
     except CannotTakePart as reason:
         left_out["torch, mpistrat"] = str(reason)
@@ -69,7 +71,7 @@ def _over_own_backend(name: str, times: Mapping[str, float]) -> Row:
     if backend != OURS:
         return {}
     peers = {peer.partition(", ")[2]: us for peer, us in times.items() if peer.startswith(wrapper)}
-    return {f"this / {own}": times[name] / us for own, us in peers.items() if own != OURS}
+    return {f"this / {peer}": times[name] / us for peer, us in peers.items() if peer != OURS}
 
 
 def all_reduce_contestants(
@@ -94,9 +96,9 @@ def all_reduce_contestants(
         in_place[:] = arrays.to_device_of(host, in_place)
         return in_place
 
-    others, left_out = peers.contestants("all_reduces", values)
+    of_peers, left_out = peers.contestants("all_reduces", values)
     contestants: Contestants = {
-        **others,
+        **of_peers,
         "ordinary": into_another,
         "ordinary, in place": lambda: over_itself(in_place),
         COPY: functools.partial(operator.setitem, other, slice(None), values),

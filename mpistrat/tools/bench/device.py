@@ -12,7 +12,7 @@ from mpistrat.arrays import Array
 from mpistrat.machine.devices import check_device
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench.errors import CannotTakePart, UsageError
-from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.rounds import all_ranks, first_reason
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,9 @@ def device_named(wanted: str) -> Device:
             checked = check_device(wanted)
             devices = [checked] if ":" in wanted else None
     except ValueError as error:
-        mistake = str(error)
-    mistakes = all_ranks().all_gather_object(mistake)
-    if any(mistakes):
-        rank = next(rank for rank, text in enumerate(mistakes) if text)
-        raise UsageError(f"--device {wanted}: rank {rank}: {mistakes[rank]}")
+        mistake = f"rank {all_ranks().rank}: {error}"
+    if mistake := first_reason(mistake):
+        raise UsageError(f"--device {wanted}: {mistake}")
     strategy = MultiWorkerMirroredStrategy(devices=devices)
     device = Device(strategy.extended.worker_devices[0])
     kinds = all_ranks().all_gather_object(device.kind)

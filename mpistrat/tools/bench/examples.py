@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from mpistrat.strategy import Strategy
 from mpistrat.tools.bench.errors import UsageError
 from mpistrat.tools.bench.models.model import Model
+from mpistrat.tools.bench.rounds import first_reason
 
 SYNTHETIC, DIGITS = "synthetic", "digits"
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -63,25 +64,22 @@ def batches(
     """
     if source == SYNTHETIC:
         return None
-    found = _dataset_or_mistake(model, source, batch_size)
-    mistake = found if isinstance(found, str) else ""
-    mistakes = strategy.extended.communicator.all_gather_object(mistake)
-    if isinstance(found, str) or any(mistakes):
-        raise UsageError(next(filter(None, mistakes)))
+    dataset, mistake = None, ""
+    try:
+        dataset = _dataset(model, source)
+        if len(dataset) < batch_size:
+            mistake = (
+                f"the {len(dataset)} examples of {source} are less than a batch of {batch_size}"
+            )
+    except (UsageError, ImportError, OSError, ValueError, KeyError) as error:
+        mistake = f"--input {source}: {error}"
+    mistake = first_reason(mistake)
+    if mistake or dataset is None:
+        raise UsageError(mistake)
     order = torch.Generator().manual_seed(0)
-    loader = DataLoader(found, batch_size, shuffle=True, drop_last=True, generator=order)
+    loader = DataLoader(dataset, batch_size, shuffle=True, drop_last=True, generator=order)
     distributed = strategy.experimental_distribute_dataset(loader)
     return itertools.chain.from_iterable(itertools.repeat(distributed))
-
-
-def _dataset_or_mistake(model: Model, source: str, batch_size: int) -> Pictures | Text | str:
-    try:
-        found = _dataset(model, source)
-    except (UsageError, ImportError, OSError, ValueError, KeyError) as error:
-        return f"--input {source}: {error}"
-    if len(found) < batch_size:
-        return f"the {len(found)} examples of {source} are less than a batch of {batch_size}"
-    return found
 
 
 def _dataset(model: Model, source: str) -> Pictures | Text:

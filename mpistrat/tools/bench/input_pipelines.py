@@ -123,23 +123,22 @@ def overhead(num_rounds: int) -> list[dict[str, Any]]:
     by_function = strategy.distribute_datasets_from_function
     size = all_ranks().size
     whole = np.zeros((STEPS * 4 * size, 8), np.float32)
-    mine = np.split(whole, size)[all_ranks().rank]
-    files, my_dataset = np.split(whole, 4 * size), FileDataset(np.split(mine, 4), iter, 4)
+    part = np.split(whole, size)[all_ranks().rank]
+    files, my_dataset = np.split(whole, 4 * size), FileDataset(np.split(part, 4), iter, 4)
     tensors: Any = torch.from_numpy(whole)
-    my_tensors: Any = torch.from_numpy(mine)
-    batches = np.split(mine, STEPS)
+    my_tensors: Any = torch.from_numpy(part)
+    batches = np.split(part, STEPS)
     endless = Endless(batches)
     pairs: dict[str, tuple[Iterable[Any], Iterable[Any]]] = {
         "DataLoader": (DataLoader(my_tensors, 4), distribute(DataLoader(tensors, 4 * size))),
-        "BatchedDataset": (BatchedDataset(mine, 4), distribute(BatchedDataset(whole, 4 * size))),
+        "BatchedDataset": (BatchedDataset(part, 4), distribute(BatchedDataset(whole, 4 * size))),
         "FileDataset": (my_dataset, distribute(FileDataset(files, iter, 4 * size))),
         "function, of a list": (batches, by_function(lambda context: batches)),
         "function, of an iterable without a length": (endless, by_function(lambda _: endless)),
     }
     rows = []
     for name, (alone, distributed) in pairs.items():
-        steps = sum(1 for _ in distributed)
-        assert steps == sum(1 for _ in alone) == STEPS
+        assert len(list(distributed)) == len(list(alone)) == STEPS
         contestants = {"alone": through(alone), "distributed": through(distributed)}
         rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
         us = {which: median / STEPS for which, median in medians(rounds).items()}

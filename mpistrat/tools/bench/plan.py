@@ -63,6 +63,20 @@ def check_network(arguments: argparse.Namespace) -> None:
         )
 
 
+def check_run(arguments: argparse.Namespace, ranks_per_node: int, num_nodes: int) -> None:
+    """Raises: UsageError where such a run has nothing to fit to."""
+    if (wanted := arguments.ranks_per_node or 0) > ranks_per_node:
+        raise UsageError(
+            f"--ranks-per-node {wanted}: this run has {ranks_per_node} on a node, and what more of them would make of "
+            f"its memory cannot be told from that; start {wanted} on each node"
+        )
+    if max(arguments.nodes) > 1 and num_nodes == 1 and arguments.gbit is None:
+        raise UsageError(
+            "this run is on one node, from which no network can be told: give one by --alpha-us and --gbit, ask for "
+            "--nodes 1, or start ranks on several nodes"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class CostModel:
     """The time of one all-reduce on N nodes.
@@ -144,17 +158,8 @@ def predictions(
     check_network(arguments)
     communicator, topology = all_ranks(), MPIClusterResolver().topology()
     fewest = min(topology.node_of_rank.count(node) for node in range(topology.num_nodes))
+    check_run(arguments, fewest, topology.num_nodes)
     per_node = arguments.ranks_per_node or fewest
-    if per_node > fewest:
-        raise UsageError(
-            f"--ranks-per-node {per_node}: this run has {fewest} on a node, and what more of them would make of its "
-            f"memory cannot be told from that; start {per_node} on each node"
-        )
-    if max(arguments.nodes) > 1 and topology.num_nodes == 1 and arguments.gbit is None:
-        raise UsageError(
-            "this run is on one node, from which no network can be told: give one by --alpha-us and --gbit, ask for "
-            "--nodes 1, or start ranks on several nodes"
-        )
     model = _model(communicator, topology, per_node, sizes, arguments)
     measured: dict[tuple[int, int], float] = {}
     here = topology.num_nodes
@@ -197,8 +202,10 @@ def _model(
 
     def slowest(part: Communicator, slices: int, label: str) -> list[float]:
         """Seconds of all-reduces of one of `slices` of each size."""
-        own = [_p50(part, size // slices) * 1e-6 if takes_part else 0.0 for size in sizes]
-        return list(map(max, zip(*communicator.all_gather_object(own, label=label), strict=True)))
+        seconds = np.zeros(len(sizes))
+        if takes_part:
+            seconds[:] = [_p50(part, size // slices) * 1e-6 for size in sizes]
+        return np.max(communicator.all_gather_object(seconds, label=label), axis=0).tolist()
 
     node_model = (0, Cost(0.0, 0.0), Cost(0.0, 0.0))
     if per_node > 1:

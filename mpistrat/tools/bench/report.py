@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrat.machine.private_files import private
-from mpistrat.tools.bench.device import HOST, Device
-from mpistrat.tools.bench.rounds import all_ranks
-from mpistrat.tools.bench.surroundings import surroundings
 
 SCHEMA = 1
 SAMPLES = "samples"  # the column that only the file has
@@ -76,20 +73,6 @@ def table_report(
     lines = [f"\n{title} · {taken_on}", *distance_in_words(where), *table(rows), *notes]
     wrong = any(row.get("wrong") for row in rows)
     return Report(title, where, rows, lines, {"left_out": left_out}, draw, wrong)
-
-
-def report(
-    title: str,
-    rows: Sequence[Row],
-    path: str | None = None,
-    left_out: Mapping[str, str] = {},
-    device: Device = HOST,
-) -> None:
-    """Print `rows`, and write them to `path`, with what they were measured on. Called by: every rank."""
-    communicator = all_ranks()
-    where = surroundings(communicator, device)
-    if communicator.rank == 0:
-        table_report(title, rows, where, left_out).publish(path)
 
 
 def table(rows: Sequence[Row]) -> list[str]:

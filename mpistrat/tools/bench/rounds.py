@@ -38,7 +38,12 @@ def distance_before() -> float:
     return distance_now()
 
 
-def own_host() -> str:
+def first_reason(reason: str) -> str:
+    """The reason of the first rank that has one; "" where none has. Called by: every rank."""
+    return next(filter(None, all_ranks().all_gather_object(reason)), "")
+
+
+def host_of_rank() -> str:
     """The name by which other ranks reach this one. Called by: every rank."""
     host = socket.gethostname()
     return host if len(set(all_ranks().all_gather_object(host))) > 1 else "127.0.0.1"

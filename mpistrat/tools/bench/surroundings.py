@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.cluster_resolver.launcher import library_name
 from mpistrat.communicators import Communicator
 from mpistrat.machine.cpu_model import cpu_model
 from mpistrat.machine.devices import num_accelerators, torch_accelerator
@@ -23,8 +24,8 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
     """Collective; equal on all ranks. Args: device: whose memory was measured."""
     cores = sorted(os.sched_getaffinity(0))
     distances = distance_before(), distance_now()
-    everyone = communicator.all_gather_object((socket.gethostname(), cores, distances))
-    usable = len({(host, cpu) for host, cpus, _ in everyone for cpu in cpus})
+    of_ranks = communicator.all_gather_object((socket.gethostname(), cores, distances))
+    usable = len({(host, cpu) for host, cpus, _ in of_ranks for cpu in cpus})
     here = {
         "tool": f"mpistrat {version_of('mpistrat') or '(not installed)'}",
         "python": platform.python_version(),
@@ -33,10 +34,10 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
         "cpu": cpu_model(),
         "cores_of_rank_0": len(cores),
         "ranks": communicator.size,
-        "hosts": sorted({host for host, *_ in everyone}),
+        "hosts": sorted({host for host, *_ in of_ranks}),
         "usable_cores": usable,
         "oversubscribed": usable < communicator.size,
-        "distance_us": [1e6 * max(own[when] for *_, own in everyone) for when in (0, 1)],
+        "distance_us": (1e6 * np.max([between for *_, between in of_ranks], axis=0)).tolist(),
         "mpi": _mpi(),
         "device": str(device),
         **_torch(),
@@ -46,11 +47,8 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
 
 
 def _mpi() -> str:
-    """The name and version of the library; some libraries go on to tell much more."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None:
-        return "no MPI"
-    return " ".join(mpi.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ").split())
+    return "no MPI" if mpi is None else library_name(mpi.Get_library_version())
 
 
 def _torch() -> dict[str, Any]:

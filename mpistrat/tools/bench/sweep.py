@@ -102,12 +102,12 @@ def measure(
         planned = np.array(SECONDS_PER_SIZE / max(seconds[-1], 1e-7))
         communicator.all_reduce(planned, "min")
         calls = min(max(FEWEST_CALLS, int(planned)), MOST_CALLS)
-    own = np.array([_timed(operation) for _ in range(calls)]) * 1e6
+    times = np.array([_timed(operation) for _ in range(calls)]) * 1e6
     wrong += operation.wrong()
 
-    everyone = np.stack(communicator.all_gather(own))
-    samples = everyone.max(axis=0)
-    medians = np.median(everyone, axis=1)
+    of_ranks = np.stack(communicator.all_gather(times))
+    samples = of_ranks.max(axis=0)
+    medians = np.median(of_ranks, axis=1)
     p50 = float(np.median(samples))
     limit = _copying(communicator, operation.nbytes, calls, device)
     algbw = operation.nbytes / p50 / 1e3

@@ -13,7 +13,7 @@ from mpistrat.tools.bench import operations
 from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.operations import Operation
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
-from mpistrat.tools.bench.torch_groups import MPISTRAT, group_on, own_backend
+from mpistrat.tools.bench.torch_groups import MPISTRAT, backend_of_torch, group_on
 
 _FLOAT32 = np.dtype("float32")
 # torch's new names for two calls, or the ones that it had before
@@ -94,8 +94,8 @@ class AllToAll(TorchCollective):
         dist.all_to_all(self.received_parts, self.sent_parts, group=self.group)
 
     def expected(self) -> np.ndarray:
-        everyone = [self.operand(rank, self.count) for rank in range(self.communicator.size)]
-        return np.concatenate([operand.reshape(-1, self.part)[self.rank] for operand in everyone])
+        operands = [self.operand(rank, self.count) for rank in range(self.communicator.size)]
+        return np.concatenate([operand.reshape(-1, self.part)[self.rank] for operand in operands])
 
 
 class AllToAllSingle(AllToAll):
@@ -122,7 +122,7 @@ def compare_calls(
 
     Raises: CannotTakePart where torch has no backend for `device`.
     """
-    groups = {backend: group_on(backend) for backend in (own_backend(device.name), MPISTRAT)}
+    groups = {backend: group_on(backend) for backend in (backend_of_torch(device.name), MPISTRAT)}
     return [
         compare_call(
             name,
@@ -139,7 +139,7 @@ def compare_call(
 ) -> dict[str, Any]:
     """The row of one call and size. Called by: every rank. Args: calls: by backend, torch's own first."""
     wrong = sum(call.wrong_at_first() for call in calls.values())
-    own, ours = calls
+    peer, ours = calls
     nbytes = calls[ours].nbytes
     repeat = max(1, min(100, (1 << 23) // nbytes))
     rounds = compare(calls, repeat, num_rounds, calls[ours].device.wait)
@@ -148,7 +148,7 @@ def compare_call(
         "call": name,
         "bytes": nbytes,
         **{f"{backend} us": us for backend, us in times.items()},
-        f"{own} / {ours}": times[own] / times[ours],
+        f"{peer} / {ours}": times[peer] / times[ours],
         "wrong": sum(all_ranks().all_gather_object(wrong)),
         "samples": rounds,
     }

@@ -31,20 +31,20 @@ def group_on(backend: str) -> dist.ProcessGroup:
     return dist.new_group(backend=backend)
 
 
-def own_backend(device: str) -> str:
-    """That of torch for tensors on `device`: gloo, NCCL, …. Called by: every rank.
+def backend_of_torch(device: str) -> str:
+    """The backend of torch for tensors on `device`: gloo, NCCL, …. Called by: every rank.
 
     Raises: CannotTakePart on all ranks, where torch has none, or several ranks use one device, which NCCL refuses.
     """
     kind, _, number = device.partition(":")
     if kind == "cpu":
         return GLOO
-    own = f"{socket.gethostname()} {seen_accelerators()[int(number)]}"
-    everyone = all_ranks().all_gather_object(own)
-    if len(set(everyone)) < len(everyone):
+    name = f"{socket.gethostname()} {seen_accelerators()[int(number)]}"
+    names = all_ranks().all_gather_object(name)
+    if len(set(names)) < len(names):
         from mpistrat.communicators.transports.accelerator.gpu_ways import Gpu, shared_gpu
 
-        if reason := shared_gpu([Gpu(0, name) for name in everyone]):
+        if reason := shared_gpu([Gpu(0, name) for name in names]):
             raise CannotTakePart(f"{reason}, which its backend refuses")
     try:
         return dist.get_default_backend_for_device(kind)

@@ -46,11 +46,11 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
     times, losses = _measure(communicator, work, batches, step, arguments.steps)
     where = surroundings(communicator, device)
 
-    everyone = np.stack(communicator.all_gather(np.array(list(times.values())) * 1e3))
+    of_ranks = np.stack(communicator.all_gather(np.array(list(times.values())) * 1e3))
     # A step is as long as its slowest rank's.
-    slowest = dict(zip(times, everyone.max(axis=0), strict=True))
+    slowest = dict(zip(times, of_ranks.max(axis=0), strict=True))
     p50 = {part: float(np.median(values)) for part, values in slowest.items()}
-    compute = np.median(everyone[:, list(times).index("compute")], axis=1)
+    compute = np.median(of_ranks[:, list(times).index("compute")], axis=1)
     efficiency, refused = efficiency_of(p50["compute"], p50["step"], where)
     row = {
         "model": arguments.model,
@@ -75,7 +75,7 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
         "slowest_ratio": float(compute.max() / np.median(compute)),
         "ranks_that_differ": ranks_that_differ(communicator, module),
         "losses_finite": all(communicator.all_gather_object(all(map(math.isfinite, losses)))),
-        "samples": {f"{part}_ms": everyone[:, i].round(4).tolist() for i, part in enumerate(times)},
+        "samples": {f"{part}_ms": of_ranks[:, i].round(4).tolist() for i, part in enumerate(times)},
     }
     return row, where
 
@@ -119,9 +119,8 @@ def _measure(
         if batches is not None:
             work.take(next(batches))
         read = time.perf_counter()
-        losses.append(
-            float(step())
-        )  # waits for the device: the copy comes after the optimizer's kernels
+        # Waits for the device: the copy comes after the optimizer's kernels.
+        losses.append(float(step()))
         times["step"].append(time.perf_counter() - started)
         times["input"].append(read - started)
 

@@ -22,13 +22,13 @@ STEPS_CPUS_PER_TASK = "SRUN_CPUS_PER_TASK"  # since Slurm 22.05 srun looks at th
 
 
 def look() -> Cores:
-    mine = os.sched_getaffinity(0)
+    cpus = os.sched_getaffinity(0)
     return Cores(
-        allowed=sorted(mine),
+        allowed=sorted(cpus),
         of_launcher=_cores_of_launcher(),
         quota=allowed().cpus,
         threads=users_threads(),
-        caches=list(caches_of(mine)),
+        caches=list(caches_of(cpus)),
     )
 
 
@@ -45,7 +45,7 @@ def check(job: Job) -> Iterator[Finding]:
     if job.failure is not None and launch.variables and launch.size != 1:
         return  # how many ranks share this node is not known
     for name, ranks in job.nodes().items():
-        found = [*_sharing(ranks), *_threads(ranks), *_slurm(ranks)]
+        found = [*_sharing(ranks), *_quota(ranks), *_threads(ranks), *_slurm(ranks)]
         if not any(finding.level == PROBLEM for finding in found):
             found.append(_fine(ranks))
         if farthest := max(rank.cores.distance for rank in ranks):
@@ -66,45 +66,70 @@ def _shared_caches(ranks: Sequence[RankFacts]) -> str:
 
 def _sharing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """More ranks than cores, ranks bound to the same cores while others are free, or cores that no rank may use."""
-    masks = [set(rank.cores.allowed) for rank in ranks]
-    union = set().union(*masks)
-    first, in_slurm = ranks[0].cores, ranks[0].launch.slurm
-    quota, of_launcher = first.quota, first.of_launcher
-    usable = len(union) if quota is None else min(len(union), quota)
-    crowded = [mask for mask in masks if cpu_share(mask, masks) < 1]
-    here = f"{count(len(ranks), 'rank')} here"
-    if crowded and len(union) >= len(ranks):
-        theirs = set().union(*crowded)
+    cores, usable, spare = _cores_of(ranks), _usable_cpus(ranks), _cores_left_by_launcher(ranks)
+    here, bound_to = f"{count(len(ranks), 'rank')} here", count(len(cores), "core")
+    crowded = _crowded_masks(ranks)
+    if crowded and len(cores) >= len(ranks):
+        shared = set().union(*crowded)
         yield problem(
-            f"{len(crowded)} of {here} are bound to {count(len(theirs), 'core')} "
-            f"(CPU {runs_in_words(theirs)}), although the ranks have {len(union)} between them.",
-            _bind(ranks, len(union) // len(ranks)),
+            f"{len(crowded)} of {here} are bound to {count(len(shared), 'core')} "
+            f"(CPU {runs_in_words(shared)}), although the ranks have {len(cores)} between them.",
+            _bind(ranks, len(cores) // len(ranks)),
         )
-    elif crowded and of_launcher > len(union) and not in_slurm:
+    elif crowded and spare:
         yield problem(
-            f"{here} are bound to {count(len(union), 'core')} (CPU {runs_in_words(union)}) of the launcher's "
-            f"{of_launcher}.",
-            _bind(ranks, of_launcher // len(ranks)),
+            f"{here} are bound to {bound_to} (CPU {runs_in_words(cores)}) of the launcher's "
+            f"{len(cores) + spare}.",
+            _bind(ranks, (len(cores) + spare) // len(ranks)),
         )
     elif len(ranks) > usable:
-        limited = f", with {quota:g} CPUs' worth of time" if quota and quota < len(union) else ""
+        limited = f", with {usable:g} CPUs' worth of time" * (usable < len(cores))
         ask = f", or ask Slurm for more: --ntasks-per-node={len(ranks)} --cpus-per-task=1"
         yield problem(
-            f"{here} have {count(len(union), 'core')}{limited}: they take turns, and MPI's waiting takes a core, too.",
-            f"start at most {count(max(1, int(usable)), 'rank')} per node{ask if in_slurm else ''}",
+            f"{here} have {bound_to}{limited}: they take turns, and MPI's waiting takes a core, too.",
+            f"start at most {count(max(1, int(usable)), 'rank')} per node{ask * bool(ranks[0].launch.slurm)}",
         )
-    elif len(ranks) > 1 and 2 * len(union) <= of_launcher and not in_slurm:
+    elif len(ranks) > 1 and spare >= len(cores):
         yield warning(
-            f"{here} may run on {len(union)} of the launcher's {of_launcher} cores: it has bound each to "
-            f"{count(len(masks[0]), 'core')}.",
-            _bind(ranks, of_launcher // len(ranks)),
+            f"{here} may run on {len(cores)} of the launcher's {len(cores) + spare} cores: it has bound each to "
+            f"{count(len(ranks[0].cores.allowed), 'core')}.",
+            _bind(ranks, (len(cores) + spare) // len(ranks)),
         )
-    if quota is not None and len(ranks) <= usable < len(union):
+
+
+def _quota(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """A limit of time below the cores that can be seen."""
+    cores, usable = _cores_of(ranks), _usable_cpus(ranks)
+    if len(ranks) <= usable < len(cores):
         yield warning(
-            f"{count(len(union), 'core')} can be seen, but a control group allows {quota:g} CPUs' worth of time: more "
+            f"{count(len(cores), 'core')} can be seen, but a control group allows {usable:g} CPUs' worth of time: more "
             "threads than that are stopped in turn.",
-            f"set OMP_NUM_THREADS={max(1, int(quota / len(ranks)))}, or raise the container's limit (--cpus)",
+            f"set OMP_NUM_THREADS={max(1, int(usable / len(ranks)))}, or raise the container's limit (--cpus)",
         )
+
+
+def _cores_of(ranks: Sequence[RankFacts]) -> set[int]:
+    """The cores that any of the ranks may use."""
+    return set().union(*(rank.cores.allowed for rank in ranks))
+
+
+def _usable_cpus(ranks: Sequence[RankFacts]) -> float:
+    """The cores of the ranks, or the CPUs' worth of time that a control group allows, if that is less."""
+    cores, quota = len(_cores_of(ranks)), ranks[0].cores.quota
+    return cores if quota is None else min(cores, quota)
+
+
+def _cores_left_by_launcher(ranks: Sequence[RankFacts]) -> int:
+    """How many cores the launcher may use beside the ranks'. Under Slurm the ranks cannot have these."""
+    if ranks[0].launch.slurm:
+        return 0
+    return max(0, ranks[0].cores.of_launcher - len(_cores_of(ranks)))
+
+
+def _crowded_masks(ranks: Sequence[RankFacts]) -> list[list[int]]:
+    """The cores of each rank that has less than one core for itself."""
+    masks = [rank.cores.allowed for rank in ranks]
+    return [mask for mask in masks if cpu_share(mask, masks) < 1]
 
 
 def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -140,12 +165,12 @@ def _slurm(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 def _fine(ranks: Sequence[RankFacts]) -> Finding:
     masks = [rank.cores.allowed for rank in ranks]
     shares = sorted({intra_op_threads(mask, masks) for mask in masks})
-    cores = f"{shares[0]}" if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
+    cores = " to ".join(map(str, sorted({shares[0], shares[-1]})))
     threads = sorted({text for rank in ranks for text in rank.cores.threads.values()})
-    how_many = f"as you set them, {', '.join(threads)}" if threads else "as many"
-    union = set().union(*masks)
+    how_many = ", ".join(["as you set them", *threads]) if threads else "as many"
+    all_cores = count(len(_cores_of(ranks)), "core")
     return ok(
-        f"{count(len(ranks), 'rank')}{', each' * (len(ranks) > 1)} with {cores} of {count(len(union), 'core')}; "
+        f"{count(len(ranks), 'rank')}{', each' * (len(ranks) > 1)} with {cores} of {all_cores}; "
         f"threads: {how_many}."
     )
 

@@ -26,11 +26,8 @@ _NO_DEVICE = 100
 
 
 def look() -> Driver:
-    answer = ask(
-        [sys.executable, "-m", "mpistrat.tools.doctor.cuda_driver"],
-        SECONDS_TO_ASK,
-        environment_of_children(),
-    )
+    command = [sys.executable, "-m", "mpistrat.tools.doctor.cuda_driver"]
+    answer = ask(command, SECONDS_TO_ASK, environment_of_children())
     found = answer.json(BEGIN)
     if found is None:
         # The driver need not be what failed: the child may have ended before it asked.

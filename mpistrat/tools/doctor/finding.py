@@ -39,11 +39,8 @@ class Finding:
 
 def findings_of(check: str) -> tuple[partial[Finding], partial[Finding], partial[Finding]]:
     """`ok(text)`, `warning(text, fix)` and `problem(text, fix)` of one check."""
-    return (
-        partial(Finding, check, OK),
-        partial(Finding, check, WARNING),
-        partial(Finding, check, PROBLEM),
-    )
+    finding = partial(Finding, check)
+    return partial(finding, OK), partial(finding, WARNING), partial(finding, PROBLEM)
 
 
 def on_node(name: str, findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -73,22 +73,28 @@ def look(driver: Driver) -> Gpus:
 
 def check(job: Job) -> Iterator[Finding]:
     nodes = [(name, ranks, gpus) for name, ranks in job.nodes().items() if (gpus := ranks[0].gpus)]
-    for name, ranks, gpus in nodes:
-        if gpus.torch_error and not ranks[0].driver.hangs:
-            yield problem(
-                f"torch cannot be imported: {gpus.torch_error}.",
-                "pip install --force-reinstall torch, of the build that fits this machine "
-                "(docs/getting_started.md: which torch comes from where)",
-                (name,),
-            )
     some_have = any(_have(ranks, gpus) for _, ranks, gpus in nodes)
-    if some_have or any(_errors(ranks) or gpus.named for _, ranks, gpus in nodes):
-        for name, ranks, gpus in nodes:
-            has = _have(ranks, gpus)
-            yield from on_node(name, _some(ranks, gpus) if has else _none(ranks, gpus, some_have))
+    for name, ranks, gpus in nodes:
+        yield from on_node(name, _torch_import(ranks, gpus))
+    found = [
+        finding
+        for name, ranks, gpus in nodes
+        for finding in on_node(name, _gpus_of_node(ranks, gpus, some_have))
+    ]
+    yield from found
+    if found or some_have:
         yield from _nccl_versions(nodes)
     elif nodes:
         yield ok("No GPU is visible: neither NCCL nor a CUDA-aware MPI is needed.")
+
+
+def _torch_import(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
+    if gpus.torch_error and not ranks[0].driver.hangs:
+        yield problem(
+            f"torch cannot be imported: {gpus.torch_error}.",
+            "pip install --force-reinstall torch, of the build that fits this machine "
+            "(docs/getting_started.md: which torch comes from where)",
+        )
 
 
 def _have(ranks: list[RankFacts], gpus: Gpus) -> bool:
@@ -96,17 +102,14 @@ def _have(ranks: list[RankFacts], gpus: Gpus) -> bool:
     return any(rank.driver.gpus for rank in ranks) or gpus.torch_gpus > 0
 
 
-def _errors(ranks: list[RankFacts]) -> list[str]:
-    """The different errors of a node's driver, where it has a driver."""
-    drivers = [rank.driver for rank in ranks if rank.driver.installed]
-    return list(dict.fromkeys(driver.error for driver in drivers if driver.error))
-
-
-def _none(ranks: list[RankFacts], gpus: Gpus, others_have: bool) -> Iterator[Finding]:
-    """Findings on a node without a GPU that a program could use."""
+def _gpus_of_node(ranks: list[RankFacts], gpus: Gpus, some_have: bool) -> Iterator[Finding]:
+    """Args: some_have: whether a node of the job has GPUs that a program can use."""
     named = f"CUDA_VISIBLE_DEVICES or nvidia-smi names {count(len(gpus.named), 'GPU')}"
-    errors = _errors(ranks)
-    if errors:
+    drivers = [rank.driver for rank in ranks if rank.driver.installed]
+    errors = dict.fromkeys(driver.error for driver in drivers if driver.error)
+    if _have(ranks, gpus):
+        yield from _usable(ranks, gpus)
+    elif errors:
         yield problem(
             f"No GPU can be used: {'; '.join(errors)}.",
             "compare with what nvidia-smi says, outside containers too; the node's driver must be reloaded, or "
@@ -123,46 +126,55 @@ def _none(ranks: list[RankFacts], gpus: Gpus, others_have: bool) -> Iterator[Fin
             f"{named}, but CUDA's driver shows this rank none.",
             "unset CUDA_VISIBLE_DEVICES, or name GPUs that the job has (Slurm sets it itself: --gpus-per-node=…)",
         )
-    elif others_have:
+    elif some_have:
         yield problem(
             "No GPU is visible, while other nodes have some: values then go through the host everywhere.",
             "ask Slurm for them on every node (--gpus-per-node=…), and look at nvidia-smi there",
         )
 
 
-def _some(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
-    """Findings on a node with GPUs."""
+def _usable(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
+    """Findings on a node with GPUs that a program can use."""
     yield from _without(ranks)
     number = len(ranks[0].driver.gpus) or gpus.torch_gpus
     if not number:
         return  # only the first rank tries torch, NCCL and MPI, and it had no GPU to try them on
-    there = f"{'is' if number == 1 else 'are'} {count(number, 'GPU')}"
-    if gpus.torch and not (gpus.torch_cuda or gpus.torch_other):
-        yield problem(
-            f"torch {gpus.torch} is a build for CPUs, and there {there}.",
-            "pip install torch, of a CUDA build (docs/getting_started.md: which torch comes from where)",
-        )
-    elif gpus.torch and not gpus.torch_gpus:
-        yield problem(
-            f"torch {gpus.torch} ({gpus.torch_other or f'CUDA {gpus.torch_cuda}'}) sees no GPU, and there {there}: "
-            "it is newer than the driver.",
-            "compare with the CUDA version that nvidia-smi shows; update the driver or take an older build of torch",
-        )
-    # --gpus-per-task, and scripts between launcher and program, give each rank others.
-    between = max(number, len({name for rank in ranks for name in rank.driver.gpus}))
-    sharing = [rank for rank in ranks if rank.driver.gpus] or ranks
-    if len(sharing) > between:
-        yield warning(
-            f"{count(len(sharing), 'rank')} share {count(between, 'GPU')}: NCCL refuses that, and values go "
-            "through the host.",
-            f"{ONE_RANK_PER_GPU}; --ntasks-per-node={between}",
-        )
+    yield from _torch_build(gpus, number)
+    yield from _shared_gpus(ranks, number)
     if gpus.torch_other:
         yield ok(f"torch's own collectives serve its tensors on GPUs ({gpus.torch_other}).")
     else:
         yield from _nccl(gpus)
     if gpus.mpi_refusal is not None:
         yield _mpi(gpus.mpi_refusal)
+
+
+def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
+    """Whether torch, if it is there, can use the node's `number` GPUs."""
+    there = f"there {'is' if number == 1 else 'are'} {count(number, 'GPU')}"
+    build = gpus.torch_other or f"CUDA {gpus.torch_cuda}" * bool(gpus.torch_cuda)
+    if gpus.torch and not build:
+        yield problem(
+            f"torch {gpus.torch} is a build for CPUs, and {there}.",
+            "pip install torch, of a CUDA build (docs/getting_started.md: which torch comes from where)",
+        )
+    elif gpus.torch and not gpus.torch_gpus:
+        yield problem(
+            f"torch {gpus.torch} ({build}) sees no GPU, and {there}: it is newer than the driver.",
+            "compare with the CUDA version that nvidia-smi shows; update the driver or take an older build of torch",
+        )
+
+
+def _shared_gpus(ranks: list[RankFacts], number: int) -> Iterator[Finding]:
+    """More ranks than GPUs. --gpus-per-task, and scripts between launcher and program, give each rank others."""
+    gpus = max(number, len({name for rank in ranks for name in rank.driver.gpus}))
+    sharing = [rank for rank in ranks if rank.driver.gpus] or ranks
+    if len(sharing) > gpus:
+        yield warning(
+            f"{count(len(sharing), 'rank')} share {count(gpus, 'GPU')}: NCCL refuses that, and values go "
+            "through the host.",
+            f"{ONE_RANK_PER_GPU}; --ntasks-per-node={gpus}",
+        )
 
 
 def _mpi(refusal: str) -> Finding:
@@ -197,8 +209,7 @@ def _without(ranks: list[RankFacts]) -> Iterator[Finding]:
 
 
 def _nccl(gpus: Gpus) -> Iterator[Finding]:
-    loaded, wheels = gpus.nccl_loaded, [path for by, path in gpus.nccl_visible if by == WHEEL]
-    others = sorted({path for by, path in gpus.nccl_visible if by != WHEEL})
+    loaded = gpus.nccl_loaded
     if len(loaded) > 1:
         listed = " and ".join(f"{version} ({path})" for path, version in loaded)
         yield problem(
@@ -207,7 +218,7 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
             "nvidia-nccl-cu* wheels than torch's",
         )
     elif not gpus.cupy and not gpus.torch:
-        why = f" ({gpus.cupy_error})" if gpus.cupy_error else ""
+        why = f" ({gpus.cupy_error})" * bool(gpus.cupy_error)
         yield warning(
             f"CuPy is missing{why}, and so is torch: no array of a program is on a GPU.",
             "pip install torch, of a CUDA build, or 'mpistrat[cuda]' (mpistrat[cuda12] where CUDA is 12)",
@@ -217,19 +228,28 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
             "Neither torch nor CuPy has found a libnccl: values on GPUs go a slower way.",
             INSTALL_NCCL,
         )
-    elif wheels and loaded[0][0] not in wheels:
-        yield warning(
-            f"NCCL {loaded[0][1]} is {loaded[0][0]}, and not {WHEEL} ({wheels[0]}).",
-            f"take {loaded[0][0]} out of LD_LIBRARY_PATH, unless that is what you wish",
-        )
     else:
-        yield ok(f"NCCL {loaded[0][1]}, one copy: {loaded[0][0]}.")
-        if wheels and others:
-            yield warning(
-                f"LD_LIBRARY_PATH has another NCCL, {others[0]}: a program that imports cupy before torch "
-                "loads that one.",
-                "import torch first, or take its folder out of LD_LIBRARY_PATH",
-            )
+        path, version = loaded[0]
+        yield from _origin_of_nccl(path, version, gpus.nccl_visible)
+
+
+def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Iterator[Finding]:
+    """Whether the NCCL that a process loads is the one that torch needs. Args: visible: as of `Gpus`."""
+    wheels = [wheel for origin, wheel in visible if origin == WHEEL]
+    others = sorted(other for origin, other in visible if origin != WHEEL)
+    if wheels and path not in wheels:
+        yield warning(
+            f"NCCL {version} is {path}, and not {WHEEL} ({wheels[0]}).",
+            f"take {path} out of LD_LIBRARY_PATH, unless that is what you wish",
+        )
+        return
+    yield ok(f"NCCL {version}, one copy: {path}.")
+    if wheels and others:
+        yield warning(
+            f"LD_LIBRARY_PATH has another NCCL, {others[0]}: a program that imports cupy before torch "
+            "loads that one.",
+            "import torch first, or take its folder out of LD_LIBRARY_PATH",
+        )
 
 
 def _nccl_versions(nodes: list[tuple[str, list[RankFacts], Gpus]]) -> Iterator[Finding]:

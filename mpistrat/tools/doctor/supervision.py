@@ -65,19 +65,20 @@ def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes])
     until = time.monotonic() + seconds
     library: Library | None = None
     rest = b""
+
+    def failure(kind: str, text: str) -> JobFailure:
+        return JobFailure(stage, kind, text, last_words(written(words)))
+
     while True:
         left = max(0, until - time.monotonic()) if seconds else None  # 0: no limit
         if not select.select([pipe], [], [], left)[0]:
             process.kill()
-            late = f"it did not end within {seconds:g} s"
-            return Outcome(
-                None, JobFailure(stage, "late", late, last_words(written(words))), library
-            )
+            text = f"it did not end within {seconds:g} s"
+            return Outcome(None, failure("late", text), library)
         data = pipe.read(1 << 16)
         if not data:
-            ended = _how_it_ends(process, "killed by SIGKILL") or "it ended without a word"
-            failure = JobFailure(stage, "ended", ended, last_words(written(words)))
-            return Outcome(None, failure, library)
+            text = _how_it_ends(process, "killed by SIGKILL") or "it ended without a word"
+            return Outcome(None, failure("ended", text), library)
         *lines, rest = (rest + data).split(b"\n")
         for message in map(json.loads, lines):
             if "stage" in message:

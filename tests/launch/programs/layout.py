@@ -8,7 +8,7 @@ import os
 import sys
 
 from mpistrat.cluster_resolver import MPIClusterResolver, SlurmClusterResolver
-from mpistrat.cluster_resolver.job_roles import job_roles
+from mpistrat.cluster_resolver.roles.job_roles import job_roles
 from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
 

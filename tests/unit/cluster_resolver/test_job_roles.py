@@ -14,7 +14,7 @@ from mpistrat.cluster_resolver import (
     SlurmClusterResolver,
     UnionResolver,
 )
-from mpistrat.cluster_resolver.job_roles import job_roles
+from mpistrat.cluster_resolver.roles.job_roles import job_roles
 from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
 

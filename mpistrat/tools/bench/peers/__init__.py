@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.rounds import first_reason
 
 # File here, package to import, what to call it.
 PEERS = (
@@ -30,21 +30,19 @@ def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], di
     Args:
         what: "training_steps" or "all_reduces"; `work` are its arguments.
     """
-    there: dict[str, Callable[[], Any]] = {}
+    present: dict[str, Callable[[], Any]] = {}
     left_out: dict[str, str] = {}
-    everyone = all_ranks()
     for file, package, name in PEERS:
-        reason = "" if importlib.util.find_spec(package) else "not installed"
-        reasons = everyone.all_gather_object(reason)
         found: dict[str, Callable[[], Any]] = {}
-        if not any(reasons):
+        reason = first_reason("" if importlib.util.find_spec(package) else "not installed")
+        if not reason:
             try:
                 found = getattr(importlib.import_module(f"{__name__}.{file}"), what)(*work)
             except (CannotTakePart, ImportError) as error:
                 reason = str(error)
-            reasons = everyone.all_gather_object(reason)
-        if any(reasons):
-            left_out[name] = next(filter(None, reasons))
+            reason = first_reason(reason)
+        if reason:
+            left_out[name] = reason
         else:
-            there |= found
-    return there, left_out
+            present |= found
+    return present, left_out

@@ -19,10 +19,7 @@ from mpistrat.tools.bench.work import Step, Work
 
 def training_steps(work: Work) -> dict[str, Step]:
     _check(torch.device(work.device))
-    return {
-        "raw MPI, flat buffer": _copied(work),
-        "raw MPI, .grad in the buffer": _in_place(work),
-    }
+    return {"raw MPI, flat buffer": _copied(work), "raw MPI, .grad in the buffer": _in_place(work)}
 
 
 def _check(device: torch.device) -> None:

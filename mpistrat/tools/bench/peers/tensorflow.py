@@ -15,7 +15,7 @@ import torch
 
 from mpistrat.tools.bench.device import check_on_host
 from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.rounds import all_ranks, own_host
+from mpistrat.tools.bench.rounds import all_ranks, host_of_rank
 from mpistrat.tools.bench.work import Step, Work
 
 
@@ -24,31 +24,36 @@ def _start() -> Any:
     """The strategy. A process has one, because a worker's server cannot be started twice."""
     tf.config.set_visible_devices([], "GPU")
     tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
-    everyone, host = all_ranks(), own_host()
     with socket.socket() as probe:
         probe.bind(("", 0))
-        address = f"{host}:{probe.getsockname()[1]}"
-    workers = everyone.all_gather_object(address)
-    task = {"type": "worker", "index": everyone.rank}
+        address = f"{host_of_rank()}:{probe.getsockname()[1]}"
+    workers = all_ranks().all_gather_object(address)
+    task = {"type": "worker", "index": all_ranks().rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
     ring = tf.distribute.experimental.CollectiveCommunication.RING
     options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
     return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
 
+def _perceptron(work: Work) -> list[torch.nn.Linear]:
+    """The layers of a perceptron with weights. Raises: CannotTakePart for another model."""
+    module, _ = work.build()
+    layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
+    if not isinstance(module, torch.nn.Sequential) or len(layers) * 2 != len(module):
+        raise CannotTakePart("this model is not written in TensorFlow here; the MLPs are")
+    return layers
+
+
 def training_steps(work: Work) -> dict[str, Step]:
     """Steps of the perceptrons, with the same weights and batch."""
     check_on_host(work.device)
-    module, _ = work.build()
-    linear = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
-    if not isinstance(module, torch.nn.Sequential) or len(linear) * 2 != len(module):
-        raise CannotTakePart("this model is not written in TensorFlow here; the MLPs are")
+    layers = _perceptron(work)
     strategy = _start()
     inputs, targets = (tf.constant(tensor.numpy()) for tensor in work.batch)
     inputs = tf.reshape(inputs, [len(inputs), -1])
     with strategy.scope():
-        weights = [tf.Variable(layer.weight.detach().numpy().T) for layer in linear]
-        biases = [tf.Variable(layer.bias.detach().numpy()) for layer in linear]
+        weights = [tf.Variable(layer.weight.detach().numpy().T) for layer in layers]
+        biases = [tf.Variable(layer.bias.detach().numpy()) for layer in layers]
     variables = weights + biases
 
     def update(strategy: Any, gradients: Any) -> None:

@@ -12,7 +12,9 @@ from mpistrat.tools.bench import operations, sweep
 from mpistrat.tools.bench.command import main
 from mpistrat.tools.bench.command_line import number_of_bytes
 from mpistrat.tools.bench.operations import OPERATIONS
-from mpistrat.tools.bench.report import report
+from mpistrat.tools.bench.report import table_report
+from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.surroundings import surroundings
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_files_are_no_argument_of_a_measurement(
     path = str(tmp_path / "rows.json")
     arguments = ["all_reduce", "--json", path, "-n", "3", f"--plot={tmp_path}/a.png"]
     monkeypatch.setattr("sys.argv", ["mpistrat-bench", *arguments])
-    report("rows", [{"us": 1.0}], path)
+    table_report("rows", [{"us": 1.0}], surroundings(all_ranks())).publish(path)
     content = Path(path).read_text()
     assert json.loads(content)["arguments"] == ["all_reduce", "-n", "3"]
     assert str(tmp_path) not in content

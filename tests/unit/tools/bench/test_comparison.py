@@ -10,8 +10,9 @@ import pytest
 
 from mpistrat.tools.bench import peers
 from mpistrat.tools.bench.comparison import compare_all_reduce, compare_training, operand
-from mpistrat.tools.bench.report import report, table
-from mpistrat.tools.bench.rounds import compare, medians
+from mpistrat.tools.bench.report import table, table_report
+from mpistrat.tools.bench.rounds import all_ranks, compare, medians
+from mpistrat.tools.bench.surroundings import surroundings
 
 
 def test_rounds() -> None:
@@ -97,7 +98,8 @@ def test_tables_and_files_say_the_same(tmp_path: Path, capsys: pytest.CaptureFix
         {"who": "peer", "us": 2.5, "limit us": 3.0, "samples": [2.5]},
     ]
     file = tmp_path / "rows.json"
-    report("a comparison", rows, str(file), {"Horovod": "not installed"})
+    where = surroundings(all_ranks())
+    table_report("a comparison", rows, where, {"Horovod": "not installed"}).publish(str(file))
     content = json.loads(file.read_text())
     assert content["schema"] == 1
     assert content["rows"] == rows

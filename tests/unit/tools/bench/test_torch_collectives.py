@@ -52,6 +52,6 @@ def test_torchs_own_backend_of_ranks_that_share_a_gpu(
     monkeypatch.setattr(torch_groups, "seen_accelerators", lambda: ("GPU-1",))
     if reason:
         with pytest.raises(CannotTakePart, match=f"{reason}, which its backend refuses"):
-            torch_groups.own_backend("cuda:0")
+            torch_groups.backend_of_torch("cuda:0")
     else:
-        assert torch_groups.own_backend("cuda:0") == "nccl"
+        assert torch_groups.backend_of_torch("cuda:0") == "nccl"

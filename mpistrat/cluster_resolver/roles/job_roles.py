@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +12,20 @@ from typing import Any
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.slurm.resolver import own_component
-from mpistrat.cluster_resolver.task_claims import (
+from mpistrat.cluster_resolver.roles.task_claims import (
     TaskClaim,
-    check_errors,
     check_same_cluster,
     describe_cluster,
+    exchange,
     names_cluster,
-    picklable,
 )
-from mpistrat.cluster_resolver.task_roles import TASK_TYPES, task_count, validated_cluster
+from mpistrat.cluster_resolver.roles.task_roles import (
+    TASK_TYPES,
+    checked_cluster,
+    task_count,
+    validated_cluster,
+)
+from mpistrat.cluster_resolver.slurm.resolver import own_component
 from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
 from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
@@ -64,7 +69,7 @@ def job_roles(
     num_ps: int | None,
     *,
     chief: bool | None,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> JobRoles:
     """The tasks of the ranks of `topology`.
 
@@ -81,23 +86,15 @@ def job_roles(
     Raises, on all ranks: ValueError when nothing says who has which role, or the roles will not do; TopologyError
         when the ranks and what names their tasks contradict each other.
     """
-    cause: Exception | None = None
-    try:
-        own = _own_claim(resolver, num_ps, chief, os.environ if environ is None else environ)
-    except Exception as error:
-        cause = error
-        own = _RoleClaim(error=picklable(error))
-    claims: list[_RoleClaim] = all_gather_object(own)
-    check_errors(claims, cause)
+    make_claim = functools.partial(_claim_of_rank, resolver, num_ps, chief, environ)
+    claims = exchange(make_claim, all_gather_object)
     _check_arguments(claims)
     check_same_cluster(claims)
     chief = next((claim.chief for claim in claims if claim.chief is not None), False)
-    if own.num_ps is not None:
-        return _of_servers(topology, _servers_by_node(topology, own.num_ps, chief), chief)
-    if own.cluster_spec is not None:
-        return JobRoles(
-            topology.rank, _claimed_tasks(own.cluster_spec, claims, chief), own.cluster_spec
-        )
+    if num_ps is not None:
+        return _of_servers(topology, _servers_by_node(topology, num_ps, chief), chief)
+    if (spec := claims[0].cluster_spec) is not None:
+        return JobRoles(topology.rank, _claimed_tasks(spec, claims, chief), spec)
     return _of_components(topology, [claim.component for claim in claims], chief)
 
 
@@ -112,15 +109,14 @@ def check_num_ps(num_ps: Any) -> None:
 def works_alone(
     topology: Topology,
     resolver: ClusterResolver | None,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> bool:
     """Whether this is the only rank, and no cluster names its task. Communicates nothing."""
     of_mpi = resolver is None or isinstance(resolver, MPIClusterResolver)
-    named = names_cluster(os.environ if environ is None else environ)
-    return topology.size == 1 and of_mpi and not named
+    return topology.size == 1 and of_mpi and not names_cluster(environ)
 
 
-def _own_claim(
+def _claim_of_rank(
     resolver: ClusterResolver | None,
     num_ps: int | None,
     chief: bool | None,
@@ -223,42 +219,46 @@ def _claimed_tasks(
 ) -> dict[str, tuple[int, ...]]:
     _check_jobs(spec, describe_cluster(claims[0]), chief)
     for rank, claim in enumerate(claims):
-        if claim.task_type is None or type(claim.task_id) is not int:
-            raise ValueError(
-                f"rank {rank}: {claim.source} names task_type={claim.task_type!r:.80} and task_id={claim.task_id!r:.80}"
-                ", which is no task: give both, a job and a number"
-            )
-        try:
-            validated_cluster(spec, claim.task_type, claim.task_id)
-        except ValueError as error:
-            raise ValueError(f"rank {rank}: {error}") from None
-    tasks = [(job, index) for job in TASK_TYPES for index in range(task_count(spec, job))]
-    if len(tasks) != len(claims):
+        _check_claim(rank, claim, spec)
+    counts = {job: task_count(spec, job) for job in TASK_TYPES if task_count(spec, job)}
+    number = sum(counts.values())
+    if number != len(claims):
         raise TopologyError(
-            f"{len(claims)} ranks were started, but the cluster {spec.as_dict()!r:.300} has {len(tasks)} tasks: "
-            f"mpirun -n {len(tasks)} python …, or a cluster of as many tasks as ranks"
+            f"{len(claims)} ranks were started, but the cluster {spec.as_dict()!r:.300} has {number} tasks: "
+            f"mpirun -n {number} python …, or a cluster of as many tasks as ranks"
         )
     rank_of: dict[tuple[str | None, int | None], int] = {}
     for rank, claim in enumerate(claims):
-        task = (claim.task_type, claim.task_id)
-        named = f"{claim.task_type} {claim.task_id}"
-        if task not in tasks:
-            raise TopologyError(f"rank {rank} is {named}, which is not in the cluster: list it")
-        if task in rank_of:
+        if claim.task_id not in range(counts.get(str(claim.task_type), 0)):
             raise TopologyError(
-                f"ranks {rank_of[task]} and {rank} are both {named} (told by {claim.source}): each rank needs a task "
-                "of its own, such as a TF_CONFIG that its launcher does not copy to the others; or give num_ps= instead"
+                f"rank {rank} is {claim.task_type} {claim.task_id}, which is not in the cluster: list it"
             )
-        rank_of[task] = rank
+        other = rank_of.setdefault((claim.task_type, claim.task_id), rank)
+        if other != rank:
+            raise TopologyError(
+                f"ranks {other} and {rank} are both {claim.task_type} {claim.task_id} (told by {claim.source}): each "
+                "rank needs a task of its own, such as a TF_CONFIG that its launcher does not copy to the others; or "
+                "give num_ps= instead"
+            )
     return {
-        job: tuple(rank_of[job, index] for index in range(task_count(spec, job)))
-        for job in TASK_TYPES
-        if task_count(spec, job)
+        job: tuple(rank_of[job, index] for index in range(count)) for job, count in counts.items()
     }
 
 
+def _check_claim(rank: int, claim: _RoleClaim, spec: ClusterSpec) -> None:
+    if claim.task_type is None or type(claim.task_id) is not int:
+        raise ValueError(
+            f"rank {rank}: {claim.source} names task_type={claim.task_type!r:.80} and task_id={claim.task_id!r:.80}"
+            ", which is no task: give both, a job and a number"
+        )
+    try:
+        validated_cluster(spec, claim.task_type, claim.task_id)
+    except ValueError as error:
+        raise ValueError(f"rank {rank}: {error}") from None
+
+
 def _check_jobs(spec: ClusterSpec, named: str, chief: bool) -> None:
-    validated_cluster(spec, None, None)
+    checked_cluster(spec)
     for job in spec.jobs:
         if spec.task_indices(job) != list(range(task_count(spec, job))):
             raise ValueError(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.task_roles import TASK_TYPES, task_count
+from mpistrat.cluster_resolver.roles.task_roles import TASK_TYPES, task_count
 from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
 from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
@@ -29,7 +29,10 @@ class TaskClaim:
     error: ValueError | TopologyError | None = None
 
 
-def picklable(error: Exception) -> ValueError | TopologyError:
+Claim = TypeVar("Claim", bound=TaskClaim)
+
+
+def _picklable(error: Exception) -> ValueError | TopologyError:
     """`error` as one of the two classes that all ranks raise, which can be pickled."""
     if isinstance(error, ValueError):
         return ValueError(str(error))
@@ -39,13 +42,26 @@ def picklable(error: Exception) -> ValueError | TopologyError:
     )
 
 
-def check_errors(claims: Sequence[TaskClaim], cause: Exception | None) -> None:
-    """Raises, on all ranks: the first rank's error. `cause` is this rank's own, if it has one."""
-    errors = [claim.error for claim in claims]
-    for rank, error in enumerate(errors):
-        if error is not None:
-            alike = all(str(other) == str(error) for other in errors)
-            raise type(error)(str(error) if alike else f"rank {rank}: {error}") from cause
+def exchange(
+    make_claim: Callable[[], Claim], all_gather_object: Callable[[Any], list[Any]]
+) -> list[Claim]:
+    """The claims of all ranks, in rank order. Called by: every rank.
+
+    Raises, on all ranks: what `make_claim` raises on the first rank where it does.
+    """
+    cause: Exception | None = None
+    claim: TaskClaim
+    try:
+        claim = make_claim()
+    except Exception as error:
+        cause, claim = error, TaskClaim(error=_picklable(error))
+    claims = all_gather_object(claim)
+    texts = {str(claim.error) for claim in claims}
+    for rank, failed in enumerate(claims):
+        if failed.error is not None:
+            where = f"rank {rank}: " * (len(texts) > 1)
+            raise type(failed.error)(f"{where}{failed.error}") from cause
+    return claims
 
 
 def check_same_cluster(claims: Sequence[TaskClaim]) -> None:
@@ -93,21 +109,18 @@ def resolver_of_trainers(
     Raises, on all ranks: TopologyError when the resolver, or TF_CONFIG, contradicts MPI, or the ranks' TF_CONFIGs each
         other; ValueError when they name no task that trains.
     """
-    cause: Exception | None = None
-    found, own = None, TaskClaim()
-    try:
-        if resolver is not None:
-            found = None if isinstance(resolver, MPIClusterResolver) else resolver
-        elif asks_tf_config and os.environ.get(TF_CONFIG):
+    found = None if isinstance(resolver, MPIClusterResolver) else resolver
+
+    def claim() -> TaskClaim:
+        nonlocal found
+        if resolver is None and asks_tf_config and os.environ.get(TF_CONFIG):
             found = _of_tf_config(topology)
-        if found is not None:
-            _compare(found, topology, of_tf_config=resolver is None)
-            own = TaskClaim(TF_CONFIG, found.cluster_spec() if resolver is None else None)
-    except Exception as error:
-        cause, own = error, TaskClaim(error=picklable(error))
-    claims = all_gather_object(own)
-    check_errors(claims, cause)
-    check_same_cluster(claims)
+        if found is None:
+            return TaskClaim()
+        _compare(found, topology, of_tf_config=resolver is None)
+        return TaskClaim(TF_CONFIG, found.cluster_spec() if resolver is None else None)
+
+    check_same_cluster(exchange(claim, all_gather_object))
     return found
 
 

@@ -31,6 +31,20 @@ def task_count(cluster_spec: Cluster, task_type: str) -> int:
     return spec.num_tasks(task_type) if task_type in spec.jobs else 0
 
 
+def checked_cluster(cluster_spec: Cluster) -> ClusterSpec:
+    """Raises: ValueError for jobs and numbers of tasks that cannot be."""
+    spec = normalize_cluster_spec(cluster_spec)
+    unknown = [job for job in spec.jobs if job not in TASK_TYPES]
+    if unknown:
+        raise ValueError(f"the cluster has the jobs {unknown}, expected only {TASK_TYPES}")
+    for job in ("chief", "evaluator"):
+        if task_count(spec, job) > 1:
+            raise ValueError(
+                f"the cluster has {task_count(spec, job)} tasks of type {job!r}, expected at most one"
+            )
+    return spec
+
+
 def validated_cluster(
     cluster_spec: Cluster, task_type: str | None, task_id: int | None
 ) -> ClusterSpec:
@@ -38,24 +52,16 @@ def validated_cluster(
 
     Raises: ValueError for jobs, numbers of tasks and a task that cannot be.
     """
-    spec = normalize_cluster_spec(cluster_spec)
-    unknown = [job for job in spec.jobs if job not in TASK_TYPES]
-    if unknown:
-        raise ValueError(f"the cluster has the jobs {unknown}, expected only {TASK_TYPES}")
-    if task_type is not None and task_type not in TASK_TYPES:
-        raise ValueError(f"task_type={task_type!r} is not one of {TASK_TYPES}")
-    for job in ("chief", "evaluator"):
-        if task_count(spec, job) > 1:
-            raise ValueError(
-                f"the cluster has {task_count(spec, job)} tasks of type {job!r}, expected at most one"
-            )
+    spec = checked_cluster(cluster_spec)
     # Evaluators are not always listed in the cluster.
-    if task_type is None or task_type == "evaluator":
+    if task_type in (None, "evaluator"):
         return spec
+    if task_type not in TASK_TYPES:
+        raise ValueError(f"task_type={task_type!r} is not one of {TASK_TYPES}")
     if task_type not in spec.jobs:
         raise ValueError(f"task_type={task_type!r} is not in the cluster: its jobs are {spec.jobs}")
-    if task_id is None or not 0 <= task_id < task_count(spec, task_type):
-        count = task_count(spec, task_type)
+    count = spec.num_tasks(task_type)
+    if task_id is None or not 0 <= task_id < count:
         raise ValueError(
             f"task_id={task_id!r} is not one of the {count} tasks of job {task_type!r} (0..{count - 1})"
         )

@@ -1,0 +1,1 @@
+"""Which rank is chief, worker, parameter server or evaluator."""
