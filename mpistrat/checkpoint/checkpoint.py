@@ -128,15 +128,15 @@ class Checkpoint:
             self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        common, ranks, own = state["common"], state["ranks"], state.get("own", {})
+        common, ranks, staying = state["common"], state["ranks"], state.get("own", {})
         rank = self.strategy.extended.communicator.rank
-        objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **own})
+        objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **staying})
         for name, value in objects.items():
             if has_common_state(value):
                 value.load_state_dict(common[name])
         for name, value in objects.items():
             if has_state_of_rank(value):
-                states = {rank: own[name]} if name in own else _of_object(ranks, name)
+                states = {rank: staying[name]} if name in staying else _of_object(ranks, name)
                 value.load_rank_state_dicts(states)
 
     def _objects_of(self, common: Mapping[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,15 @@ _WRITTEN = "written-by-rank-"
 Written = Mapping[str, tuple[int, int]]
 # By name, what is written one after the other; it may be made when it is asked for, on the thread that writes.
 Files = Mapping[str, Iterable["bytes | np.ndarray"]]
+
+
+class SavingProgress(NamedTuple):
+    """How far one rank is: attributes as of `Saving`."""
+
+    is_finished: bool
+    is_well: bool  # without an error
+    written: Written | None
+    seconds: float
 
 
 class _Abandoned(Exception):
@@ -75,6 +84,10 @@ class Saving(abc.ABC):
     def start(self) -> None:
         # No daemon: the interpreter waits for it at its end, before MPI is finalized.
         threading.Thread(target=self._run, name="mpistrat checkpoint", daemon=False).start()
+
+    def progress(self) -> SavingProgress:
+        is_finished = self.finished.is_set()  # first: then the rest does not change any more
+        return SavingProgress(is_finished, self.error is None, self.written, self.seconds)
 
     def abandon(self) -> None:
         """Do not wait for other ranks any longer: one has failed, and will say why."""
@@ -154,12 +167,12 @@ class SavingOfAll(Saving):
         durable_files.make_folder(self.checkpoint.folder)
 
     def _finish(self, written: Written) -> None:
-        of_all = dict(written)
+        files = dict(written)
         for rank in range(1, self._ranks):
-            of_all.update(self._note_of(rank))
+            files.update(self._note_of(rank))
         # Jobs that were killed when their checkpoints were complete have left more: never are there two too many.
         self._directory.keep_newest(self._keep)
-        self._directory.complete(self.checkpoint, self._ranks, of_all)
+        self._directory.complete(self.checkpoint, self._ranks, files)
         self._completed(self.checkpoint.path)
         self._directory.keep_newest(self._keep)
 

@@ -8,6 +8,7 @@ of ranks, in any mesh, or whole where the tensor is a plain one now.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
 import sys
@@ -215,37 +216,40 @@ class Assembly:
     def _want(self, name: str, stored: ShardedArray, like: Any) -> Any:
         import torch
 
-        region = TensorRegion((0,) * len(stored.shape), stored.shape)
+        region, device = TensorRegion((0,) * len(stored.shape), stored.shape), "cpu"
         if like is not None:
-            region = _region(like)
-        device = "cpu" if like is None else like.device
+            region, device = _region(like), like.device
         values = torch.empty(region.shape, dtype=getattr(torch, stored.dtype), device=device)
-        self._wanted.setdefault((name, stored.name), []).append(
-            _Wanted(region, values, region.size)
-        )
+        wanted = _Wanted(region, values, region.size)
+        self._wanted.setdefault((name, stored.name), []).append(wanted)
         return values if like is None else _as_part(values, like)
 
     def _read(self, parts: Callable[[int], Mapping[str, Mapping[str, Any]]], ranks: int) -> None:
         """Read ranks' files, the likeliest first, until all is there."""
-        missing = {key for key, wanted in self._wanted.items() if any(w.missing for w in wanted)}
-        near = sorted(range(ranks), key=lambda other: abs(other * self._size - self._rank * ranks))
-        for other in near:
+        missing = self._missing()
+        near = sorted(range(ranks), key=lambda saver: abs(saver * self._size - self._rank * ranks))
+        for saver in near:
             if not missing:
                 return
-            of_rank = parts(other)
-            for name, key in list(missing):
-                part = of_rank.get(name, {}).get(key)
-                if part is None:
-                    continue
-                region = TensorRegion(tuple(part["offset"]), tuple(part["values"].shape))
-                wanted = self._wanted[name, key]
-                for each in wanted:
-                    each.take(region, part["values"])
-                if not any(each.missing for each in wanted):
-                    missing.discard((name, key))
+            self._fill(missing, parts(saver))
+            missing = self._missing()
         if missing:
             name, key = min(missing)
             raise ValueError(f"no rank has saved all of {name}'s {key}")
+
+    def _missing(self) -> list[tuple[str, str]]:
+        """Object and name of each tensor of which values are not there yet."""
+        return [key for key, wanted in self._wanted.items() if any(w.missing for w in wanted)]
+
+    def _fill(
+        self, missing: Iterable[tuple[str, str]], parts: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        for name, key in missing:
+            part = parts.get(name, {}).get(key)
+            if part is not None:
+                region = TensorRegion(tuple(part["offset"]), tuple(part["values"].shape))
+                for wanted in self._wanted[name, key]:
+                    wanted.take(region, part["values"])
 
 
 @dataclasses.dataclass
@@ -306,13 +310,13 @@ def _layout(value: Any, was_sharded: bool) -> Layout | None:
 
 def _layout_of_optimizer(optimizer: Any) -> Layout | None:
     """Its state may not be there yet, but what has the shape of its parameter is spread like it."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(map(arrays.is_sharded, parameters)):
+    in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    parameters = dict(enumerate(in_order))
+    if not any(map(arrays.is_sharded, parameters.values())):
         return None
 
     def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
-        of_parameter = len(path) > 2 and path[0] == "state" and path[1] in range(len(parameters))
-        parameter: Any = parameters[path[1]] if of_parameter else None
+        parameter = parameters.get(path[1]) if len(path) > 2 and path[0] == "state" else None
         if not arrays.is_sharded(parameter):
             return None
         if tuple(parameter.shape) == tuple(shape):

@@ -156,12 +156,20 @@ class StoredArray:
         """Raises: ValueError or RuntimeError: this torch has no such tensor."""
         import torch
 
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"this torch has no dtype {self.dtype!r:.80}")
+        dtype = torch_dtype(self.dtype)
         if not len(self.data):
             return torch.empty(self.shape, dtype=dtype, device="cpu")
         return torch.from_numpy(self.data).view(dtype).view(self.shape)
+
+
+def torch_dtype(name: str) -> Any:
+    """Raises: ValueError: this torch has no such dtype."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {name!r:.80}")
+    return dtype
 
 
 def parse(content: np.ndarray) -> dict[str, StoredArray]:
