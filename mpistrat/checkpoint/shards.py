@@ -316,7 +316,7 @@ def _layout_of_optimizer(optimizer: Any) -> Layout | None:
         return None
 
     def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
-        parameter = parameters.get(path[1]) if len(path) > 2 and path[0] == "state" else None
+        parameter: Any = parameters.get(path[1]) if len(path) > 2 and path[0] == "state" else None
         if not arrays.is_sharded(parameter):
             return None
         if tuple(parameter.shape) == tuple(shape):

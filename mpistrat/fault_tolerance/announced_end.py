@@ -80,10 +80,10 @@ class AnnouncedEnd:
 
     def begin_grace(self) -> bool:
         """All ranks know of the end. Returns: whether that is news."""
-        is_news = self._grace_began is None
-        if is_news:
-            self._grace_began = time.monotonic()
-        return is_news
+        if self._grace_began is not None:
+            return False
+        self._grace_began = time.monotonic()
+        return True
 
     def warn_if_near(self) -> None:
         """Say it once, where the limit is so near that the margin would take most of the time before it."""
@@ -120,9 +120,7 @@ def level_of(word: int) -> int:
 def reason_of(word: int) -> str:
     """Why, for people."""
     number = word & (1 << _LEVEL_SHIFT) - 1
-    if number:
-        return f"{signal.Signals(number).name} has come"
-    return "the end is near"
+    return f"{signal.Signals(number).name} has come" if number else "the end is near"
 
 
 def _ask_watcher(watcher: Callable[[], bool], is_near: threading.Event) -> bool:
