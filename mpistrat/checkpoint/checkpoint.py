@@ -18,8 +18,7 @@ from mpistrat.checkpoint.replica_states import state_of_some_rank
 from mpistrat.checkpoint.residuals import Residuals
 from mpistrat.cluster_resolver.launcher import read_claim
 from mpistrat.context import get_strategy, merge_call
-from mpistrat.input.distributed_dataset import DistributedDataset
-from mpistrat.input.distributed_iterator import DistributedIterator
+from mpistrat.input.distributed_dataset import DistributedDataset, DistributedIterator
 from mpistrat.settings import rank_pid
 from mpistrat.variables.variable import Variable
 

@@ -7,8 +7,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpistrat.communicators import Communicator
-from mpistrat.input.agreed_steps import check_all_have_some
-from mpistrat.input.readers import UNKNOWN_CARDINALITY, FunctionReader, ReplicaPieces, length_of
+from mpistrat.input.readers import (
+    UNKNOWN_CARDINALITY,
+    FunctionReader,
+    check_all_have_some,
+    length_of,
+)
+from mpistrat.input.splitting import ReplicaPieces
 from mpistrat.machine.notices import tell
 
 

@@ -317,6 +317,17 @@ def check_alike(unit: str, lengths: Sequence[Any]) -> None:
         )
 
 
+def check_all_have_some(steps: Sequence[int]) -> None:
+    """Args: steps: that each rank has, at least. Raises: ValueError when some ranks have none, and others have some."""
+    without = [rank for rank, count in enumerate(steps) if not count]
+    if 0 < len(without) < len(steps):
+        raise ValueError(
+            f"{ranks_in_words(without)} of {len(steps)} {'has' if len(without) == 1 else 'have'} no data for a step, "
+            "and an epoch ends with the shortest rank: nothing would be trained. Give each rank data: cut it into "
+            f"{len(steps)} shards or more, use smaller batches, or start fewer ranks ({len(steps) - len(without)})"
+        )
+
+
 class FunctionReader(Reader):
     """Of what a dataset function made: batches per replica, already sharded.
 
