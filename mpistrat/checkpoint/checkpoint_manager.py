@@ -229,7 +229,7 @@ class CheckpointManager:
             if all(report.is_finished for report in reports):
                 return reports
             if not all(report.is_well for report in reports):
-                saving.abandon()
+                saving.abandoned.set()
             saving.heard.update((rank, r.written) for rank, r in enumerate(reports) if r.written)
             if progress.is_finished:
                 time.sleep(pause)

@@ -75,8 +75,8 @@ class StoredCheckpoint:
 
     Args: objects: those of the program, by name, as of `Checkpoint.stateful_objects`.
     Raises: ValueError, which names the file, for one that is damaged; OSError.
-    Attributes: state: {"common": {name: state}, "ranks": {rank: {name: state}}}; ranks' states are read on demand. Of
-        "common" all names are there, and the states of `objects`.
+    Attributes: state: {"common": {name: state}, "ranks": {rank: {name: state}}}; ranks' states are read on demand.
+        "common" has all names; of `objects` it has the states.
     """
 
     def __init__(self, path: str, objects: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ class StoredCheckpoint:
                 check_state(name, objects[name], state, "state_schema")
         self._sharded = {name: sharded_arrays(state) for name, state in states.items()}
         self.state: dict[str, Mapping[Any, Any]] = {
-            "common": LazyMapping(trees, states.__getitem__),
+            "common": {**dict.fromkeys(trees), **states},
             "ranks": LazyMapping(range(self.manifest.ranks), functools.cache(self._read_rank)),
         }
 

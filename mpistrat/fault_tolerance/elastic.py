@@ -26,10 +26,7 @@ from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.liveness.program_exit import remember_raised
 from mpistrat.machine.notices import tell
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from mpistrat.torch_distributed.default_group import (
-    leave_default_group,
-    move_default_group,
-)
+from mpistrat.torch_distributed.default_group import leave_default_group, move_default_group
 from mpistrat.torch_distributed.next_group import has_default_group
 
 if TYPE_CHECKING:

@@ -290,7 +290,7 @@ class DistributedIterator(Iterator[Any]):
                 dataset._end_step()
                 extended.modules.before_run()
             if dataset._steps_ahead < 0:
-                dataset._steps_ahead = self._agreed_depth()
+                dataset._steps_ahead = _agreed_depth(self._copies, extended, dataset._options)
             self._read_ahead(dataset._steps_ahead)
             if not self._ahead:
                 self._end(in_block)
@@ -316,14 +316,6 @@ class DistributedIterator(Iterator[Any]):
         if in_block:
             self._extended.modules.after_loader()
         self._extended.given_steps.end(self)
-
-    def _agreed_depth(self) -> int:
-        """How many steps are read ahead, on all ranks: reading has collectives, even if few ranks have devices."""
-        needed = self._extended.communicator.all_gather_object(
-            self._copies.needed,
-            label="devices of the distributed dataset: every rank must call next()",
-        )
-        return self._dataset._options.experimental_per_replica_buffer_size if any(needed) else 0
 
     def peek(self) -> None:
         """Read the first step, if none was read, for what it tells of all."""
@@ -405,6 +397,14 @@ class DistributedIterator(Iterator[Any]):
         self._dataset.load_state_dict(state)
         self._begin(state["epoch"], state["steps"])
         self._dataset._has_begun(self)
+
+
+def _agreed_depth(copies: DeviceCopies, extended: StrategyExtended, options: InputOptions) -> int:
+    """How many steps all ranks read ahead: reading has collectives, even if few ranks have devices. Collective."""
+    needed = extended.communicator.all_gather_object(
+        copies.needed, label="devices of the distributed dataset: every rank must call next()"
+    )
+    return options.experimental_per_replica_buffer_size if any(needed) else 0
 
 
 def _spec_of_step(batch: Any, reader: Reader, extended: StrategyExtended) -> Any:
