@@ -160,10 +160,9 @@ def _of_object(ranks: Mapping[int, Mapping[str, Any]], name: str) -> Mapping[int
 def _strategy_of(objects: Mapping[str, Any]) -> Strategy:
     """The one whose ranks save together. What was made outside any strategy is like an object of the program."""
     found = {name: _known_strategy(value) for name, value in objects.items()}
+    found["the scope"] = get_strategy()
     known = {
-        name: strategy
-        for name, strategy in (*found.items(), ("the scope", get_strategy()))
-        if strategy is not None and not strategy.is_default
+        name: strategy for name, strategy in found.items() if strategy and not strategy.is_default
     }
     if len(set(map(id, known.values()))) > 1:
         raise ValueError(
@@ -190,10 +189,8 @@ def _ranks_of_job() -> int:
 
 
 def _known_strategy(value: Any) -> Any:
-    if isinstance(value, Variable):
+    if isinstance(value, (Variable, DistributedDataset, DistributedIterator)):
         return getattr(value, "strategy", None)
-    if isinstance(value, (DistributedDataset, DistributedIterator)):
-        return value.strategy
     if "torch" not in sys.modules:
         return None
     from mpistrat.pytorch.modules.strategy_modules import strategy_of

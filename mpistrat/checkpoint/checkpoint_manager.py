@@ -105,7 +105,7 @@ class CheckpointManager:
         sample = ""
         with self._naming_rank(f"could not claim {self.directory}"):
             if communicator.rank == 0:
-                self._open = self._directory.open()
+                self._open = OpenDirectory(self._directory)
                 sample = self._open.sample()
         sample = communicator.broadcast_object(sample, label="directory of checkpoints")
         try:
@@ -166,7 +166,8 @@ class CheckpointManager:
         files: Files = {}
         try:
             step = None if step is None else _checked_step(step)
-            files = self._copied(state)
+            writes_common = self._open is not None
+            files = self._snapshots.files(state, self._communicator.rank, writes_common)
             if self._open is not None:
                 begun = self._open.begin(step)
         except Exception as failed:
@@ -178,15 +179,6 @@ class CheckpointManager:
                 self._open.give_up(begun)
             raise
 
-    def _copied(self, state: Mapping[str, Any]) -> Files:
-        """Copies of all that this rank writes, by file."""
-        rank, copies = self._communicator.rank, self._snapshots
-        files = {
-            **copies.of_rank(rank, {**state["ranks"][rank], **state["own"]}),
-            **copies.parts(rank, state["common"]),
-        }
-        return files if self._open is None else {**files, **copies.common(state["common"])}
-
     def _agreed(
         self, step: int | None, begun: UnfinishedCheckpoint | None, error: Exception | None
     ) -> UnfinishedCheckpoint:
@@ -197,7 +189,7 @@ class CheckpointManager:
         steps, are_well, checkpoints = zip(*entries, strict=True)
         if error is None and len(set(map(repr, steps))) > 1:
             error = ValueError(f"the ranks save different steps: {[*steps]}, by rank")
-        if error is not None or not all(are_well):
+        if error is not None or False in are_well:
             self._communicator.raise_any(error, "could not begin a checkpoint")
         return checkpoints[0]
 

@@ -120,9 +120,13 @@ def _check_names(files: Mapping[str, Any], ranks: int) -> None:
     missing = needed - files.keys()
     if missing:
         raise ValueError(f"of {ranks} ranks there is no {min(missing)}")
-    prefixes = {*map(of_rank, range(ranks)), *map(parts_of, range(ranks))}
-    for name in files.keys() - needed:
-        prefix, suffix = os.path.splitext(name)
-        is_known = prefix in prefixes or (suffix == ARRAYS and prefix.isidentifier())
-        if suffix not in (".json", ARRAYS) or not is_known:
+    of_ranks = {
+        prefix(rank) + suffix
+        for rank in range(ranks)
+        for prefix in (of_rank, parts_of)
+        for suffix in (".json", ARRAYS)
+    }
+    for name in files.keys() - {STATE} - of_ranks:
+        stem, suffix = os.path.splitext(name)
+        if suffix != ARRAYS or not stem.isidentifier():
             raise ValueError(f"{name!r:.80} is no file of a checkpoint")

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpistrat import arrays
 from mpistrat.checkpoint.schema import COUNT, check
 
@@ -43,9 +45,17 @@ class TensorRegion:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> TensorRegion:
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(map(operator.add, self.offset, self.shape))
 
     def within(self, other: TensorRegion) -> tuple[slice, ...]:
         """Where it is in `other`, which contains it."""
@@ -56,13 +66,10 @@ class TensorRegion:
 
     def overlap(self, other: TensorRegion) -> TensorRegion:
         """What both contain; of size 0 if that is nothing."""
-        begins = tuple(map(max, self.offset, other.offset))
-        ends = (
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
-        shape = tuple(max(0, end - begin) for begin, end in zip(begins, ends, strict=True))
-        return TensorRegion(begins, shape)
+        begins = np.maximum(self.offset, other.offset)
+        ends = np.minimum(self.end, other.end)
+        shape = np.maximum(0, ends - begins)
+        return TensorRegion(tuple(begins.tolist()), tuple(shape.tolist()))
 
 
 def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
@@ -127,10 +134,11 @@ def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> 
     for name in parts.keys() & known.keys():
         for key, part in parts[name].items():
             offset, values, whole = part["offset"], part["values"], known[name].get(key)
+            end = TensorRegion(offset, values.shape).end
             if (
                 whole is None
                 or not len(offset) == values.ndim == len(whole.shape)
-                or any(map(operator.gt, map(operator.add, offset, values.shape), whole.shape))
+                or any(map(operator.gt, end, whole.shape))
                 or arrays.dtype_name(values) != whole.dtype
             ):
                 raise ValueError(
@@ -208,15 +216,15 @@ class Assembly:
         if isinstance(value, ShardedArray):
             return self._want(name, value, layout(path, value.shape, True))
         if arrays.is_torch(value) and (like := layout(path, tuple(value.shape), False)) is not None:
-            whole = TensorRegion((0,) * value.ndim, tuple(value.shape))
-            local = value[_region(like).within(whole)].to(like.device, copy=True)
+            part = value[_region(like).within(TensorRegion.whole(value.shape))]
+            local = part.to(like.device, copy=True)
             return _as_part(local, like)
         return value
 
     def _want(self, name: str, stored: ShardedArray, like: Any) -> Any:
         import torch
 
-        region, device = TensorRegion((0,) * len(stored.shape), stored.shape), "cpu"
+        region, device = TensorRegion.whole(stored.shape), "cpu"
         if like is not None:
             region, device = _region(like), like.device
         values = torch.empty(region.shape, dtype=getattr(torch, stored.dtype), device=device)
@@ -296,16 +304,17 @@ def _layout(value: Any, was_sharded: bool) -> Layout | None:
         return _layout_of_optimizer(value)
     if not (was_sharded or isinstance(value, torch.nn.Module)):
         return None
-    sharded = {path: v for path, v in leaves(value.state_dict()) if arrays.is_sharded(v)}
-    if not sharded:
-        return None
+    # A tensor of another shape is for `load_state_dict` to refuse.
+    sharded = {
+        (path, tuple(tensor.shape)): tensor
+        for path, tensor in leaves(value.state_dict())
+        if arrays.is_sharded(tensor)
+    }
 
     def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
-        like = sharded.get(path)
-        # Of another shape it is for `load_state_dict` to refuse.
-        return like if like is not None and tuple(like.shape) == tuple(shape) else None
+        return sharded.get((path, tuple(shape)))
 
-    return layout
+    return layout if sharded else None
 
 
 def _layout_of_optimizer(optimizer: Any) -> Layout | None:

@@ -225,16 +225,15 @@ def _of_torch(kind: str, content: Any) -> Any:
 
 
 def _decoded_mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:
-    pairs = tree[kind].items() if kind == "dict" else tree[kind]
-    decoded = [
-        (key if kind == "dict" else decode(key, stored), decode(value, stored))
-        for key, value in pairs
-    ]
+    if kind == "dict":
+        items = [(key, decode(value, stored)) for key, value in tree[kind].items()]
+    else:
+        items = decode(tree[kind], stored)
     of = tree.get("of", "dict")
     check(of, str, "of")
     if of not in _MAPPINGS:
         raise ValueError(f"an unknown kind of dictionary: {of!r:.80}")
-    mapping = _MAPPINGS[of](decoded)
+    mapping = _MAPPINGS[of](items)
     if "metadata" in tree:
         mapping._metadata = decode(tree["metadata"], stored)
     return mapping

@@ -31,25 +31,23 @@ class Snapshots:
         """Free the memory."""
         self._kept.clear()
 
-    def common(self, states: Mapping[str, Any]) -> Files:
-        """Args: states: those that are the same on all ranks, by object."""
-        files: dict[str, Any] = {}
-        trees = {name: self._encode(name, name, state, files) for name, state in states.items()}
-        return {**files, STATE: map(_json, [trees])}
+    def files(self, state: Mapping[str, Any], rank: int, writes_common: bool) -> Files:
+        """Copies of all that a rank writes.
 
-    def of_rank(self, rank: int, states: Mapping[str, Any]) -> Files:
-        """Args: states: this rank's own, by object."""
-        return self._files(of_rank(rank), states)
-
-    def parts(self, rank: int, states: Mapping[str, Any]) -> Files:
-        """Args: states: those that are the same on all ranks, by object; their sharded tensors have parts here."""
-        parts = parts_of_rank(states)
-        return self._files(parts_of(rank), parts) if parts else {}
-
-    def _files(self, name: str, state: Any) -> Files:
-        files: dict[str, Any] = {}
-        tree = self._encode(name, "", state, files)
-        return {**files, f"{name}.json": map(_json, [tree])}
+        Args:
+            state: as of `Checkpoint.state_dict`.
+            writes_common: also the states that are the same on all ranks.
+        """
+        common, files = state["common"], dict[str, Any]()
+        trees = {of_rank(rank): {**state["ranks"][rank], **state["own"]}}
+        if parts := parts_of_rank(common):
+            trees[parts_of(rank)] = parts
+        for name, tree in trees.items():
+            files[f"{name}.json"] = map(_json, [self._encode(name, "", tree, files)])
+        if writes_common:
+            trees = {name: self._encode(name, name, tree, files) for name, tree in common.items()}
+            files[STATE] = map(_json, [trees])
+        return files
 
     def _encode(self, file: str, name: str, state: Any, files: dict[str, Any]) -> Any:
         encoder = Encoder()

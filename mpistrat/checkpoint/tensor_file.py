@@ -190,12 +190,12 @@ def parse(content: np.ndarray) -> dict[str, StoredArray]:
     check(foreign, {str: _foreign}, _FOREIGN)
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        if len(entry["data_offsets"]) != 2 or entry["data_offsets"][0] != end:
-            raise ValueError(f"{name!r:.80} is at {entry['data_offsets']}, and byte {end} follows")
-        size = math.prod(entry["shape"]) * _BYTES[entry["dtype"]]
+        begin, size = end, math.prod(entry["shape"]) * _BYTES[entry["dtype"]]
         end += size
-        if entry["data_offsets"][1] != end:
-            raise ValueError(f"{name!r:.80} is at {entry['data_offsets']}, and has {size} bytes")
+        if entry["data_offsets"] != [begin, end]:
+            raise ValueError(
+                f"{name!r:.80} is at {entry['data_offsets']}: byte {begin} follows, and it has {size} bytes"
+            )
     if start + end != len(content):
         raise ValueError(f"its arrays end at byte {start + end} of {len(content)}")
     stored = {}

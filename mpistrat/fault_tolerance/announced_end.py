@@ -47,7 +47,7 @@ class AnnouncedEnd:
         self._grace_period, self._margin = config.grace_period or 0.0, config.margin
         self._grace_began: float | None = None
         self._signal = SignalFlag(config.signal_numbers())
-        self._limit = TimeLimit(job, config.end_time) if keeps_time else None
+        self._limit = TimeLimit(job, config.end_time) if keeps_time else TimeLimit(None)
         self._is_near = threading.Event()  # the user's function has said so
         if config.termination_watcher_fn is not None:
             keep_asking(
@@ -72,7 +72,7 @@ class AnnouncedEnd:
                 level = SAVE_AND_LEAVE
         elif number or self._is_near.is_set():
             level = SAVE if self._grace_period else SAVE_AND_LEAVE
-        if level < SAVE_AND_LEAVE and self._limit is not None:
+        if level < SAVE_AND_LEAVE:
             self.warn_if_near()
             if self._seconds_left() <= self._seconds_needed():
                 level, number = SAVE_AND_LEAVE, 0
@@ -101,7 +101,7 @@ class AnnouncedEnd:
 
     def _seconds_left(self) -> float:
         """inf where no limit is known."""
-        left = math.inf if self._limit is None else self._limit.seconds_left()
+        left = self._limit.seconds_left()
         if math.isfinite(left):
             self._most_left = max(left, self._most_left)
         return left

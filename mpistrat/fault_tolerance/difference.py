@@ -41,7 +41,7 @@ def difference(found: np.ndarray, reference: np.ndarray, like: Array) -> Differe
     most = int(np.argmax(np.where(np.isnan(sizes), np.inf, sizes)))
     is_complex = arrays.dtype_name(like).startswith("complex")
     shape = (*like.shape, 2) if is_complex else tuple(like.shape)
-    index = tuple(int(i) for i in np.unravel_index(int(different[most]), shape)) if shape else ()
+    index = tuple(map(int, np.unravel_index(int(different[most]), shape)))
     return Difference(
         len(different), found.size, index, float(values[most]), float(references[most])
     )

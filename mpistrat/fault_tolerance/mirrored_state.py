@@ -103,4 +103,4 @@ def _states_of(
 def _is_comparable(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_comparable, value))
-    return arrays.is_array(value) or value is None or isinstance(value, (int, float, complex, str))
+    return arrays.is_array(value) or isinstance(value, (int, float, complex, str, type(None)))

@@ -11,6 +11,7 @@ import numpy as np
 from mpistrat import arrays, nest
 from mpistrat.communicators import reducing
 from mpistrat.input.batches import spec_of, without_examples
+from mpistrat.input.element_spec import ArraySpec
 from mpistrat.input.prefetch import Prefetcher
 from mpistrat.input.readers import Reader, check_all_have_some, knowing_what_follows
 from mpistrat.input.splitting import EMPTY, MISSING, ReplicaPieces
@@ -91,13 +92,7 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         if _has_examples(entry):
             self._template = entry
         else:
-            if self._template is None:
-                self._template = self._reader.template()
-            if self._template is None:
-                raise ValueError(
-                    "the dataset has no example that could tell what a batch looks like"
-                )
-            entry = without_examples(self._template)
+            entry = self._empty_batch()
         structure = nest.take_apart(entry)[1]
         if self._structure not in (None, structure):
             raise ValueError(
@@ -106,6 +101,13 @@ class AgreedSteps(Iterator[ReplicaPieces]):
             )
         self._structure = structure
         return entry
+
+    def _empty_batch(self) -> Any:
+        if self._template is None:
+            self._template = self._reader.template()
+        if self._template is None:
+            raise ValueError("the dataset has no example that could tell what a batch looks like")
+        return without_examples(self._template)
 
     def _agreed(self) -> ReplicaPieces | None:
         step, error = None, None
@@ -193,17 +195,13 @@ class AgreedSteps(Iterator[ReplicaPieces]):
 
     def _learn_template(self, specs: Sequence[Any]) -> None:
         """How a batch of this rank looks, if it has none. Raises: ValueError when the ranks' differ."""
-        known = [spec for spec in specs if spec is not None]
-        kinds = [nest.map_structure(_without_sizes, spec) for spec in known]
-        if any(kind != kinds[0] for kind in kinds):
-            raise ValueError(
-                "the ranks read batches of different structures or dtypes: "
-                + "; ".join(
-                    f"rank {rank}: {spec}" for rank, spec in enumerate(specs) if spec is not None
-                )
-            )
-        if known:
-            self._template = nest.map_structure(lambda spec: spec.empty(), known[0])
+        known = {rank: spec for rank, spec in enumerate(specs) if spec is not None}
+        kinds = [nest.map_structure(_without_sizes, spec) for spec in known.values()]
+        if kinds != kinds[:1] * len(kinds):
+            by_rank = "; ".join(f"rank {rank}: {spec}" for rank, spec in known.items())
+            raise ValueError(f"the ranks read batches of different structures or dtypes: {by_rank}")
+        for spec in [*known.values()][:1]:
+            self._template = nest.map_structure(ArraySpec.empty, spec)
 
 
 def _has_examples(entry: Any) -> bool:
@@ -217,7 +215,7 @@ def _is_batched(step: ReplicaPieces) -> bool:
 
 
 def _is_number(leaf: Any) -> bool:
-    return arrays.is_number(leaf) or (arrays.is_array(leaf) and leaf.ndim == 0)
+    return arrays.is_number(leaf) or getattr(leaf, "ndim", None) == 0
 
 
 def _without_sizes(spec: Any) -> Any:

@@ -77,11 +77,11 @@ class DistributedDataset(Iterable[Any]):
         self._reader, self._extended, self._options = reader, extended, options
         self._distributed = distributed
         self._partial = partial and not reader.drop_last
-        # The next iteration's number, and the steps that it leaves out.
+        # The number of the next iteration, and the steps that it leaves out.
         self._epoch = self._start = 0
-        # The iterator that was begun last, and how far it has come.
+        # The iterator that was begun last, and how far it, or the peeked one, has come.
         self._last: weakref.ref[DistributedIterator] | None = None
-        self._progress: IteratorProgress | None = None
+        self._progress = IteratorProgress(0)
         # The next iterator, where its first step was read for its spec.
         self._peeked: DistributedIterator | None = None
         self._spec: Any = None  # of a step; None until a step was read
@@ -155,6 +155,7 @@ class DistributedDataset(Iterable[Any]):
             last.peek()
         if self._spec is None:
             self._peeked = self._peeked or DistributedIterator(self)
+            self._progress = self._peeked.progress
             self._peeked.peek()
         return self._spec
 
@@ -168,8 +169,7 @@ class DistributedDataset(Iterable[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that was begun last stands; see `DistributedIterator.state_dict`."""
         with spans.current.range("dataset.state_dict"):
-            progress = self._peeked.progress if self._peeked else self._progress
-            return self._state_at(progress or IteratorProgress(self._epoch, self._start))
+            return self._state_at(self._progress)
 
     def _state_at(self, progress: IteratorProgress) -> dict[str, Any]:
         """The state of an iterator that has come so far. Called by: every rank."""
@@ -217,7 +217,8 @@ class DistributedDataset(Iterable[Any]):
             )
         reader.load_state(self._extended.communicator, state)
         self._epoch, self._start = state["epoch"], state["steps"]
-        self._last = self._progress = self._peeked = None
+        self._last = self._peeked = None
+        self._progress = IteratorProgress(self._epoch, self._start)
 
 
 class Optional:
@@ -404,7 +405,7 @@ def _agreed_depth(copies: DeviceCopies, extended: StrategyExtended, options: Inp
     needed = extended.communicator.all_gather_object(
         copies.needed, label="devices of the distributed dataset: every rank must call next()"
     )
-    return options.experimental_per_replica_buffer_size if any(needed) else 0
+    return options.experimental_per_replica_buffer_size if True in needed else 0
 
 
 def _spec_of_step(batch: Any, reader: Reader, extended: StrategyExtended) -> Any:

@@ -61,9 +61,8 @@ class DroppedExamples:
         here, rows_here = words.tolist()
         communicator.all_reduce(words, reducing("sum", "examples that came"))
         total, rows = words.tolist()
-        if not total:  # as in one process
-            entries = zip(step, expected.tolist(), strict=False)
-            step[:] = [self._collate([None] * n) if b is None else b for b, n in entries]
+        if not total:
+            step[:] = map(self._of_nothing, step, expected.tolist())
             return
         if communicator.rank == 0 and rows_here * total != rows * here:
             self._tell_of_rows(
@@ -71,6 +70,10 @@ class DroppedExamples:
             )
         step[:] = [b if n else EMPTY for b, n in zip(step, came, strict=True)]
         step.examples = np.append(came, total)
+
+    def _of_nothing(self, batch: Any, count: int) -> Any:
+        """As in one process, the function is asked for a batch, although none of its examples came."""
+        return self._collate([None] * count) if batch is None else batch
 
     def _tell_of_rows(self, made: str) -> None:
         """Once."""

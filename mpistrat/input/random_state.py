@@ -25,12 +25,12 @@ STATE_SCHEMA = {
 
 def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
     """The loader's samplers, and those that they are made of, each once."""
-    found: list[Any] = []
+    found: dict[int, Any] = {}
     for sampler in (loader.sampler, loader.batch_sampler):
-        while sampler is not None and not any(sampler is known for known in found):
-            found.append(sampler)
+        while sampler is not None and id(sampler) not in found:
+            found[id(sampler)] = sampler
             sampler = getattr(sampler, "sampler", None)
-    return found
+    return [*found.values()]
 
 
 class RandomState:

@@ -207,7 +207,7 @@ class IndexReader(GlobalReader):
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         batches = self._dataset.index_batches(epoch)
-        for step in self._steps_of(batches, Lists(), start) if len(self._dataset) else ():
+        for step in self._steps_of(batches, Lists(), start):
             yield step.load(self._loaded)
 
     def _loaded(self, indices: list[int]) -> Any:

@@ -63,9 +63,8 @@ def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
                 "accelerate's prepare() and Fabric's setup_dataloaders() do; or say that the loader gives each rank "
                 "its part, with batches of a replica's size: strategy.prepare(loader, local_batches=True)"
             )
-    if dataset.batch_sampler is None:
-        return False
-    return not isinstance(dataset.dataset, data.IterableDataset) and not _iterates_itself(dataset)
+    streams = dataset.batch_sampler is None or isinstance(dataset.dataset, data.IterableDataset)
+    return not (streams or _iterates_itself(dataset))
 
 
 def _takes_share(sampler: Any) -> bool:
@@ -227,7 +226,9 @@ class _EpochPlan:
             examples = len(sampler.data_source)
             if sampler.replacement or sampler.num_samples != examples:
                 return None
-            generator = (sampler.generator or _generator_of_an_epoch()).get_state()
+            # As a RandomSampler seeds one.
+            drawn = sampler.generator or torch.Generator().manual_seed(_drawn(None))
+            generator = drawn.get_state()
         elif type(sampler) is data.SequentialSampler:
             examples = len(sampler.data_source)
         else:
@@ -248,11 +249,6 @@ class _EpochPlan:
             _order(self.examples, of_sampler)
         if rest and not self.drop_last:
             yield list(order[self.examples - rest :])
-
-
-def _generator_of_an_epoch() -> torch.Generator:
-    """As a RandomSampler seeds one."""
-    return torch.Generator().manual_seed(_drawn(None))
 
 
 def _drawn(generator: torch.Generator | None) -> int:
@@ -383,7 +379,7 @@ class LoaderReader(GlobalReader):
         )
         lengths, may_drop = zip(*by_rank, strict=True)
         check_alike("examples", lengths)
-        if any(may_drop) and self.dropped is None:
+        if self.dropped is None and True in may_drop:
             self._collate = self.dropped = DroppedExamples(self._user.collate_fn)
 
     def cardinality(self) -> int:

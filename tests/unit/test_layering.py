@@ -56,6 +56,35 @@ LAYERS = (
     ("errors",),
 )
 
+# The same inside a room, by the files and packages that a floor begins with; the longest name decides.
+FLOORS = {
+    "checkpoint": (
+        ("checkpoint_manager",),
+        ("followers", "saving", "stored_checkpoint"),
+        ("checkpoint",),
+        ("object_states", "random_states", "residuals"),
+        ("replica_states",),
+        ("directory",),
+        ("state_tree",),
+        ("shards", "tensor_file"),
+        ("manifest", "directory_lock"),
+        ("durable_files",),
+        ("failures", "lazy_mapping", "schema"),
+    ),
+    # The dataset · the plan of an epoch's steps · the readers, of data that they split.
+    "input": (
+        ("preparing",),
+        ("distribution",),
+        ("distributed_dataset",),
+        ("agreed_steps", "device_copies"),
+        ("file_reader", "local_batches", "torch_loader"),
+        ("readers",),
+        ("datasets", "dropped_examples"),
+        ("batches", "random_state", "worker_processes", "shards"),
+        ("splitting", "element_spec", "generator_states", "input_context", "prefetch"),
+    ),
+}
+
 LONGEST_CHAIN = 20
 
 # Who we are comes from the resolvers, what the host has from `machine`, and what users set from `settings`.
@@ -118,6 +147,28 @@ def test_imports_go_down(running: Imports) -> None:
         if line[room_of(importer)] > line[room_of(imported)]
     ]
     assert not wrong, "imports that go up:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_imports_go_down_inside_a_room(running: Imports, room: str) -> None:
+    line = {name: i for i, floor in enumerate(FLOORS[room]) for name in floor}
+    inside = f"{PACKAGE}.{room}."
+    line_of = {
+        module: line[max((f for f in line if stands_in(name, f)), key=len)]
+        for module in running
+        if (name := module.removeprefix(inside)) != module
+    }
+    wrong = [
+        f"{importer} -> {imported}"
+        for importer in sorted(line_of)
+        for imported in sorted(running[importer] & line_of.keys())
+        if line_of[importer] > line_of[imported]
+    ]
+    assert not wrong, "imports that go up:\n" + "\n".join(wrong)
+
+
+def stands_in(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
 
 
 def test_no_imports_go_round(written: Imports) -> None:
