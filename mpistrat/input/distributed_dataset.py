@@ -73,10 +73,11 @@ class DistributedDataset(Iterable[Any]):
         distributed: Any,
         partial: bool,
     ) -> None:
+        self.partial = partial and not reader.drop_last
+        self.after_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
         # Private, for all else is asked of `distributed`.
         self._reader, self._extended, self._options = reader, extended, options
         self._distributed = distributed
-        self._partial = partial and not reader.drop_last
         # The number of the next iteration, and the steps that it leaves out.
         self._epoch = self._start = 0
         # The iterator that was begun last, and how far it, or the peeked one, has come.
@@ -88,7 +89,6 @@ class DistributedDataset(Iterable[Any]):
         # As many steps are on the way to devices while those before them are computed; -1: not agreed yet.
         self._steps_ahead = -1
         self._is_under_way = False  # inside `Strategy.replica()`, a step has not ended
-        self.after_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -105,10 +105,6 @@ class DistributedDataset(Iterable[Any]):
     def strategy(self) -> Any:
         """Whose replicas it gives batches to."""
         return self._extended.strategy
-
-    @property
-    def partial(self) -> bool:
-        return self._partial
 
     @not_compiled
     def __iter__(self) -> DistributedIterator:
@@ -348,7 +344,7 @@ class DistributedIterator(Iterator[Any]):
                     dataset._reader,
                     self._extended,
                     dataset._options,
-                    dataset._partial,
+                    dataset.partial,
                     progress.epoch,
                     progress.steps,
                 )

@@ -242,8 +242,7 @@ class BatchReader(GlobalReader):
         super().__init__(share, policy)
         self._batches, self._compared_over = batches, compared_over
         self._random = _random_of(batches)
-        size = getattr(batches, "batch_size", None)
-        self.batch_size = size if isinstance(size, int) else None
+        self.batch_size = number_of(batches, "batch_size")
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self.compares_ends = compared_over is not None
 
@@ -271,8 +270,14 @@ class BatchReader(GlobalReader):
         return {"random": schema if self.same_for_any_ranks else [schema]}
 
     def cardinality(self) -> int:
-        cardinality = getattr(self._batches, "cardinality", None)
-        return cardinality if isinstance(cardinality, int) else length_of(self._batches)
+        cardinality = number_of(self._batches, "cardinality")
+        return length_of(self._batches) if cardinality is None else cardinality
+
+
+def number_of(batches: Any, name: str) -> int | None:
+    """An attribute of `batches` that is a number, if there is one."""
+    value = getattr(batches, name, None)
+    return value if isinstance(value, int) else None
 
 
 def length_of(dataset: Any) -> int:
@@ -340,8 +345,7 @@ class FunctionReader(Reader):
         self._datasets, self._num_replicas = datasets, num_replicas
         self._random = [_random_of(dataset) for dataset in datasets]
         self.drop_last = all(getattr(d, "drop_last", False) is True for d in datasets)
-        size = getattr(datasets[0], "batch_size", None)
-        self.batch_size = size if isinstance(size, int) else None
+        self.batch_size = number_of(datasets[0], "batch_size")
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         for dataset in self._datasets:

@@ -32,6 +32,7 @@ from mpistrat.input.readers import (
     Restartable,
     check_alike,
     length_of,
+    number_of,
     set_epoch,
 )
 from mpistrat.input.splitting import Lists, ReplicaPieces
@@ -282,8 +283,7 @@ class LoaderReader(GlobalReader):
         self._template: Any = None
         self._random = RandomState(loader)
         self._batch_sampler = cast("Iterable[Any]", loader.batch_sampler)
-        sizes = loader.batch_size, getattr(loader.batch_sampler, "batch_size", None)
-        self.batch_size = next((size for size in sizes if isinstance(size, int)), None)
+        self.batch_size = loader.batch_size or number_of(loader.batch_sampler, "batch_size")
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
         self._steps_of((), Lists(), 0)  # raises for what cannot be
 
