@@ -198,8 +198,8 @@ class Assembly:
         for name, state in states.items():
             was_sharded = bool(sharded_arrays(state))
             layout = _layout(self._objects[name], was_sharded)
-            if layout is not None or was_sharded:
-                found[name] = self._replaced(name, state, (), layout or _nowhere)
+            if layout is not _nowhere or was_sharded:
+                found[name] = self._replaced(name, state, (), layout)
         self._read(parts, ranks)
         return found
 
@@ -291,19 +291,19 @@ def _nowhere(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
     return None
 
 
-def _layout(value: Any, was_sharded: bool) -> Layout | None:
-    """Where an object has DTensors now; None if it has none.
+def _layout(value: Any, was_sharded: bool) -> Layout:
+    """Where an object has DTensors now; `_nowhere` if it has none.
 
     Args: was_sharded: whether it had some when it was saved. If not, only torch's own objects are asked.
     """
     if "torch.distributed.tensor" not in sys.modules:
-        return None
+        return _nowhere
     import torch
 
     if isinstance(value, torch.optim.Optimizer):
         return _layout_of_optimizer(value)
     if not (was_sharded or isinstance(value, torch.nn.Module)):
-        return None
+        return _nowhere
     # A tensor of another shape is for `load_state_dict` to refuse.
     sharded = {
         (path, tuple(tensor.shape)): tensor
@@ -314,15 +314,15 @@ def _layout(value: Any, was_sharded: bool) -> Layout | None:
     def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
         return sharded.get((path, tuple(shape)))
 
-    return layout if sharded else None
+    return layout if sharded else _nowhere
 
 
-def _layout_of_optimizer(optimizer: Any) -> Layout | None:
+def _layout_of_optimizer(optimizer: Any) -> Layout:
     """Its state may not be there yet, but what has the shape of its parameter is spread like it."""
     in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters = dict(enumerate(in_order))
     if not any(map(arrays.is_sharded, parameters.values())):
-        return None
+        return _nowhere
 
     def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
         parameter: Any = parameters.get(path[1]) if len(path) > 2 and path[0] == "state" else None

@@ -48,6 +48,18 @@ class IteratorProgress:
         self.ended = False
 
 
+@dataclass
+class IterationState:
+    """What a dataset and its iterators know together."""
+
+    epoch: int = 0  # the number of the next iteration
+    start: int = 0  # the steps that it leaves out
+    spec: Any = None  # of a step; None until a step was read
+    # As many steps are on the way to devices while those before them are computed; -1: not agreed yet.
+    steps_ahead: int = -1
+    is_under_way: bool = False  # inside `Strategy.replica()`, a step has not ended
+
+
 class DistributedDataset(Iterable[Any]):
     """Steps of per-replica batches; made by a strategy.
 
@@ -78,17 +90,12 @@ class DistributedDataset(Iterable[Any]):
         # Private, for all else is asked of `distributed`.
         self._reader, self._extended, self._options = reader, extended, options
         self._distributed = distributed
-        # The number of the next iteration, and the steps that it leaves out.
-        self._epoch = self._start = 0
+        self._shared = IterationState()
         # The iterator that was begun last, and how far it, or the peeked one, has come.
         self._last: weakref.ref[DistributedIterator] | None = None
         self._progress = IteratorProgress(0)
         # The next iterator, where its first step was read for its spec.
         self._peeked: DistributedIterator | None = None
-        self._spec: Any = None  # of a step; None until a step was read
-        # As many steps are on the way to devices while those before them are computed; -1: not agreed yet.
-        self._steps_ahead = -1
-        self._is_under_way = False  # inside `Strategy.replica()`, a step has not ended
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -114,13 +121,14 @@ class DistributedDataset(Iterable[Any]):
 
     def _has_begun(self, iterator: DistributedIterator) -> None:
         """`iterator` is the one that was begun last; the epochs after its follow."""
-        self._epoch, self._start = max(self._epoch, iterator.progress.epoch) + 1, 0
+        self._shared.epoch = max(self._shared.epoch, iterator.progress.epoch) + 1
+        self._shared.start = 0
         self._last, self._progress, self._peeked = weakref.ref(iterator), iterator.progress, None
 
     def _end_step(self) -> None:
         """The program has done with the step that it has got last, if any. Called by: every rank."""
-        if self._is_under_way:
-            self._is_under_way = False
+        if self._shared.is_under_way:
+            self._shared.is_under_way = False
             for method in self.after_steps:
                 call = method()
                 if call is not None:
@@ -147,13 +155,13 @@ class DistributedDataset(Iterable[Any]):
         Reads the first batch, where none was read yet. Called by: every rank.
         """
         last = None if self._last is None else self._last()
-        if self._spec is None and last is not None:
+        if self._shared.spec is None and last is not None:
             last.peek()
-        if self._spec is None:
+        if self._shared.spec is None:
             self._peeked = self._peeked or DistributedIterator(self)
             self._progress = self._peeked.progress
             self._peeked.peek()
-        return self._spec
+        return self._shared.spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """`reduce_func(state, step)` over the steps of an epoch."""
@@ -212,9 +220,9 @@ class DistributedDataset(Iterable[Any]):
                 "likes (a dataset function, or AutoShardPolicy.OFF), only as many can go on"
             )
         reader.load_state(self._extended.communicator, state)
-        self._epoch, self._start = state["epoch"], state["steps"]
+        self._shared.epoch, self._shared.start = state["epoch"], state["steps"]
         self._last = self._peeked = None
-        self._progress = IteratorProgress(self._epoch, self._start)
+        self._progress = IteratorProgress(self._shared.epoch, self._shared.start)
 
 
 class Optional:
@@ -243,17 +251,18 @@ class DistributedIterator(Iterator[Any]):
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset, self._extended = dataset, dataset._extended
+        self._shared = shared = dataset._shared
         self.after_steps = dataset.after_steps
         fetches = dataset._options.experimental_fetch_to_device is not False
         self._copies = DeviceCopies(self._extended.input.devices if fetches else ())
         self._together = self._extended.communicator.raising_together()
-        self.progress = IteratorProgress(dataset._epoch, dataset._start)
+        self.progress = IteratorProgress(shared.epoch, shared.start)
         # Workers that do not wait for each other have steps of their own, of which each is a part of a global batch.
         strategy, reader = self._extended.strategy, dataset._reader
         combined = strategy.num_replicas_in_sync * strategy.workers_combined
         self._combines_all = combined == self._extended.input.share.num_replicas
         self.divides = reader.drop_last and (reader.batch_size or 1) % combined == 0
-        self._begin(dataset._epoch, dataset._start)
+        self._begin(shared.epoch, shared.start)
 
     @property
     def strategy(self) -> Any:
@@ -270,7 +279,7 @@ class DistributedIterator(Iterator[Any]):
     def initialize(self) -> None:
         """Begin again, with a new epoch. (tf.compat.v1)"""
         done = self.progress
-        self._dataset._epoch = max(self._dataset._epoch, done.epoch + 1)
+        self._shared.epoch = max(self._shared.epoch, done.epoch + 1)
         self._begin(done.epoch + 1 if done.steps else done.epoch, 0)
 
     @not_compiled
@@ -280,15 +289,15 @@ class DistributedIterator(Iterator[Any]):
         ValueError inside `run`; RuntimeError in another strategy's scope.
         """
         with spans.current.range("next(iterator)"):
-            dataset, extended = self._dataset, self._extended
+            dataset, shared, extended = self._dataset, self._shared, self._extended
             strategy, steps = extended.strategy, extended.given_steps
             in_block = require_iteration(strategy)
             if in_block:  # all ranks are here, between two steps
                 dataset._end_step()
                 extended.modules.before_run()
-            if dataset._steps_ahead < 0:
-                dataset._steps_ahead = _agreed_depth(self._copies, extended, dataset._options)
-            self._read_ahead(dataset._steps_ahead)
+            if shared.steps_ahead < 0:
+                shared.steps_ahead = _agreed_depth(self._copies, extended, dataset._options)
+            self._read_ahead(shared.steps_ahead)
             if not self._ahead:
                 self._end(in_block)
                 raise StopIteration
@@ -300,7 +309,7 @@ class DistributedIterator(Iterator[Any]):
             self.progress.steps += 1
             self.progress.position, self.progress.unread = step.position, None
             if in_block:
-                dataset._is_under_way = True
+                shared.is_under_way = True
                 strategy.runs += 1
             batches = self._copies.arrived(step) if self._copies.needed else step
             return batches[0] if len(batches) == 1 else regroup(batches)
@@ -352,8 +361,8 @@ class DistributedIterator(Iterator[Any]):
             if step is None:
                 self._has_read_all = True
                 return
-            if dataset._spec is None:
-                dataset._spec = _spec_of_step(step[0], dataset._reader, self._extended)
+            if self._shared.spec is None:
+                self._shared.spec = _spec_of_step(step[0], dataset._reader, self._extended)
             if self._copies.needed:
                 step[:] = self._copies.start(step)
         self._ahead.append(step)
