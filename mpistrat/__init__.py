@@ -25,8 +25,7 @@ from mpistrat.cross_device_ops import (
     ReductionToOneDevice,
 )
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.input.distributed_dataset import DistributedDataset
-from mpistrat.input.distributed_iterator import DistributedIterator
+from mpistrat.input.distributed_dataset import DistributedDataset, DistributedIterator
 from mpistrat.input.input_context import InputContext, ValueContext
 from mpistrat.options import (
     AutoShardPolicy,

@@ -20,7 +20,7 @@ from mpistrat.context import (
 )
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.input.batches import explain_empty_batch
-from mpistrat.input.distributed_dataset import (
+from mpistrat.input.distribution import (
     distribute,
     distribute_from_function,
 )

@@ -18,8 +18,7 @@ from mpistrat.checkpoint.replica_states import state_of_some_rank
 from mpistrat.checkpoint.residuals import Residuals
 from mpistrat.cluster_resolver.launcher import read_claim
 from mpistrat.context import get_strategy, merge_call
-from mpistrat.input.distributed_dataset import DistributedDataset
-from mpistrat.input.distributed_iterator import DistributedIterator
+from mpistrat.input.distributed_dataset import DistributedDataset, DistributedIterator
 from mpistrat.settings import rank_pid
 from mpistrat.variables.variable import Variable
 
@@ -128,15 +127,15 @@ class Checkpoint:
             self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        common, ranks, own = state["common"], state["ranks"], state.get("own", {})
+        common, ranks, staying = state["common"], state["ranks"], state.get("own", {})
         rank = self.strategy.extended.communicator.rank
-        objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **own})
+        objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **staying})
         for name, value in objects.items():
             if has_common_state(value):
                 value.load_state_dict(common[name])
         for name, value in objects.items():
             if has_state_of_rank(value):
-                states = {rank: own[name]} if name in own else _of_object(ranks, name)
+                states = {rank: staying[name]} if name in staying else _of_object(ranks, name)
                 value.load_rank_state_dicts(states)
 
     def _objects_of(self, common: Mapping[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,10 +160,9 @@ def _of_object(ranks: Mapping[int, Mapping[str, Any]], name: str) -> Mapping[int
 def _strategy_of(objects: Mapping[str, Any]) -> Strategy:
     """The one whose ranks save together. What was made outside any strategy is like an object of the program."""
     found = {name: _known_strategy(value) for name, value in objects.items()}
+    found["the scope"] = get_strategy()
     known = {
-        name: strategy
-        for name, strategy in (*found.items(), ("the scope", get_strategy()))
-        if strategy is not None and not strategy.is_default
+        name: strategy for name, strategy in found.items() if strategy and not strategy.is_default
     }
     if len(set(map(id, known.values()))) > 1:
         raise ValueError(
@@ -191,10 +189,8 @@ def _ranks_of_job() -> int:
 
 
 def _known_strategy(value: Any) -> Any:
-    if isinstance(value, Variable):
+    if isinstance(value, (Variable, DistributedDataset, DistributedIterator)):
         return getattr(value, "strategy", None)
-    if isinstance(value, (DistributedDataset, DistributedIterator)):
-        return value.strategy
     if "torch" not in sys.modules:
         return None
     from mpistrat.pytorch.modules.strategy_modules import strategy_of

@@ -17,7 +17,7 @@ from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.directory import Directory, OpenDirectory, UnfinishedCheckpoint
 from mpistrat.checkpoint.failures import on_rank, on_ranks
 from mpistrat.checkpoint.followers import have_loaded, load_as_follower, states_for_followers
-from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank
+from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank, SavingProgress
 from mpistrat.checkpoint.schema import COUNT
 from mpistrat.checkpoint.shards import Assembly
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
@@ -103,9 +103,9 @@ class CheckpointManager:
         if self._claimed or not self._role.saves:
             return
         sample = ""
-        with self._told_by_rank(f"could not claim {self.directory}"):
+        with self._naming_rank(f"could not claim {self.directory}"):
             if communicator.rank == 0:
-                self._open = self._directory.open()
+                self._open = OpenDirectory(self._directory)
                 sample = self._open.sample()
         sample = communicator.broadcast_object(sample, label="directory of checkpoints")
         try:
@@ -161,66 +161,73 @@ class CheckpointManager:
         self, step: int | None, state: Mapping[str, Any]
     ) -> tuple[UnfinishedCheckpoint, Files]:
         """Copy the state; rank 0 names the checkpoint. One message: training stands still meanwhile."""
-        communicator = self._communicator
-        rank, files = communicator.rank, dict[str, Any]()
         begun: UnfinishedCheckpoint | None = None
         error: Exception | None = None
+        files: Files = {}
         try:
             step = None if step is None else _checked_step(step)
-            own = {**state["ranks"][rank], **state["own"]}
-            files.update(self._snapshots.of_rank(rank, own))
-            files.update(self._snapshots.parts(rank, state["common"]))
+            writes_common = self._open is not None
+            files = self._snapshots.files(state, self._communicator.rank, writes_common)
             if self._open is not None:
-                files.update(self._snapshots.common(state["common"]))
                 begun = self._open.begin(step)
         except Exception as failed:
             error = failed
         try:
-            asked = communicator.all_gather_object(
-                (step, error is None, begun), label="begin of a checkpoint"
-            )
-            steps = [asked_step for asked_step, _, _ in asked]
-            if error is None and len(set(map(repr, steps))) > 1:
-                error = ValueError(f"the ranks save different steps: {steps}, by rank")
-            if error is not None or not all(is_well for _, is_well, _ in asked):
-                communicator.raise_any(error, "could not begin a checkpoint")
+            return self._agreed(step, begun, error), files
         except BaseException:
             if self._open is not None and begun is not None:
                 self._open.give_up(begun)
             raise
-        return asked[0][2], files
+
+    def _agreed(
+        self, step: int | None, begun: UnfinishedCheckpoint | None, error: Exception | None
+    ) -> UnfinishedCheckpoint:
+        """The checkpoint that rank 0 has begun. Raises: on all ranks, where one of them has an error."""
+        entries = self._communicator.all_gather_object(
+            (step, error is None, begun), label="begin of a checkpoint"
+        )
+        steps, are_well, checkpoints = zip(*entries, strict=True)
+        if error is None and len(set(map(repr, steps))) > 1:
+            error = ValueError(f"the ranks save different steps: {[*steps]}, by rank")
+        if error is not None or False in are_well:
+            self._communicator.raise_any(error, "could not begin a checkpoint")
+        return checkpoints[0]
 
     def wait(self) -> None:
         """Return when the last save is on disk. Raises: on all ranks, what kept it from getting there."""
         saving = self._saving
         if saving is None:
             return
-        communicator = self._communicator
+        outcomes = self._outcomes(saving)
+        longest = max(outcome.seconds for outcome in outcomes)
+        self._seconds_to_save = max(self._seconds_to_save, longest)
+        self._saving = None
+        if not all(outcome.is_well for outcome in outcomes):
+            self._claimed = False  # the directory may not be what it was
+            if self._open is not None:
+                self._open.give_up(saving.checkpoint)
+        self._communicator.raise_any(
+            saving.error, f"could not write its part of {saving.checkpoint.path}"
+        )
+
+    def _outcomes(self, saving: Saving) -> list[SavingProgress]:
+        """By rank, once all have finished."""
         pause = 0.001
         while True:
-            finished = saving.finished.is_set()
-            mine = finished, saving.error is None, saving.written, saving.seconds
-            everyone = communicator.all_gather_object(mine, label="whether a checkpoint is written")
-            all_well = all(is_well for _, is_well, _, _ in everyone)
-            if all(is_finished for is_finished, _, _, _ in everyone):
-                break
-            if not all_well:
-                saving.abandon()
-            saving.heard.update((r, w) for r, (_, _, w, _) in enumerate(everyone) if w is not None)
-            if finished:
+            progress = saving.progress()
+            reports: list[SavingProgress] = self._communicator.all_gather_object(
+                progress, label="whether a checkpoint is written"
+            )
+            if all(report.is_finished for report in reports):
+                return reports
+            if not all(report.is_well for report in reports):
+                saving.abandoned.set()
+            saving.heard.update((rank, r.written) for rank, r in enumerate(reports) if r.written)
+            if progress.is_finished:
                 time.sleep(pause)
             else:
                 saving.finished.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        self._seconds_to_save = max(self._seconds_to_save, *(seconds for *_, seconds in everyone))
-        self._saving = None
-        if not all_well:
-            self._claimed = False  # the directory may not be what it was
-            if self._open is not None:
-                self._open.give_up(saving.checkpoint)
-        communicator.raise_any(
-            saving.error, f"could not write its part of {saving.checkpoint.path}"
-        )
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Restore all objects from a checkpoint, which was saved on any number of ranks.
@@ -264,31 +271,17 @@ class CheckpointManager:
             if communicator.rank == 0:  # others may be in other working directories
                 absolute = os.path.abspath(path)
         chosen = communicator.broadcast_object(absolute, label="checkpoint to restore")
-        with self._told_by_rank(f"could not read {chosen}"):
+        with self._naming_rank(f"could not read {chosen}"):
             stored = _read(chosen, self.checkpoint, communicator)
         return chosen, self._load(stored)
 
     def _restore_newest(self) -> _Restored:
-        communicator = self._communicator
-        found: tuple[list[str], list[str]] = [], []
-        with self._told_by_rank("could not look for checkpoints"):
-            if communicator.rank == 0:
-                whole, damaged = self._directory.checkpoints()
-                found = (
-                    [path for path, _ in reversed(whole)],
-                    [f"{text}, {on_ranks([0])}" for text in damaged],
-                )
-        paths, wrong = communicator.broadcast_object(found, label="checkpoints that there are")
+        paths, wrong = self._found()
         for path in paths:
-            stored, error = None, None
-            try:
-                stored = _read(path, self.checkpoint, communicator)
-            except (ValueError, OSError) as failed:
-                error = str(failed)
-            errors = communicator.all_gather_object(error, label="whether a checkpoint is readable")
-            wrong += _by_text(errors)
-            if stored is not None and not any(errors):
-                if wrong and communicator.rank == 0:
+            stored, errors = self._read_by_all(path)
+            wrong += errors
+            if stored is not None and not errors:
+                if wrong and self._communicator.rank == 0:
                     warnings.warn(
                         f"going on from {path}, for {'; '.join(wrong)}", UserWarning, stacklevel=4
                     )
@@ -300,8 +293,33 @@ class CheckpointManager:
             )
         return None, None
 
+    def _found(self) -> tuple[list[str], list[str]]:
+        """Paths of the checkpoints, newest first, and the errors of damaged ones, as rank 0 sees them. Collective."""
+        paths: list[str] = []
+        wrong: list[str] = []
+        with self._naming_rank("could not look for checkpoints"):
+            if self._communicator.rank == 0:
+                whole, damaged = self._directory.checkpoints()
+                paths = [path for path, _ in reversed(whole)]
+                wrong = [f"{text}, {on_ranks([0])}" for text in damaged]
+        return self._communicator.broadcast_object(
+            (paths, wrong), label="checkpoints that there are"
+        )
+
+    def _read_by_all(self, path: str) -> tuple[StoredCheckpoint | None, list[str]]:
+        """A checkpoint, and what is wrong with it on any rank. Collective."""
+        stored, error = None, None
+        try:
+            stored = _read(path, self.checkpoint, self._communicator)
+        except (ValueError, OSError) as failed:
+            error = str(failed)
+        errors = self._communicator.all_gather_object(
+            error, label="whether a checkpoint is readable"
+        )
+        return stored, _by_text(errors)
+
     @contextlib.contextmanager
-    def _told_by_rank(self, what: str) -> Iterator[None]:
+    def _naming_rank(self, what: str) -> Iterator[None]:
         """As `RaisingOnAll`; an error about a file names its rank, too."""
         rank = self._communicator.rank
         with RaisingOnAll(self._communicator, what), on_rank(rank):

@@ -68,14 +68,11 @@ class Directory:
         except FileNotFoundError:
             return []
 
-    def open(self) -> OpenDirectory:
-        """Be the job that writes. Raises: RuntimeError when another job is; OSError."""
-        return OpenDirectory(self)
-
 
 class OpenDirectory:
     """A directory into which this process writes, for its job. What killed jobs have left is removed.
 
+    Raises: RuntimeError when another job writes there; OSError.
     "As far as that is possible": on NFS, not what somebody reads.
     """
 

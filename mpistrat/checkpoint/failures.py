@@ -31,8 +31,8 @@ def on_rank(rank: int) -> Iterator[None]:
 
 
 def on_ranks(ranks: Sequence[int]) -> str:
-    others = len(ranks) - 1
-    return f"on rank {ranks[0]}" + (f" and {others} other{'s' * (others > 1)}" if others else "")
+    more = len(ranks) - 1
+    return f"on rank {ranks[0]}" + (f" and {more} other{'s' * (more > 1)}" if more else "")
 
 
 def free_bytes(path: str) -> str:

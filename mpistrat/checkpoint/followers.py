@@ -43,7 +43,7 @@ def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
                 continue
             if isinstance(value, RandomStates):
                 _, worker = extended.input.pipelines
-                value.draw_own(states[name], worker * extended.num_local_replicas)
+                value.draw_anew(states[name], worker * extended.num_local_replicas)
             elif _is_module(value):
                 value.load_state_dict(states[name], strict=False)
             else:
@@ -65,7 +65,7 @@ def _beside_servers(value: Any, state: Any) -> Any:
     if _is_module(value):
         on_servers = dict(value.named_parameters(remove_duplicate=False))
         on_servers |= value.named_buffers(remove_duplicate=False)
-        return {name: own for name, own in state.items() if name not in on_servers} or None
+        return {name: part for name, part in state.items() if name not in on_servers} or None
     if "torch" in sys.modules:
         from torch.optim import Optimizer
 

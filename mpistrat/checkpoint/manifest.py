@@ -116,13 +116,17 @@ def _check_names(files: Mapping[str, Any], ranks: int) -> None:
     """Those that a checkpoint of so many ranks has, all of them in its folder."""
     if not 0 < ranks < len(files):
         raise ValueError(f"{len(files)} files are not those of {ranks} ranks")
-    of_ranks = set(map(of_rank, range(ranks)))
-    for name in (STATE, *(f"{own}.json" for own in of_ranks)):
-        if name not in files:
-            raise ValueError(f"of {ranks} ranks there is no {name}")
-    of_ranks |= set(map(parts_of, range(ranks)))
-    for name in files:
-        stem = name.removesuffix(ARRAYS)
-        is_ours = name == STATE or name.removesuffix(".json") in of_ranks
-        if not (is_ours or (stem != name and (stem in of_ranks or stem.isidentifier()))):
+    needed = {STATE, *(f"{of_rank(rank)}.json" for rank in range(ranks))}
+    missing = needed - files.keys()
+    if missing:
+        raise ValueError(f"of {ranks} ranks there is no {min(missing)}")
+    of_ranks = {
+        prefix(rank) + suffix
+        for rank in range(ranks)
+        for prefix in (of_rank, parts_of)
+        for suffix in (".json", ARRAYS)
+    }
+    for name in files.keys() - {STATE} - of_ranks:
+        stem, suffix = os.path.splitext(name)
+        if suffix != ARRAYS or not stem.isidentifier():
             raise ValueError(f"{name!r:.80} is no file of a checkpoint")

@@ -67,9 +67,9 @@ class _OfCopies(_OfVariable):
         now = extended.num_replicas_in_sync
         saved = StatesOfReplicas(states, extended.communicator.rank)
         for replica, component in enumerate(variable.values, extended.first_replica_id):
-            own = saved.of(replica) if saved.total == now else None
-            if own is not None:
-                component.load_state(own["copies"][replica - own["first_replica"]])
+            state = saved.of(replica) if saved.total == now else None
+            if state is not None:
+                component.load_state(state["copies"][replica - state["first_replica"]])
             elif variable.aggregation is VariableAggregation.NONE:
                 why = (
                     f"this job has {now} replicas" if saved.total != now else f"{replica}'s is lost"

@@ -65,18 +65,18 @@ class RandomStates:
         extended = self._strategy.extended
         replicas = StatesOfReplicas(states, extended.communicator.rank)
         some, of, first = replicas.some, replicas.of, extended.first_replica_id
-        own = of(first)
-        if own is not None and own["first_replica"] == first:
-            version, words, gauss = own["python"]
+        of_rank = of(first)
+        if of_rank is not None and of_rank["first_replica"] == first:
+            version, words, gauss = of_rank["python"]
             random.setstate((version, tuple(words.tolist()), gauss))
-            np.random.set_state(own["numpy"])
+            np.random.set_state(of_rank["numpy"])
         else:
-            own = {}
+            of_rank = {}
             _seed_rank(some, first)
         missing = self._set_torch(some, first, of)
         # Torch's generators, when they are set, seed those of devices.
-        if own.get("device") is not None:
-            extended.replicas.set_device_random_state(own["device"])
+        if of_rank.get("device") is not None:
+            extended.replicas.set_device_random_state(of_rank["device"])
         if missing and of(missing[0] - 1) is not None:  # once for all ranks
             warnings.warn(
                 f"the checkpoint has no random states of replicas {missing}, which draw numbers of their own",
@@ -84,7 +84,7 @@ class RandomStates:
                 stacklevel=2,
             )
 
-    def draw_own(self, saved: Mapping[str, Any], first: int) -> None:
+    def draw_anew(self, saved: Mapping[str, Any], first: int) -> None:
         """Let this rank's replicas, numbered from `first`, draw numbers of their own, as those without a state do.
 
         Args: saved: of another rank.

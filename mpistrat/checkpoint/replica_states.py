@@ -65,8 +65,7 @@ class StatesOfReplicas:
         if replica >= self.total:
             return None
         likely = replica // self.some["replicas"]
-        others = (rank for rank in self._states if rank != likely)
-        for rank in (likely, *others) if likely in self._states else others:
+        for rank in sorted(self._states, key=likely.__ne__):  # the likely one first
             saved = self._states[rank]
             if 0 <= replica - saved["first_replica"] < saved["replicas"]:
                 return saved

@@ -53,5 +53,9 @@ class Residuals:
         some = state_of_some_rank(states, rank)
         if mirroring is None or not some:
             return
-        mine = [states[other] for other in states if other == rank or (rank == 0 and other >= size)]
-        mirroring.reducer.hold_back(some, mine)
+        taken = [
+            state
+            for saver, state in states.items()
+            if saver == rank or (rank == 0 and saver >= size)
+        ]
+        mirroring.reducer.hold_back(some, taken)

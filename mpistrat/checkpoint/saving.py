@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,70 +33,76 @@ Written = Mapping[str, tuple[int, int]]
 Files = Mapping[str, Iterable["bytes | np.ndarray"]]
 
 
+class SavingProgress(NamedTuple):
+    """How far one rank is: attributes as of `Saving`."""
+
+    is_finished: bool
+    is_well: bool  # without an error
+    written: Written | None
+    seconds: float
+
+
 class _Abandoned(Exception):
     pass
 
 
+@dataclasses.dataclass(eq=False)
 class Saving(abc.ABC):
     """A save that is under way: this rank's part of it.
 
-    Args:
+    Attributes:
         checkpoint: the one that is saved.
         files: this rank's, by name.
         began: when it was asked for, by `time.monotonic()`.
         communicator: over the ranks that save; nothing is sent over it.
-
-    Attributes:
-        checkpoint: as in Args.
         written: (bytes, CRC-32) of this rank's files by name, once they are on disk and written; None before, and on
             rank 0.
         seconds: from `began` until this rank's thread had done its part; 0.0 before, and when that failed.
         error: why this rank failed, once `finished` is set.
         heard: what other ranks have written, as far as they have said so.
+        finished: set when the thread has done with its part.
+        abandoned: set when it need not wait for other ranks any longer: one has failed, and will say why.
     """
 
-    def __init__(
-        self,
-        checkpoint: UnfinishedCheckpoint,
-        files: Files,
-        began: float,
-        communicator: Communicator,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.seconds = 0.0
-        self.written: Written | None = None
-        self.error: Exception | None = None
-        self.heard: dict[int, Written] = {}
-        self.finished = threading.Event()
-        self._abandoned = threading.Event()
-        self._files, self._began = files, began
-        self._rank, self._ranks = communicator.rank, communicator.size
-        self._lost = communicator.contract.has_lost_a_rank  # then this cannot be completed
+    checkpoint: UnfinishedCheckpoint
+    files: Files
+    began: float
+    communicator: Communicator
+    written: Written | None = dataclasses.field(default=None, init=False)
+    seconds: float = dataclasses.field(default=0.0, init=False)
+    error: Exception | None = dataclasses.field(default=None, init=False)
+    heard: dict[int, Written] = dataclasses.field(default_factory=dict, init=False)
+    finished: threading.Event = dataclasses.field(default_factory=threading.Event, init=False)
+    abandoned: threading.Event = dataclasses.field(default_factory=threading.Event, init=False)
 
     def start(self) -> None:
         # No daemon: the interpreter waits for it at its end, before MPI is finalized.
         threading.Thread(target=self._run, name="mpistrat checkpoint", daemon=False).start()
 
-    def abandon(self) -> None:
-        """Do not wait for other ranks any longer: one has failed, and will say why."""
-        self._abandoned.set()
+    def progress(self) -> SavingProgress:
+        is_finished = self.finished.is_set()  # first: then the rest does not change any more
+        return SavingProgress(is_finished, self.error is None, self.written, self.seconds)
+
+    def has_lost_a_rank(self) -> bool:
+        """Then the checkpoint cannot be completed."""
+        return self.communicator.contract.has_lost_a_rank()
 
     def _run(self) -> None:
         try:
-            with on_rank(self._rank):
+            with on_rank(self.communicator.rank):
                 self._begin()
                 written = {
                     name: durable_files.write(os.path.join(self.checkpoint.folder, name), parts)
-                    for name, parts in self._files.items()
+                    for name, parts in self.files.items()
                 }
                 self._finish(written)
-            self.seconds = time.monotonic() - self._began
+            self.seconds = time.monotonic() - self.began
         except _Abandoned:
             pass
         except Exception as error:
             self.error = error
         finally:
-            self._files = {}
+            self.files = {}
             self.finished.set()
 
     @abc.abstractmethod
@@ -117,51 +124,43 @@ class SavingOfRank(Saving):
         """Rank 0 makes the folder: then one that was given up is not made again."""
         since = time.monotonic()
         while not os.path.isdir(self.checkpoint.folder):
-            if self._abandoned.is_set() or self._lost():
+            if self.abandoned.is_set() or self.has_lost_a_rank():
                 raise _Abandoned
             waited = time.monotonic() - since
             if waited > SECONDS_WITHOUT_PROGRESS:
                 raise TimeoutError(
                     f"{self.checkpoint.folder}, which rank 0 makes, has not been there for {waited:.0f} s, as rank "
-                    f"{self._rank} sees it"
+                    f"{self.communicator.rank} sees it"
                 )
-            self._abandoned.wait(_pause_after(waited))
+            self.abandoned.wait(_pause_after(waited))
 
     def _finish(self, written: Written) -> None:
-        note = self._note(self._rank)
+        note = self._note(self.communicator.rank)
         durable_files.write(note + ".unfinished", [sealed(written)])
         os.rename(note + ".unfinished", note)
         self.written = written
 
 
+@dataclasses.dataclass(eq=False)
 class SavingOfAll(Saving):
     """Rank 0's, which completes the checkpoint when all ranks have written, and calls `completed` with its path."""
 
-    def __init__(
-        self,
-        checkpoint: UnfinishedCheckpoint,
-        files: Files,
-        began: float,
-        communicator: Communicator,
-        directory: OpenDirectory,
-        keep: int,
-        completed: Callable[[str], None],
-    ) -> None:
-        super().__init__(checkpoint, files, began, communicator)
-        self._directory, self._keep, self._completed = directory, keep, completed
+    directory: OpenDirectory
+    keep: int
+    completed: Callable[[str], None]
 
     def _begin(self) -> None:
         durable_files.make_folder(self.checkpoint.folder)
 
     def _finish(self, written: Written) -> None:
-        of_all = dict(written)
-        for rank in range(1, self._ranks):
-            of_all.update(self._note_of(rank))
+        files = dict(written)
+        for rank in range(1, self.communicator.size):
+            files.update(self._note_of(rank))
         # Jobs that were killed when their checkpoints were complete have left more: never are there two too many.
-        self._directory.keep_newest(self._keep)
-        self._directory.complete(self.checkpoint, self._ranks, of_all)
-        self._completed(self.checkpoint.path)
-        self._directory.keep_newest(self._keep)
+        self.directory.keep_newest(self.keep)
+        self.directory.complete(self.checkpoint, self.communicator.size, files)
+        self.completed(self.checkpoint.path)
+        self.directory.keep_newest(self.keep)
 
     def _note_of(self, rank: int) -> Written:
         """Wait for the note of a rank, and remove it. Returns: what that rank wrote."""
@@ -171,10 +170,10 @@ class SavingOfAll(Saving):
         while not os.path.exists(note):
             if rank in self.heard:
                 break
-            if self._abandoned.is_set():
+            if self.abandoned.is_set():
                 raise _Abandoned
-            if self._lost():
-                self._directory.give_up(self.checkpoint)
+            if self.has_lost_a_rank():
+                self.directory.give_up(self.checkpoint)
                 raise _Abandoned
             now, seen = time.monotonic(), _sizes(folder)
             if seen != progress:
@@ -184,7 +183,7 @@ class SavingOfAll(Saving):
                     f"rank {rank} has written nothing to {folder} for {SECONDS_WITHOUT_PROGRESS:g} s, as rank 0 "
                     "sees it"
                 )
-            self._abandoned.wait(_pause_after(now - since))
+            self.abandoned.wait(_pause_after(now - since))
         written: Written = {}
         with contextlib.suppress(FileNotFoundError):  # heard of, but not seen yet
             written = files_of(unsealed(durable_files.read_text(note), note))

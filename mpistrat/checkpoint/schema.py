@@ -26,33 +26,32 @@ RANK = range(1 << 31)
 
 def check(value: Any, schema: Schema, name: str) -> None:
     """Raises: ValueError, which says what in `value`, which is called `name`, is not as `schema` has it."""
-    if isinstance(schema, tuple):
-        if not any(_fits(value, option) for option in schema):
-            _refuse(value, schema, name)
-    elif isinstance(schema, dict):
-        if not isinstance(value, dict):
-            _refuse(value, schema, name)
+    if not _is(value, schema):
+        raise ValueError(f"{name} is {reprlib.repr(value)}, not {_in_words(schema)}")
+    if isinstance(schema, dict):
         for key, inner in schema.items():
-            if not isinstance(key, type):
-                if key not in value:
-                    raise ValueError(f"{name} has no {key!r}")
-                check(value[key], inner, f"{name}.{key}")
-                continue
-            for own, content in value.items():
-                check(own, key, f"a name in {name}")
-                check(content, inner, f"{name}.{reprlib.repr(own)}")
+            _check_entries(value, key, inner, name)
     elif isinstance(schema, list):
-        if not isinstance(value, list):
-            _refuse(value, schema, name)
-        for i, content in enumerate(value):
-            check(content, schema[0], f"{name}.{i}")
-    elif not (schema is None or isinstance(schema, (type, range))):
+        for i, element in enumerate(value):
+            check(element, schema[0], f"{name}.{i}")
+    elif callable(schema) and not isinstance(schema, type):
         try:
             schema(value)
         except Exception as error:  # of those who take such a value
             raise ValueError(f"{name} is wrong: {error}") from None
-    elif not _is(value, schema):
-        _refuse(value, schema, name)
+
+
+def _is(value: Any, schema: Schema) -> bool:
+    """Whether `value` is of the type that `schema` asks for; `check` looks at what is in it."""
+    if isinstance(schema, tuple):
+        return any(_fits(value, option) for option in schema)
+    if isinstance(schema, range):
+        return type(value) is int and value in schema
+    if isinstance(schema, type):
+        return type(value) is schema
+    if isinstance(schema, (dict, list)):
+        return isinstance(value, type(schema))
+    return schema is not None or value is None
 
 
 def _fits(value: Any, schema: Schema) -> bool:
@@ -63,14 +62,16 @@ def _fits(value: Any, schema: Schema) -> bool:
     return True
 
 
-def _is(value: Any, schema: type | range | None) -> bool:
-    if isinstance(schema, range):
-        return type(value) is int and value in schema
-    return value is None if schema is None else type(value) is schema
-
-
-def _refuse(value: Any, schema: Schema, name: str) -> None:
-    raise ValueError(f"{name} is {reprlib.repr(value)}, not {_in_words(schema)}")
+def _check_entries(value: dict[Any, Any], key: Any, schema: Schema, name: str) -> None:
+    """That of `value` called `key`; all of them, if `key` is a type."""
+    if isinstance(key, type):
+        for entry_name, entry in value.items():
+            check(entry_name, key, f"a name in {name}")
+            check(entry, schema, f"{name}.{reprlib.repr(entry_name)}")
+    elif key in value:
+        check(value[key], schema, f"{name}.{key}")
+    else:
+        raise ValueError(f"{name} has no {key!r}")
 
 
 def _in_words(schema: Schema) -> str:

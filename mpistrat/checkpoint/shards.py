@@ -8,11 +8,14 @@ of ranks, in any mesh, or whole where the tensor is a plain one now.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from mpistrat import arrays
 from mpistrat.checkpoint.schema import COUNT, check
@@ -42,9 +45,17 @@ class TensorRegion:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> TensorRegion:
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(map(operator.add, self.offset, self.shape))
 
     def within(self, other: TensorRegion) -> tuple[slice, ...]:
         """Where it is in `other`, which contains it."""
@@ -55,13 +66,10 @@ class TensorRegion:
 
     def overlap(self, other: TensorRegion) -> TensorRegion:
         """What both contain; of size 0 if that is nothing."""
-        begins = tuple(map(max, self.offset, other.offset))
-        ends = (
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
-        shape = tuple(max(0, end - begin) for begin, end in zip(begins, ends, strict=True))
-        return TensorRegion(begins, shape)
+        begins = np.maximum(self.offset, other.offset)
+        ends = np.minimum(self.end, other.end)
+        shape = np.maximum(0, ends - begins)
+        return TensorRegion(tuple(begins.tolist()), tuple(shape.tolist()))
 
 
 def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
@@ -126,10 +134,11 @@ def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> 
     for name in parts.keys() & known.keys():
         for key, part in parts[name].items():
             offset, values, whole = part["offset"], part["values"], known[name].get(key)
+            end = TensorRegion(offset, values.shape).end
             if (
                 whole is None
                 or not len(offset) == values.ndim == len(whole.shape)
-                or any(map(operator.gt, map(operator.add, offset, values.shape), whole.shape))
+                or any(map(operator.gt, end, whole.shape))
                 or arrays.dtype_name(values) != whole.dtype
             ):
                 raise ValueError(
@@ -189,8 +198,8 @@ class Assembly:
         for name, state in states.items():
             was_sharded = bool(sharded_arrays(state))
             layout = _layout(self._objects[name], was_sharded)
-            if layout is not None or was_sharded:
-                found[name] = self._replaced(name, state, (), layout or _nowhere)
+            if layout is not _nowhere or was_sharded:
+                found[name] = self._replaced(name, state, (), layout)
         self._read(parts, ranks)
         return found
 
@@ -207,45 +216,48 @@ class Assembly:
         if isinstance(value, ShardedArray):
             return self._want(name, value, layout(path, value.shape, True))
         if arrays.is_torch(value) and (like := layout(path, tuple(value.shape), False)) is not None:
-            whole = TensorRegion((0,) * value.ndim, tuple(value.shape))
-            local = value[_region(like).within(whole)].to(like.device, copy=True)
+            part = value[_region(like).within(TensorRegion.whole(value.shape))]
+            local = part.to(like.device, copy=True)
             return _as_part(local, like)
         return value
 
     def _want(self, name: str, stored: ShardedArray, like: Any) -> Any:
         import torch
 
-        region = TensorRegion((0,) * len(stored.shape), stored.shape)
+        region, device = TensorRegion.whole(stored.shape), "cpu"
         if like is not None:
-            region = _region(like)
-        device = "cpu" if like is None else like.device
+            region, device = _region(like), like.device
         values = torch.empty(region.shape, dtype=getattr(torch, stored.dtype), device=device)
-        self._wanted.setdefault((name, stored.name), []).append(
-            _Wanted(region, values, region.size)
-        )
+        wanted = _Wanted(region, values, region.size)
+        self._wanted.setdefault((name, stored.name), []).append(wanted)
         return values if like is None else _as_part(values, like)
 
     def _read(self, parts: Callable[[int], Mapping[str, Mapping[str, Any]]], ranks: int) -> None:
         """Read ranks' files, the likeliest first, until all is there."""
-        missing = {key for key, wanted in self._wanted.items() if any(w.missing for w in wanted)}
-        near = sorted(range(ranks), key=lambda other: abs(other * self._size - self._rank * ranks))
-        for other in near:
+        missing = self._missing()
+        near = sorted(range(ranks), key=lambda saver: abs(saver * self._size - self._rank * ranks))
+        for saver in near:
             if not missing:
                 return
-            of_rank = parts(other)
-            for name, key in list(missing):
-                part = of_rank.get(name, {}).get(key)
-                if part is None:
-                    continue
-                region = TensorRegion(tuple(part["offset"]), tuple(part["values"].shape))
-                wanted = self._wanted[name, key]
-                for each in wanted:
-                    each.take(region, part["values"])
-                if not any(each.missing for each in wanted):
-                    missing.discard((name, key))
+            self._fill(missing, parts(saver))
+            missing = self._missing()
         if missing:
             name, key = min(missing)
             raise ValueError(f"no rank has saved all of {name}'s {key}")
+
+    def _missing(self) -> list[tuple[str, str]]:
+        """Object and name of each tensor of which values are not there yet."""
+        return [key for key, wanted in self._wanted.items() if any(w.missing for w in wanted)]
+
+    def _fill(
+        self, missing: Iterable[tuple[str, str]], parts: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        for name, key in missing:
+            part = parts.get(name, {}).get(key)
+            if part is not None:
+                region = TensorRegion(tuple(part["offset"]), tuple(part["values"].shape))
+                for wanted in self._wanted[name, key]:
+                    wanted.take(region, part["values"])
 
 
 @dataclasses.dataclass
@@ -279,40 +291,41 @@ def _nowhere(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
     return None
 
 
-def _layout(value: Any, was_sharded: bool) -> Layout | None:
-    """Where an object has DTensors now; None if it has none.
+def _layout(value: Any, was_sharded: bool) -> Layout:
+    """Where an object has DTensors now; `_nowhere` if it has none.
 
     Args: was_sharded: whether it had some when it was saved. If not, only torch's own objects are asked.
     """
     if "torch.distributed.tensor" not in sys.modules:
-        return None
+        return _nowhere
     import torch
 
     if isinstance(value, torch.optim.Optimizer):
         return _layout_of_optimizer(value)
     if not (was_sharded or isinstance(value, torch.nn.Module)):
-        return None
-    sharded = {path: v for path, v in leaves(value.state_dict()) if arrays.is_sharded(v)}
-    if not sharded:
-        return None
+        return _nowhere
+    # A tensor of another shape is for `load_state_dict` to refuse.
+    sharded = {
+        (path, tuple(tensor.shape)): tensor
+        for path, tensor in leaves(value.state_dict())
+        if arrays.is_sharded(tensor)
+    }
 
     def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
-        like = sharded.get(path)
-        # Of another shape it is for `load_state_dict` to refuse.
-        return like if like is not None and tuple(like.shape) == tuple(shape) else None
+        return sharded.get((path, tuple(shape)))
 
-    return layout
+    return layout if sharded else _nowhere
 
 
-def _layout_of_optimizer(optimizer: Any) -> Layout | None:
+def _layout_of_optimizer(optimizer: Any) -> Layout:
     """Its state may not be there yet, but what has the shape of its parameter is spread like it."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(map(arrays.is_sharded, parameters)):
-        return None
+    in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    parameters = dict(enumerate(in_order))
+    if not any(map(arrays.is_sharded, parameters.values())):
+        return _nowhere
 
     def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
-        of_parameter = len(path) > 2 and path[0] == "state" and path[1] in range(len(parameters))
-        parameter: Any = parameters[path[1]] if of_parameter else None
+        parameter: Any = parameters.get(path[1]) if len(path) > 2 and path[0] == "state" else None
         if not arrays.is_sharded(parameter):
             return None
         if tuple(parameter.shape) == tuple(shape):

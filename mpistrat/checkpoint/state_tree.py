@@ -13,7 +13,7 @@ import collections
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,12 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.checkpoint.schema import COUNT, Schema, check
 from mpistrat.checkpoint.shards import ShardedArray, unused
-from mpistrat.checkpoint.tensor_file import StoredArray
+from mpistrat.checkpoint.tensor_file import StoredArray, torch_dtype
 
 Json = Any
 
 _ITSELF = (type(None), bool, int, str)
+_MAPPING_TYPES = (dict, collections.Counter, collections.OrderedDict)
 
 
 class Encoder:
@@ -47,49 +48,23 @@ class Encoder:
         kind = type(value)
         if kind in _ITSELF:
             return value
-        if kind is float:
-            return value if math.isfinite(value) else {"float": repr(value)}
-        if kind is list:
-            return self._each(value, path)
-        if kind is tuple:
-            return {"tuple": self._each(value, path)}
-        if kind is dict or kind is collections.Counter or kind is collections.OrderedDict:
+        if kind in (list, tuple):
+            parts = [self.encode(part, (*path, str(i))) for i, part in enumerate(value)]
+            return parts if kind is list else {"tuple": parts}
+        if kind in _MAPPING_TYPES:
             return self._mapping(value, path)
-        if kind is bytes:
-            return {"bytes": base64.b64encode(value).decode()}
-        if kind is complex:
-            return {"complex": [self.encode(value.real), self.encode(value.imag)]}
-        if arrays.is_sharded(value):
-            name = unused(".".join(path), self._sharded)
-            self._sharded.add(name)
-            dtype = arrays.dtype_name(value)
-            return {"sharded": name, "shape": list(value.shape), "dtype": dtype}
-        if arrays.is_torch(value):
-            return self._array("tensor", value, path)
-        if arrays.is_cupy(value):
-            return self._array("array", arrays.to_numpy(value), path)
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "OV":
-            return self._array(
-                "array" if isinstance(value, np.ndarray) else "scalar", np.asarray(value), path
+        if kind in _ENCODERS:
+            return _ENCODERS[kind](value)
+        encoded = self._array(value, path) or _encoded_of_torch(value)
+        if encoded is None:
+            raise TypeError(
+                f"{'.'.join(path) or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint "
+                "cannot keep: its state_dict() must be made of dictionaries, lists, tuples, numbers, strings, None and "
+                "arrays"
             )
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            if kind is torch.Size:
-                return {"size": list(value)}
-            if kind is torch.dtype:
-                return {"dtype": str(value).removeprefix("torch.")}
-            if kind is torch.device:
-                return {"device": str(value)}
-        raise TypeError(
-            f"{'.'.join(path) or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
-            "keep: its state_dict() must be made of dictionaries, lists, tuples, numbers, strings, None and arrays"
-        )
-
-    def _each(self, values: Iterable[Any], path: tuple[str, ...]) -> list[Json]:
-        return [self.encode(value, (*path, str(i))) for i, value in enumerate(values)]
+        return encoded
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
-        kind = type(value).__name__
         encoded: dict[str, Json]
         if all(type(key) is str for key in value):
             encoded = {"dict": {k: self.encode(v, (*path, k)) for k, v in value.items()}}
@@ -100,22 +75,70 @@ class Encoder:
                     for k, v in value.items()
                 ]
             }
-        if kind != "dict":
-            encoded["of"] = kind
+        if type(value) is not dict:
+            encoded["of"] = type(value).__name__
         metadata = getattr(value, "_metadata", None)  # a module's: the versions of its classes
         if metadata is not None:
             encoded["metadata"] = self.encode(metadata, (*path, "_metadata"))
         return encoded
 
-    def _array(self, kind: str, array: arrays.Array, path: tuple[str, ...]) -> Json:
-        if kind == "tensor" and (str(array.layout) != "torch.strided" or array.is_meta):
-            raise TypeError(
-                f"{'.'.join(path)} is a {array.layout} tensor on {array.device}, which a checkpoint cannot keep; "
-                "it keeps dense ones that have values"
-            )
+    def _array(self, value: Any, path: tuple[str, ...]) -> Json | None:
+        """None if `value` is no array."""
+        if arrays.is_sharded(value):
+            name = unused(".".join(path), self._sharded)
+            self._sharded.add(name)
+            return {
+                "sharded": name,
+                "shape": list(value.shape),
+                "dtype": arrays.dtype_name(value),
+            }
+        if arrays.is_torch(value):
+            kind = "tensor"
+            if str(value.layout) != "torch.strided" or value.is_meta:
+                raise TypeError(
+                    f"{'.'.join(path)} is a {value.layout} tensor on {value.device}, which a checkpoint cannot keep; "
+                    "it keeps dense ones that have values"
+                )
+        elif arrays.is_cupy(value):
+            kind, value = "array", arrays.to_numpy(value)
+        elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "OV":
+            kind = "array" if isinstance(value, np.ndarray) else "scalar"
+            value = np.asarray(value)
+        else:
+            return None
         name = unused(".".join(path), self.arrays)
-        self.arrays[name] = array
+        self.arrays[name] = value
         return {kind: name}
+
+
+def _encoded_float(value: float) -> Json:
+    return value if math.isfinite(value) else {"float": repr(value)}
+
+
+def _encoded_complex(value: complex) -> Json:
+    return {"complex": [_encoded_float(value.real), _encoded_float(value.imag)]}
+
+
+def _encoded_bytes(value: bytes) -> Json:
+    return {"bytes": base64.b64encode(value).decode()}
+
+
+def _encoded_of_torch(value: Any) -> Json | None:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    kinds = {torch.Size: "size", torch.dtype: "dtype", torch.device: "device"}
+    kind = kinds.get(type(value))
+    if kind is None:
+        return None
+    return {kind: list(value) if kind == "size" else str(value).removeprefix("torch.")}
+
+
+_ENCODERS: dict[type, Callable[[Any], Json]] = {
+    float: _encoded_float,
+    complex: _encoded_complex,
+    bytes: _encoded_bytes,
+}
 
 
 def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
@@ -198,23 +221,19 @@ def _of_torch(kind: str, content: Any) -> Any:
         return torch.Size(content)
     if kind == "device":
         return torch.device(content)
-    dtype = getattr(torch, content, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch has no dtype {content!r:.80}")
-    return dtype
+    return torch_dtype(content)
 
 
 def _decoded_mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:
-    pairs = tree[kind].items() if kind == "dict" else tree[kind]
-    decoded = [
-        (key if kind == "dict" else decode(key, stored), decode(value, stored))
-        for key, value in pairs
-    ]
+    if kind == "dict":
+        items = [(key, decode(value, stored)) for key, value in tree[kind].items()]
+    else:
+        items = decode(tree[kind], stored)
     of = tree.get("of", "dict")
     check(of, str, "of")
     if of not in _MAPPINGS:
         raise ValueError(f"an unknown kind of dictionary: {of!r:.80}")
-    mapping = _MAPPINGS[of](decoded)
+    mapping = _MAPPINGS[of](items)
     if "metadata" in tree:
         mapping._metadata = decode(tree["metadata"], stored)
     return mapping

@@ -31,25 +31,23 @@ class Snapshots:
         """Free the memory."""
         self._kept.clear()
 
-    def common(self, states: Mapping[str, Any]) -> Files:
-        """Args: states: those that are the same on all ranks, by object."""
-        files: dict[str, Any] = {}
-        trees = {name: self._encode(name, name, state, files) for name, state in states.items()}
-        return {**files, STATE: map(_json, [trees])}
+    def files(self, state: Mapping[str, Any], rank: int, writes_common: bool) -> Files:
+        """Copies of all that a rank writes.
 
-    def of_rank(self, rank: int, states: Mapping[str, Any]) -> Files:
-        """Args: states: this rank's own, by object."""
-        return self._files(of_rank(rank), states)
-
-    def parts(self, rank: int, states: Mapping[str, Any]) -> Files:
-        """Args: states: those that are the same on all ranks, by object; their sharded tensors have parts here."""
-        parts = parts_of_rank(states)
-        return self._files(parts_of(rank), parts) if parts else {}
-
-    def _files(self, name: str, state: Any) -> Files:
-        files: dict[str, Any] = {}
-        tree = self._encode(name, "", state, files)
-        return {**files, f"{name}.json": map(_json, [tree])}
+        Args:
+            state: as of `Checkpoint.state_dict`.
+            writes_common: also the states that are the same on all ranks.
+        """
+        common, files = state["common"], dict[str, Any]()
+        trees = {of_rank(rank): {**state["ranks"][rank], **state["own"]}}
+        if parts := parts_of_rank(common):
+            trees[parts_of(rank)] = parts
+        for name, tree in trees.items():
+            files[f"{name}.json"] = map(_json, [self._encode(name, "", tree, files)])
+        if writes_common:
+            trees = {name: self._encode(name, name, tree, files) for name, tree in common.items()}
+            files[STATE] = map(_json, [trees])
+        return files
 
     def _encode(self, file: str, name: str, state: Any, files: dict[str, Any]) -> Any:
         encoder = Encoder()
@@ -75,8 +73,8 @@ class StoredCheckpoint:
 
     Args: objects: those of the program, by name, as of `Checkpoint.stateful_objects`.
     Raises: ValueError, which names the file, for one that is damaged; OSError.
-    Attributes: state: {"common": {name: state}, "ranks": {rank: {name: state}}}; ranks' states are read on demand. Of
-        "common" all names are there, and the states of `objects`.
+    Attributes: state: {"common": {name: state}, "ranks": {rank: {name: state}}}; ranks' states are read on demand.
+        "common" has all names; of `objects` it has the states.
     """
 
     def __init__(self, path: str, objects: Mapping[str, Any]) -> None:
@@ -91,7 +89,7 @@ class StoredCheckpoint:
                 check_state(name, objects[name], state, "state_schema")
         self._sharded = {name: sharded_arrays(state) for name, state in states.items()}
         self.state: dict[str, Mapping[Any, Any]] = {
-            "common": LazyMapping(trees, states.__getitem__),
+            "common": {**dict.fromkeys(trees), **states},
             "ranks": LazyMapping(range(self.manifest.ranks), functools.cache(self._read_rank)),
         }
 

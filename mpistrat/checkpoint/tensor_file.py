@@ -156,12 +156,20 @@ class StoredArray:
         """Raises: ValueError or RuntimeError: this torch has no such tensor."""
         import torch
 
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"this torch has no dtype {self.dtype!r:.80}")
+        dtype = torch_dtype(self.dtype)
         if not len(self.data):
             return torch.empty(self.shape, dtype=dtype, device="cpu")
         return torch.from_numpy(self.data).view(dtype).view(self.shape)
+
+
+def torch_dtype(name: str) -> Any:
+    """Raises: ValueError: this torch has no such dtype."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {name!r:.80}")
+    return dtype
 
 
 def parse(content: np.ndarray) -> dict[str, StoredArray]:
@@ -182,12 +190,12 @@ def parse(content: np.ndarray) -> dict[str, StoredArray]:
     check(foreign, {str: _foreign}, _FOREIGN)
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        if len(entry["data_offsets"]) != 2 or entry["data_offsets"][0] != end:
-            raise ValueError(f"{name!r:.80} is at {entry['data_offsets']}, and byte {end} follows")
-        size = math.prod(entry["shape"]) * _BYTES[entry["dtype"]]
+        begin, size = end, math.prod(entry["shape"]) * _BYTES[entry["dtype"]]
         end += size
-        if entry["data_offsets"][1] != end:
-            raise ValueError(f"{name!r:.80} is at {entry['data_offsets']}, and has {size} bytes")
+        if entry["data_offsets"] != [begin, end]:
+            raise ValueError(
+                f"{name!r:.80} is at {entry['data_offsets']}: byte {begin} follows, and it has {size} bytes"
+            )
     if start + end != len(content):
         raise ValueError(f"its arrays end at byte {start + end} of {len(content)}")
     stored = {}

@@ -9,7 +9,7 @@ from mpistrat.cluster_resolver.roles.task_roles import Cluster
 from mpistrat.compat.v1 import strategy as v1
 from mpistrat.compat.v1.datasets import BatchesOfWorker
 from mpistrat.input import DistributedIterator
-from mpistrat.input.distributed_dataset import distribute_from_function
+from mpistrat.input.distribution import distribute_from_function
 from mpistrat.options import InputOptions
 
 __all__ = ["ParameterServerStrategy"]

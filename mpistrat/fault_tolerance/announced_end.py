@@ -47,7 +47,7 @@ class AnnouncedEnd:
         self._grace_period, self._margin = config.grace_period or 0.0, config.margin
         self._grace_began: float | None = None
         self._signal = SignalFlag(config.signal_numbers())
-        self._limit = TimeLimit(job, config.end_time) if keeps_time else None
+        self._limit = TimeLimit(job, config.end_time) if keeps_time else TimeLimit(None)
         self._is_near = threading.Event()  # the user's function has said so
         if config.termination_watcher_fn is not None:
             keep_asking(
@@ -72,7 +72,7 @@ class AnnouncedEnd:
                 level = SAVE_AND_LEAVE
         elif number or self._is_near.is_set():
             level = SAVE if self._grace_period else SAVE_AND_LEAVE
-        if level < SAVE_AND_LEAVE and self._limit is not None:
+        if level < SAVE_AND_LEAVE:
             self.warn_if_near()
             if self._seconds_left() <= self._seconds_needed():
                 level, number = SAVE_AND_LEAVE, 0
@@ -80,10 +80,10 @@ class AnnouncedEnd:
 
     def begin_grace(self) -> bool:
         """All ranks know of the end. Returns: whether that is news."""
-        is_news = self._grace_began is None
-        if is_news:
-            self._grace_began = time.monotonic()
-        return is_news
+        if self._grace_began is not None:
+            return False
+        self._grace_began = time.monotonic()
+        return True
 
     def warn_if_near(self) -> None:
         """Say it once, where the limit is so near that the margin would take most of the time before it."""
@@ -101,7 +101,7 @@ class AnnouncedEnd:
 
     def _seconds_left(self) -> float:
         """inf where no limit is known."""
-        left = math.inf if self._limit is None else self._limit.seconds_left()
+        left = self._limit.seconds_left()
         if math.isfinite(left):
             self._most_left = max(left, self._most_left)
         return left
@@ -120,9 +120,7 @@ def level_of(word: int) -> int:
 def reason_of(word: int) -> str:
     """Why, for people."""
     number = word & (1 << _LEVEL_SHIFT) - 1
-    if number:
-        return f"{signal.Signals(number).name} has come"
-    return "the end is near"
+    return f"{signal.Signals(number).name} has come" if number else "the end is near"
 
 
 def _ask_watcher(watcher: Callable[[], bool], is_near: threading.Event) -> bool:

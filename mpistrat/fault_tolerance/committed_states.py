@@ -54,18 +54,17 @@ def copied(value: Any, memory: Any = None) -> Any:
         known = memory if type(memory) is type(value) else ()
         pairs = itertools.zip_longest(value, known[: len(value)])
         return type(value)(copied(part, into) for part, into in pairs)
-    if isinstance(value, (str, bytes, int, float)) or value is None:
+    if isinstance(value, (str, bytes, int, float, type(None))):
         return value
     if not arrays.is_array(value) or value.dtype == object:
         return copy.deepcopy(value)
     value = arrays.detach(value)
-    alike = (
-        type(memory) is type(value)
-        and memory.shape == value.shape
-        and memory.dtype == value.dtype
-        and getattr(memory, "device", None) == getattr(value, "device", None)
-    )
-    if not alike:
+    if _layout(memory) != _layout(value):
         return arrays.copy(value)
     memory[...] = value
     return memory
+
+
+def _layout(value: Any) -> tuple[Any, ...]:
+    """Equal of arrays that can be copied into each other's memory."""
+    return type(value), *(getattr(value, name, None) for name in ("shape", "dtype", "device"))

@@ -14,35 +14,37 @@ class Difference(NamedTuple):
     differing: int  # elements whose bits differ
     elements: int
     place: tuple[int, ...]  # where the values differ most; a NaN differs more than any number
-    own: float
+    value: float
     reference: float
 
     def __str__(self) -> str:
         at = f" at {list(self.place)}" if self.place else ""
         return (
-            f"{self.differing} of {self.elements} elements, most{at}: {self.own:.9g} instead of "
+            f"{self.differing} of {self.elements} elements, most{at}: {self.value:.9g} instead of "
             f"{self.reference:.9g}"
         )
 
 
-def difference(own: np.ndarray, reference: np.ndarray, like: Array) -> Difference | None:
+def difference(found: np.ndarray, reference: np.ndarray, like: Array) -> Difference | None:
     """None where the bits are equal.
 
     Args:
-        own, reference: bits, as `digests.bits` gives them, on the host.
+        found, reference: bits, as `digests.bits` gives them, on the host.
         like: an array whose bits they are. Complex numbers count as two elements each.
     """
-    different = np.flatnonzero(own != reference)
+    different = np.flatnonzero(found != reference)
     if not len(different):
         return None
-    owns, references = _values(own, like)[different], _values(reference, like)[different]
+    values, references = (_values(flat, like)[different] for flat in (found, reference))
     with np.errstate(all="ignore"):
-        sizes = np.abs(owns - references)
+        sizes = np.abs(values - references)
     most = int(np.argmax(np.where(np.isnan(sizes), np.inf, sizes)))
     is_complex = arrays.dtype_name(like).startswith("complex")
     shape = (*like.shape, 2) if is_complex else tuple(like.shape)
-    index = tuple(int(i) for i in np.unravel_index(int(different[most]), shape)) if shape else ()
-    return Difference(len(different), own.size, index, float(owns[most]), float(references[most]))
+    index = tuple(map(int, np.unravel_index(int(different[most]), shape)))
+    return Difference(
+        len(different), found.size, index, float(values[most]), float(references[most])
+    )
 
 
 def _values(flat: np.ndarray, like: Array) -> np.ndarray:

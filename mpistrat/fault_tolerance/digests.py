@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from mpistrat import arrays
 from mpistrat.arrays import Array
 
@@ -57,7 +55,6 @@ def bits(array: Array) -> Array:
             tensor = torch.view_as_real(tensor)
         flat = tensor.reshape(-1).view(getattr(torch, _integers(tensor.dtype.itemsize)))
         return flat.numpy() if flat.is_cpu else flat  # a thread of NumPy's adds faster
-    array = np.asarray(array) if isinstance(array, np.generic) else array
     return array.reshape(-1).view(_integers(array.real.dtype.itemsize))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -45,28 +46,22 @@ def find_divergence(
 ) -> DivergenceError | None:
     """The first thing whose copies differ; None if ranks only have dropped different things. Collective."""
     communicator = strategy.extended.communicator
-    everyone = communicator.all_gather_object(digested, label="digests of what is mirrored")
-    common = sorted(set.intersection(*(set(theirs) for theirs in everyone)))
-    differing = [
-        key for key in common if len({d for theirs in everyone for d in theirs[key].digests}) > 1
-    ]
+    by_rank = communicator.all_gather_object(digested, label="digests of what is mirrored")
+    common = set.intersection(*map(set, by_rank))
+    by_key = {key: Copies([things[key] for things in by_rank]) for key in sorted(common)}
+    differing = {key: copies for key, copies in by_key.items() if not copies.are_equal}
     if not differing:
         return None
-    key = differing[0]
+    key, copies = next(iter(differing.items()))
     names = [digested[differing_key].name for differing_key in differing]
-    copies = Copies([theirs[key] for theirs in everyone])
     lines = copies.descriptions() or _differences(strategy, key, copies)
     if len(lines) > _MOST_TOLD:
         lines[_MOST_TOLD:] = [f"and {len(lines) - _MOST_TOLD} more"]
     nodes = communicator.all_gather_object(os.uname().nodename, label="names of the nodes")
-    suspects = [f"rank {rank} (node {nodes[rank]})" for rank in copies.suspects]
-    verdict = "Which copy is wrong cannot be known: no value has the majority."
-    if suspects:
-        verdict = f"Most copies are equal, so what is wrong is probably {_some(suspects)}."
+    text = "\n  ".join([f"{names[0]} is not the same any more on all ranks ({when}):", *lines])
     return DivergenceError(
-        f"{names[0]} is not the same any more on all ranks ({when}):\n"
-        + "".join(f"  {line}\n" for line in lines)
-        + f"{verdict}\n{len(differing)} of {len(common)} tensors and numbers differ: {_some(names)}.\n{_WHAT_TO_DO}",
+        f"{text}\n{copies.verdict(nodes)}\n{len(differing)} of {len(common)} tensors and numbers differ: "
+        f"{_some(names)}.\n{_WHAT_TO_DO}",
         names[0],
         copies.suspects,
     )
@@ -80,6 +75,7 @@ class Copies:
     """All ranks' copies of one thing, grouped by their digests.
 
     Attributes:
+        are_equal: there is one group.
         reference: (rank, copy) of the first copy in the largest group.
         suspects: ranks with a copy outside of that group; empty where another group is as large.
     """
@@ -90,10 +86,19 @@ class Copies:
         for rank, thing in enumerate(by_rank):
             for copy, found in enumerate(thing.digests):
                 groups.setdefault(found, []).append((rank, copy))
-        largest, *others = sorted(groups.values(), key=len, reverse=True)
+        largest, *smaller = sorted(groups.values(), key=len, reverse=True)
         self.reference = largest[0]
-        suspects = {rank for group in others for rank, _ in group}
-        self.suspects = () if len(largest) == len(others[0]) else tuple(sorted(suspects))
+        self.are_equal = not smaller
+        suspects = {rank for group in smaller for rank, _ in group}
+        has_majority = len(largest) > max(map(len, smaller), default=0)
+        self.suspects = tuple(sorted(suspects)) if has_majority else ()
+
+    def verdict(self, nodes: Sequence[str]) -> str:
+        """Which ranks are probably wrong. Args: nodes: the name of each rank's."""
+        if not self.suspects:
+            return "Which copy is wrong cannot be known: no value has the majority."
+        suspects = [f"rank {rank} (node {nodes[rank]})" for rank in self.suspects]
+        return f"Most copies are equal, so what is wrong is probably {_some(suspects)}."
 
     def name_of(self, rank: int, copy: int) -> str:
         if len(self._by_rank[rank].digests) == 1:
@@ -118,19 +123,19 @@ class Copies:
 def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
     """A line for each copy that differs from the reference, which is sent to all."""
     communicator = strategy.extended.communicator
-    own = mirrored_state(strategy)[key].copies
-    flats = [arrays.to_host(bits(copy)) for copy in own]
+    things = mirrored_state(strategy)[key].copies
+    flats = [arrays.to_host(bits(thing)) for thing in things]
     root, copy = copies.reference
     reference = flats[copy].copy() if communicator.rank == root else np.empty_like(flats[0])
     communicator.broadcast(reference.view(np.uint8), root, label="one copy of what differs")
-    found = [difference(flat, reference, like) for flat, like in zip(flats, own, strict=True)]
-    everyone: list[list[Difference | None]] = communicator.all_gather_object(
+    found = [difference(flat, reference, like) for flat, like in zip(flats, things, strict=True)]
+    by_rank: list[list[Difference | None]] = communicator.all_gather_object(
         found, label="differences from it"
     )
     kind = copies._by_rank[root].descriptions[copy]
     return [
         f"{copies.name_of(rank, i)}: {each} on {copies.name_of(root, copy)} ({kind})"
-        for rank, theirs in enumerate(everyone)
-        for i, each in enumerate(theirs)
+        for rank, differences in enumerate(by_rank)
+        for i, each in enumerate(differences)
         if each is not None
     ]

@@ -43,11 +43,11 @@ class DivergenceSentinel:
         self._digested: dict[Key, Digested] = {}
         self._last_equal = "this is the first comparison"
         communicator = strategy.extended.communicator
-        everyone = communicator.all_gather_object(every, label="DivergenceSentinel(every=…)")
-        if not all(type(each) is int and each > 0 and each == everyone[0] for each in everyone):
+        by_rank = communicator.all_gather_object(every, label="DivergenceSentinel(every=…)")
+        if {*map(type, by_rank)} != {int} or len({*by_rank}) > 1 or every < 1:
             error = ValueError(
                 f"DivergenceSentinel(every={every!r}) on rank {communicator.rank}: expected the same number, from 1 "
-                f"on, on all ranks; by rank they gave {everyone!r:.200}"
+                f"on, on all ranks; by rank they gave {by_rank!r:.200}"
             )
             mark_raised_by_all(error)
             raise error

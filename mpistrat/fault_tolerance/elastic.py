@@ -26,10 +26,7 @@ from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.liveness.program_exit import remember_raised
 from mpistrat.machine.notices import tell
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from mpistrat.torch_distributed.default_group import (
-    leave_default_group,
-    move_default_group,
-)
+from mpistrat.torch_distributed.default_group import leave_default_group, move_default_group
 from mpistrat.torch_distributed.next_group import has_default_group
 
 if TYPE_CHECKING:
@@ -64,25 +61,29 @@ def run_elastic(
     Raises:
         TooFewReplicasError: on all ranks that are left, with fewer than `min_replicas` replicas.
     """
-    for name, value in (("min_replicas", min_replicas), ("steps_per_copy", steps_per_copy)):
+    for name, value in {"min_replicas": min_replicas, "steps_per_copy": steps_per_copy}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r:.60}")
     over = MPIClusterResolver(comm).comm
-    survivors = None
-    if over is not None and over.Get_size() > 1:
-        from mpi4py import MPI
-
-        why_not = why_not_fault_tolerant(MPI.Get_library_version())
-        if not why_not and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-            why_not = "MPI was started without MPI_THREAD_MULTIPLE, mpi4py's default"
-        if not why_not:
-            from mpistrat.fault_tolerance.survivors import Survivors
-
-            survivors = Survivors(over)
-        elif over.Get_rank() == 0:
-            tell(f"a rank that is lost ends this job: {why_not}. Save checkpoints to go on from")
+    survivors = None if over is None or over.Get_size() == 1 else _survivors_of(over)
     elastic = Elastic(over, survivors, min_replicas, steps_per_copy)
     return train(elastic) if survivors is None else _go_on_with(train, elastic, survivors)
+
+
+def _survivors_of(comm: MPI.Intracomm) -> Survivors | None:
+    """None, and a line on stderr, where a lost rank ends the job."""
+    from mpi4py import MPI
+
+    why_not = why_not_fault_tolerant(MPI.Get_library_version())
+    if not why_not and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        why_not = "MPI was started without MPI_THREAD_MULTIPLE, mpi4py's default"
+    if why_not:
+        if comm.Get_rank() == 0:
+            tell(f"a rank that is lost ends this job: {why_not}. Save checkpoints to go on from")
+        return None
+    from mpistrat.fault_tolerance.survivors import Survivors
+
+    return Survivors(comm)
 
 
 def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Survivors) -> T:
@@ -152,9 +153,9 @@ class Elastic:
         Raises: TooFewReplicasError on all ranks.
         """
         if self._replicas is not None and arguments.get("deterministic"):
-            mine = replicas_of(self._replicas, self.comm.size if self.comm else 1)
-            rank = self.comm.rank if self.comm else 0
-            arguments["devices"] = [f"cpu:{i}" for i in range(mine[rank])]
+            rank, size = (self.comm.rank, self.comm.size) if self.comm else (0, 1)
+            replicas = replicas_of(self._replicas, size)[rank]
+            arguments["devices"] = [f"cpu:{i}" for i in range(replicas)]
         strategy = MultiWorkerMirroredStrategy(comm=self.comm, **arguments)
         replicas = strategy.num_replicas_in_sync
         if strategy.extended.deterministic and self._replicas is None:
@@ -216,7 +217,7 @@ class Elastic:
         state = checkpoint.state_dict()
         if not self._num_kept:
             check_whole(state["common"], "run_elastic")
-        ranks = {rank: pickle.dumps(own) for rank, own in state["ranks"].items()}
+        ranks = {rank: pickle.dumps(part) for rank, part in state["ranks"].items()}
         survivors.exchange(ranks)
         self._states.keep(self.step, {**state, "ranks": ranks})
         self._seconds.append(time.perf_counter() - started)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat import arrays
@@ -66,12 +66,12 @@ def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
     # Batch norm does not count its writes to some of its buffers (`mpistrat.pytorch.modules.buffers.snapshot`).
     written = {
         slot.module
-        for own in copies
-        for slot, tensor in zip(slots, own, strict=True)
+        for buffers in copies
+        for slot, tensor in zip(slots, buffers, strict=True)
         if slot.changed(tensor)
     }
     for index, slot in enumerate(slots):
-        tensors = [own[index] for own in copies]
+        tensors = [buffers[index] for buffers in copies]
         if slot.module not in written and all(tensor is not None for tensor in tensors):
             yield (_BUFFER, index), MirroredThing(slot.name, tensors)
 
@@ -81,22 +81,26 @@ def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]
     optimizers = sorted(modules.reducer.optimizers.items())
     for number, optimizer in optimizers:
         name = type(optimizer).__name__ + (f" number {number + 1}" if number else "")
-        for g, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if key != "params" and _is_comparable(value):
-                    thing = MirroredThing(f"{name}: {key} of group {g}", [value])
-                    yield (_OPTIMIZER, number, _OF_GROUP, g, key), thing
-        for parameter, state in list(optimizer.state.items()):
-            if id(parameter) not in slots or not isinstance(state, dict):
-                continue
-            index, of = slots[id(parameter)]
+        for place, owner, state in _states_of(optimizer, slots):
             for key, value in state.items():
                 if _is_comparable(value):
-                    thing = MirroredThing(f"{name}: {key} of {of}", [value])
-                    yield (_OPTIMIZER, number, _OF_PARAMETER, index, str(key)), thing
+                    thing = MirroredThing(f"{name}: {key} of {owner}", [value])
+                    yield (_OPTIMIZER, number, *place, str(key)), thing
+
+
+def _states_of(
+    optimizer: Any, slots: Mapping[int, tuple[int, str]]
+) -> Iterator[tuple[Key, str, dict[Any, Any]]]:
+    """Place, owner's name and state: of each parameter group, and of each parameter in `slots`."""
+    for g, group in enumerate(optimizer.param_groups):
+        yield (_OF_GROUP, g), f"group {g}", {k: v for k, v in group.items() if k != "params"}
+    for parameter, state in list(optimizer.state.items()):
+        if id(parameter) in slots and isinstance(state, dict):
+            index, name = slots[id(parameter)]
+            yield (_OF_PARAMETER, index), name, state
 
 
 def _is_comparable(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_comparable, value))
-    return arrays.is_array(value) or value is None or isinstance(value, (int, float, complex, str))
+    return arrays.is_array(value) or isinstance(value, (int, float, complex, str, type(None)))

@@ -27,15 +27,16 @@ def keep_asking(
     weakref.finalize(owner, stop.set)
 
     def run() -> None:
-        has_explained, done = explain is None, False
-        while not done:
+        explain_once = explain
+        while True:
             try:
-                done = ask()
+                if ask():
+                    return
             except Exception as error:  # whatever it is, the next answer may be right
-                if explain is not None and not has_explained:
-                    has_explained = True
-                    tell(explain(f"{type(error).__name__}: {error}"))
-            if not done and stop.wait(pause()):
+                if explain_once is not None:
+                    tell(explain_once(f"{type(error).__name__}: {error}"))
+                    explain_once = None
+            if stop.wait(pause()):
                 return
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -153,7 +153,9 @@ class PreemptionCheckpointHandler:
             return
         word = self._word.take()
         if word is None:
-            word = self._greatest_of_all()
+            words = np.array([self._end.word()], np.int64)
+            self._communicator.all_reduce(words, reducing("max", "end announced"))
+            word = int(words[0])
         level = level_of(word)
         if level == NOTHING or (level == SAVE and not self._end.begin_grace()):
             return
@@ -165,11 +167,6 @@ class PreemptionCheckpointHandler:
             self._tell(f"{after}; goes on for a grace period of {self._config.grace_period:g} s")
         else:
             self._saved = after
-
-    def _greatest_of_all(self) -> int:
-        word = np.array([self._end.word()], np.int64)
-        self._communicator.all_reduce(word, reducing("max", "end announced"))
-        return int(word[0])
 
     def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
         """Seconds, and where to."""

@@ -49,11 +49,9 @@ class SignalFlag:
 _flags: weakref.WeakSet[SignalFlag] = weakref.WeakSet()
 _previous: dict[int, Any] = {}  # what handled a signal before
 _inside: set[int] = set()
-_forks_are_seen = False
 
 
 def _take(number: int) -> None:
-    global _forks_are_seen
     before = early_signals.previous(number)
     if before is _arrived:
         return
@@ -68,9 +66,6 @@ def _take(number: int) -> None:
         return
     _previous[number] = before
     signal.signal(number, _arrived)
-    if not _forks_are_seen:
-        _forks_are_seen = True
-        os.register_at_fork(after_in_child=_forget)  # a child's signals are not ours
 
 
 def _arrived(number: int, frame: FrameType | None) -> None:
@@ -93,6 +88,10 @@ def _arrived(number: int, frame: FrameType | None) -> None:
 
 
 def _forget() -> None:
+    """A child's signals are not ours."""
     for number, previous in _previous.items():
         if signal.getsignal(number) is _arrived:
             signal.signal(number, previous)
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -130,11 +130,11 @@ class Survivors:
 
 def members(comm: MPI.Intracomm, besides: MPI.Intracomm) -> list[int]:
     """Who is in `comm`, but not in `besides`, by the job's numbers."""
-    group, others, world = comm.Get_group(), besides.Get_group(), MPI.COMM_WORLD.Get_group()
-    missing = MPI.Group.Difference(group, others)
+    group, smaller, world = comm.Get_group(), besides.Get_group(), MPI.COMM_WORLD.Get_group()
+    missing = MPI.Group.Difference(group, smaller)
     try:
         return list(missing.Translate_ranks(None, world))
     finally:
-        for made in (group, others, world, missing):
+        for made in (group, smaller, world, missing):
             if made != MPI.GROUP_EMPTY:
                 made.Free()

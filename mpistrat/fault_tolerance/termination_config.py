@@ -55,7 +55,7 @@ class TerminationConfig:
                 raise TypeError(f"{name} must be a function or None, got {function!r:.60}")
         for name in ("grace_period", "end_time", "margin"):
             seconds = getattr(self, name)
-            if name != "margin" and seconds is None:
+            if seconds is None and name != "margin":
                 continue
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
                 raise TypeError(f"{name} must be a number of seconds, got {seconds!r:.60}")

@@ -1,8 +1,7 @@
 """Input: what each replica reads."""
 
 from mpistrat.input.datasets import BatchedDataset, FileDataset
-from mpistrat.input.distributed_dataset import DistributedDataset
-from mpistrat.input.distributed_iterator import DistributedIterator
+from mpistrat.input.distributed_dataset import DistributedDataset, DistributedIterator
 from mpistrat.input.element_spec import ArraySpec, PerReplicaSpec
 from mpistrat.input.input_context import InputContext, ValueContext
 

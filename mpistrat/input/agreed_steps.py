@@ -4,56 +4,71 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrat import arrays, nest
-from mpistrat.communicators import Communicator, reducing
-from mpistrat.input.batches import spec_of
-from mpistrat.input.readers import EMPTY, MISSING, Reader, ReplicaPieces
-from mpistrat.machine.notices import ranks_in_words
+from mpistrat.communicators import reducing
+from mpistrat.input.batches import spec_of, without_examples
+from mpistrat.input.element_spec import ArraySpec
+from mpistrat.input.prefetch import Prefetcher
+from mpistrat.input.readers import Reader, check_all_have_some, knowing_what_follows
+from mpistrat.input.splitting import EMPTY, MISSING, ReplicaPieces
+from mpistrat.options import InputOptions
+
+if TYPE_CHECKING:
+    from mpistrat.replicas.strategy_extended import StrategyExtended
 
 # In the place of a number of steps: of a rank that has failed, and of one that knows of no failure to come.
 _FAILED = _NEVER = 1 << 30
+# With fewer, a thread is woken for each step when the reading is the slower: 30 us instead of 10.
+_STEPS_READ_AHEAD = 4
 
 
 class AgreedSteps(Iterator[ReplicaPieces]):
-    """What `source` gives, step by step, as long as any rank has data (`partial`), or all ranks have.
+    """The steps of an epoch from number `start` on, as long as any rank has data (`partial`), or all ranks have.
 
     Ranks that may have different numbers of steps ask each other at the first, and then when no rank is known to have
     another, unless all know how many theirs are. Every rank must go through it, inside `raising_together`.
-
-    Attributes:
-        template: a batch of no examples like those of other ranks, when this rank has none.
+    A replica without data gets a batch of no examples.
     """
 
     def __init__(
         self,
         reader: Reader,
-        source: Iterator[ReplicaPieces],
-        communicator: Communicator,
+        extended: StrategyExtended,
+        options: InputOptions,
         partial: bool,
+        epoch: int,
         start: int,
-        num_local_replicas: int,
     ) -> None:
-        self._reader, self._source, self._communicator = reader, source, communicator
+        self._reader, self._communicator = reader, extended.communicator
+        self._num_local_replicas = extended.num_local_replicas
         self._partial = partial
-        self._num_local_replicas = num_local_replicas
+        self._asks_nobody = reader.ends_together or self._communicator.size == 1
+        self._source: Iterator[ReplicaPieces] = reader.steps(epoch, start)
+        if reader.reads_ahead:
+            if not self._asks_nobody:
+                self._source = knowing_what_follows(self._source)
+            depth = max(options.experimental_per_replica_buffer_size, _STEPS_READ_AHEAD)
+            self._source = Prefetcher(self._source, depth)
         self._position: Any = None  # where the last step has left the reader
         self._steps_done = start
         self._steps_left: int | None = None  # None: not known
         self._sure = 0  # steps that some rank has
         self._has_asked = False
-        self.template: Any = None
+        self._template: Any = None  # a batch, for batches of no examples
+        self._structure: str | None = None
 
     def __next__(self) -> ReplicaPieces:
-        step = self._read() if self._reader.ends_together else self._agreed()
+        step = self._read() if self._asks_nobody else self._agreed()
         if step is None:
             if self._reader.compares_ends:
                 end = f"end of the dataset after {self._steps_done} steps, as many on all ranks"
                 self._communicator.barrier(label=end)
             raise StopIteration
+        step[:] = map(self._filled, step)
         self._steps_done += 1
         return step
 
@@ -69,35 +84,59 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         self._position = step.position
         return step
 
+    def _filled(self, entry: Any) -> Any:
+        """The batch of a step's entry; one of no examples where it has none.
+
+        Raises: ValueError where the batches before it had another structure.
+        """
+        if _has_examples(entry):
+            self._template = entry
+        else:
+            entry = self._empty_batch()
+        structure = nest.take_apart(entry)[1]
+        if self._structure not in (None, structure):
+            raise ValueError(
+                f"the dataset changes its structure: step {self._steps_done} is {structure}, those before it were "
+                f"{self._structure}"
+            )
+        self._structure = structure
+        return entry
+
+    def _empty_batch(self) -> Any:
+        if self._template is None:
+            self._template = self._reader.template()
+        if self._template is None:
+            raise ValueError("the dataset has no example that could tell what a batch looks like")
+        return without_examples(self._template)
+
     def _agreed(self) -> ReplicaPieces | None:
         step, error = None, None
         try:
             step = self._read()
         except Exception as failed:
             error = failed
-        if self._communicator.size == 1:
-            if error is not None:
-                raise error
-            return step
-        if self._steps_left is not None:
-            error = error or self._wrong_length(step)
-            if error is not None:
-                self._communicator.raise_together(error)
-            go_on = self._steps_left > 0
-            self._steps_left -= 1
-        elif self._sure and error is None:
-            go_on = True
-            self._sure -= 1
-        else:
-            go_on = self._ask(step, error)
-            if not go_on:
-                self._reader.end(self._communicator, step is not None)
-        if not go_on:
+        if not self._goes_on(step, error):
             return None
         if step is None:
             step = ReplicaPieces([MISSING] * self._num_local_replicas)
             step.position = self._position
         return step
+
+    def _goes_on(self, step: ReplicaPieces | None, error: Exception | None) -> bool:
+        """Whether all ranks make this step. Raises: on all ranks, where one of them has an error."""
+        if self._steps_left is not None:
+            error = error or self._wrong_length(step)
+            if error is not None:
+                self._communicator.raise_together(error)
+            self._steps_left -= 1
+            return self._steps_left >= 0
+        if self._sure and error is None:
+            self._sure -= 1
+            return True
+        goes_on = self._ask(step, error)
+        if not goes_on:
+            self._reader.end(self._communicator, step is not None)
+        return goes_on
 
     def _wrong_length(self, step: ReplicaPieces | None) -> ValueError | None:
         length = self._reader.num_steps()
@@ -107,83 +146,76 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return ValueError(f"the length of this rank's dataset says {length} steps, but it {gave}")
 
     def _ask(self, step: ReplicaPieces | None, error: Exception | None) -> bool:
-        communicator, partial = self._communicator, self._partial
-        following, fails = 0, False
-        if step is not None and (partial or self._reader.drop_last):
-            following, fails = step.following, step.fails
-        count = 0 if step is None else 1 + following
-        # Ranks go by the largest: with `partial` by who surely has the most steps, otherwise by who has the fewest;
-        # and by who fails first.
-        steps = _FAILED if error is not None else count if partial else -count
-        mine = [steps, -(count if fails else _NEVER)]
+        words = self._words(step, error)
         if self._has_asked:
-            verdict = np.array(mine, np.int32)
+            verdict = np.array(words, np.int32)
             agreement = reducing("max", "end of the distributed dataset")
-            communicator.all_reduce(verdict, agreement, cause=error)
+            self._communicator.all_reduce(verdict, agreement, cause=error)
             largest, failure = verdict.tolist()
         else:
             self._has_asked = True
-            batch = None if step is None else next(filter(has_examples, step), None)
-            spec = None if batch is None else spec_of(batch)
-            first_steps = communicator.all_gather_object(
-                (mine, self._reader.num_steps(), spec),
-                label="first step of the distributed dataset: every rank must call next()",
-            )
-            largest, failure = (max(mine[i] for mine, _, _ in first_steps) for i in range(2))
-            counts = [count for _, count, _ in first_steps if count is not None]
-            if largest != _FAILED:
-                self._check_all_have_some(first_steps)
-                self._learn_from_others([spec for _, _, spec in first_steps])
-                if self._reader.steps_agreed or (partial and len(counts) == communicator.size):
-                    self._steps_left = max(counts) - self._steps_done - 1
+            largest, failure = self._ask_first(words, step)
         if largest == _FAILED:
-            communicator.raise_any(error, "could not read its part of the dataset")
+            self._communicator.raise_any(error, "could not read its part of the dataset")
         sure = min(abs(largest), -failure)
         self._sure = max(0, sure - 1)
         return sure > 0
 
-    def _check_all_have_some(self, first_steps: Sequence[Any]) -> None:
-        if not self._partial and not self._steps_done:
-            check_all_have_some([abs(steps) for (steps, _), _, _ in first_steps])
+    def _words(self, step: ReplicaPieces | None, error: Exception | None) -> list[int]:
+        """How many steps this rank surely has, and, negative, before which of them it fails: the largest count.
 
-    def _learn_from_others(self, specs: list[Any]) -> None:
-        """What the batches of this rank look like, if it has none. Raises: ValueError when the ranks' differ."""
-        known = [spec for spec in specs if spec is not None]
-        kinds = [nest.map_structure(_without_sizes, spec) for spec in known]
-        if any(kind != kinds[0] for kind in kinds):
-            raise ValueError(
-                "the ranks read batches of different structures or dtypes: "
-                + "; ".join(
-                    f"rank {rank}: {spec}" for rank, spec in enumerate(specs) if spec is not None
-                )
-            )
-        if known:
-            self.template = nest.map_structure(lambda spec: spec.empty(), known[0])
+        With `partial` the ranks go by the one with the most steps, otherwise by the one with the fewest; these are
+        negative.
+        """
+        if error is not None:
+            return [_FAILED, -_NEVER]
+        if step is None:
+            return [0, -_NEVER]
+        count, fails = 1, False
+        if self._partial or self._reader.drop_last:
+            count, fails = 1 + step.following, step.fails
+        return [count if self._partial else -count, -(count if fails else _NEVER)]
 
-
-def check_all_have_some(steps: Sequence[int]) -> None:
-    """Args: steps: that each rank has, at least. Raises: ValueError when some ranks have none, and others have some."""
-    without = [rank for rank, count in enumerate(steps) if not count]
-    if 0 < len(without) < len(steps):
-        raise ValueError(
-            f"{ranks_in_words(without)} of {len(steps)} {'has' if len(without) == 1 else 'have'} no data for a step, "
-            "and an epoch ends with the shortest rank: nothing would be trained. Give each rank data: cut it into "
-            f"{len(steps)} shards or more, use smaller batches, or start fewer ranks ({len(steps) - len(without)})"
+    def _ask_first(self, words: list[int], step: ReplicaPieces | None) -> tuple[int, int]:
+        """The largest words. Learns how many steps there are, and how batches look. Collective."""
+        batch = next(filter(_has_examples, step or ()), None)
+        answers = self._communicator.all_gather_object(
+            (words, self._reader.num_steps(), None if batch is None else spec_of(batch)),
+            label="first step of the distributed dataset: every rank must call next()",
         )
+        words_by_rank, lengths, specs = zip(*answers, strict=True)
+        steps, failures = zip(*words_by_rank, strict=True)
+        if _FAILED not in steps:
+            if not self._partial and not self._steps_done:
+                check_all_have_some([*map(abs, steps)])
+            self._learn_template(specs)
+            if self._reader.steps_agreed or (self._partial and None not in lengths):
+                self._steps_left = max(lengths) - self._steps_done - 1
+        return max(steps), max(failures)
+
+    def _learn_template(self, specs: Sequence[Any]) -> None:
+        """How a batch of this rank looks, if it has none. Raises: ValueError when the ranks' differ."""
+        known = {rank: spec for rank, spec in enumerate(specs) if spec is not None}
+        kinds = [nest.map_structure(_without_sizes, spec) for spec in known.values()]
+        if kinds != kinds[:1] * len(kinds):
+            by_rank = "; ".join(f"rank {rank}: {spec}" for rank, spec in known.items())
+            raise ValueError(f"the ranks read batches of different structures or dtypes: {by_rank}")
+        for spec in [*known.values()][:1]:
+            self._template = nest.map_structure(ArraySpec.empty, spec)
 
 
-def has_examples(entry: Any) -> bool:
+def _has_examples(entry: Any) -> bool:
     return entry is not MISSING and entry is not EMPTY
 
 
 def _is_batched(step: ReplicaPieces) -> bool:
     """Whether its elements are batches, which can be of no examples, and not numbers, which cannot."""
-    entry = next(filter(has_examples, step), None)
+    entry = next(filter(_has_examples, step), None)
     return entry is None or not all(map(_is_number, nest.leaves(entry)))
 
 
 def _is_number(leaf: Any) -> bool:
-    return arrays.is_number(leaf) or (arrays.is_array(leaf) and leaf.ndim == 0)
+    return arrays.is_number(leaf) or getattr(leaf, "ndim", None) == 0
 
 
 def _without_sizes(spec: Any) -> Any:

@@ -66,10 +66,11 @@ def _stack(column: tuple[Any, ...]) -> Any:
 
         return torch.stack(column)
     values = [np.asarray(value) for value in column]
-    if len({value.shape for value in values}) > 1:
+    shapes = {value.shape for value in values}
+    if len(shapes) > 1:
         raise ValueError(
-            "the examples of a batch must have the same shape, got "
-            f"{sorted({value.shape for value in values})[:4]}; pad them, or give collate_fn"
+            f"the examples of a batch must have the same shape, got {sorted(shapes)[:4]}; pad them, or give "
+            "collate_fn"
         )
     return np.stack(values)
 
@@ -103,11 +104,11 @@ def spec_of(batch: Any) -> Any:
 
 def explain_empty_batch(error: Exception, arguments: Any) -> None:
     """Tell `error`, which a replica's function raised of `arguments`, of drop_last, if it was given no examples."""
-    leaves = itertools.chain.from_iterable(
+    values = itertools.chain.from_iterable(
         leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
         for leaf in nest.leaves(arguments)
     )
-    if not any(arrays.is_array(leaf) and leaf.ndim and not leaf.shape[0] for leaf in leaves):
+    if 0 not in [value.shape[0] for value in values if arrays.is_array(value) and value.ndim]:
         return
     note = (
         "If this is because a replica has no examples in this step, for the last global batch is short: leave short "

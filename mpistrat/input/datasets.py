@@ -21,7 +21,7 @@ class _Batching:
 
     Attributes:
         epoch: the number of the next iteration.
-        own_collate: the program's function; None for `batches.collate`.
+        program_collate: the program's function; None for `batches.collate`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class _Batching:
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r:.60}")
         self.batch_size = operator.index(batch_size)
         self.drop_last = drop_last
-        self.own_collate, self.collate = collate_fn, collate_fn or collate
+        self.program_collate, self.collate = collate_fn, collate_fn or collate
         self.epoch = 0
         self._shuffle, self._seed = shuffle, operator.index(seed)
 
@@ -54,7 +54,7 @@ class _Batching:
     def _summary(self, contents: str) -> str:
         return (
             f"{contents}, batch_size={self.batch_size}, drop_last={self.drop_last}, shuffle={self._shuffle}, "
-            f"seed={self._seed}{', collate_fn' * bool(self.own_collate)})"
+            f"seed={self._seed}{', collate_fn' * bool(self.program_collate)})"
         )
 
 
@@ -87,8 +87,8 @@ class BatchedDataset(_Batching):
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self.of_arrays = nest.is_structure(dataset) or arrays.is_array(dataset)
-        own_collate = None if self.of_arrays else collate_fn
-        super().__init__(batch_size, drop_last, shuffle, seed, own_collate)
+        program_collate = None if self.of_arrays else collate_fn
+        super().__init__(batch_size, drop_last, shuffle, seed, program_collate)
         if self.of_arrays:
             self.collate = _as_it_is
         self._dataset = dataset

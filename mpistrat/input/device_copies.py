@@ -30,7 +30,7 @@ class DeviceCopies:
     def __init__(self, devices: tuple[str, ...]) -> None:
         self._devices = devices
         self._streams: dict[str, Any] = {}
-        self.needed = not all(device.startswith("cpu") for device in devices)
+        self.needed = any(not device.startswith("cpu") for device in devices)
 
     def start(self, batches: list[Any]) -> list[Any]:
         """Begin to copy, where that is needed; what is returned is for `arrived` only."""
@@ -67,8 +67,8 @@ class DeviceCopies:
 
 
 def _pinned(leaf: Any) -> Any:
-    on_host = arrays.is_torch(leaf) and leaf.device.type == "cpu"
-    return leaf.pin_memory() if on_host and not leaf.is_pinned() else leaf
+    on_host = arrays.is_torch(leaf) and leaf.is_cpu
+    return leaf.pin_memory() if on_host else leaf
 
 
 def _to(device: str, leaf: Any) -> Any:

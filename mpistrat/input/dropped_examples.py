@@ -39,7 +39,7 @@ class DroppedExamples:
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
-        self._has_told = False
+        self._has_spoken = False
 
     def __call__(self, examples: Any) -> Collated:
         # `__getitems__` may give anything: a batch, too. The function may take examples out of the list.
@@ -55,25 +55,35 @@ class DroppedExamples:
 
         Called by: every rank. Raises: the function's own error, where no example of the step came on any rank.
         """
-        own = expected[:-1] - [e.dropped if isinstance(e, Collated) else 0 for e in step]
+        came = expected[:-1] - [e.dropped if isinstance(e, Collated) else 0 for e in step]
         step[:] = map(batch_of, step)
-        words = np.array([own.sum(), sum(map(_rows, step, own.tolist()))])
-        mine = words.tolist()
+        words = np.array([came.sum(), sum(map(_rows, step, came.tolist()))])
+        here, rows_here = words.tolist()
         communicator.all_reduce(words, reducing("sum", "examples that came"))
         total, rows = words.tolist()
-        if not total:  # as in one process
-            entries = zip(step, expected.tolist(), strict=False)
-            step[:] = [self._collate([None] * n) if b is None else b for b, n in entries]
+        if not total:
+            step[:] = map(self._of_nothing, step, expected.tolist())
             return
-        if communicator.rank == 0 and not self._has_told and mine[1] * total != rows * mine[0]:
-            self._has_told = True
-            tell(
-                f"a loader's collate_fn made {rows} rows of the {total} examples of a step, {mine[1]} of {mine[0]} on "
-                "the first rank. Gradients count each rank by its examples. If collate_fn leaves some out, let the "
-                "dataset give None for them: None does not count. If it packs examples, nothing is wrong"
+        if communicator.rank == 0 and rows_here * total != rows * here:
+            self._tell_of_rows(
+                f"{rows} rows of the {total} examples of a step, {rows_here} of {here} on the first rank"
             )
-        step[:] = [b if n else EMPTY for b, n in zip(step, own, strict=True)]
-        step.examples = np.append(own, total)
+        step[:] = [b if n else EMPTY for b, n in zip(step, came, strict=True)]
+        step.examples = np.append(came, total)
+
+    def _of_nothing(self, batch: Any, count: int) -> Any:
+        """As in one process, the function is asked for a batch, although none of its examples came."""
+        return self._collate([None] * count) if batch is None else batch
+
+    def _tell_of_rows(self, made: str) -> None:
+        """Once."""
+        if not self._has_spoken:
+            self._has_spoken = True
+            tell(
+                f"a loader's collate_fn made {made}. Gradients count each rank by its examples. If collate_fn leaves "
+                "some out, let the dataset give None for them: None does not count. If it packs examples, nothing is "
+                "wrong"
+            )
 
 
 def _rows(batch: Any, count: int) -> int:

@@ -34,11 +34,11 @@ class ArraySpec:
 
     def with_batch(self, size: int | None) -> ArraySpec:
         """With another first dimension; a scalar stays one."""
-        return replace(self, shape=(size, *self.shape[1:])) if self.shape else self
+        return replace(self, shape=(size, *self.shape[1:])[: len(self.shape)])
 
     def empty(self) -> Array:
         """An array of no examples; other dimensions that vary are 0 too."""
-        shape = (0, *(size or 0 for size in self.shape[1:])) if self.shape else ()
+        shape = tuple(size or 0 for size in self.with_batch(0).shape)
         if self.library == "torch":
             import torch
 

@@ -12,8 +12,14 @@ from mpistrat.communicators import Communicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.input.datasets import FileDataset
 from mpistrat.input.dropped_examples import DroppedExamples
-from mpistrat.input.readers import Reader, ReplicaPieces
-from mpistrat.input.splitting import Lists, pieces_of_each, pieces_of_examples, steps_of_stream
+from mpistrat.input.readers import Reader
+from mpistrat.input.splitting import (
+    Lists,
+    ReplicaPieces,
+    pieces_of_each,
+    pieces_of_examples,
+    steps_of_stream,
+)
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 
@@ -66,8 +72,8 @@ class FileReader(Reader):
         self._splits_each = policy is AutoShardPolicy.DATA
         self._by_file = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE)
         self.ends_together = self.compares_ends = self._splits_each or share.workers == 1
-        if dataset.own_collate and self._splits_each:
-            self.dropped = DroppedExamples(dataset.own_collate)
+        if dataset.program_collate and self._splits_each:
+            self.dropped = DroppedExamples(dataset.program_collate)
         self.same_for_any_ranks = policy is not AutoShardPolicy.OFF or share.workers == 1
         if self._by_file and len(dataset.files) < share.workers:
             raise InvalidArgumentError(
@@ -84,10 +90,10 @@ class FileReader(Reader):
             self._restart = _Restart()
         restart = self._restart
         order = [number for number in dataset.order(epoch) if number not in restart.finished]
-        mine = order[share.worker :: share.workers] if self._by_file else order
+        files = order[share.worker :: share.workers] if self._by_file else order
         if len(restart.left) == share.workers:  # as many as before: each goes on with its own
-            mine = restart.left[share.worker]
-        place = _FilePosition(restart, mine)
+            files = restart.left[share.worker]
+        place = _FilePosition(restart, files)
         examples = self._examples(place)
         if self._splits_each:
             batches = pieces_of_examples(
@@ -123,19 +129,16 @@ class FileReader(Reader):
         if not self._by_file:
             return {}
         progress = None if position is None else (position.done, position.partly, position.left)
-        everyone = communicator.all_gather_object(
-            (self._share.worker, progress), label="files read"
-        )
+        by_rank = communicator.all_gather_object((self._share.worker, progress), label="files read")
         restart = self._restart if position is None else position.restart
-        finished, partly, left = set(restart.finished), dict(restart.partly), {}
-        for worker, (done, part, rest) in ((w, read) for w, read in everyone if read is not None):
+        finished, partly, left = set(restart.finished), dict(restart.partly), dict(restart.left)
+        by_worker = {worker: read for worker, read in by_rank if read is not None}
+        if by_worker:  # else there was no step since the restart, if there was one
+            left = {worker: [] for worker in range(self._share.workers)}
+        for worker, (done, part, rest) in by_worker.items():
             finished.update(done)
             partly.update(part)
             left[worker] = rest
-        if not left:  # no step since the restart, if there was one
-            left = dict(restart.left)
-        else:  # workers that had no step have nothing left
-            left = {worker: left.get(worker, []) for worker in range(self._share.workers)}
         partly = {number: count for number, count in partly.items() if number not in finished}
         return {"finished": sorted(finished), "partly": partly, "left": left}
 

@@ -7,8 +7,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpistrat.communicators import Communicator
-from mpistrat.input.agreed_steps import check_all_have_some
-from mpistrat.input.readers import UNKNOWN_CARDINALITY, FunctionReader, ReplicaPieces, length_of
+from mpistrat.input.readers import (
+    UNKNOWN_CARDINALITY,
+    FunctionReader,
+    check_all_have_some,
+    length_of,
+)
+from mpistrat.input.splitting import ReplicaPieces
 from mpistrat.machine.notices import tell
 
 
@@ -24,14 +29,14 @@ class LocalReader(FunctionReader):
     ) -> None:
         super().__init__([batches], num_replicas)
         length = length_of(batches)
-        own = None if length == UNKNOWN_CARDINALITY else length // num_replicas
-        self._rank, self._has_told = communicator.rank, False
-        everyone = communicator.all_gather_object(own, label="steps of local batches")
-        self._steps = None if None in everyone else min(everyone)
+        steps = None if length == UNKNOWN_CARDINALITY else length // num_replicas
+        self._rank, self._has_spoken = communicator.rank, False
+        by_rank = communicator.all_gather_object(steps, label="steps of local batches")
+        self._steps = None if None in by_rank else min(by_rank)
         self.steps_agreed = self._steps is not None
         if self.steps_agreed:
-            check_all_have_some(everyone)
-            self._tell([f"rank {rank}: {steps}" for rank, steps in enumerate(everyone)], everyone)
+            check_all_have_some(by_rank)
+            self._tell([f"rank {rank}: {steps}" for rank, steps in enumerate(by_rank)], by_rank)
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         steps = super().steps(epoch, start)
@@ -41,15 +46,15 @@ class LocalReader(FunctionReader):
         return self._steps
 
     def end(self, communicator: Communicator, has_more: bool) -> None:
-        if not self._has_told:
-            everyone = communicator.all_gather_object(has_more, label="end of local batches")
-            self._tell([f"rank {rank}" for rank in range(len(everyone))], everyone)
+        if not self._has_spoken:
+            by_rank = communicator.all_gather_object(has_more, label="end of local batches")
+            self._tell([f"rank {rank}" for rank in range(len(by_rank))], by_rank)
 
     def _tell(self, names: list[str], amounts: list[Any]) -> None:
         """Of the ranks that have more than the least."""
         least = min(amounts)
         longer = [name for name, amount in zip(names, amounts, strict=True) if amount > least]
-        self._has_told = bool(longer)
+        self._has_spoken = bool(longer)
         if longer and self._rank == 0:
             steps = "" if isinstance(least, bool) else f", {least} steps"
             tell(

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mpistrat.arrays import default_device
 from mpistrat.machine.devices import make_own_current
@@ -23,7 +23,7 @@ class Prefetcher(Iterator[T], Generic[T]):
 
     def __init__(self, iterator: Iterator[T], depth: int) -> None:
         # These are faster than a queue.Queue of limited size.
-        self._made: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: make no more
         self._ended = False
         for _ in range(depth):
@@ -39,14 +39,12 @@ class Prefetcher(Iterator[T], Generic[T]):
     def __next__(self) -> T:
         if self._ended:
             raise StopIteration
-        kind, item = self._made.get()
-        if kind == "item":
-            self._room.put(True)
-            return item  # type: ignore[return-value]
-        self._ended = True
-        if isinstance(item, BaseException):
-            raise item
-        raise StopIteration
+        item, end = self._made.get()
+        if end is not None:
+            self._ended = True
+            raise end
+        self._room.put(True)
+        return item
 
     def close(self) -> None:
         self._room.put(False)
@@ -57,7 +55,7 @@ class Prefetcher(Iterator[T], Generic[T]):
 
 def _make(
     iterator: Iterator[T],
-    made: queue.SimpleQueue[tuple[str, object]],
+    made: queue.SimpleQueue[tuple[Any, BaseException | None]],
     room: queue.SimpleQueue[bool],
     device: AbstractContextManager[object],
 ) -> None:
@@ -68,8 +66,8 @@ def _make(
             for item in iterator:
                 if not room.get():
                     return
-                made.put(("item", item))
+                made.put((item, None))
     except BaseException as error:  # whatever it is, it belongs to the thread that asks
-        made.put(("end", error))
+        made.put((None, error))
     else:
-        made.put(("end", None))
+        made.put((None, StopIteration()))

@@ -8,7 +8,8 @@ from typing import Any
 
 from mpistrat import arrays
 from mpistrat.context import AnyStrategy
-from mpistrat.input.distributed_dataset import DistributedDataset, distribute, distribute_local
+from mpistrat.input.distributed_dataset import DistributedDataset
+from mpistrat.input.distribution import distribute, distribute_local
 from mpistrat.options import InputOptions
 
 

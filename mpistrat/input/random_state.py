@@ -25,28 +25,28 @@ STATE_SCHEMA = {
 
 def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
     """The loader's samplers, and those that they are made of, each once."""
-    found: list[Any] = []
+    found: dict[int, Any] = {}
     for sampler in (loader.sampler, loader.batch_sampler):
-        while sampler is not None and not any(sampler is known for known in found):
-            found.append(sampler)
+        while sampler is not None and id(sampler) not in found:
+            found[id(sampler)] = sampler
             sampler = getattr(sampler, "sampler", None)
-    return found
+    return [*found.values()]
 
 
 class RandomState:
     """The generators that a loader's samplers may use: torch's, Python's and NumPy's own, and those it was given.
 
     Attributes:
+        schema: how a state of them looks.
         began: their states when the last epoch began, picklable; None before the first.
     """
 
+    schema = STATE_SCHEMA
+
     def __init__(self, loader: data.DataLoader[Any]) -> None:
         owners = (loader, *samplers_of(loader))
-        self._own = [
-            generator
-            for owner in owners
-            if isinstance(generator := getattr(owner, "generator", None), torch.Generator)
-        ]
+        generators = [getattr(owner, "generator", None) for owner in owners]
+        self._of_owners = [g for g in generators if isinstance(g, torch.Generator)]
         # Samplers without a generator draw from that of the default device.
         default: Any = default_device()
         self._devices = [default] if getattr(default, "type", None) == torch_accelerator() else []
@@ -74,9 +74,7 @@ class RandomState:
         try:
             yield
         finally:
-            now["own"] = [
-                generator.get_state() for generator in self._own
-            ]  # these go on from there
+            now["own"] = [g.get_state() for g in self._of_owners]  # these go on from there
             self._set(now)
 
     def now(self) -> dict[str, Any]:
@@ -92,15 +90,15 @@ class RandomState:
                 part.tolist() if isinstance(part, np.ndarray) else part
                 for part in np.random.get_state()
             ],
-            "own": [generator.get_state() for generator in self._own],
+            "own": [generator.get_state() for generator in self._of_owners],
             "devices": [torch.get_device_module(d).get_rng_state(d) for d in self._devices],
         }
 
     def _set(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
-        for device, own in zip(self._devices, state.get("devices", ()), strict=False):
-            torch.get_device_module(device).set_rng_state(own, device)
+        for device, device_state in zip(self._devices, state.get("devices", ()), strict=False):
+            torch.get_device_module(device).set_rng_state(device_state, device)
         random.setstate(state["python"])
         np.random.set_state(tuple(state["numpy"]))
-        for generator, own in zip(self._own, state["own"], strict=True):
-            generator.set_state(own)
+        for generator, generator_state in zip(self._of_owners, state["own"], strict=True):
+            generator.set_state(generator_state)

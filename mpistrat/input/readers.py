@@ -15,10 +15,15 @@ from mpistrat.errors import NotFoundError
 from mpistrat.input.batches import Batches
 from mpistrat.input.datasets import BatchedDataset
 from mpistrat.input.dropped_examples import DroppedExamples, batch_of_one
-from mpistrat.input.splitting import EMPTY as EMPTY
-from mpistrat.input.splitting import MISSING as MISSING
-from mpistrat.input.splitting import Kind, Lists, pieces_of_each, pieces_of_stream, steps_of_stream
-from mpistrat.input.splitting import ReplicaPieces as ReplicaPieces
+from mpistrat.input.splitting import (
+    MISSING,
+    Kind,
+    Lists,
+    ReplicaPieces,
+    pieces_of_each,
+    pieces_of_stream,
+    steps_of_stream,
+)
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
@@ -121,28 +126,21 @@ class Restartable(abc.ABC, Iterable[Any]):
     random: RandomState
 
 
-def _began(batches: Any) -> Any:
-    """What the epoch that was begun last began with; picklable."""
-    return batches.random.began if isinstance(batches, Restartable) else None
+class _NoRandomState:
+    """As a `RandomState`, for batches whose order nobody can have again."""
+
+    began = None
+    schema = (None, dict)
+
+    def now(self) -> None:
+        return None
+
+    def begin_at(self, state: Any) -> None:
+        return None
 
 
-def _begins(batches: Any) -> Any:
-    """What the next epoch begins with."""
-    return batches.random.now() if isinstance(batches, Restartable) else None
-
-
-def _random_schema(batches: Any) -> Any:
-    if not isinstance(batches, Restartable):
-        return (None, dict)
-    from mpistrat.input.random_state import STATE_SCHEMA  # it imports torch
-
-    return STATE_SCHEMA
-
-
-def _begin_at(batches: Any, state: Any) -> None:
-    """Let the next epoch be the one that had `state`."""
-    if isinstance(batches, Restartable):
-        batches.random.begin_at(state)
+def _random_of(batches: Any) -> RandomState | _NoRandomState:
+    return batches.random if isinstance(batches, Restartable) else _NoRandomState()
 
 
 def _at(steps: Iterator[ReplicaPieces], position: Callable[[], Any]) -> Iterator[ReplicaPieces]:
@@ -203,13 +201,13 @@ class IndexReader(GlobalReader):
         self._dataset = dataset
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
         self.reads_ahead = not dataset.of_arrays
-        if dataset.own_collate and policy in SHARED:
-            self.dropped = DroppedExamples(dataset.own_collate)
+        if dataset.program_collate and policy in SHARED:
+            self.dropped = DroppedExamples(dataset.program_collate)
         self._collate = self.dropped or dataset.collate
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         batches = self._dataset.index_batches(epoch)
-        for step in self._steps_of(batches, Lists(), start) if len(self._dataset) else ():
+        for step in self._steps_of(batches, Lists(), start):
             yield step.load(self._loaded)
 
     def _loaded(self, indices: list[int]) -> Any:
@@ -243,8 +241,8 @@ class BatchReader(GlobalReader):
     ) -> None:
         super().__init__(share, policy)
         self._batches, self._compared_over = batches, compared_over
-        size = getattr(batches, "batch_size", None)
-        self.batch_size = size if isinstance(size, int) else None
+        self._random = _random_of(batches)
+        self.batch_size = number_of(batches, "batch_size")
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self.compares_ends = compared_over is not None
 
@@ -254,10 +252,10 @@ class BatchReader(GlobalReader):
         if self._compared_over is not None:
             batches = _alike(batches, self.cardinality(), self._compared_over)
         steps = self._steps_of(batches, Batches(), start)
-        yield from _at(steps, lambda: _began(self._batches))
+        yield from _at(steps, lambda: self._random.began)
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        random = _begins(self._batches) if position is None else position
+        random = self._random.now() if position is None else position
         send = communicator.all_gather_object
         if self.same_for_any_ranks:
             send = communicator.broadcast_object
@@ -265,15 +263,21 @@ class BatchReader(GlobalReader):
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         random = state["random"]
-        _begin_at(self._batches, random if self.same_for_any_ranks else random[communicator.rank])
+        self._random.begin_at(random if self.same_for_any_ranks else random[communicator.rank])
 
     def state_schema(self) -> dict[str, Any]:
-        random = _random_schema(self._batches)
-        return {"random": random if self.same_for_any_ranks else [random]}
+        schema = self._random.schema
+        return {"random": schema if self.same_for_any_ranks else [schema]}
 
     def cardinality(self) -> int:
-        cardinality = getattr(self._batches, "cardinality", None)
-        return cardinality if isinstance(cardinality, int) else length_of(self._batches)
+        cardinality = number_of(self._batches, "cardinality")
+        return length_of(self._batches) if cardinality is None else cardinality
+
+
+def number_of(batches: Any, name: str) -> int | None:
+    """An attribute of `batches` that is a number, if there is one."""
+    value = getattr(batches, name, None)
+    return value if isinstance(value, int) else None
 
 
 def length_of(dataset: Any) -> int:
@@ -291,9 +295,8 @@ def _alike(batches: Iterator[Any], length: int, communicator: Communicator) -> I
     for leaf in nest.leaves(first):
         if arrays.is_array(leaf):
             digest = zlib.crc32(arrays.to_numpy(leaf).tobytes(), digest)
-    mine = digest, length
-    everyone = communicator.all_gather_object(mine, label="first batch of the dataset")
-    digests, lengths = zip(*everyone, strict=True)
+    by_rank = communicator.all_gather_object((digest, length), label="first batch of the dataset")
+    digests, lengths = zip(*by_rank, strict=True)
     check_alike("batches", lengths)
     if len(set(digests)) > 1:
         raise ValueError(
@@ -317,6 +320,17 @@ def check_alike(unit: str, lengths: Sequence[Any]) -> None:
         )
 
 
+def check_all_have_some(steps: Sequence[int]) -> None:
+    """Args: steps: that each rank has, at least. Raises: ValueError when some ranks have none, and others have some."""
+    without = [rank for rank, count in enumerate(steps) if not count]
+    if 0 < len(without) < len(steps):
+        raise ValueError(
+            f"{ranks_in_words(without)} of {len(steps)} {'has' if len(without) == 1 else 'have'} no data for a step, "
+            "and an epoch ends with the shortest rank: nothing would be trained. Give each rank data: cut it into "
+            f"{len(steps)} shards or more, use smaller batches, or start fewer ranks ({len(steps) - len(without)})"
+        )
+
+
 class FunctionReader(Reader):
     """Of what a dataset function made: batches per replica, already sharded.
 
@@ -329,9 +343,9 @@ class FunctionReader(Reader):
 
     def __init__(self, datasets: list[Iterable[Any]], num_replicas: int) -> None:
         self._datasets, self._num_replicas = datasets, num_replicas
+        self._random = [_random_of(dataset) for dataset in datasets]
         self.drop_last = all(getattr(d, "drop_last", False) is True for d in datasets)
-        size = getattr(datasets[0], "batch_size", None)
-        self.batch_size = size if isinstance(size, int) else None
+        self.batch_size = number_of(datasets[0], "batch_size")
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         for dataset in self._datasets:
@@ -341,7 +355,8 @@ class FunctionReader(Reader):
             steps: Iterator[ReplicaPieces] = map(ReplicaPieces, columns)
         else:
             steps = self._turns()
-        yield from _at(itertools.islice(steps, start, None), lambda: [*map(_began, self._datasets)])
+        steps = itertools.islice(steps, start, None)
+        yield from _at(steps, lambda: [random.began for random in self._random])
 
     def _turns(self) -> Iterator[ReplicaPieces]:
         elements = iter(self._datasets[0])
@@ -356,12 +371,13 @@ class FunctionReader(Reader):
         return max(-(-length * len(self._datasets) // self._num_replicas) for length in lengths)
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        random = [*map(_begins, self._datasets)] if position is None else position
-        return {"random": communicator.all_gather_object(random, label=_STATE)}
+        states = [random.now() for random in self._random] if position is None else position
+        return {"random": communicator.all_gather_object(states, label=_STATE)}
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
-        for dataset, random in zip(self._datasets, state["random"][communicator.rank], strict=True):
-            _begin_at(dataset, random)
+        states = state["random"][communicator.rank]
+        for random, saved in zip(self._random, states, strict=True):
+            random.begin_at(saved)
 
     def state_schema(self) -> dict[str, Any]:
         return {"random": [[(None, dict)]]}

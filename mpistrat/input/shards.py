@@ -7,12 +7,7 @@ import zlib
 from typing import Any
 
 from mpistrat import arrays, nest
-from mpistrat.context import (
-    AnyStrategy,
-    current_mode,
-    in_replica_block,
-    require_cross_replica,
-)
+from mpistrat.context import AnyStrategy, current_mode, in_replica_block, require_cross_replica
 from mpistrat.input.splitting import slice_bounds
 
 _SAMPLED = 256  # elements of an array, at most

@@ -127,17 +127,20 @@ def pieces_of_stream(
     What is left at the end makes a short piece, or is dropped. Sizes of 0 make empty pieces.
     """
     source = iter(batches)
-    rest: Any = None  # of the batches read so far
+    rest: Any = None  # of the batches read so far: a batch of `left` examples
+    left = 0
     for size in itertools.cycle(sizes):
-        while rest is None or kind.size(rest) < size:
+        while rest is None or left < size:
             batch = next(source, _END)
             if batch is _END:
-                if rest is not None and kind.size(rest) and not drop_last:
+                if left and not drop_last:
                     yield rest
                 return
-            rest = batch if rest is None or not kind.size(rest) else kind.join([rest, batch])
+            rest = kind.join([rest, batch]) if left else batch
+            left = kind.size(rest)
         yield kind.cut(rest, slice(size))
         rest = kind.cut(rest, slice(size, None))
+        left -= size
 
 
 def steps_of_stream(

@@ -25,17 +25,17 @@ from mpistrat.communicators import Communicator
 from mpistrat.input.batches import collate
 from mpistrat.input.datasets import fetch
 from mpistrat.input.dropped_examples import DroppedExamples, batch_of, batch_of_one
-from mpistrat.input.random_state import STATE_SCHEMA, RandomState, samplers_of
+from mpistrat.input.random_state import RandomState, samplers_of
 from mpistrat.input.readers import (
     SHARED,
     GlobalReader,
-    ReplicaPieces,
     Restartable,
     check_alike,
     length_of,
+    number_of,
     set_epoch,
 )
-from mpistrat.input.splitting import Lists
+from mpistrat.input.splitting import Lists, ReplicaPieces
 from mpistrat.input.worker_processes import WorkerInit, guarded, starting_workers, worker_context
 from mpistrat.machine.notices import tell
 from mpistrat.options import AutoShardPolicy
@@ -64,9 +64,8 @@ def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
                 "accelerate's prepare() and Fabric's setup_dataloaders() do; or say that the loader gives each rank "
                 "its part, with batches of a replica's size: strategy.prepare(loader, local_batches=True)"
             )
-    if dataset.batch_sampler is None:
-        return False
-    return not isinstance(dataset.dataset, data.IterableDataset) and not _iterates_itself(dataset)
+    streams = dataset.batch_sampler is None or isinstance(dataset.dataset, data.IterableDataset)
+    return not (streams or _iterates_itself(dataset))
 
 
 def _takes_share(sampler: Any) -> bool:
@@ -228,33 +227,29 @@ class _EpochPlan:
             examples = len(sampler.data_source)
             if sampler.replacement or sampler.num_samples != examples:
                 return None
-            own = sampler.generator
-            generator = (_generator_of_an_epoch() if own is None else own).get_state()
+            # As a RandomSampler seeds one.
+            drawn = sampler.generator or torch.Generator().manual_seed(_drawn(None))
+            generator = drawn.get_state()
         elif type(sampler) is data.SequentialSampler:
             examples = len(sampler.data_source)
         else:
             return None
         return cls(examples, batches.batch_size, batches.drop_last, generator)
 
-    def index_batches(self, own: torch.Generator | None) -> Iterator[list[int]]:
-        """Of an epoch, as torch's samplers give them. A generator of the sampler's `own` goes on as with torch."""
+    def index_batches(self, of_sampler: torch.Generator | None) -> Iterator[list[int]]:
+        """Of an epoch, as torch's samplers give them. The generator `of_sampler` goes on as with torch."""
         order: Sequence[int] = range(self.examples)
         if self.generator is not None:
-            generator = own or torch.Generator()
+            generator = of_sampler or torch.Generator()
             generator.set_state(self.generator)
             order = _order(self.examples, generator).tolist()
         rest = self.examples % self.batch_size
         for first in range(0, self.examples - rest, self.batch_size):
             yield list(order[first : first + self.batch_size])
-        if own is not None:  # a RandomSampler ends with an order of which it takes none
-            _order(self.examples, own)
+        if of_sampler is not None:  # a RandomSampler ends with an order of which it takes none
+            _order(self.examples, of_sampler)
         if rest and not self.drop_last:
             yield list(order[self.examples - rest :])
-
-
-def _generator_of_an_epoch() -> torch.Generator:
-    """As a RandomSampler seeds one."""
-    return torch.Generator().manual_seed(_drawn(None))
 
 
 def _drawn(generator: torch.Generator | None) -> int:
@@ -288,8 +283,7 @@ class LoaderReader(GlobalReader):
         self._template: Any = None
         self._random = RandomState(loader)
         self._batch_sampler = cast("Iterable[Any]", loader.batch_sampler)
-        sizes = loader.batch_size, getattr(loader.batch_sampler, "batch_size", None)
-        self.batch_size = next((size for size in sizes if isinstance(size, int)), None)
+        self.batch_size = loader.batch_size or number_of(loader.batch_sampler, "batch_size")
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
         self._steps_of((), Lists(), 0)  # raises for what cannot be
 
@@ -305,16 +299,7 @@ class LoaderReader(GlobalReader):
             self._loader = _copy_of(self._user, self._share.pieces[0], **how)
             self._loader._iterator = None  # persistent workers of the user's own
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
-        own = (
-            loader.generator
-        )  # torch's iterator draws from it, into a tensor on the default device
-        with self._random.of_epoch(), contextlib.nullcontext() if own is None else own.device:
-            index_batches = itertools.chain.from_iterable(self._index_batches(pieces))
-            pieces.begin(self._steps_of(index_batches, Lists(), start))
-            with starting_workers(self._user):
-                batches = guarded(iter(loader))
-            if not loader.num_workers:  # otherwise the workers have their first indices
-                pieces.draw()
+        batches = self._begin(loader, pieces, start)
         began = self._random.began
         if not loader.num_workers and not loader.pin_memory:
             # What `batches` does, in less time.
@@ -329,6 +314,20 @@ class LoaderReader(GlobalReader):
             step[:] = [batch if kind is True else kind for batch, kind in entries]
             step.position = began
             yield step
+
+    def _begin(self, loader: data.DataLoader[Any], pieces: _Pieces, start: int) -> Iterator[Any]:
+        """The batches of an epoch that `loader` makes of `pieces`."""
+        generator = loader.generator
+        # torch's iterator draws from it, into a tensor on the default device.
+        device = contextlib.nullcontext() if generator is None else generator.device
+        with self._random.of_epoch(), device:
+            index_batches = itertools.chain.from_iterable(self._index_batches(pieces))
+            pieces.begin(self._steps_of(index_batches, Lists(), start))
+            with starting_workers(self._user):
+                batches = guarded(iter(loader))
+            if not loader.num_workers:  # otherwise the workers have their first indices
+                pieces.draw()
+        return batches
 
     def _loaded(self, indices: list[Any]) -> Any:
         return self._collate(self._fetch(indices))
@@ -351,6 +350,10 @@ class LoaderReader(GlobalReader):
             pieces.some = range(plan.examples)
             yield plan.index_batches(getattr(self._user.sampler, "generator", None))
             return
+        yield from self._blocks_of_first_rank(pieces)
+
+    def _blocks_of_first_rank(self, pieces: _Pieces) -> Iterator[list[list[Any]]]:
+        communicator = self._communicator
         batches = iter(self._batch_sampler)
         if communicator.rank != 0:
             with communicator.raising_together():
@@ -371,11 +374,12 @@ class LoaderReader(GlobalReader):
 
     def _agree(self) -> None:
         """Compare the lengths of the datasets. All ranks count the examples that came, if one of them has to."""
-        mine = length_of(self._user.dataset), self._may_drop
-        everyone = self._communicator.all_gather_object(mine, label=_SAMPLER)
-        lengths, may_drop = zip(*everyone, strict=True)
+        by_rank = self._communicator.all_gather_object(
+            (length_of(self._user.dataset), self._may_drop), label=_SAMPLER
+        )
+        lengths, may_drop = zip(*by_rank, strict=True)
         check_alike("examples", lengths)
-        if any(may_drop) and self.dropped is None:
+        if self.dropped is None and True in may_drop:
             self._collate = self.dropped = DroppedExamples(self._user.collate_fn)
 
     def cardinality(self) -> int:
@@ -402,4 +406,4 @@ class LoaderReader(GlobalReader):
         self._random.begin_at(state["random"])
 
     def state_schema(self) -> dict[str, Any]:
-        return {"random": STATE_SCHEMA}
+        return {"random": self._random.schema}

@@ -12,14 +12,8 @@ from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.input import BatchedDataset, FileDataset
 from mpistrat.input.batches import Batches, without_examples
 from mpistrat.input.file_reader import FileReader
-from mpistrat.input.readers import (
-    EMPTY,
-    MISSING,
-    BatchReader,
-    IndexReader,
-    Reader,
-)
-from mpistrat.input.splitting import pieces_of_each, pieces_of_stream
+from mpistrat.input.readers import BatchReader, IndexReader, Reader
+from mpistrat.input.splitting import EMPTY, MISSING, pieces_of_each, pieces_of_stream
 from mpistrat.input.torch_loader import LoaderReader, is_map_style
 from mpistrat.options import AutoShardPolicy, InputOptions
 from mpistrat.replicas.input_plan import Share

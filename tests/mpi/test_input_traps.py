@@ -456,13 +456,13 @@ def test_a_replica_without_examples_reads_none(strategy):
 @pytest.mark.mpi(min_size=2)
 def test_only_some_ranks_have_devices(monkeypatch):
     """All read ahead, for reading asks the other ranks."""
-    from mpistrat.input import distributed_iterator
+    from mpistrat.input import distributed_dataset
 
     class Copies:
         needed = WORLD.rank == 0
         start = arrived = staticmethod(list)
 
-    monkeypatch.setattr(distributed_iterator, "DeviceCopies", lambda devices: Copies())
+    monkeypatch.setattr(distributed_dataset, "DeviceCopies", lambda devices: Copies())
     strategy = ms.MultiWorkerMirroredStrategy()
     seen = []
     for step in strategy.distribute_datasets_from_function(

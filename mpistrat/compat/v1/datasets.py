@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat import arrays, nest
 from mpistrat.errors import OutOfRangeError
-from mpistrat.input.distributed_dataset import with_safe_workers
+from mpistrat.input.distribution import with_safe_workers
 from mpistrat.replicas.input_plan import Share
 
 

@@ -12,7 +12,7 @@ from mpistrat.communicators import RaisingOnAll
 from mpistrat.compat.v1.datasets import Calls, NumpyDataset
 from mpistrat.errors import OutOfRangeError
 from mpistrat.input import DistributedIterator, InputContext
-from mpistrat.input.distributed_dataset import (
+from mpistrat.input.distribution import (
     distribute,
     distribute_from_function,
 )

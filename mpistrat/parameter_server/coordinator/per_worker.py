@@ -10,8 +10,8 @@ from typing import Any, NoReturn, cast
 
 from mpistrat.errors import OutOfRangeError
 from mpistrat.input.batches import spec_of
-from mpistrat.input.distributed_dataset import with_safe_workers
-from mpistrat.input.distributed_iterator import Optional
+from mpistrat.input.distributed_dataset import Optional
+from mpistrat.input.distribution import with_safe_workers
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
 from mpistrat.parameter_server.coordinator.resources import PerWorker, Resource, ResourceTable
 

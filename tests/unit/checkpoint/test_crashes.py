@@ -6,6 +6,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
-from mpistrat.checkpoint.directory import Directory
+from mpistrat.checkpoint.directory import Directory, OpenDirectory
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "chmod", "fchmod", "unlink", "rmdir", "close")
 REAL = {name: getattr(os, name) for name in CALLS}
@@ -170,7 +171,9 @@ def test_at_every_system_call(
         disk = Disk(directory) if loses_power else None
         killed, step = killed_at(number, directory, keep, disk)
         steps.append(step)
-        assert in_child(Directory(directory).open) == 0  # as the next job does when it saves
+        assert (
+            in_child(partial(OpenDirectory, Directory(directory))) == 0
+        )  # as the next job does when it saves
         assert {name for name in os.listdir(directory) if name[:5] != "step-"} == {".lock"}
         if not killed:
             break

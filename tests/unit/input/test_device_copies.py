@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import mpistrat as ms
-from mpistrat.input import distributed_iterator
+from mpistrat.input import distributed_dataset
 from mpistrat.input.device_copies import DeviceCopies
 
 KIND = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "")
@@ -35,7 +35,7 @@ class Logged:
 @pytest.fixture
 def log(monkeypatch):
     log = []
-    monkeypatch.setattr(distributed_iterator, "DeviceCopies", lambda devices: Logged(log))
+    monkeypatch.setattr(distributed_dataset, "DeviceCopies", lambda devices: Logged(log))
     return log
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from mpistrat.errors import NotFoundError
 from mpistrat.input import BatchedDataset, FileDataset
 from mpistrat.input.file_reader import FileReader
-from mpistrat.input.readers import EMPTY, MISSING, BatchReader, IndexReader
+from mpistrat.input.readers import BatchReader, IndexReader
+from mpistrat.input.splitting import EMPTY, MISSING
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from mpistrat.input.readers import ReplicaPieces, knowing_what_follows
+from mpistrat.input.readers import knowing_what_follows
+from mpistrat.input.splitting import ReplicaPieces
 
 
 def steps(count, error=False):

@@ -1,0 +1,106 @@
+"""The work of `experimental_distribute_dataset` and its kin: which reader reads what a program distributes."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.communicators import Communicator
+from mpistrat.input.datasets import BatchedDataset, FileDataset
+from mpistrat.input.distributed_dataset import DistributedDataset
+from mpistrat.input.file_reader import FileReader
+from mpistrat.input.local_batches import LocalReader
+from mpistrat.input.readers import BatchReader, FunctionReader, IndexReader, Reader
+from mpistrat.options import AutoShardPolicy, InputOptions
+from mpistrat.replicas.input_plan import Share
+
+if TYPE_CHECKING:
+    from mpistrat.replicas.strategy_extended import StrategyExtended
+
+
+def distribute(
+    dataset: Any, extended: StrategyExtended, options: InputOptions
+) -> DistributedDataset:
+    """Each replica gets its part of every global batch of `dataset`."""
+    if not isinstance(dataset, Iterable):
+        raise ValueError(
+            "a dataset must be an iterable of batches, such as a torch.utils.data.DataLoader; got "
+            f"{dataset!r:.60}"
+        )
+    share = extended.input.share
+    policy = options.experimental_auto_shard_policy
+    assert isinstance(policy, AutoShardPolicy)
+    if isinstance(dataset, (BatchedDataset, FileDataset)) and policy is not AutoShardPolicy.OFF:
+        # Ranks whose files or orders differ would read some examples twice and others never.
+        extended.communicator.barrier(label=f"distributed {dataset.summary()}")
+    reader = _reader_of(dataset, share, policy, extended.communicator)
+    return DistributedDataset(reader, extended, options, dataset, extended.input.partial_steps)
+
+
+def distribute_from_function(
+    datasets: list[Any], extended: StrategyExtended, options: InputOptions, *, partial: bool = True
+) -> DistributedDataset:
+    """Each replica gets batches of what this rank's dataset function made."""
+    for dataset in datasets:
+        if not isinstance(dataset, Iterable):
+            raise ValueError(
+                "a dataset function must return a dataset, which must be an iterable of batches; got "
+                f"{dataset!r:.60}"
+            )
+    number = extended.input.share.pieces[0]
+    safe = [with_safe_workers(dataset, reader=number) for dataset in datasets]
+    reader = FunctionReader(safe, extended.num_local_replicas)
+    partial = partial and extended.input.partial_steps
+    return DistributedDataset(reader, extended, options, datasets[0], partial)
+
+
+def distribute_local(batches: Any, extended: StrategyExtended) -> DistributedDataset:
+    """The replicas of this rank get the batches of this rank's `batches`, in turn. Called by: every rank."""
+    safe = with_safe_workers(batches, reader=extended.input.share.pieces[0])
+    reader = LocalReader(safe, extended.num_local_replicas, extended.communicator)
+    return DistributedDataset(reader, extended, InputOptions(), batches, partial=False)
+
+
+def _reader_of(
+    dataset: Any, share: Share, policy: AutoShardPolicy, communicator: Communicator
+) -> Reader:
+    if isinstance(dataset, BatchedDataset):
+        return IndexReader(dataset, share, policy)
+    if isinstance(dataset, FileDataset):
+        return FileReader(dataset, share, policy)
+    if "torch" in sys.modules:
+        from mpistrat.input import torch_loader
+
+        if torch_loader.is_map_style(dataset):
+            return torch_loader.LoaderReader(dataset, share, policy, communicator)
+    if communicator.size > 1 and policy is not AutoShardPolicy.OFF:
+        _warn_of_reading_everything(dataset, communicator)
+        return BatchReader(with_safe_workers(dataset, communicator), share, policy, communicator)
+    number = share.pieces[0] if policy is AutoShardPolicy.OFF else 0
+    return BatchReader(with_safe_workers(dataset, reader=number), share, policy)
+
+
+def with_safe_workers(dataset: Any, whole_on: Communicator | None = None, reader: int = 0) -> Any:
+    """`dataset`; a DataLoader with workers that can live beside MPI. `whole_on`, `reader`: as of `WholeLoader`."""
+    if "torch" in sys.modules:
+        from torch.utils.data import DataLoader
+
+        from mpistrat.input.torch_loader import WholeLoader
+
+        if isinstance(dataset, DataLoader):
+            return WholeLoader(dataset, whole_on, reader)
+    return dataset
+
+
+def _warn_of_reading_everything(dataset: Any, communicator: Communicator) -> None:
+    if communicator.rank == 0:
+        warnings.warn(
+            f"each of the {communicator.size} ranks reads all batches of this {type(dataset).__name__} and keeps its "
+            "part. Cheaper: a DataLoader over a map-style dataset, or mpistrat.input.BatchedDataset (a rank loads only "
+            "its own examples), mpistrat.input.FileDataset (a rank reads only its own files), or "
+            "distribute_datasets_from_function",
+            UserWarning,
+            stacklevel=5,
+        )
