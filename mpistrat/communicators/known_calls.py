@@ -17,7 +17,7 @@ from mpistrat.communicators.operand_checks import (
     check_parts,
     check_reduction,
 )
-from mpistrat.communicators.transports.transport import Operands
+from mpistrat.communicators.transport import Operands
 
 # The operation, the label and the scale that ranks must agree on; "" and None of a call that has none.
 Agreed: TypeAlias = tuple[str, str, float | None]
@@ -82,7 +82,7 @@ class KnownCalls:
         return known
 
     def forget(self, takes_device_buffers: bool) -> None:
-        """Calls may go other ways from now on."""
+        """Calls may go other routes from now on."""
         self._known.clear()
         self._takes_device_buffers = takes_device_buffers
 

@@ -8,7 +8,7 @@ from typing import Any
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators import Communicator, Reduction, reducing
-from mpistrat.communicators.reduction_tree import tree_of_ranks, tree_of_replicas
+from mpistrat.communicators.reduction.tree import tree_of_ranks, tree_of_replicas
 from mpistrat.cross_device_ops import accumulation, extrema, packing
 from mpistrat.cross_device_ops.all_reduce import MpiAllReduce, as_given, name_of
 from mpistrat.options import CommunicationOptions
@@ -16,7 +16,7 @@ from mpistrat.reduce_op import ReduceOp
 
 
 class OrderedAllReduce(MpiAllReduce):
-    """`MpiAllReduce` that adds up the replicas of all ranks in the order of `communicators.reduction_tree`.
+    """`MpiAllReduce` that adds up the replicas of all ranks in the order of `communicators.reduction.tree`.
 
     Integers, whose sums no order changes, and sparse values, which are joined in replica order, take the usual way.
 

@@ -56,6 +56,30 @@ LAYERS = (
     ("errors",),
 )
 
+# The same inside a room, by the files and packages that a floor begins with; the longest name decides.
+FLOORS = {
+    "communicators": (
+        ("construction",),
+        ("transports.accelerator.gpu_transports",),
+        ("transports.accelerator.library_dispatcher",),
+        ("transports.accelerator",),  # one file for each transport
+        ("transports.accelerator.buffers",),
+        ("transports.accelerator.collective_group", "transports.accelerator.pending_calls"),
+        ("transports.accelerator.library", "transports.accelerator.torch_groups"),
+        ("transports",),
+        ("costs",),
+        ("router", "local", "communication_thread"),
+        ("known_calls",),
+        ("communicator",),
+        ("contract",),
+        ("node",),
+        ("transport",),
+        ("operand_checks",),
+        ("reduction",),
+        ("host_views", "recycled_buffers", "graph_capture", "torch_store"),
+    ),
+}
+
 LONGEST_CHAIN = 20
 
 # Who we are comes from the resolvers, what the host has from `machine`, and what users set from `settings`.
@@ -118,6 +142,28 @@ def test_imports_go_down(running: Imports) -> None:
         if line[room_of(importer)] > line[room_of(imported)]
     ]
     assert not wrong, "imports that go up:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_imports_go_down_inside_a_room(running: Imports, room: str) -> None:
+    line = {name: i for i, floor in enumerate(FLOORS[room]) for name in floor}
+    inside = f"{PACKAGE}.{room}."
+    line_of = {
+        module: line[max((f for f in line if stands_in(name, f)), key=len)]
+        for module in running
+        if (name := module.removeprefix(inside)) != module
+    }
+    wrong = [
+        f"{importer} -> {imported}"
+        for importer in sorted(line_of)
+        for imported in sorted(running[importer] & line_of.keys())
+        if line_of[importer] > line_of[imported]
+    ]
+    assert not wrong, "imports that go up:\n" + "\n".join(wrong)
+
+
+def stands_in(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
 
 
 def test_no_imports_go_round(written: Imports) -> None:

@@ -26,7 +26,7 @@ class CallAgreement(abc.ABC):
         """Whether all ranks have the same `digest` of their `calls`-th call. Waits until all have entered it."""
 
 
-class BoardAgreement(CallAgreement):
+class SharedMemoryAgreement(CallAgreement):
     """Each rank writes one word, its digest and the last 8 bits of the call's number, and reads the others'.
 
     A word of the next call is as good as an equal one: its rank has seen that all agreed on our call. It cannot be

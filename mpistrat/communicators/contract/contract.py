@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpistrat.communicators.contract.agreement import BoardAgreement, MessageAgreement
+from mpistrat.communicators.contract.agreement import MessageAgreement, SharedMemoryAgreement
 from mpistrat.communicators.contract.call_signature import (
     CallSignature,
     mismatch,
@@ -74,7 +74,7 @@ class Contract(Unchecked):
         if check == "always" and self.watch.peers is None:
             self.agreement = MessageAgreement(mpi, self.watch)
         elif check == "always":
-            self.agreement = BoardAgreement(self.watch)
+            self.agreement = SharedMemoryAgreement(self.watch)
         self._spans: CollectiveSpans | None = None
         if timeline is not None:
             from mpistrat.communicators.contract.collective_spans import CollectiveSpans

@@ -39,7 +39,7 @@ def are_near(*distances: float) -> bool:
 
 
 def least_of(observations: Sequence[Observation]) -> dict[str, list[float]]:
-    """By way, the least time of each size. All observations have the same ways."""
+    """By way, the least time of each size. All observations have the same routes."""
     times = {way: [o.seconds[way] for o in observations] for way in observations[0].seconds}
     return {way: [*map(min, zip_longest(*of, fillvalue=math.inf))] for way, of in times.items()}
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.communicators.arithmetic import Arithmetic, share_of
 from mpistrat.communicators.host_views import address_of, bytes_of
 from mpistrat.communicators.node.shared_memory import FENCE
-from mpistrat.communicators.reduction_tree import how_to_combine
-from mpistrat.communicators.transports.transport import Mover, Operands, Unbroken
+from mpistrat.communicators.reduction.arithmetic import Arithmetic, share_of
+from mpistrat.communicators.reduction.tree import how_to_combine
+from mpistrat.communicators.transport import Exchange, Operands, Unbroken
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 
@@ -30,7 +30,7 @@ _STEP = 1 << 19
 _TICK, _PLACE = 0, 8
 
 
-class Blocks(Mover):
+class Blocks(Exchange):
     """Where ranks meet and hand each other blocks.
 
     A block is written before tick t, combined after it, and its result is read after tick t + 1. With two

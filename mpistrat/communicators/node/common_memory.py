@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import arithmetic_of, scale
 from mpistrat.communicators.node.shared_memory import anonymous_file, forget_written, mapped, share
+from mpistrat.communicators.reduction.arithmetic import arithmetic_of, scale
 
 if TYPE_CHECKING:
     from mpistrat.communicators.node.blocks import Blocks

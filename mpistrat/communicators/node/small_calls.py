@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import arithmetic_of, can_combine
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.node.slots import LARGEST, SharedSlots
-from mpistrat.communicators.transports.transport import Operands
+from mpistrat.communicators.reduction.arithmetic import arithmetic_of, can_combine
+from mpistrat.communicators.transport import Operands
 
 # Bytes that each rank reads to combine the buffers of all ranks. Of more, a message brings the result sooner.
 _MOST_TO_COMBINE = 1 << 17

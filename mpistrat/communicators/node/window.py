@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import Arithmetic, share_of
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node.blocks import PAGE, Blocks
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
-from mpistrat.communicators.reduction_tree import how_to_combine
-from mpistrat.communicators.transports.transport import Mover, Operands
+from mpistrat.communicators.reduction.arithmetic import Arithmetic, share_of
+from mpistrat.communicators.reduction.tree import how_to_combine
+from mpistrat.communicators.transport import Exchange, Operands
 
 # Bytes that are combined and handed out before the next, while they are in the caches.
 _CHUNK = 1 << 18
@@ -22,7 +22,7 @@ _BUFFERS = 3
 NOWHERE = -1
 
 
-class Window(Mover):
+class Window(Exchange):
     """Hands out buffers, and combines them where they lie. Their places may differ from rank to rank.
 
     Args:

@@ -14,7 +14,8 @@ from mpi4py import MPI
 
 from mpistrat.arrays import Array, dtype_name, is_torch, itemsize, num_elements
 from mpistrat.cluster_resolver.launcher import library_name
-from mpistrat.communicators.arithmetic import (
+from mpistrat.communicators.host_views import as_buffer_of, bytes_of, parts_with_own, view_of
+from mpistrat.communicators.reduction.arithmetic import (
     KNOWN_TO_MPI,
     SUMMED_AS_FLOAT32,
     Arithmetic,
@@ -22,9 +23,8 @@ from mpistrat.communicators.arithmetic import (
     scale,
     share_of,
 )
-from mpistrat.communicators.host_views import as_buffer_of, bytes_of, parts_with_own, view_of
-from mpistrat.communicators.reduction_tree import ReductionTree, tree_sum_of
-from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
+from mpistrat.communicators.reduction.tree import ReductionTree, tree_sum_of
+from mpistrat.communicators.transport import Operands, Transport, reduce_in_place
 
 OPS = {
     "sum": MPI.SUM,

@@ -42,7 +42,7 @@ def own_backend(device: str) -> str:
     own = f"{socket.gethostname()} {seen_accelerators()[int(number)]}"
     everyone = all_ranks().all_gather_object(own)
     if len(set(everyone)) < len(everyone):
-        from mpistrat.communicators.transports.accelerator.gpu_ways import Gpu, shared_gpu
+        from mpistrat.communicators.transports.accelerator.gpu_transports import Gpu, shared_gpu
 
         if reason := shared_gpu([Gpu(0, name) for name in everyone]):
             raise CannotTakePart(f"{reason}, which its backend refuses")

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from mpistrat.arrays import Array, is_on_gpu, num_elements
-from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs.measurement import (
     NOT_MEASURED,
@@ -22,9 +21,10 @@ from mpistrat.communicators.costs.measurement import (
     costs_of,
 )
 from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.reduction.arithmetic import scale
+from mpistrat.communicators.transport import Exchange, Operands, combined_as_float32
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
-from mpistrat.communicators.transports.transport import Mover, Operands, combined_as_float32
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
@@ -48,7 +48,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         flat: over all ranks: the other way, which takes what this one does not.
 
     Attributes:
-        costs: what both ways cost.
+        costs: what both transports cost.
         smallest: from so many bytes on a buffer goes by node, by these costs.
     """
 
@@ -71,14 +71,14 @@ class HierarchicalDeviceTransport(DeviceTransport):
         self._places = [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
         # A copy goes by node from SMALLEST on, whatever this one measures.
         ways = CommunicationImplementation
-        self.asked_for = {ways.NCCL: flat, ways.HIERARCHICAL: copy.copy(self)}
+        self.forced = {ways.NCCL: flat, ways.HIERARCHICAL: copy.copy(self)}
 
     @property
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
         """False where the host has to wait, between the phases of some buffers."""
         return self.flat.ordered_by_streams and math.isinf(self.smallest)
 
-    def choose(self, call: str, operands: Operands) -> Mover | None:
+    def choose(self, call: str, operands: Operands) -> Exchange | None:
         by_node = operands.buffer.nbytes >= self.smallest and takes(call, operands)
         return self if by_node else self.flat.choose(call, operands)
 
@@ -103,7 +103,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
 
             return way
 
-        # Not while time is taken: connections, and measurements of the ways below.
+        # Not while time is taken: connections, and measurements of the transports below.
         for all_reduce in (self.all_reduce, self.flat.all_reduce):
             waiting(all_reduce)(zeros(_FIRST // 4))
         by = self.within.why, type(self.between).__name__, type(self.flat).__name__

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, name_of_dtype
-from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of, can_combine
+from mpistrat.communicators.reduction.arithmetic import Arithmetic, arithmetic_of, can_combine
 
 # Bytes that are added up before the next, so that sums stay in the caches.
 _CHUNK = 1 << 18

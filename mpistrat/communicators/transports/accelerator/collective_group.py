@@ -31,7 +31,7 @@ T = TypeVar("T")
 SHARE_OF_THE_START = 0.5
 
 
-class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
+class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
     """Surrounds each use of a group, and hands it out: what fails inside, on this rank or another, fails on all ranks.
 
     Raises: in place of what the body raises, RuntimeError. On entering: if the group was aborted, RuntimeError, or
