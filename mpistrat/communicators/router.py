@@ -171,14 +171,14 @@ class Router(Communicator):
         """Make a call: agree on it, and have its bytes moved. The arguments are those of `Communicator.all_reduce`."""
         if self.takes_device_buffers and is_capturing(operands.buffer):
             self.raise_together(refusal(call, self.rank))
-        signature, small, meets = self._known.find(call, operands, agreed)
+        signature, small, slot, meets = self._known.find(call, operands, agreed)
         contract, payload = self.contract, None
         if small is not None:
             try:
                 payload = small.payload(operands)
             except Exception as error:
                 contract.raise_together(error)
-        with contract.enter(signature, cause, small, payload, follows and meets):
+        with contract.enter(signature, cause, slot, payload, follows and meets):
             if small is not None:
                 result = small.take(contract.agreed & 1, operands, payload)
                 if result is not TOO_LARGE:

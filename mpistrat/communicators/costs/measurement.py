@@ -6,11 +6,11 @@ the slowest rank. While a job runs its costs stay.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -172,7 +172,7 @@ def costs_of(
     abreast: int = 1,
     asleep: Collection[str] = (),
     memory: BufferMemory = HOST,
-    distance: Callable[[], float] = lambda: 0.0,
+    distance: Callable[[], float] = float,
 ) -> Costs:
     """The costs of `routes` to all-reduce. Collective over `communicator`; it takes less than half a second.
 
@@ -183,14 +183,15 @@ def costs_of(
         ranks_of_nodes: the number of ranks of each node, the same on all ranks.
         abreast: the number of such communicators over the same nodes that measure at the same time.
         asleep: the routes that leave the core while they wait.
-        distance: measures how far apart the ranks' cores are, in seconds; costs at another distance are not used.
+        distance: measures how far apart the ranks' cores are, in seconds; costs at another distance are not used. By
+            default it is 0.
     """
     cpus = os.sched_getaffinity(0)
-    mine = (cpu_model(), len(cpus), network_links())
-    everyone = communicator.all_gather_object((mine, caches_of(cpus), distance()))
-    nodes = collections.Counter(processors for processors, *_ in everyone)
-    sharers = collections.Counter(cache for _, caches, _ in everyone for cache in caches)
-    here = max(away for *_, away in everyone)
+    cores = (cpu_model(), len(cpus), network_links())
+    cores_of_ranks, caches_of_ranks, distances = zip(
+        *communicator.all_gather_object((cores, caches_of(cpus), distance())), strict=True
+    )
+    here = max(distances)
     key = {
         "routes": sorted(routes),
         "mpi": mpi,
@@ -198,17 +199,15 @@ def costs_of(
         "ranks_of_nodes": sorted(ranks_of_nodes),
         "abreast": abreast,
         "memory": [memory.name, *memory.sizes],
-        "nodes": sorted([*node, ranks] for node, ranks in nodes.items()),
-        "caches": sorted([cache.split()[0], ranks] for cache, ranks in sharers.items()),
+        "nodes": sorted([*cores, ranks] for cores, ranks in Counter(cores_of_ranks).items()),
+        "caches": sorted(
+            [name.split()[0], ranks]
+            for name, ranks in Counter(itertools.chain(*caches_of_ranks)).items()
+        ),
     }
     first = communicator.rank == 0
     kept = _kept(key, here) if first else []
-    there, costs = costs_of_this_job.get(repr(key), (math.inf, None))
-    if not are_near(here, there):
-        costs = None
-    if costs is None and suffice(kept):
-        costs = _fitted(kept, key, f"measured {_read(kept, key)}")
-    known: Costs | None = communicator.broadcast_object(costs)
+    known: Costs | None = communicator.broadcast_object(_known(kept, key, here))
     if known is None:
         buffers = [memory.zeros(nbytes // 4) for nbytes in memory.sizes]
         measured = measure(routes, buffers, communicator, _limit(key), asleep, distance, here)
@@ -217,6 +216,14 @@ def costs_of(
     if first:
         costs_of_this_job[repr(key)] = here, known
     return known
+
+
+def _known(kept: Sequence[Observation], key: dict[str, Any], here: float) -> Costs | None:
+    """The costs that this job, or enough earlier ones, have measured at about the distance `here`; None: no others."""
+    there, costs = costs_of_this_job.get(repr(key), (math.inf, None))
+    if costs is not None and are_near(here, there):
+        return costs
+    return _fitted(kept, key, f"measured {_read(kept, key)}") if suffice(kept) else None
 
 
 def _kept(key: dict[str, Any], here: float) -> list[Observation]:
@@ -250,7 +257,7 @@ def measure(
     communicator: Communicator,
     seconds: float,
     asleep: Collection[str] = (),
-    distance: Callable[[], float] = lambda: 0.0,
+    distance: Callable[[], float] = float,
     here: float = 0.0,
 ) -> Measured:
     """Time ROUNDS rounds of all routes and buffers, fewer if the slowest rank needs more than `seconds`. Collective.
@@ -269,16 +276,11 @@ def measure(
         turns = list(enumerate(routes.items()))[:: (-1) ** number]
         calls = _calls(buffer.nbytes, [rows[size] for rows in rounds[:-1]])
         took = np.empty((calls, len(routes)))
-        for (i, (name, way)), call in itertools.product(turns, range(calls)):
-            if isinstance(buffer, np.ndarray):
-                buffer[...] = 0  # as a program has just written what it combines
-            communicator.barrier()
-            begun, ran_before = time.perf_counter(), time.thread_time()
-            way(buffer)
-            took[call, i] = time.perf_counter() - begun
+        for (i, (name, route)), call in itertools.product(turns, range(calls)):
+            took[call, i], on_core = _timed(route, buffer, communicator)
             if name not in asleep:
                 awake += took[call, i]
-                ran += time.thread_time() - ran_before
+                ran += on_core
         slowest = np.append(took, [distance(), time.perf_counter() - started])
         communicator.all_reduce(slowest, "max")
         rounds[-1].append(slowest[:-2].reshape(took.shape).min(axis=0, initial=math.inf))
@@ -287,11 +289,26 @@ def measure(
             break
     share = np.array(ran / awake if awake else 1.0)
     communicator.all_reduce(share, "min")
+    stayed = are_near(here, float(np.median(distances)))
+    return Measured(_times_of(rounds, len(buffers)), float(share), stayed)
+
+
+def _timed(route: Route, buffer: Any, communicator: Communicator) -> tuple[float, float]:
+    """The seconds of a call, and the seconds of them in which this thread ran. Collective."""
+    if isinstance(buffer, np.ndarray):
+        buffer[...] = 0  # as a program has just written what it combines
+    communicator.barrier()
+    began, ran_before = time.perf_counter(), time.thread_time()
+    route(buffer)
+    return time.perf_counter() - began, time.thread_time() - ran_before
+
+
+def _times_of(rounds: Sequence[Sequence[np.ndarray]], sizes: int) -> np.ndarray:
+    """As of `Measured`: of the whole rounds after the first; else of the first, and of the next as far as it went."""
     first, *later = rounds
-    whole = [rows for rows in later if len(rows) == len(buffers)]
-    warm = later[0] if later else []
-    times = np.array(whole or [[*warm, *first[len(warm) :]]])
-    return Measured(times, float(share), are_near(here, float(np.median(distances))))
+    whole = [times for times in later if len(times) == sizes]
+    warm = [*itertools.chain(*later[:1])]
+    return np.array(whole or [[*warm, *first[len(warm) :]]])
 
 
 def _calls(nbytes: int, before: Sequence[np.ndarray]) -> int:

@@ -6,10 +6,13 @@ order, and one quiet job among disturbed ones decides.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+
+import numpy as np
 
 # So many jobs measure at least; more of them, up to MOST, while the newest was clearly faster than those before it.
 ENOUGH, MOST = 3, 5
@@ -32,6 +35,11 @@ class Observation:
     when: float
     distance: float
     seconds: Mapping[str, Sequence[float]]
+
+    def is_possible(self) -> bool:
+        """Whether clocks can have given these numbers."""
+        times = np.array([self.when, *itertools.chain(*self.seconds.values())])
+        return bool(self.distance >= 0 and times.min() > 0 and times.max() < math.inf)
 
 
 def are_near(*distances: float) -> bool:

@@ -31,7 +31,8 @@ class SmallCall(abc.ABC):
     """One kind of call.
 
     Attributes:
-        own, writes: as of `Slot`.
+        own: as of `Slot`.
+        writes: whether this rank fills its place.
     """
 
     own: tuple[Any, Any]

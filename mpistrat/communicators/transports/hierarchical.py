@@ -17,6 +17,7 @@ from mpistrat.communicators.costs.model import slowest
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node.common_memory import CommonMemory
 from mpistrat.communicators.node.memory import NodeMemory
+from mpistrat.communicators.node.shared_memory import first_failure
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.reduction.arithmetic import scale, share_of
 from mpistrat.communicators.reduction.tree import ReductionTree, how_to_combine
@@ -137,8 +138,8 @@ class HierarchicalTransport(Transport, NodeMemory):
         memory, why = self.node.common_memory(
             nbytes, summed=summed, senders=self.senders, across=across
         )
-        missing = [text for text in self.mpi.comm.allgather(why) if text]
-        return (None, missing[0]) if missing else (memory, "")
+        missing = first_failure(self.mpi.comm.allgather(why))
+        return (None, missing) if missing else (memory, "")
 
     def all_reduce(self, operands: Operands) -> None:
         """Combine within the node, then slice by slice between the nodes, and collect the slices within the node."""
@@ -152,16 +153,17 @@ class HierarchicalTransport(Transport, NodeMemory):
         bounds = share_of(len(source), how.itemsize, self.node.size, self.senders)
         first, end = bounds[self.node.rank]
         total = how.totals((end - first) // how.itemsize)
-        places = None if window is None else window.find(buffer, operands.out)
+        if window is not None and not window.find(buffer, operands.out):
+            window = None
         with blocks.unbroken:
-            if window is not None and places is not None:
-                window.combine(how, places, (first, end), total)
-            else:
+            if window is None:
                 blocks.combine_slice(how, source, bounds, total)
+            else:
+                window.combine(how, (first, end), total)
             if self.across is not None and first < end:
                 total = _combined(self.across, total, reduction, between)
-            if window is not None and places is not None:
-                window.spread(how, places, (first, end), total)
+            if window is not None:
+                window.spread(how, (first, end), total)
                 blocks.tick()  # nobody goes on while others read or write its memory
                 return
             if first < end:
@@ -182,11 +184,11 @@ class HierarchicalTransport(Transport, NodeMemory):
             memory[start:stop]
             for start, stop in share_of(len(memory), 1, self.node.size, self.senders)
         ]
-        mine = slices[self.node.rank]
+        own_slice = slices[self.node.rank]
         if self.across is not None:
-            self.across.broadcast(mine, self._peers().index(node))
+            self.across.broadcast(own_slice, self._peers().index(node))
         if not here:
-            blocks.gather(mine, slices)
+            blocks.gather(own_slice, slices)
 
     def _peers(self) -> list[int]:
         """The first ranks of the nodes that the ranks of `across` are on, in their order."""
