@@ -201,7 +201,7 @@ class MpiAllReduce(CrossDeviceOps):
         name = name_of(reduce_op, label)
         for i, total in enumerate(totals):
             if isinstance(total, IndexedSlices):
-                totals[i] = self._all_gather_slices(communicator, total, name)
+                totals[i] = _all_gather_slices(communicator, total, name)
         op = extrema.OPS.get(reduce_op, "sum")
         packs = [
             _pack_of(communicator, totals, group, op, name)
@@ -280,16 +280,6 @@ class MpiAllReduce(CrossDeviceOps):
                 pack.flat.copy_(host)
             sums.update(zip(pack.indices, pack.pieces, strict=True))
         return sums
-
-    @staticmethod
-    def _all_gather_slices(
-        communicator: Communicator, slices: IndexedSlices, label: str
-    ) -> IndexedSlices:
-        def joined(part: Array) -> Array:
-            parts = communicator.all_gather(arrays.to_host(part), label=label)
-            return arrays.to_device_of(arrays.concatenate(parts), part)
-
-        return IndexedSlices(joined(slices.values), joined(slices.indices), slices.dense_shape)
 
     def gather_implementation(
         self,
@@ -370,6 +360,16 @@ def _pack_of(
         length=sum(map(arrays.num_elements, like)),
         shape=first.shape if len({value.shape for value in like}) == 1 else None,
     )
+
+
+def _all_gather_slices(
+    communicator: Communicator, slices: IndexedSlices, label: str
+) -> IndexedSlices:
+    def joined(part: Array) -> Array:
+        parts = communicator.all_gather(arrays.to_host(part), label=label)
+        return arrays.to_device_of(arrays.concatenate(parts), part)
+
+    return IndexedSlices(joined(slices.values), joined(slices.indices), slices.dense_shape)
 
 
 def name_of(reduce_op: ReduceOp, label: str) -> str:
