@@ -188,14 +188,14 @@ class Communicator(abc.ABC):
 
         Collective. `what` is what the rank did not manage: "could not read its part".
         """
-        own = error and (raised_at(error), type(error).__name__, message_of(error))
-        everyone = self.all_gather_object(own, label="errors")
+        described = error and (raised_at(error), type(error).__name__, message_of(error))
+        errors = self.all_gather_object(described, label="errors")
         if error is not None:
             mark_raised_by_all(error)
             raise error
-        for rank, theirs in enumerate(everyone):
-            if theirs is not None:
-                place, kind, text = theirs
+        for rank, described in enumerate(errors):
+            if described is not None:
+                place, kind, text = described
                 failed: Any = RuntimeError(f"rank {rank} {what}: {kind}: {text}")
                 failed.raised_by_rank = f"{place} (rank {rank}): {text or kind}"
                 mark_raised_by_all(failed)

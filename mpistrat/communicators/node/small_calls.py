@@ -188,14 +188,14 @@ class SmallAllToAll(_Sized):
         return super().payload(operands)
 
     def take(self, odd: int, operands: Operands, payload: np.ndarray) -> object:
-        row, rank, everyone = self._row, self._rank, self._numbers[odd]
-        operands.starts = everyone
-        if max([starts[-1] for starts in everyone]) * row > LARGEST:
-            operands.starts = [starts.tolist() for starts in everyone]
+        row, rank, of_ranks = self._row, self._rank, self._numbers[odd]
+        operands.starts = of_ranks
+        if max([starts[-1] for starts in of_ranks]) * row > LARGEST:
+            operands.starts = [starts.tolist() for starts in of_ranks]
             return TOO_LARGE
         pieces = [
             memory[starts[rank] * row : starts[rank + 1] * row]
-            for starts, memory in zip(everyone, self._bytes[odd], strict=True)
+            for starts, memory in zip(of_ranks, self._bytes[odd], strict=True)
         ]
         out = operands.target
         if sum(map(len, pieces)) == len(out):  # else the caller raises an error

@@ -197,12 +197,7 @@ class _Torch(Arithmetic):
         self._torch = torch
         self._dtype: torch.dtype = getattr(torch, dtype)
         self.itemsize = self._dtype.itemsize
-        self._combine: Any = {
-            "sum": torch.add,
-            "max": torch.maximum,
-            "min": torch.minimum,
-            "prod": torch.mul,
-        }[op]
+        self._combine: Any = getattr(torch, _UFUNCS[op].__name__)
 
     def view(self, memory: np.ndarray) -> Any:
         return self._torch.from_numpy(memory).view(self._dtype)

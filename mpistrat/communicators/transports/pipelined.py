@@ -122,8 +122,8 @@ class PipelinedTransport(Transport):
                     arriving.popleft()
                     total = target[piece]
                     bounds = share_of(len(total), how.itemsize, self.size)
-                    mine = how.view(total[slice(*bounds[self.rank])])
-                    how.combine(list(map(how.view, parts)), mine, operands.reduction.scale)
+                    part = how.view(total[slice(*bounds[self.rank])])
+                    how.combine(list(map(how.view, parts)), part, operands.reduction.scale)
                     leaving.append(self._gather(total, bounds))
                     if len(leaving) > _ON_THEIR_WAY:
                         self._wait(leaving[0])
@@ -140,8 +140,8 @@ class PipelinedTransport(Transport):
     def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:
         """Begin to send every rank its part of `source`, and to receive this rank's part of all ranks' `source`."""
         bounds = share_of(len(source), how.itemsize, self.size)
-        mine = source[slice(*bounds[self.rank])]
-        parts = [mine if peer == self.rank else np.empty_like(mine) for peer in range(self.size)]
+        kept = source[slice(*bounds[self.rank])]
+        parts = [kept if peer == self.rank else np.empty_like(kept) for peer in range(self.size)]
         return self._exchange([source[slice(*cut)] for cut in bounds], parts), parts
 
     def _gather(self, total: np.ndarray, bounds: Sequence[tuple[int, int]]) -> _Requests:

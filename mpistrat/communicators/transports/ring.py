@@ -75,10 +75,10 @@ class RingTransport(Transport):
         arrived = np.empty(max(map(len, parts)), parts[0].dtype)
         how = arithmetic_of(arrived.dtype, op)
         for step in range(1, self.size):
-            mine = parts[self.rank - step - 1]
-            received = arrived[: len(mine)]
+            part = parts[self.rank - step - 1]
+            received = arrived[: len(part)]
             self._exchange(parts[self.rank - step], received)
-            how.combine((mine, received), mine, None)
+            how.combine((part, received), part, None)
 
     def _hand_round(self, parts: Sequence[np.ndarray]) -> None:
         """Every rank gets every part from the rank before it, when rank r has part r."""

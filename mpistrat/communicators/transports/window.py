@@ -131,9 +131,9 @@ class WindowTransport(Transport, NodeMemory):
             return None, self.why_not
         gather = self.mpi.comm.allgather
         bounds = share_of(nbytes, PAGE, self.size, senders)[self.rank]
-        own = bounds[1] - bounds[0] + (nbytes if summed else 0)
-        if min(gather(self._limit - own_bytes() - own)) < 0:
-            return None, f"{shared_bytes.name} does not allow a rank {own / 1e6:.1f} MB more"
+        more = bounds[1] - bounds[0] + (nbytes if summed else 0)
+        if min(gather(self._limit - own_bytes() - more)) < 0:
+            return None, f"{shared_bytes.name} does not allow a rank {more / 1e6:.1f} MB more"
         return CommonMemory.make(nbytes, bounds, blocks, gather, summed=summed, across=across)
 
     def _share(

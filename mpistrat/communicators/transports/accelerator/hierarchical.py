@@ -128,26 +128,26 @@ class HierarchicalDeviceTransport(DeviceTransport):
         if combined_as_float32(buffer, reduction, self._combine):  # rounded once, not on each node
             return
         plain = reduction.plain
-        flat, whole, mine = self._sliced(buffer)
-        self.within.reduce_scatter(Operands(whole, plain, mine))
+        flat, whole, own_slice = self._sliced(buffer)
+        self.within.reduce_scatter(Operands(whole, plain, own_slice))
         self.wait_until_idle()  # as MPI is to use the GPU
-        self.between.all_reduce(Operands(mine, plain))
-        self.within.all_gather_into(Operands(mine, out=whole))
+        self.between.all_reduce(Operands(own_slice, plain))
+        self.within.all_gather_into(Operands(own_slice, out=whole))
         if whole is not flat:
             flat[...] = whole[: num_elements(flat)]
         scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
         """Within the root's node, then from its ranks to those of the other nodes, then within these."""
-        flat, whole, mine = self._sliced(buffer)
+        flat, whole, own_slice = self._sliced(buffer)
         node, place = self._nodes[root], self._places[self.rank]
         if self._nodes[self.rank] == node:
             self.within.broadcast(Operands(whole, root=self._places[root]))
         peers = [self._nodes[rank] for rank in range(self.size) if self._places[rank] == place]
         self.wait_until_idle()  # as MPI is to use the GPU
-        self.between.broadcast(Operands(mine, root=peers.index(node)))
+        self.between.broadcast(Operands(own_slice, root=peers.index(node)))
         if self._nodes[self.rank] != node:
-            self.within.all_gather_into(Operands(mine, out=whole))
+            self.within.all_gather_into(Operands(own_slice, out=whole))
         if whole is not flat:
             flat[...] = whole[: num_elements(flat)]
 

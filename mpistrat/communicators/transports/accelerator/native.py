@@ -78,7 +78,7 @@ class NativeTransport(DeviceTransport):
     ) -> None:
         super().__init__(host, index, watch, why)
         self._kind = kind
-        self._device, self._own = torch.device(kind, index), TorchLibrary(kind, index)
+        self._device, self._library_of_device = torch.device(kind, index), TorchLibrary(kind, index)
         self._group: CollectiveGroup[Any] = CollectiveGroup(
             f"torch's group for {kind!r}", host, channel, watch, abort_group
         )
@@ -97,11 +97,11 @@ class NativeTransport(DeviceTransport):
             if seconds:
                 store.set_timeout(datetime.timedelta(seconds=seconds))
             name = f"mpistrat {self._pending.name}"
-            with self._own.device(), nccl_that_outlives_errors():
+            with self._library_of_device.device(), nccl_that_outlives_errors():
                 return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)
 
         def try_out() -> str:
-            with self._own.device():
+            with self._library_of_device.device():
                 ones = torch.ones(1, dtype=torch.float32, device=self._device)
                 group = self._group.group
                 if group is None:
