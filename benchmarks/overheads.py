@@ -15,7 +15,7 @@ from mpi4py import MPI
 from program import program, report
 
 import mpistrat as ms
-from mpistrat.communicators.construction import communicator_for, ways_of
+from mpistrat.communicators.construction import communicator_for, transports_of
 from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.node.slots import LARGEST
 from mpistrat.communicators.router import Router
@@ -173,13 +173,13 @@ def small_parameters(num_rounds: int) -> list[dict[str, Any]]:
 def agreement(num_rounds: int) -> list[dict[str, Any]]:
     """What recording a collective, agreeing on it and tracing it add to a scalar all_reduce."""
     checked, unchecked = (communicator_for(MPI.COMM_WORLD, check) for check in ("always", "never"))
-    inside = Router(checked.ways)  # type: ignore[attr-defined]
+    inside = Router(checked.transports)  # type: ignore[attr-defined]
     send = np.ones((), np.float32)
     receive = np.empty_like(send)
     folder = tempfile.TemporaryDirectory()
     timeline = Timeline(folder.name, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "", host_clock())
     mpi = MpiTransport(MPI.COMM_WORLD.Dup())
-    ways, watch = ways_of(mpi, "traced")
+    ways, watch = transports_of(mpi, "traced")
     traced = Router(ways, Contract(mpi, "traced", watch, timeline=timeline))
     rounds = calls_of(
         {

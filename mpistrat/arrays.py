@@ -311,13 +311,13 @@ def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
 def on_one_device(values: Sequence[Array]) -> list[Array]:
     """`values`, of one library, on the device of the first. Copies between devices are ordered by both's streams."""
     first = values[0]
-    if is_torch(first) and any(is_torch(v) and v.device != first.device for v in values):
+    if is_torch(first):
         return [v.to(first.device) if is_torch(v) else v for v in values]
-    if is_cupy(first) and any(is_cupy(v) and v.device != first.device for v in values):
+    if is_cupy(first):
         import cupy
 
         with first.device:
-            return [cupy.asarray(value) for value in values]
+            return [cupy.asarray(v) if is_cupy(v) else v for v in values]
     return list(values)
 
 
@@ -337,7 +337,7 @@ def true_divide(array: Array, divisor: Any) -> Array:
 def to_host(array: Array) -> Array:
     """`array` as a C-contiguous NumPy array or CPU tensor; the same memory where it already is one."""
     if array.__class__ is np.ndarray:
-        return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+        return np.asarray(array, order="C")
     if is_torch(array):
         lazy = array.requires_grad or array.is_conj() or array.is_neg()
         if array.is_cpu and not lazy and array.is_contiguous():
@@ -348,7 +348,7 @@ def to_host(array: Array) -> Array:
         return array.detach().cpu().contiguous().resolve_conj().resolve_neg()
     if is_cupy(array):
         return array.get()
-    return np.ascontiguousarray(array) if array.ndim else np.asarray(array)
+    return np.asarray(array, order="C")
 
 
 def to_numpy(array: Array) -> np.ndarray:

@@ -10,8 +10,11 @@ import collections
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+# The leaves of a structure; its text; and a function that arranges other leaves so.
+_Apart: TypeAlias = tuple[list[Any], str, Callable[[list[Any]], Any]]
 
 
 def is_structure(value: object) -> bool:
@@ -67,32 +70,39 @@ def flatten(structure: Any) -> list[Any]:
     return take_apart(structure)[0]
 
 
-def take_apart(structure: Any) -> tuple[list[Any], str, Callable[[list[Any]], Any]]:
-    """The leaves of a structure; its text, as of `describe`; and a function that arranges others so."""
+def take_apart(structure: Any) -> _Apart:
+    """The leaves of a structure; its text, as of `describe`; and a function that arranges other leaves so."""
     if not is_structure(structure):
         return [structure], "*", operator.itemgetter(0)
     keys = sorted_keys(structure) if isinstance(structure, Mapping) else None
     children = structure if keys is None else list(map(structure.__getitem__, keys))
-    nested: list[Any] = []
-    leaves, inside = list(children), ["*"] * len(children)
+    nested: list[_Apart] = []
+    leaves = list(children)
+    inside: Sequence[str] = ["*"] * len(leaves)
     if not _are_leaves(children):
         nested = list(map(take_apart, children))
-        leaves = [leaf for part, _, _ in nested for leaf in part]
-        inside = [text for _, text, _ in nested]
-
-    def pack(flat: list[Any]) -> Any:
-        if nested:
-            rest = iter(flat)
-            flat = [arrange(list(itertools.islice(rest, len(part)))) for part, _, arrange in nested]
-        if keys is not None:
-            by_key = dict(zip(keys, flat, strict=True))
-            flat = list(map(by_key.__getitem__, structure))
-        return rebuild(structure, list(flat))
-
+        parts, inside, _ = zip(*nested, strict=True)
+        leaves = list(itertools.chain(*parts))
+    first, last = "[]" if isinstance(structure, list) else "()"
     if keys is not None:
         inside = [f"{key!r}: {text}" for key, text in zip(keys, inside, strict=True)]
-    first, last = "{}" if keys is not None else "[]" if isinstance(structure, list) else "()"
-    return leaves, f"{first}{', '.join(inside)}{last}", pack
+        first, last = "{}"
+    arrange = functools.partial(_arranged, structure, keys, nested)
+    return leaves, f"{first}{', '.join(inside)}{last}", arrange
+
+
+def _arranged(
+    structure: Any, keys: list[Any] | None, nested: list[_Apart], leaves: list[Any]
+) -> Any:
+    """Other leaves as `structure` has its own. Args: nested: what is known of its children, if not all are leaves."""
+    children = list(leaves)
+    if nested:
+        rest = iter(leaves)
+        children = [arrange(list(itertools.islice(rest, len(part)))) for part, _, arrange in nested]
+    if keys is not None:
+        by_key = dict(zip(keys, children, strict=True))
+        children = list(map(by_key.__getitem__, structure))
+    return rebuild(structure, children)
 
 
 def _are_leaves(children: Any) -> bool:

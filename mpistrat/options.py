@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, TypeVar
 
 WIRE_DTYPES = ("bfloat16", "float16")
+_WIRE = {"wire_dtype", "wire_format"}
+
+
+_E = TypeVar("_E", bound=enum.Enum)
 
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _member(kind: type[_E], value: object, argument: str) -> _E:
+    """The member of `kind` that `value` is, or names in any case."""
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    names = ", ".join(kind.__members__)
+    raise ValueError(f"{argument} must be one of {names}; got {value!r:.60}")
 
 
 class CommunicationImplementation(enum.Enum):
@@ -73,29 +87,12 @@ class CommunicationOptions:
             )
         if self.timeout_seconds is not None and not self.timeout_seconds >= 0:
             raise ValueError(f"timeout_seconds must be >= 0, got {self.timeout_seconds}")
-        implementation = self.implementation
-        if (
-            isinstance(implementation, str)
-            and implementation.upper() in CommunicationImplementation.__members__
-        ):
-            object.__setattr__(
-                self, "implementation", CommunicationImplementation[implementation.upper()]
-            )
-        elif not isinstance(implementation, CommunicationImplementation):
-            names = ", ".join(CommunicationImplementation.__members__)
-            raise ValueError(f"implementation must be one of {names}; got {implementation!r}")
-
+        implementation = _member(CommunicationImplementation, self.implementation, "implementation")
+        object.__setattr__(self, "implementation", implementation)
         if not isinstance(self.overlap, (bool, type(None))):
             raise TypeError(f"overlap must be True, False or None, got {self.overlap!r:.60}")
         if self.wire_dtype is not None:
-            name = getattr(self.wire_dtype, "__name__", str(self.wire_dtype)).split(".")[-1]
-            if name not in WIRE_DTYPES:
-                raise ValueError(
-                    f"wire_dtype must be one of {WIRE_DTYPES}, got {self.wire_dtype!r:.60}"
-                )
-            if self.wire_format is not None:
-                raise ValueError("wire_dtype is a wire format: give it or wire_format, not both")
-            object.__setattr__(self, "wire_dtype", name)
+            object.__setattr__(self, "wire_dtype", self._name_of_wire_dtype())
         if self.wire_format is not None and not callable(
             getattr(self.wire_format, "combine", None)
         ):
@@ -103,23 +100,23 @@ class CommunicationOptions:
                 f"wire_format must have a method combine(communicator, values, residual), got {self.wire_format!r:.60}"
             )
 
+    def _name_of_wire_dtype(self) -> str:
+        name = getattr(self.wire_dtype, "__name__", str(self.wire_dtype)).split(".")[-1]
+        if name not in WIRE_DTYPES:
+            raise ValueError(
+                f"wire_dtype must be one of {WIRE_DTYPES}, got {self.wire_dtype!r:.60}"
+            )
+        if self.wire_format is not None:
+            raise ValueError("wire_dtype is a wire format: give it or wire_format, not both")
+        return name
+
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """These options, overridden by every field of `other` that is not at its default."""
-        other = check_options(other)
-        merged = self
-        if other.bytes_per_pack != 0:
-            merged = dataclasses.replace(merged, bytes_per_pack=other.bytes_per_pack)
-        if other.timeout_seconds is not None:
-            merged = dataclasses.replace(merged, timeout_seconds=other.timeout_seconds)
-        if other.implementation is not CommunicationImplementation.AUTO:
-            merged = dataclasses.replace(merged, implementation=other.implementation)
-        if other.overlap is not None:
-            merged = dataclasses.replace(merged, overlap=other.overlap)
-        if other.wire_dtype is not None or other.wire_format is not None:
-            merged = dataclasses.replace(
-                merged, wire_dtype=other.wire_dtype, wire_format=other.wire_format
-            )
-        return merged
+        fields = vars(check_options(other))
+        changed = {name for name, value in fields.items() if value != getattr(type(self), name)}
+        if changed & _WIRE:  # the one takes the place of the other
+            changed |= _WIRE
+        return dataclasses.replace(self, **{name: fields[name] for name in changed})
 
 
 def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
@@ -201,19 +198,11 @@ class InputOptions:
     experimental_auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO
 
     def __post_init__(self) -> None:
-        policy = self.experimental_auto_shard_policy
-        if isinstance(policy, str) and policy.upper() in AutoShardPolicy.__members__:
-            policy = AutoShardPolicy[policy.upper()]
-            object.__setattr__(self, "experimental_auto_shard_policy", policy)
-        elif not isinstance(policy, AutoShardPolicy):
-            names = ", ".join(AutoShardPolicy.__members__)
-            raise ValueError(
-                f"experimental_auto_shard_policy must be one of {names}; got {policy!r:.60}"
-            )
-        mode, buffered = (
-            self.experimental_replication_mode,
-            self.experimental_per_replica_buffer_size,
-        )
+        argument = "experimental_auto_shard_policy"
+        policy = _member(AutoShardPolicy, self.experimental_auto_shard_policy, argument)
+        object.__setattr__(self, argument, policy)
+        mode = self.experimental_replication_mode
+        buffered = self.experimental_per_replica_buffer_size
         if not isinstance(mode, InputReplicationMode):
             raise TypeError(
                 f"experimental_replication_mode must be an InputReplicationMode, got {mode!r:.60}"

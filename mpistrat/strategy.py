@@ -419,29 +419,28 @@ def checked_input_options(
         raise TypeError(f"options must be InputOptions or None, got {options!r:.60}")
     options = options or InputOptions()
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-    on_device = options.experimental_place_dataset_on_device
     if per_replica and not (from_function and extended.input.per_replica):
         raise NotImplementedError(
             "InputReplicationMode.PER_REPLICA is for distribute_datasets_from_function of a MirroredStrategy"
         )
-    if on_device and not per_replica:
-        raise ValueError(
-            "experimental_place_dataset_on_device needs InputReplicationMode.PER_REPLICA"
-        )
-    if on_device and options.experimental_fetch_to_device is not False:
-        raise ValueError(
-            "experimental_place_dataset_on_device and experimental_fetch_to_device exclude each other"
+    if options.experimental_place_dataset_on_device:
+        if not per_replica:
+            raise ValueError(
+                "experimental_place_dataset_on_device needs InputReplicationMode.PER_REPLICA"
+            )
+        if options.experimental_fetch_to_device is not False:
+            raise ValueError(
+                "experimental_place_dataset_on_device and experimental_fetch_to_device exclude each other"
+            )
+        warn_of_no_effect(
+            "experimental_place_dataset_on_device",
+            "datasets are Python's, on the CPU; their batches are copied to the device ahead of each step",
+            extended.communicator.rank,
         )
     if from_function and options.experimental_auto_shard_policy is not AutoShardPolicy.AUTO:
         warn_of_no_effect(
             "experimental_auto_shard_policy with distribute_datasets_from_function",
             "the function makes what this rank reads; it may shard by its InputContext",
-            extended.communicator.rank,
-        )
-    if on_device:
-        warn_of_no_effect(
-            "experimental_place_dataset_on_device",
-            "datasets are Python's, on the CPU; their batches are copied to the device ahead of each step",
             extended.communicator.rank,
         )
     return options

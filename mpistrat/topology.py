@@ -33,8 +33,7 @@ class Topology:
             for node in _as_sequence("node_of_rank", self.node_of_rank)
         )
         object.__setattr__(self, "node_of_rank", nodes)
-        hosts = tuple(_as_sequence("hosts", self.hosts))
-        object.__setattr__(self, "hosts", hosts)
+        object.__setattr__(self, "hosts", tuple(_as_sequence("hosts", self.hosts)))
         if self.size < 1:
             raise ValueError(f"Topology: size={self.size}, expected at least 1")
         if not 0 <= self.rank < self.size:
@@ -43,17 +42,10 @@ class Topology:
             )
         if len(nodes) != self.size:
             raise ValueError(
-                f"Topology: node_of_rank names the node of {len(nodes)} ranks, expected "
-                f"size={self.size}"
+                f"Topology: node_of_rank names the node of {len(nodes)} ranks, expected size={self.size}"
             )
         self._check_node_numbers()
-        if any(not isinstance(host, str) for host in hosts):
-            raise TypeError(f"Topology: hosts must be names (str), got {hosts!r}")
-        if hosts and len(hosts) != self.num_nodes:
-            raise ValueError(
-                f"Topology: {len(hosts)} hosts for {self.num_nodes} nodes; give one name per node "
-                f"or none"
-            )
+        self._check_hosts()
         if not isinstance(self.launcher, str):
             raise TypeError(f"Topology: launcher must be a str, got {self.launcher!r}")
 
@@ -62,12 +54,19 @@ class Topology:
         for rank, node in enumerate(self.node_of_rank):
             if not 0 <= node <= known:
                 raise ValueError(
-                    f"Topology: rank {rank} is on node {node}, but the nodes of the ranks below it "
-                    f"are "
-                    f"{self.node_of_rank[:rank]}: nodes are numbered by lowest rank, so the next "
-                    f"new node is {known}"
+                    f"Topology: rank {rank} is on node {node}, but the nodes of the ranks below it are "
+                    f"{self.node_of_rank[:rank]}: nodes are numbered by lowest rank, so the next new node is {known}"
                 )
             known = max(known, node + 1)
+
+    def _check_hosts(self) -> None:
+        if not all(isinstance(host, str) for host in self.hosts):
+            raise TypeError(f"Topology: hosts must be names (str), got {self.hosts!r}")
+        if len(self.hosts) not in (0, self.num_nodes):
+            raise ValueError(
+                f"Topology: {len(self.hosts)} hosts for {self.num_nodes} nodes; give one name per node "
+                "or none"
+            )
 
     @property
     def num_nodes(self) -> int:

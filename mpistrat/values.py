@@ -248,31 +248,35 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
     first = values[0]
     if len(values) == 1 and not always_wrap:
         return first
-    if isinstance(first, (list, tuple)):
-        kind = list if isinstance(first, list) else tuple
-        for other in values[1:]:
-            if not isinstance(other, kind) or len(other) != len(first):
-                raise AssertionError(_structures_differ(values))
-        return nest.rebuild(
-            first,
-            [regroup(parts, always_wrap) for parts in zip(*values, strict=True)],
-        )
+    if not nest.is_structure(first):
+        return _regrouped_leaf(values, always_wrap)
+    children = [_children(value, values) for value in values]
+    regrouped = [regroup(parts, always_wrap) for parts in zip(*children, strict=True)]
+    return nest.rebuild(first, regrouped)
+
+
+def _children(value: Any, values: Sequence[Any]) -> list[Any]:
+    """The parts of one of `values`, in the order of the first one's. Raises: AssertionError: they differ."""
+    first = values[0]
     if isinstance(first, Mapping):
-        for other in values[1:]:
-            if not isinstance(other, Mapping) or set(other) != set(first):
-                raise AssertionError(_structures_differ(values))
-        return nest.rebuild(first, [regroup([v[k] for v in values], always_wrap) for k in first])
+        if isinstance(value, Mapping) and set(value) == set(first):
+            return [value[key] for key in first]
+    elif isinstance(value, list if isinstance(first, list) else tuple) and len(value) == len(first):
+        return list(value)
+    described = ", ".join(f"replica {i}: {nest.describe(value)}" for i, value in enumerate(values))
+    raise AssertionError(
+        f"all replicas must return the same structure (list, tuple, keys); got {described}"
+    )
+
+
+def _regrouped_leaf(values: Sequence[Any], always_wrap: bool) -> Any:
+    first = values[0]
     same = all(other is first for other in values)
     if same and isinstance(first, PassedWhole):
         return first
-    if same and not always_wrap and not is_number(first):
+    if always_wrap:
+        return PerReplica(values)
+    if same and not is_number(first):
         return first
     container = getattr(first, "_container", None)
-    if container is not None and not always_wrap:
-        return container
-    return PerReplica(values)
-
-
-def _structures_differ(values: Sequence[Any]) -> str:
-    described = ", ".join(f"replica {i}: {nest.describe(value)}" for i, value in enumerate(values))
-    return f"all replicas must return the same structure (list, tuple, keys); got {described}"
+    return PerReplica(values) if container is None else container

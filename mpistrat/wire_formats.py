@@ -90,6 +90,6 @@ class TopK:
         chosen = residual[places]
         residual[places] = 0
         values.zero_()
-        everyone = communicator.all_gather(places), communicator.all_gather(chosen)
-        for theirs, numbers in zip(*everyone, strict=True):  # in rank order: equal on all ranks
-            values.index_add_(0, theirs, numbers)
+        of_ranks = communicator.all_gather(places), communicator.all_gather(chosen)
+        for places, numbers in zip(*of_ranks, strict=True):  # in rank order: equal on all ranks
+            values.index_add_(0, places, numbers)

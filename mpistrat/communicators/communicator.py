@@ -16,7 +16,7 @@ from mpistrat.liveness.call_site import message_of, raised_at
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.reduction_tree import ReductionTree
+    from mpistrat.communicators.reduction.tree import ReductionTree
 
 
 class Communicator(abc.ABC):
@@ -37,8 +37,8 @@ class Communicator(abc.ABC):
             alike.
         ordered_by_streams: collectives on tensors of an accelerator return when they are submitted, after what the
             caller's current stream holds, and that stream waits for them; otherwise the host waits.
-        use_devices_in: has another communicator of the same ranks take buffers on accelerators, by ways of its own, as
-            this one does. Collective.
+        use_devices_in: lets another communicator of the same ranks take buffers on accelerators, as this one does, by
+            transports of its own. Collective.
     """
 
     rank: int
@@ -159,7 +159,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def explain(self) -> str:
-        """For people: the ways by which bytes move, a line for each. Not collective."""
+        """For people: the transports by which bytes move, a line for each. Not collective."""
 
     def following(self) -> contextlib.AbstractContextManager[None]:
         """Around calls with `follows`, from the end of the call that decides on them to the end of the last of them.
@@ -188,14 +188,14 @@ class Communicator(abc.ABC):
 
         Collective. `what` is what the rank did not manage: "could not read its part".
         """
-        own = error and (raised_at(error), type(error).__name__, message_of(error))
-        everyone = self.all_gather_object(own, label="errors")
+        described = error and (raised_at(error), type(error).__name__, message_of(error))
+        errors = self.all_gather_object(described, label="errors")
         if error is not None:
             mark_raised_by_all(error)
             raise error
-        for rank, theirs in enumerate(everyone):
-            if theirs is not None:
-                place, kind, text = theirs
+        for rank, described in enumerate(errors):
+            if described is not None:
+                place, kind, text = described
                 failed: Any = RuntimeError(f"rank {rank} {what}: {kind}: {text}")
                 failed.raised_by_rank = f"{place} (rank {rank}): {text or kind}"
                 mark_raised_by_all(failed)

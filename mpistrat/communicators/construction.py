@@ -15,13 +15,13 @@ from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.router import Router, Transports
+from mpistrat.communicators.transport import Transport
 from mpistrat.communicators.transports.compressed import CompressedTransport
 from mpistrat.communicators.transports.hierarchical import SMALLEST, HierarchicalTransport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.pipelined import PipelinedTransport
 from mpistrat.communicators.transports.ring import RingTransport
-from mpistrat.communicators.transports.transport import Transport
 from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.job_end import job_end
@@ -72,10 +72,10 @@ def new_communicator(comm: MPI.Intracomm, check: str = "always") -> Router:
 
         timeline = begin(comm, folder)
     mpi = MpiTransport(comm)
-    ways, watch = ways_of(mpi, name)
+    transports, watch = transports_of(mpi, name)
     contract = Contract(mpi, name, watch, check, timeline)
     job_end().watch(contract, comm)
-    return Router(ways, contract)
+    return Router(transports, contract)
 
 
 def discard(comm: MPI.Intracomm) -> None:
@@ -88,8 +88,8 @@ def discard(comm: MPI.Intracomm) -> None:
         comm.Delete_attr(_CACHED)
 
 
-def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
-    """The ways of bytes between the ranks of `mpi`, and this rank's watch in their communicator. Collective.
+def transports_of(mpi: MpiTransport, name: str) -> tuple[Transports, CommunicatorWatch]:
+    """The transports between the ranks of `mpi`, and this rank's watch in their communicator. Collective.
 
     Args: name: of the communicator.
     """
@@ -98,45 +98,45 @@ def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
     compressed: list[Transport] = []
     if watch.peers is not None:
         window = WindowTransport(mpi, watch, shared_bytes())
-        ways = Ways(mpi, [window], window, window.shared_slots())
+        transports = Transports(mpi, [window], window, window.shared_slots())
     else:
-        ways = _ways_between_nodes(mpi, watch)
-        compressed = [CompressedTransport(Router(Ways(mpi)))]
+        transports = _transports_between_nodes(mpi, watch)
+        compressed = [CompressedTransport(Router(Transports(mpi)))]
     # NCCL is taken wherever it can be, without being asked for.
-    asked_for = {
-        CommunicationImplementation.MPI: Ways(mpi, compressed),
-        CommunicationImplementation.RING: Ways(mpi, [*compressed, RingTransport(mpi)]),
+    forced = {
+        CommunicationImplementation.MPI: Transports(mpi, compressed),
+        CommunicationImplementation.RING: Transports(mpi, [*compressed, RingTransport(mpi)]),
     }
-    return dataclasses.replace(ways, asked_for=asked_for, of_part=ways_of), watch
+    return dataclasses.replace(transports, forced=forced, of_part=transports_of), watch
 
 
-def _ways_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Ways:
-    """The ways of ranks that do not all share memory."""
+def _transports_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Transports:
+    """The transports of ranks that do not all share memory."""
     comm = mpi.comm
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
     if max(sizes) == 1:
         node.Free()
-        return _ways_in_pieces(mpi, PipelinedTransport(mpi, watch))
+        return _transports_in_pieces(mpi, PipelinedTransport(mpi, watch))
     several, records = node.size < comm.size, job_end().records
     if not several or not all(comm.allgather(records.see_each_other(node, watch.record))):
         node.Free()
-        return Ways(mpi, [CompressedTransport(Router(Ways(mpi)))])
-    carriers = min(sizes)
-    color = node.rank if node.rank < carriers else MPI.UNDEFINED
+        return Transports(mpi, [CompressedTransport(Router(Transports(mpi)))])
+    senders = min(sizes)
+    color = node.rank if node.rank < senders else MPI.UNDEFINED
     peers = cast("MPI.Intracomm", comm.Split(color, comm.rank))
     pipelined = across = None
     if peers != MPI.COMM_NULL:
         between = MpiTransport(peers)
         pipelined = PipelinedTransport(between, watch)
-        across = Router(_ways_in_pieces(between, pipelined))
+        across = Router(_transports_in_pieces(between, pipelined))
     within = WindowTransport(MpiTransport(node), watch, shared_bytes())
-    hierarchical = HierarchicalTransport(mpi, within, pipelined, across, carriers)
-    compressed = CompressedTransport(Router(Ways(mpi)), SMALLEST)
-    return Ways(mpi, [hierarchical, compressed], hierarchical)
+    hierarchical = HierarchicalTransport(mpi, within, pipelined, across, senders)
+    compressed = CompressedTransport(Router(Transports(mpi)), SMALLEST)
+    return Transports(mpi, [hierarchical, compressed], hierarchical)
 
 
-def _ways_in_pieces(mpi: MpiTransport, pipelined: PipelinedTransport) -> Ways:
-    """The ways of ranks each of which is on a node of its own."""
-    compressed = CompressedTransport(Router(Ways(mpi, [pipelined])), SMALLEST)
-    return Ways(mpi, [compressed, pipelined])
+def _transports_in_pieces(mpi: MpiTransport, pipelined: PipelinedTransport) -> Transports:
+    """The transports of ranks each of which is on a node of its own."""
+    compressed = CompressedTransport(Router(Transports(mpi, [pipelined])), SMALLEST)
+    return Transports(mpi, [compressed, pipelined])

@@ -15,12 +15,12 @@ def view_of(buffer: Array) -> np.ndarray:
     if isinstance(buffer.dtype, np.dtype):
         return buffer
     tensor = buffer.detach() if buffer.requires_grad else buffer
-    stand_in = _stand_in(tensor.dtype)
-    return (tensor if stand_in is None else tensor.view(stand_in)).numpy()
+    integer = _integer_of_size(tensor.dtype)
+    return (tensor if integer is None else tensor.view(integer)).numpy()
 
 
 @functools.cache
-def _stand_in(dtype: Any) -> Any:
+def _integer_of_size(dtype: Any) -> Any:
     """Torch's integers of the size of a dtype that NumPy lacks; None for other dtypes."""
     if numpy_knows(dtype):
         return None
@@ -47,9 +47,9 @@ def room_for(buffer: Array, shapes: np.ndarray) -> list[np.ndarray]:
 def parts_with_own(buffer: Array, out: Array, rank: int, size: int) -> list[np.ndarray]:
     """The bytes of each rank's part of `out`, after `buffer`, which may be there already, was put into this rank's."""
     parts = list(bytes_of(out).reshape(size, -1))
-    mine = bytes_of(buffer)
-    if address_of(mine) != address_of(parts[rank]):
-        parts[rank][:] = mine
+    source = bytes_of(buffer)
+    if address_of(source) != address_of(parts[rank]):
+        parts[rank][:] = source
     return parts
 
 

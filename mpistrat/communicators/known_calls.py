@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from mpistrat.arrays import Array, dtype_name, is_cupy, is_on_accelerator, is_on_xla
 from mpistrat.communicators.contract.call_signature import CallSignature, signature_of
 from mpistrat.communicators.contract.joint_errors import RaisingTogether
-from mpistrat.communicators.node.slots import SharedSlots
+from mpistrat.communicators.node.slots import SharedSlots, Slot
 from mpistrat.communicators.node.small_calls import SmallCall, small_call
 from mpistrat.communicators.operand_checks import (
     check_exchange,
@@ -17,7 +17,7 @@ from mpistrat.communicators.operand_checks import (
     check_parts,
     check_reduction,
 )
-from mpistrat.communicators.transports.transport import Operands
+from mpistrat.communicators.transport import Operands
 
 # The operation, the label and the scale that ranks must agree on; "" and None of a call that has none.
 Agreed: TypeAlias = tuple[str, str, float | None]
@@ -31,11 +31,13 @@ class KnownCall(NamedTuple):
     Attributes:
         signature: what the ranks must agree on.
         small: moves its bytes with the agreement; None where a transport moves them.
+        slot: the slot that this rank fills for it; None where this rank fills none.
         meets: a transport moves such a sum, which ends on no rank before all ranks have entered it.
     """
 
     signature: CallSignature
     small: SmallCall | None
+    slot: Slot | None
     meets: bool
 
 
@@ -82,28 +84,35 @@ class KnownCalls:
         return known
 
     def forget(self, takes_device_buffers: bool) -> None:
-        """Calls may go other ways from now on."""
+        """Calls may go other routes from now on."""
         self._known.clear()
         self._takes_device_buffers = takes_device_buffers
 
     def _learn(self, call: str, operands: Operands, agreed: Agreed) -> KnownCall:
-        buffer, out = operands.buffer, operands.target
-        if agreed[0]:
-            check_reduction(agreed[0], agreed[2], buffer)
-        if call == "all_reduce":
-            check_out(buffer, out)
-        elif call == "reduce_scatter":
-            check_parts(buffer, out, self._size)
-        elif call == "all_gather_into":
-            check_gathered(buffer, out, self._size)
-        elif call == "all_to_all":
-            check_exchange(buffer, out, operands.sent, operands.received, self._size)
+        buffer = operands.buffer
+        _check(call, operands, agreed, self._size)
         small, on_host = None, not is_on_accelerator(buffer)
         if self._slots is not None and on_host:
             small = small_call(call, self._slots, operands)
-        words = words_of(call, operands, agreed)
+        slot = small if small is not None and small.writes else None
+        signature = signature_of((*words_of(call, operands, agreed), *self._last_words))
         meets = small is None and on_host and buffer.nbytes > 0
-        return KnownCall(signature_of((*words, *self._last_words)), small, meets)
+        return KnownCall(signature, small, slot, meets)
+
+
+def _check(call: str, operands: Operands, agreed: Agreed, size: int) -> None:
+    """Raises: ValueError or TypeError for operands that `size` ranks cannot make a call with."""
+    buffer, out = operands.buffer, operands.target
+    if agreed[0]:
+        check_reduction(agreed[0], agreed[2], buffer)
+    if call == "all_reduce":
+        check_out(buffer, out)
+    elif call == "reduce_scatter":
+        check_parts(buffer, out, size)
+    elif call == "all_gather_into":
+        check_gathered(buffer, out, size)
+    elif call == "all_to_all":
+        check_exchange(buffer, out, operands.sent, operands.received, size)
 
 
 def words_of(call: str, operands: Operands, agreed: Agreed) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from mpistrat.communicators.operand_checks import (
 from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.reduction_tree import ReductionTree
+    from mpistrat.communicators.reduction.tree import ReductionTree
 
 
 class LocalCommunicator(Communicator):
@@ -48,7 +48,7 @@ class LocalCommunicator(Communicator):
     ) -> None:
         # here, because it makes importing mpistrat slower
         from mpistrat.communicators.host_views import bytes_of
-        from mpistrat.communicators.reduction_tree import tree_sum_of
+        from mpistrat.communicators.reduction.tree import tree_sum_of
 
         memory, how = bytes_of(sums), tree_sum_of(sums.dtype, tree)
         how.combine([how.view(memory)], how.view(memory), reduction.scale)

@@ -9,50 +9,50 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array, dtype_name
-from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.call_signature import signature_of
 from mpistrat.communicators.contract.unchecked import UNCHECKED, Unchecked
+from mpistrat.communicators.graph_capture import is_capturing, refusal
 from mpistrat.communicators.known_calls import Agreed, KnownCalls, words_of_label
 from mpistrat.communicators.node.memory import NO_MEMORY, CheckedMemory, NodeMemory
 from mpistrat.communicators.node.slots import SharedSlots
 from mpistrat.communicators.node.small_calls import TOO_LARGE
 from mpistrat.communicators.operand_checks import check_arrived, check_contiguous
 from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
-from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing, refusal
-from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.communicators.transports.transport import Mover, Operands, Transport
+from mpistrat.communicators.reduction.arithmetic import scale
+from mpistrat.communicators.transport import Exchange, Operands, Transport
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.reduction_tree import ReductionTree
+    from mpistrat.communicators.reduction.tree import ReductionTree
+    from mpistrat.communicators.transports.mpi import MpiTransport
 
 
 @dataclass(frozen=True)
-class Ways:
-    """The ways by which the bytes of a group of ranks move.
+class Transports:
+    """The transports by which the bytes of a group of ranks move.
 
     Attributes:
         mpi: takes the calls that no other transport takes, and objects.
-        transports: are asked before `mpi`, in this order.
+        preferred: are asked before `mpi`, in this order.
         memory: what the ranks of a node have in common.
         slots: for small calls; None where not all ranks share a node's memory.
-        asked_for: the ways for an implementation that a program asks for; if it is missing, these are.
-        of_part: makes the ways and the watch of some of the ranks, of their MPI and the name of their communicator.
-            Collective over them. None: they have MPI alone.
+        forced: the transports for an implementation that a program asks for; if it is missing, these are.
+        of_part: makes the transports and the watch of some of the ranks. It gets their MPI and the name of their
+            communicator. Collective over them. None: they have MPI alone.
     """
 
     mpi: MpiTransport
-    transports: Sequence[Transport] = ()
+    preferred: Sequence[Transport] = ()
     memory: NodeMemory = NO_MEMORY
     slots: SharedSlots | None = None
-    asked_for: Mapping[CommunicationImplementation, Ways] = field(default_factory=dict)
-    of_part: Callable[[MpiTransport, str], tuple[Ways, CommunicatorWatch]] | None = None
+    forced: Mapping[CommunicationImplementation, Transports] = field(default_factory=dict)
+    of_part: Callable[[MpiTransport, str], tuple[Transports, CommunicatorWatch]] | None = None
 
-    def choose(self, call: str, operands: Operands) -> Mover:
+    def choose(self, call: str, operands: Operands) -> Exchange:
         """What moves the bytes of a call. Collective."""
-        for transport in self.transports:
+        for transport in self.preferred:
             mover = transport.choose(call, operands)
             if mover is not None:
                 return mover
@@ -60,7 +60,7 @@ class Ways:
 
     def explain(self) -> str:
         text = self.mpi.explain()
-        for transport in reversed(self.transports):
+        for transport in reversed(self.preferred):
             text = transport.explain(text)
         return text
 
@@ -69,25 +69,27 @@ class Router(Communicator):
     """Checks the contract of a call, records it, and hands it to the first transport that takes it.
 
     Args:
-        ways: by which their bytes move.
+        transports: by which their bytes move.
         contract: checks and records calls. Without it, this is a group inside another.
         last_words: of the signature of each call.
 
     Attributes:
-        mpi: as of `ways`.
+        mpi: as of `transports`.
     """
 
-    def __init__(self, ways: Ways, contract: Unchecked = UNCHECKED, *last_words: str) -> None:
-        self.ways, self.mpi, self.contract = ways, ways.mpi, contract
-        self.rank, self.size = ways.mpi.rank, ways.mpi.size
-        self.thread_multiple = ways.mpi.thread_multiple
+    def __init__(
+        self, transports: Transports, contract: Unchecked = UNCHECKED, *last_words: str
+    ) -> None:
+        self.transports, self.mpi, self.contract = transports, transports.mpi, contract
+        self.rank, self.size = transports.mpi.rank, transports.mpi.size
+        self.thread_multiple = transports.mpi.thread_multiple
         self.on_one_node = contract.watch is not None and contract.watch.peers is not None
-        self.takes_device_buffers = any(t.takes_device_buffers for t in ways.transports)
-        self.ordered_by_streams = any(t.ordered_by_streams for t in ways.transports)
+        self.takes_device_buffers = any(t.takes_device_buffers for t in transports.preferred)
+        self.ordered_by_streams = any(t.ordered_by_streams for t in transports.preferred)
         self._enter = _entering(contract, last_words)
-        self.memory = CheckedMemory(ways.memory, self._enter)
+        self.memory = CheckedMemory(transports.memory, self._enter)
         # Without an agreement there is nothing that small calls could travel with.
-        slots = None if contract.agreement is None else ways.slots
+        slots = None if contract.agreement is None else transports.slots
         self._known = KnownCalls(
             self.size, slots, self.takes_device_buffers, last_words, contract.raise_together
         )
@@ -117,7 +119,7 @@ class Router(Communicator):
         words = f"{tree.replicas} replicas", dtype_name(sums), tuple(sums.shape[1:])
         with self._enter("all_reduce_by_tree", *words, *words_of_label(reduction.agreed)):
             operands = Operands(sums, reduction, tree=tree)
-            self.ways.choose("all_reduce", operands).all_reduce(operands)
+            self.transports.choose("all_reduce", operands).all_reduce(operands)
 
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
         reduction, root = as_reduction(reduction), index(root)  # not a NumPy integer
@@ -169,19 +171,19 @@ class Router(Communicator):
         """Make a call: agree on it, and have its bytes moved. The arguments are those of `Communicator.all_reduce`."""
         if self.takes_device_buffers and is_capturing(operands.buffer):
             self.raise_together(refusal(call, self.rank))
-        signature, small, meets = self._known.find(call, operands, agreed)
+        signature, small, slot, meets = self._known.find(call, operands, agreed)
         contract, payload = self.contract, None
         if small is not None:
             try:
                 payload = small.payload(operands)
             except Exception as error:
                 contract.raise_together(error)
-        with contract.enter(signature, cause, small, payload, follows and meets):
+        with contract.enter(signature, cause, slot, payload, follows and meets):
             if small is not None:
                 result = small.take(contract.agreed & 1, operands, payload)
                 if result is not TOO_LARGE:
                     return result
-            return getattr(self.ways.choose(call, operands), call)(operands)
+            return getattr(self.transports.choose(call, operands), call)(operands)
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
         root = index(root)
@@ -200,12 +202,12 @@ class Router(Communicator):
         with self._enter("split"):
             mpi = self.mpi.split(color, key)
             name = f"{self.contract.name}/{len(self.contract.parts)}:{color}"
-            ways, watch = Ways(mpi), None
-            if self.ways.of_part is not None:
-                ways, watch = self.ways.of_part(mpi, name)
-            return Router(ways, self.contract.of_part(mpi, name, watch))
+            transports, watch = Transports(mpi), None
+            if self.transports.of_part is not None:
+                transports, watch = self.transports.of_part(mpi, name)
+            return Router(transports, self.contract.of_part(mpi, name, watch))
 
-    # Ways
+    # Implementations
 
     def by(self, implementation: CommunicationImplementation) -> Router:
         if implementation is CommunicationImplementation.AUTO:
@@ -217,21 +219,21 @@ class Router(Communicator):
     def move_by(
         self,
         transport: Transport,
-        asked_for: Mapping[CommunicationImplementation, Transport] | None = None,
+        forced: Mapping[CommunicationImplementation, Transport] | None = None,
     ) -> None:
         """From now on `transport`, over the same ranks, is asked first. Collective.
 
-        Args: asked_for: what is asked first in place of it, for an implementation that a program asks for.
+        Args: forced: what is asked first in place of it, for an implementation that a program asks for.
         """
-        others = self.ways.transports
+        others = self.transports.preferred
         known = {
-            implementation: replace(self.ways, transports=[first, *others])
-            for implementation, first in (asked_for or {}).items()
+            implementation: replace(self.transports, preferred=[first, *others])
+            for implementation, first in (forced or {}).items()
         }
-        self.ways = replace(
-            self.ways,
-            transports=[transport, *others],
-            asked_for={**self.ways.asked_for, **known},
+        self.transports = replace(
+            self.transports,
+            preferred=[transport, *others],
+            forced={**self.transports.forced, **known},
         )
         self.takes_device_buffers = transport.takes_device_buffers
         self.ordered_by_streams = transport.ordered_by_streams
@@ -239,15 +241,15 @@ class Router(Communicator):
         self._overridden.clear()
 
     def explain(self) -> str:
-        return self.ways.explain()
+        return self.transports.explain()
 
 
 class _Overridden(Router):
     """Moves bytes by `implementation`. Its calls are `router`'s, and are counted and recorded there."""
 
     def __init__(self, router: Router, implementation: CommunicationImplementation) -> None:
-        ways = router.ways.asked_for.get(implementation, router.ways)
-        super().__init__(ways, router.contract, f"by {implementation.name}")
+        transports = router.transports.forced.get(implementation, router.transports)
+        super().__init__(transports, router.contract, f"by {implementation.name}")
         self._router, self._implementation = router, implementation
 
     def split(self, color: int, key: int = 0) -> Router:

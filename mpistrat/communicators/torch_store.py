@@ -120,18 +120,13 @@ def address_that_all_reach(ranks: Ranks) -> str:
         addresses, port, token = comm.bcast(offer)
         tries = topology.node > 0 and topology.local_rank == 0
         answers = comm.allgather(reached(addresses, port, token) if tries else None)
-    missed: dict[str, list[str]] = {address: [] for address in addresses}
-    for rank, answer in enumerate(answers):
-        for address, has_reached in zip(addresses, answer or (), strict=answer is not None):
-            if not has_reached:
-                missed[address].append(topology.hosts[topology.node_of_rank[rank]])
-    for address in addresses:
-        if not missed[address]:
+    tried = ""
+    for i, address in enumerate(addresses):
+        missed = [rank for rank, reaches in enumerate(answers) if reaches and not reaches[i]]
+        if not missed:
             return str(address)
-    tried = "".join(
-        f"\n  {address} is not reached from {', '.join(hosts[:8])}{', …' * (len(hosts) > 8)}"
-        for address, hosts in missed.items()
-    )
+        hosts = [topology.hosts[topology.node_of_rank[rank]] for rank in missed[:8]]
+        tried += f"\n  {address} is not reached from {', '.join(hosts)}{', …' * (len(missed) > 8)}"
     raise RuntimeError(
         f"rank {ranks.rank}: the nodes of this job cannot connect to that of rank 0 ({topology.hosts[0]}), which holds "
         f"the store of torch.distributed.\nIts addresses:{tried}\n"

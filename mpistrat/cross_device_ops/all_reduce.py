@@ -29,9 +29,8 @@ from mpistrat.reduce_op import ReduceOp
 from mpistrat.settings import stall_seconds
 from mpistrat.values import PerReplica
 
-_DTYPE, _SHAPE, _IS_CPU, _REQUIRES_GRAD = map(
-    operator.attrgetter, ("dtype", "shape", "is_cpu", "requires_grad")
-)
+_KIND = operator.attrgetter("dtype", "shape")
+_PLACE, _ON_HOST = operator.attrgetter("is_cpu", "requires_grad"), (True, False)
 # Kinds of values whose packs are kept; what is forgotten is made again.
 _KNOWN_KINDS = 1024
 
@@ -42,6 +41,8 @@ class _ArrayPack(NamedTuple):
     Attributes:
         indices: of the arrays in their list.
         on_device: they are in the memory of an accelerator.
+        stays: the communicator takes them where they are.
+        joined: they are copied, side by side, before they are reduced.
         to_numpy: they are tensors of the host, of a dtype that NumPy knows.
         length: the number of elements of all.
         shape: of each of them, if all are equal.
@@ -50,6 +51,8 @@ class _ArrayPack(NamedTuple):
     indices: list[int]
     reduction: Reduction
     on_device: bool
+    stays: bool
+    joined: bool
     to_numpy: bool
     length: int
     shape: Sequence[int] | None
@@ -148,29 +151,35 @@ class MpiAllReduce(CrossDeviceOps):
         results, kinds = _plain(values) if options is None else ([], None)
         packs = self._packs.get((reduce_op, label, kinds))
         communicator = self.communicator
-        if packs is not None:
-            if self._implementation is not CommunicationImplementation.AUTO:
-                communicator = communicator.by(self._implementation)
-        else:
-            communicator, results, packs = self._prepare(reduce_op, values, options, label)
-            if kinds is not None and reduce_op.adds_up:
-                if len(self._packs) == _KNOWN_KINDS:
-                    self._packs.clear()
-                self._packs[reduce_op, label, kinds] = packs
+        if packs is None:
+            communicator, results, packs = self._prepare(reduce_op, values, options, label, kinds)
+        elif self._implementation is not CommunicationImplementation.AUTO:
+            communicator = communicator.by(self._implementation)
         for pack in packs:
             like = list(map(results.__getitem__, pack.indices))
-            pieces = self._reduce_pack(communicator, pack, like)
-            for i, piece in zip(pack.indices, pieces, strict=True):
+            reduce_pack = self._reduce_joined if pack.joined else self._reduce_alone
+            for i, piece in zip(pack.indices, reduce_pack(communicator, pack, like), strict=True):
                 results[i] = piece
-        if reduce_op is ReduceOp.SUM:
-            return results if kinds is not None else as_given(results, values)
+        if reduce_op is ReduceOp.SUM and kinds is not None:
+            return results
+        return self._finished(reduce_op, results, values)
+
+    def _finished(
+        self, reduce_op: ReduceOp, totals: list[Any], values: Sequence[Sequence[Any]]
+    ) -> list[Any]:
+        """The results of `values`: means divided, extrema and products in their dtype, numbers of Python as such."""
         for i, components in enumerate(values):
+            first = components[0]
             if reduce_op is ReduceOp.MEAN:
-                count = len(components) * communicator.size
-                results[i] = accumulation.divide(results[i], count)
-            else:
-                results[i] = extrema.restored(reduce_op, results[i], components[0])
-        return as_given(results, values)
+                totals[i] = accumulation.divide(totals[i], self._count_on_all_ranks(components))
+            elif not reduce_op.adds_up:
+                totals[i] = extrema.restored(reduce_op, totals[i], first)
+            if first.__class__ is not np.ndarray and arrays.is_number(first):
+                totals[i] = totals[i].item()
+        return totals
+
+    def _count_on_all_ranks(self, components: Sequence[Any]) -> int:
+        return len(components) * self.communicator.size
 
     def _prepare(
         self,
@@ -178,46 +187,51 @@ class MpiAllReduce(CrossDeviceOps):
         values: Sequence[Sequence[Any]],
         options: CommunicationOptions | None,
         label: str,
+        kinds: Any,
     ) -> tuple[Communicator, list[Any], list[_ArrayPack]]:
-        """What reduces `values`; what this rank contributes, with sparse values gathered; and the packs of the rest."""
-        merged = self.options
-        try:
-            if options is not None:
-                merged = self.merged(options)
+        """What reduces `values`; what this rank contributes, with sparse values gathered; and the packs of the rest.
+
+        Args: kinds: as of `_plain`. The packs of sums of such values are kept.
+        """
+        with self.communicator.raising_together():
+            merged = self.merged(options)
             communicator = self.communicator.by(implementation_of(merged))
-            own = functools.partial(extrema.of_rank, reduce_op)
-            totals = list(map(accumulation.sum_of if reduce_op.adds_up else own, values))
-        except Exception as error:
-            self.communicator.raise_together(error)
-        name, op = name_of(reduce_op, label), extrema.OPS.get(reduce_op, "sum")
+            of_rank = functools.partial(extrema.of_rank, reduce_op)
+            totals = list(map(accumulation.sum_of if reduce_op.adds_up else of_rank, values))
+        name = name_of(reduce_op, label)
         for i, total in enumerate(totals):
             if isinstance(total, IndexedSlices):
-                totals[i] = self._all_gather_slices(communicator, total, name)
-        packs = []
-        for group in packing.groups(totals, merged.bytes_per_pack):
-            like = [totals[i] for i in group]
-            reduction = reducing(op, packing.name_of(name, like))
-            on_device = arrays.is_on_accelerator(like[0])
-            to_numpy = (
-                not on_device and arrays.is_torch(like[0]) and arrays.numpy_knows(like[0].dtype)
-            )
-            shape = like[0].shape if len({value.shape for value in like}) == 1 else None
-            length = sum(map(arrays.num_elements, like))
-            packs.append(_ArrayPack(group, reduction, on_device, to_numpy, length, shape))
+                totals[i] = _all_gather_slices(communicator, total, name)
+        op = extrema.OPS.get(reduce_op, "sum")
+        packs = [
+            _pack_of(communicator, totals, group, op, name)
+            for group in packing.groups(totals, merged.bytes_per_pack)
+        ]
+        if kinds is not None and reduce_op.adds_up:
+            if len(self._packs) == _KNOWN_KINDS:
+                self._packs.clear()
+            self._packs[reduce_op, label, kinds] = packs
         return communicator, totals, packs
 
-    def _reduce_pack(
+    def _reduce_joined(
         self, communicator: Communicator, pack: _ArrayPack, like: Sequence[Array]
     ) -> list[Array]:
-        """Fresh arrays: those of a pack, combined over the ranks."""
-        first = like[0]
-        stays = not pack.on_device or communicator.takes_device_buffers or communicator.size == 1
-        if len(like) > 1 or (pack.on_device and stays):
+        """Fresh arrays: those of a pack, combined over the ranks side by side."""
+        if pack.on_device:  # whose allocator recycles
+            flat = packing.concatenated(like)
+            pieces = packing.unpack(flat, like)
+        else:
             flat, pieces = self._packer.join(like, pack.length, pack.shape)
-            host = flat if stays else arrays.to_host(flat)
-            communicator.all_reduce(host.numpy() if pack.to_numpy else host, pack.reduction)
-            return pieces if stays else packing.unpack(arrays.to_device_of(host, first), like)
-        # One array is not copied. NumPy's calls take a third of the time of torch's.
+        host = flat if pack.stays else arrays.to_host(flat)
+        communicator.all_reduce(host.numpy() if pack.to_numpy else host, pack.reduction)
+        return pieces if pack.stays else packing.unpack(arrays.to_device_of(host, like[0]), like)
+
+    def _reduce_alone(
+        self, communicator: Communicator, pack: _ArrayPack, like: Sequence[Array]
+    ) -> list[Array]:
+        """A fresh array: the only one of a pack, combined over the ranks without a copy."""
+        (first,) = like
+        # NumPy's calls take a third of the time of torch's.
         host = first.numpy(force=True) if pack.to_numpy else first
         if host.__class__ is not np.ndarray or not host.flags.c_contiguous:
             host = arrays.to_host(host)
@@ -252,8 +266,8 @@ class MpiAllReduce(CrossDeviceOps):
         if len(indices) == len(contributions) == 1:
             own_pack = packing.pack_of_itself(like, indices, contributions)
         for pack in [own_pack] if own_pack else packer.packs(like, indices, communicator):
-            for number, own in enumerate(contributions):
-                values = [*map(own.__getitem__, pack.indices)]
+            for number, gradients in enumerate(contributions):
+                values = [*map(gradients.__getitem__, pack.indices)]
                 if number:
                     packing.add(pack.pieces, values)
                 elif pack is not own_pack:
@@ -266,16 +280,6 @@ class MpiAllReduce(CrossDeviceOps):
                 pack.flat.copy_(host)
             sums.update(zip(pack.indices, pack.pieces, strict=True))
         return sums
-
-    @staticmethod
-    def _all_gather_slices(
-        communicator: Communicator, slices: IndexedSlices, label: str
-    ) -> IndexedSlices:
-        def joined(part: Array) -> Array:
-            everyone = communicator.all_gather(arrays.to_host(part), label=label)
-            return arrays.to_device_of(arrays.concatenate(everyone), part)
-
-        return IndexedSlices(joined(slices.values), joined(slices.indices), slices.dense_shape)
 
     def gather_implementation(
         self,
@@ -316,34 +320,58 @@ class MpiAllReduce(CrossDeviceOps):
 
 def _plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
     """Arrays of the host, a component each, that autograd does not know; their dtypes and shapes, or None of others."""
+    if len(values) != 1 or len(values[0]) != 1:
+        return _all_plain(values)
+    (first,) = values[0]  # without the loops, which take as long as a small sum
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if len(values) == 1 == len(values[0]):  # the loops below take as long as a small sum
-        (first,) = values[0]
-        own = first.__class__ is tensor and first.is_cpu and not first.requires_grad
-        if own or first.__class__ is np.ndarray:
-            return [first], (first.dtype, first.shape)
+    is_plain_tensor = first.__class__ is tensor and _PLACE(first) == _ON_HOST
+    if is_plain_tensor or first.__class__ is np.ndarray:
+        return [first], _KIND(first)
+    return [], None
+
+
+def _all_plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
+    """As `_plain`, of any number of values."""
     if set(map(len, values)) != {1}:
         return [], None
     firsts = list(next(zip(*values, strict=True)))
-    classes, own = set(map(type, firsts)), True
-    if classes != {np.ndarray}:
-        own = (
-            classes == {tensor}
-            and all(map(_IS_CPU, firsts))
-            and not any(map(_REQUIRES_GRAD, firsts))
-        )
-    return (firsts, (tuple(map(_DTYPE, firsts)), tuple(map(_SHAPE, firsts)))) if own else ([], None)
+    tensor, classes = getattr(sys.modules.get("torch"), "Tensor", None), set(map(type, firsts))
+    are_plain_tensors = classes == {tensor} and set(map(_PLACE, firsts)) == {_ON_HOST}
+    if are_plain_tensors or classes == {np.ndarray}:
+        return firsts, tuple(map(_KIND, firsts))
+    return [], None
+
+
+def _pack_of(
+    communicator: Communicator, totals: Sequence[Array], group: list[int], op: str, name: str
+) -> _ArrayPack:
+    """The pack of a group of `totals`. Args: name: what its label begins with."""
+    like = [totals[i] for i in group]
+    first = like[0]
+    on_device = arrays.is_on_accelerator(first)
+    stays = not on_device or communicator.takes_device_buffers or communicator.size == 1
+    return _ArrayPack(
+        group,
+        reducing(op, packing.name_of(name, like)),
+        on_device,
+        stays,
+        joined=len(group) > 1 or (on_device and stays),
+        to_numpy=not on_device and arrays.is_torch(first) and arrays.numpy_knows(first.dtype),
+        length=sum(map(arrays.num_elements, like)),
+        shape=first.shape if len({value.shape for value in like}) == 1 else None,
+    )
+
+
+def _all_gather_slices(
+    communicator: Communicator, slices: IndexedSlices, label: str
+) -> IndexedSlices:
+    def joined(part: Array) -> Array:
+        parts = communicator.all_gather(arrays.to_host(part), label=label)
+        return arrays.to_device_of(arrays.concatenate(parts), part)
+
+    return IndexedSlices(joined(slices.values), joined(slices.indices), slices.dense_shape)
 
 
 def name_of(reduce_op: ReduceOp, label: str) -> str:
     """What the label of a reduction begins with."""
     return f"{reduce_op.name} of {label}" if label else reduce_op.name
-
-
-def as_given(results: list[Any], values: Sequence[Sequence[Any]]) -> list[Any]:
-    """`results`, of Python numbers Python numbers."""
-    for i, components in enumerate(values):
-        first = components[0]
-        if first.__class__ is not np.ndarray and arrays.is_number(first):
-            results[i] = results[i].item()
-    return results

@@ -40,10 +40,10 @@ class _PackedAllReduce(ReductionToOneDevice):
         dense = [i for i, (value, _) in enumerate(pairs) if self._can_pack(value, pairs[0][0])]
         if self.num_packs == 0 or len(dense) < 2:
             return super().batch_reduce_implementation(reduce_op, pairs, options)
-        replicas = range(len(pairs[0][0].values))
-        columns = [[pairs[i][0].values[r] for i in dense] for r in replicas]
-        for rows in zip(*columns, strict=True):
-            accumulation.check_summable(rows)
+        rows = [pairs[i][0].values for i in dense]
+        for components in rows:
+            accumulation.check_summable(components)
+        columns = list(zip(*rows, strict=True))
         packs = [packing.concat_and_split(column, self.num_packs) for column in columns]
         reduced = [self.combine(reduce_op, pieces) for pieces in zip(*packs, strict=True)]
         unpacked = packing.unpack(arrays.concatenate(reduced), columns[0])
@@ -57,11 +57,10 @@ class _PackedAllReduce(ReductionToOneDevice):
 
     @staticmethod
     def _can_pack(value: PerReplica, like: PerReplica) -> bool:
+        first = like.values[0]
         return len(value.values) == len(like.values) > 1 and not any(
-            isinstance(v, IndexedSlices)
-            or isinstance(like.values[0], IndexedSlices)
-            or v.dtype != like.values[0].dtype
-            for v in value.values
+            isinstance(component, IndexedSlices) or component.dtype != first.dtype
+            for component in (first, *value.values)
         )
 
 

@@ -57,18 +57,23 @@ def place(value: Any, destinations: Any) -> Any:
     if count == 1:
         return value
     if isinstance(value, IndexedSlices):
-        copies = [place(part, destinations) for part in (value.values, value.indices)]
-        parts = zip(*(copy.values for copy in copies), strict=True)
+        rows, indices = place(value.values, destinations), place(value.indices, destinations)
+        parts = zip(rows.values, indices.values, strict=True)
         return Mirrored([IndexedSlices(v, i, value.dense_shape) for v, i in parts])
     if not arrays.is_torch(value):
         return Mirrored([value, *(arrays.copy(value) for _ in range(count - 1))])
     components: list[Any] = []
     for destination in destinations.values:
-        if isinstance(destination, IndexedSlices):
-            destination = destination.values
-        there = value.to(getattr(arrays.detach_read(destination), "device", value.device))
+        there = value.to(_device_of(destination, value.device))
         components.append(arrays.copy(there) if there is value and components else there)
     return Mirrored(components)
+
+
+def _device_of(destination: Any, default: Any) -> Any:
+    """Where a component of `destinations` is; `default` for a number, or an array of NumPy before version 2."""
+    if isinstance(destination, IndexedSlices):
+        destination = destination.values
+    return getattr(arrays.detach_read(destination), "device", default)
 
 
 def components_of(value: Any) -> tuple[Any, ...]:

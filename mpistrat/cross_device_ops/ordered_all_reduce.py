@@ -8,15 +8,15 @@ from typing import Any
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators import Communicator, Reduction, reducing
-from mpistrat.communicators.reduction_tree import tree_of_ranks, tree_of_replicas
+from mpistrat.communicators.reduction.tree import ReductionTree, tree_of_ranks, tree_of_replicas
 from mpistrat.cross_device_ops import accumulation, extrema, packing
-from mpistrat.cross_device_ops.all_reduce import MpiAllReduce, as_given, name_of
+from mpistrat.cross_device_ops.all_reduce import MpiAllReduce, name_of
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 
 
 class OrderedAllReduce(MpiAllReduce):
-    """`MpiAllReduce` that adds up the replicas of all ranks in the order of `communicators.reduction_tree`.
+    """`MpiAllReduce` that adds up the replicas of all ranks in the order of `communicators.reduction.tree`.
 
     Integers, whose sums no order changes, and sparse values, which are joined in replica order, take the usual way.
 
@@ -44,34 +44,42 @@ class OrderedAllReduce(MpiAllReduce):
             merged = self.merged(options)
             for components in values:
                 self._check_number(components)
+        name = name_of(reduce_op, label)
         if reduce_op is ReduceOp.PRODUCT:
-            return as_given([self._product(each, merged, label) for each in values], values)
-        if not reduce_op.adds_up:  # no order changes these
+            totals = [self._product(components, merged, name) for components in values]
+        elif reduce_op.adds_up:
+            totals = self._sums(values, merged, options, name)
+        else:  # no order changes these
             return super().all_reduce(reduce_op, values, options, label)
+        return self._finished(reduce_op, totals, values)
+
+    def _sums(
+        self,
+        values: Sequence[Sequence[Any]],
+        merged: CommunicationOptions,
+        options: CommunicationOptions | None,
+        name: str,
+    ) -> list[Any]:
+        """The sums of `values` over all replicas, rounded ones in the order of replicas.
+
+        Args: merged: the defaults, overridden by `options`. name: what labels begin with.
+        """
         with self.communicator.raising_together():
             operands = [accumulation.operands(components) for components in values]
-            rounded = [_is_rounded(components) for components in operands]
-        results: dict[int, Any] = {}
-        others = [i for i in range(len(values)) if not rounded[i]]
-        if others:
-            # A mean is divided below: the ranks may have different numbers of components.
-            exact = [operands[i] for i in others]
-            sums = super().all_reduce(ReduceOp.SUM, exact, options, name_of(reduce_op, label))
-            results.update(zip(others, sums, strict=True))
-        firsts = [operands[i][0] if rounded[i] else None for i in range(len(values))]
+            firsts = [_first_of_rounded(components) for components in operands]
+        exact = [i for i, first in enumerate(firsts) if first is None]
+        sums = super().all_reduce(ReduceOp.SUM, [operands[i] for i in exact], options, name)
+        totals = dict(zip(exact, sums, strict=True))
         for group in packing.groups(firsts, merged.bytes_per_pack):
             like = [firsts[i] for i in group]
-            replicas = range(len(operands[group[0]]))
-            own = [[operands[i][replica] for i in group] for replica in replicas]
-            name = packing.name_of(name_of(reduce_op, label), like)
-            reduction = reducing(label=name)
-            flat = self._sum(self._packer, None, like, own, reduction, packing.unpack)
-            results.update(zip(group, packing.unpack(flat, like), strict=True))
-        totals = [results[i] for i in range(len(values))]
-        if reduce_op is ReduceOp.MEAN:
-            count = sum(self._components_of_ranks)
-            totals = [accumulation.divide(total, count) for total in totals]
-        return as_given(totals, values)
+            of_replicas = list(zip(*[operands[i] for i in group], strict=True))
+            reduction = reducing(label=packing.name_of(name, like))
+            flat = self._sum(self._packer, None, like, of_replicas, reduction, packing.unpack)
+            totals.update(zip(group, packing.unpack(flat, like), strict=True))
+        return [totals[i] for i in range(len(values))]
+
+    def _count_on_all_ranks(self, components: Sequence[Any]) -> int:
+        return sum(self._components_of_ranks)
 
     def all_reduce_packs(
         self,
@@ -84,22 +92,21 @@ class OrderedAllReduce(MpiAllReduce):
         sums: dict[int, Array] = {}
         for group in packing.alike(like, indices):
             parameters = [like[i] for i in group]
-            own = [[gradients[i] for i in group] for gradients in contributions]
+            of_replicas = [[gradients[i] for i in group] for gradients in contributions]
             reduction = reduction_of(group)
             cut = packing.pieces_of
-            flat = self._sum(packer, self.communicator, parameters, own, reduction, cut)
+            flat = self._sum(packer, self.communicator, parameters, of_replicas, reduction, cut)
             sums.update(zip(group, cut(flat, parameters), strict=True))
         return sums
 
     def _product(
-        self, components: Sequence[Any], options: CommunicationOptions, label: str
+        self, components: Sequence[Any], options: CommunicationOptions, name: str
     ) -> Array:
         """Over all replicas in the order of their ids, whichever ranks they are on."""
         with self.communicator.raising_together():
-            own = extrema.operands(ReduceOp.PRODUCT, components)
-        label = name_of(ReduceOp.PRODUCT, label)
-        everyone = self.all_gather([factor[None] for factor in own], 0, label, options)
-        return extrema.restored(ReduceOp.PRODUCT, extrema.product(everyone), components[0])
+            factors = extrema.operands(ReduceOp.PRODUCT, components)
+        gathered = self.all_gather([factor[None] for factor in factors], 0, name, options)
+        return extrema.product(gathered)
 
     def _check_number(self, components: Sequence[Any]) -> None:
         expected = self._components_of_ranks[self.communicator.rank]
@@ -127,7 +134,7 @@ class OrderedAllReduce(MpiAllReduce):
         """
         counted = self._components_of_ranks
         first = sum(counted[: self.communicator.rank])
-        mine = tree_of_replicas(sum(counted), first, first + len(values))
+        of_rank = tree_of_replicas(sum(counted), first, first + len(values))
         tree = tree_of_ranks(counted)
         length = sum(map(arrays.num_elements, like))
         # Of several replicas of a rank, 16-bit floats are summed as float32, and rounded once, at the end.
@@ -135,29 +142,9 @@ class OrderedAllReduce(MpiAllReduce):
         widens = short and max(counted) > 1
         summed = arrays.dtype_like("float32", like[0]) if widens else like[0].dtype
         within = window if tree.one_each else None
-        sums = packer.memory(len(mine.left) * length, like[0], summed, within)
-        sums = sums.reshape(len(mine.left), length)
-        places = dict(zip(mine.left, sums, strict=True))
-        flats: dict[int, Array] = {}  # by replica: its values, and what was added to them
-
-        def flat_of(replica: int) -> Array:
-            if replica not in flats:
-                flat = places.get(replica)
-                if flat is None:
-                    flat = packer.memory(length, like[0], summed)
-                packing.fill(cut(flat, like), values[replica])
-                flats[replica] = flat
-            return flats[replica]
-
-        for to, added in mine.additions:
-            total = flat_of(to)
-            if added in flats:
-                total += flats.pop(added)
-            else:
-                # Minus zero must not survive on some splits of replicas only.
-                packing.add(cut(total, like), values[added], absent="zero")
-        for position in mine.left:
-            flat_of(position)
+        sums = packer.memory(len(of_rank.left) * length, like[0], summed, within)
+        sums = sums.reshape(len(of_rank.left), length)
+        _add_up(of_rank, sums, packer, like, values, cut)
         host = arrays.to_host(sums)
         self.communicator.all_reduce_by_tree(host, tree, reduction)
         total = arrays.to_device_of(host[0], like[0])
@@ -168,10 +155,46 @@ class OrderedAllReduce(MpiAllReduce):
         return total
 
 
-def _is_rounded(components: Sequence[Any]) -> bool:
-    """Whether these are dense numbers whose sum depends on the order of additions."""
+def _add_up(
+    tree: ReductionTree,
+    sums: Array,
+    packer: packing.Packer,
+    like: Sequence[Any],
+    values: Sequence[Sequence[Array | None]],
+    cut: Callable[[Array, Sequence[Any]], list[Array]],
+) -> None:
+    """Add up the values of a rank's replicas in the order of `tree`, into `sums`.
+
+    Args: as of `OrderedAllReduce._sum`.
+    """
+    places = dict(zip(tree.left, sums, strict=True))
+    flats: dict[int, Array] = {}  # by replica: its values, and the sums of them and others
+
+    def flat_of(replica: int) -> Array:
+        if replica not in flats:
+            flat = places.get(replica)
+            if flat is None:
+                flat = packer.memory(sums.shape[1], like[0], sums.dtype)
+            packing.fill(cut(flat, like), values[replica])
+            flats[replica] = flat
+        return flats[replica]
+
+    for to, added in tree.additions:
+        total = flat_of(to)
+        if added in flats:
+            total += flats.pop(added)
+        else:
+            # Minus zero must not survive on some splits of replicas only.
+            packing.add(cut(total, like), values[added], absent="zero")
+    for position in tree.left:
+        flat_of(position)
+
+
+def _first_of_rounded(components: Sequence[Any]) -> Array | None:
+    """The first component, if they are dense numbers whose sum depends on the order of additions; else None."""
     if accumulation.are_slices(components):
-        return False
+        return None
     accumulation.check_summable(components)
     first = components[0]
-    return arrays.is_floating(first) or arrays.dtype_name(first).startswith("complex")
+    is_rounded = arrays.is_floating(first) or arrays.dtype_name(first).startswith("complex")
+    return first if is_rounded else None

@@ -56,11 +56,13 @@ class Pack:
     def references(self) -> Any:
         """How often the memory and each piece are referred to, from Python and from torch; and where they lie."""
         torch, storage = sys.modules["torch"], self.flat.untyped_storage()
-        of_pieces = (sys.getrefcount, torch.Tensor._use_count, torch.Tensor.data_ptr, _NEEDS_GRAD)
         return (
             torch._C._storage_Use_Count(storage._cdata),
             *(sys.getrefcount(storage), self.flat.data_ptr()),
-            *[list(map(look, self.pieces)) for look in of_pieces],
+            *map(sys.getrefcount, self.pieces),
+            *map(torch.Tensor._use_count, self.pieces),
+            *map(torch.Tensor.data_ptr, self.pieces),
+            *map(_NEEDS_GRAD, self.pieces),
         )
 
 
@@ -115,9 +117,7 @@ class Packer:
                 self._plans.remove(plan)
                 break
         else:
-            plan = PackPlan(key, [(group, []) for group in alike(like, indices)])
-            # The largest first: all others then lie in the window that it has asked for.
-            plan.packs.sort(key=lambda pack: -sum([like[i].nbytes for i in pack[0]]))
+            plan = _new_plan(key, like, indices)
         packs = []
         for group, kept in plan.packs:
             for pack in kept:
@@ -132,18 +132,18 @@ class Packer:
         return packs
 
     def _new_pack(
-        self, own: list[Any], group: list[int], communicator: Communicator | None, asks: bool
+        self, tensors: list[Any], group: list[int], communicator: Communicator | None, asks: bool
     ) -> Pack:
-        length = sum([tensor.numel() for tensor in own])
-        nbytes = length * own[0].itemsize
+        first, length = tensors[0], sum([tensor.numel() for tensor in tensors])
+        nbytes = length * first.itemsize
         lacks = communicator is not None and nbytes > communicator.memory.window_capacity
         if lacks and asks and nbytes > self._asked.get(communicator, 0):
             self._plans.clear()  # a smaller window goes once nothing lies in it
-            flat = self.memory(length, own[0], communicator=communicator)
+            flat = self.memory(length, first, communicator=communicator)
             self._asked[communicator] = nbytes  # there may be no room for it, as all ranks know
         else:
-            flat = self.memory(length, own[0], communicator=None if lacks else communicator)
-        pack = Pack(flat, group, pieces_of(flat, own))
+            flat = self.memory(length, first, communicator=None if lacks else communicator)
+        pack = Pack(flat, group, pieces_of(flat, tensors))
         if not arrays.is_on_accelerator(flat):  # where another allocator recycles
             pack.host = arrays.to_numpy(flat) if arrays.numpy_knows(flat.dtype) else None
             pack.alone = pack.references()
@@ -161,15 +161,8 @@ class Packer:
         Args: communicator: as of `packs`.
         """
         dtype = like.dtype if dtype is None else dtype
-        if arrays.is_cupy(like):
-            import cupy
-
-            return cupy.empty(length, dtype)
-        torch_like = arrays.is_torch(like)
-        if torch_like and not (like.is_cpu or like.is_meta):
-            import torch
-
-            return torch.empty(length, dtype=dtype, device=like.device)  # its allocator recycles
+        if arrays.is_on_accelerator(like):  # whose allocator recycles
+            return _empty_on_device(length, like, dtype)
         memory = None
         if communicator is not None:
             nbytes = length * dtype.itemsize
@@ -180,25 +173,20 @@ class Packer:
                 memory = communicator.memory.window_buffer(nbytes)
         if memory is None:
             return self._recycled.empty((length,), dtype)
-        if not torch_like:
-            return memory.view(dtype)
-        import torch
-
-        return torch.from_numpy(memory).view(dtype)
+        if arrays.is_torch(like):
+            return sys.modules["torch"].from_numpy(memory).view(dtype)
+        return memory.view(dtype)
 
     def join(
         self, values: Sequence[Array], length: int, shape: Sequence[int] | None
     ) -> tuple[Array, list[Array]]:
-        """A flat copy of `values`, all of one dtype and device, side by side; and its pieces, as of `unpack`.
+        """A flat copy of `values`, of one dtype and on the host, side by side; and its pieces, as of `unpack`.
 
         Args:
             length: the number of elements of all.
             shape: of each of them, if all are equal.
         """
         first = values[0]
-        if arrays.is_on_accelerator(first):  # whose allocator recycles
-            flat = concatenated(values)
-            return flat, unpack(flat, values)
         if not arrays.is_torch(first) or length * first.dtype.itemsize >= SMALLEST:
             flat = self._recycled.empty((length,), first.dtype)
         else:
@@ -211,6 +199,22 @@ class Packer:
         pieces = unpack(flat, values)
         fill(pieces, values)
         return flat, pieces
+
+
+def _new_plan(key: tuple[Any, ...], like: Any, indices: Sequence[int]) -> PackPlan:
+    """Of tensors for which there is no plan yet. Args: as of `Packer.packs`."""
+    plan = PackPlan(key, [(group, []) for group in alike(like, indices)])
+    # The largest first: all others then lie in the window that it has asked for.
+    plan.packs.sort(key=lambda pack: -sum([like[i].nbytes for i in pack[0]]))
+    return plan
+
+
+def _empty_on_device(length: int, like: Array, dtype: Any) -> Array:
+    if arrays.is_cupy(like):
+        import cupy
+
+        return cupy.empty(length, dtype)
+    return sys.modules["torch"].empty(length, dtype=dtype, device=like.device)
 
 
 def layouts(tensors: Iterable[Any]) -> list[Any]:
@@ -306,14 +310,12 @@ def pieces_of(flat: Array, like: Sequence[Any]) -> list[Array]:
 def pack_of_itself(
     like: Sequence[Any], indices: Sequence[int], contributions: Sequence[Sequence[Any]]
 ) -> Pack | None:
-    """The pack of one gradient on an accelerator, in its own memory; None of several, or where that is not possible.
+    """The pack of one gradient on an accelerator, in its own memory; None where that is not possible.
 
-    Args: as of `MpiAllReduce.all_reduce_packs`.
+    Args: as of `MpiAllReduce.all_reduce_packs`, of one index and one replica.
     """
-    if len(indices) != 1 or len(contributions) != 1:
-        return None
-    (index,), (own,) = indices, contributions
-    gradient = own[index]
+    (index,), (gradients,) = indices, contributions
+    gradient = gradients[index]
     if gradient is None or not (arrays.is_torch(gradient) and arrays.is_on_gpu(gradient)):
         return None
     flat = flat_view(gradient, like[index])

@@ -66,7 +66,7 @@ def _use_gpus(communicator: Communicator, gpus: Sequence[Any], number: str, quie
         quiet: as of `bind`.
     """
     if all(gpus):
-        from mpistrat.communicators.transports.accelerator.gpu_ways import Gpu, use_gpus
+        from mpistrat.communicators.transports.accelerator.gpu_transports import Gpu, use_gpus
 
         use_gpus(communicator, [Gpu(*gpu) for gpu in gpus], int(number), quiet=quiet)
     elif any(gpus) and () in gpus and communicator.rank == 0 and not quiet:

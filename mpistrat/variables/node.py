@@ -101,5 +101,5 @@ def _as(memory: np.ndarray, like: Array) -> Array:
 def _rows_in(slices: IndexedSlices, part: slice) -> IndexedSlices:
     """Those of `slices` whose rows are in `part`, counted from its beginning."""
     indices = arrays.to_numpy(slices.indices).astype(np.int64)
-    (own,) = np.nonzero((indices >= part.start) & (indices < part.stop))
-    return IndexedSlices(arrays.detach_read(slices.values)[own], indices[own] - part.start)
+    (inside,) = np.nonzero((indices >= part.start) & (indices < part.stop))
+    return IndexedSlices(arrays.detach_read(slices.values)[inside], indices[inside] - part.start)

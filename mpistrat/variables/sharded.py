@@ -162,8 +162,8 @@ class ShardedVariable(Variable):
         parts = []
         for shard, offset in enumerate(self.offsets):
             # Also where there are none: updates of distributed variables are collective.
-            (own,) = np.nonzero(owners == shard)
-            parts.append(IndexedSlices(slices.values[own], positions[own] - offset))
+            (rows,) = np.nonzero(owners == shard)
+            parts.append(IndexedSlices(slices.values[rows], positions[rows] - offset))
         return parts
 
     def _rows_of_shards(self, value: Any) -> list[Array]:
@@ -205,17 +205,21 @@ def _positions(indices: Any) -> np.ndarray:
     return arrays.to_numpy(array).astype(np.int64, copy=False)
 
 
+def _check_slice(part: slice) -> None:
+    for bound in (part.start, part.stop, part.step):
+        if not isinstance(bound, (int, np.integer, type(None))):
+            raise TypeError(
+                f"bounds of slices of a ShardedVariable are Python integers, got {bound!r:.60}"
+            )
+    if part.step == 0:
+        raise ValueError("the step of a slice of a ShardedVariable must not be 0")
+
+
 def _check_index(part: Any) -> None:
-    if part is None or part is Ellipsis:
-        return
     if isinstance(part, slice):
-        for bound in (part.start, part.stop, part.step):
-            if bound is not None and not isinstance(bound, (int, np.integer)):
-                raise TypeError(
-                    f"bounds of slices of a ShardedVariable are Python integers, got {bound!r:.60}"
-                )
-        if part.step == 0:
-            raise ValueError("the step of a slice of a ShardedVariable must not be 0")
+        _check_slice(part)
+        return
+    if part is None or part is Ellipsis:
         return
     if isinstance(part, (int, np.integer)) and not isinstance(part, bool):
         return

@@ -10,8 +10,8 @@ from mpistrat.arrays import Array, dtype_name, is_on_xla, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.router import Router
+from mpistrat.communicators.transport import Operands, Transport
 from mpistrat.communicators.transports.accelerator.buffers import exchange_on_host
-from mpistrat.communicators.transports.transport import Operands, Transport
 from mpistrat.machine.notices import tell
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def use_xla(communicator: Communicator, runtime: Runtime) -> str:
     assert isinstance(communicator, Router), "one rank alone moves nothing"
     wrong = wrong_sum(communicator, runtime)
     if not wrong:
-        communicator.move_by(XlaTransport(Router(communicator.ways), runtime))
+        communicator.move_by(XlaTransport(Router(communicator.transports), runtime))
     # The CPU device is for trials, and never connects ranks.
     elif communicator.rank == 0 and runtime.kind != "CPU":
         fix = next(fix for part, fix in _FIXES if part in wrong)

@@ -22,13 +22,13 @@ from mpistrat.wire_formats import ShortFloats, TopK
 
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
 communicator = strategy.extended.communicator
-hierarchy, rank, size = communicator.ways.transports[0], communicator.rank, communicator.size
+hierarchy, rank, size = communicator.transports.preferred[0], communicator.rank, communicator.size
 assert isinstance(hierarchy, HierarchicalTransport)
-assert hierarchy.carriers == size // 2
+assert hierarchy.senders == size // 2
 communicator.all_reduce(np.zeros(1 << 18))  # measures, once
-assert set(hierarchy.costs.ways) == {"by node", "memory", "slices between nodes", "MPI"}
+assert set(hierarchy.costs.routes) == {"by node", "memory", "slices between nodes", "MPI"}
 if hierarchy.pipelined is not None:
-    assert set(hierarchy.pipelined.costs.ways) == {"in pieces, asleep meanwhile", "MPI"}
+    assert set(hierarchy.pipelined.costs.routes) == {"in pieces, asleep meanwhile", "MPI"}
     hierarchy.pipelined.smallest = 0
 hierarchy.smallest = 0
 
@@ -100,8 +100,8 @@ for wire_format, most in ((ShortFloats("bfloat16"), 2.0**-7 * 7 * size), (TopK(1
     error = (buffer - 0.5 * sum(everyone_has)).abs().max()
     assert error < most, (wire_format, error)
     assert len(set(MPI.COMM_WORLD.allgather(buffer.numpy().tobytes()))) == 1
-    carries = hierarchy.node.rank < hierarchy.carriers
-    assert abs(wire.size - (100_001 / hierarchy.carriers if carries else 0)) <= 1
+    carries = hierarchy.node.rank < hierarchy.senders
+    assert abs(wire.size - (100_001 / hierarchy.senders if carries else 0)) <= 1
 
 with strategy.scope():
     torch.manual_seed(0)

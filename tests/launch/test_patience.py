@@ -18,7 +18,7 @@ from mpistrat.communicators.transports.pipelined import PipelinedTransport
 
 world = MPI.COMM_WORLD
 communicator = communicator_for(world)
-(in_pieces,) = (one for one in communicator.ways.transports if isinstance(one, PipelinedTransport))
+(in_pieces,) = (one for one in communicator.transports.preferred if isinstance(one, PipelinedTransport))
 buffer = np.ones(1 << 18, np.float32)
 communicator.all_reduce(buffer)  # measures, once
 
@@ -46,12 +46,12 @@ from mpistrat.wire_formats import ShortFloats, TopK
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
 communicator = strategy.extended.communicator
 rank, size = communicator.rank, communicator.size
-*_, in_pieces = communicator.ways.transports
+*_, in_pieces = communicator.transports.preferred
 mpi = communicator.mpi
 assert isinstance(in_pieces, PipelinedTransport)
 assert "once something large has been combined" in strategy.extended.explain()
 communicator.all_reduce(np.zeros(1 << 18))
-assert set(in_pieces.costs.ways) == {"in pieces, asleep meanwhile", "MPI"}
+assert set(in_pieces.costs.routes) == {"in pieces, asleep meanwhile", "MPI"}
 assert "sums in pieces, asleep meanwhile, " in strategy.extended.explain()
 in_pieces.smallest = 0
 

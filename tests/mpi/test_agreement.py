@@ -13,9 +13,9 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.contract.agreement import BoardAgreement, MessageAgreement
+from mpistrat.communicators.contract.agreement import MessageAgreement, SharedMemoryAgreement
 from mpistrat.communicators.contract.contract import Contract
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import StallError
 from mpistrat.liveness import other_nodes, waiting
@@ -33,13 +33,13 @@ one_node = WORLD.Split_type(MPI.COMM_TYPE_SHARED).size == SIZE
 def by_message():
     """A communicator whose ranks do not share a node, as far as it knows."""
     mpi = MpiTransport(WORLD.Dup())
-    return Router(Ways(mpi), Contract(mpi, "tests"))
+    return Router(Transports(mpi), Contract(mpi, "tests"))
 
 
 @several
 def test_ranks_of_one_node_agree_on_a_board():
     assert one_node
-    assert isinstance(communicator_for(WORLD).contract.agreement, BoardAgreement)
+    assert isinstance(communicator_for(WORLD).contract.agreement, SharedMemoryAgreement)
     assert isinstance(by_message().contract.agreement, MessageAgreement)
 
 
@@ -200,7 +200,7 @@ def test_an_error_before_a_call_that_follows_ends_the_call(monkeypatch):
     """The ranks that wait there hear of the error, and all go on with the same number."""
     monkeypatch.setattr(other_nodes, "SECONDS_TO_LEAVE_TOO", 0.1)
     communicator = communicator_for(WORLD.Dup())
-    window = communicator.ways.transports[0]
+    window = communicator.transports.preferred[0]
     window.shared_blocks()
     window.borders = [0]
     communicator.all_reduce(np.ones(2))

@@ -9,7 +9,7 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError
 from support.rank_errors import errors_of_ranks
@@ -32,12 +32,12 @@ every_library = pytest.mark.parametrize("library", DTYPES)
 def checked():
     """What strategies use, over MPI even where the rank is alone."""
     mpi = MpiTransport(WORLD.Dup())
-    return Router(Ways(mpi), Contract(mpi, "tests"))
+    return Router(Transports(mpi), Contract(mpi, "tests"))
 
 
 @pytest.fixture(scope="module", params=["mpi", "for the world"])
 def comm(request, checked):
-    return Router(Ways(checked.mpi)) if request.param == "mpi" else communicator_for(WORLD)
+    return Router(Transports(checked.mpi)) if request.param == "mpi" else communicator_for(WORLD)
 
 
 def make(library, dtype, values):

@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators import Reduction, reducing
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_ways
+from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_transports
 from mpistrat.communicators.transports.accelerator import staging as device_staging
 from mpistrat.machine import gpu_advice
 from support import stand_in_cupy
@@ -49,7 +49,7 @@ def strategy(request, monkeypatch, comm):
     stand_in_cupy.install(monkeypatch, [name])
     # To MPI a pointer of the stand-in is one to host memory, which any MPI takes.
     untried = "" if request.param == "CUDA-aware MPI" else "not tried"
-    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: untried)
+    monkeypatch.setattr(gpu_transports, "why_not_proven", lambda *_: untried)
     monkeypatch.setattr(device_staging, "CHUNK", 64)
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm, gradients="sum")
     expected = {
@@ -224,16 +224,16 @@ def test_nccl_is_used(own_gpus, comm):
 
 @needs_ranks
 def test_a_second_strategy_uses_what_the_first_has_started(own_gpus, comm):
-    first = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.ways.transports[0]
+    first = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.transports.preferred[0]
     stand_in_cupy.CALLS.clear()
-    again = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.ways.transports[0]
+    again = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.transports.preferred[0]
     assert again is first
     assert stand_in_cupy.CALLS == []
 
 
 def test_ranks_that_all_see_the_same_gpus(monkeypatch, comm):
     """Each has its own as the current one; they talk by NCCL unless there are more ranks than GPUs."""
-    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
+    monkeypatch.setattr(gpu_transports, "why_not_proven", lambda *_: "not tried")
     stand_in_cupy.install(monkeypatch, ["0000:01:00.0", "0000:02:00.0"])
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
     assert strategy.extended.worker_devices == (f"cuda:{RANK % 2}",)
@@ -254,7 +254,7 @@ def test_a_gpu_of_the_program_s_own_choice(monkeypatch, comm):
 
 @needs_ranks
 def test_ranks_that_share_a_gpu_do_not_start_nccl(shared_gpu, comm, monkeypatch):
-    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
+    monkeypatch.setattr(gpu_transports, "why_not_proven", lambda *_: "not tried")
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
     assert "ranks 0 and 1 share a GPU" in strategy.extended.explain()
     assert stand_in_cupy.CALLS == []
@@ -262,7 +262,7 @@ def test_ranks_that_share_a_gpu_do_not_start_nccl(shared_gpu, comm, monkeypatch)
 
 @needs_ranks
 def test_one_rank_without_nccl(own_gpus, comm, monkeypatch):
-    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
+    monkeypatch.setattr(gpu_transports, "why_not_proven", lambda *_: "not tried")
     if RANK == LAST:
         monkeypatch.setattr(own_gpus.cuda.nccl, "available", False)
     explained = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
@@ -272,8 +272,8 @@ def test_one_rank_without_nccl(own_gpus, comm, monkeypatch):
 @needs_ranks
 def test_nccl_that_does_not_start(own_gpus, comm, monkeypatch):
     """What two ranks see as two GPUs is one for NCCL, as parts of one by MIG are: all go another way."""
-    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
-    monkeypatch.setattr(gpu_ways, "shared_gpu", lambda gpus: "")
+    monkeypatch.setattr(gpu_transports, "why_not_proven", lambda *_: "not tried")
+    monkeypatch.setattr(gpu_transports, "shared_gpu", lambda gpus: "")
     monkeypatch.setattr(stand_in_cupy, "GPUS", ["0000:01:00.0"])
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
     assert "Duplicate GPU" in strategy.extended.explain()
@@ -346,7 +346,7 @@ def test_a_rank_opens_a_context_on_its_gpu_only(monkeypatch, comm):
 
 @needs_ranks
 def test_versions_of_nccl_that_differ(own_gpus, comm, monkeypatch):
-    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
+    monkeypatch.setattr(gpu_transports, "why_not_proven", lambda *_: "not tried")
     if RANK == LAST:
         monkeypatch.setattr(own_gpus.cuda.nccl, "get_version", lambda: 22907)
     explained = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
@@ -369,7 +369,7 @@ OTHER_WAYS = {
 @pytest.mark.parametrize("cause", OTHER_WAYS)
 def test_another_way_is_said_once(cause, comm, monkeypatch, notices):
     """By the first rank, with the reason and what to do; not where the program has chosen to go through the host."""
-    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
+    monkeypatch.setattr(gpu_transports, "why_not_proven", lambda *_: "not tried")
     monkeypatch.setattr(gpu_advice, "notices", [])
     names = ["0000:01:00.0" if cause == "shared" else f"0000:0{RANK}:00.0"]
     cupy = stand_in_cupy.install(monkeypatch, [] if (cause, RANK) == ("no GPU", LAST) else names)
@@ -402,7 +402,7 @@ def test_nothing_is_said_of_ranks_that_have_chosen_the_host(own_gpus, comm, monk
 def test_groups_within_nodes_that_do_not_start(own_gpus, comm, monkeypatch, notices):
     """The group of all ranks does, and is used for all."""
     monkeypatch.setattr(gpu_advice, "notices", [])
-    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
+    monkeypatch.setattr(gpu_transports, "why_not_proven", lambda *_: "not tried")
     start = stand_in_cupy.NcclCommunicator.__init__
 
     def start_all(self, size, *args):
@@ -412,7 +412,9 @@ def test_groups_within_nodes_that_do_not_start(own_gpus, comm, monkeypatch, noti
 
     monkeypatch.setattr(stand_in_cupy.NcclCommunicator, "__init__", start_all)
     communicator = communicator_for(comm)
-    gpu_ways.use_gpus(communicator, [gpu_ways.Gpu(rank // 2, f"{rank}") for rank in range(4)], 0)
+    gpu_transports.use_gpus(
+        communicator, [gpu_transports.Gpu(rank // 2, f"{rank}") for rank in range(4)], 0
+    )
     assert (
         "through NCCL 22705; not by node: NCCL does not start on rank 0" in communicator.explain()
     )

@@ -10,7 +10,7 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.costs.measurement import Costs
 from mpistrat.communicators.node import shared_memory
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transports import pipelined
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.pipelined import PipelinedTransport
@@ -39,14 +39,14 @@ SHAPES = [(0,), (), (1,), (2,), (7,), (3, 5), (100_003,)]
 def own_way(request):
     mpi = MpiTransport(WORLD.Dup())
     if request.param == "ring":
-        yield Router(Ways(mpi, [RingTransport(mpi)]))
+        yield Router(Transports(mpi, [RingTransport(mpi)]))
         return
     in_pieces = PipelinedTransport(mpi, CommunicatorWatch())
     in_pieces.costs, in_pieces.smallest = Costs(), 0.0  # always, and in many pieces
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelined, "SMALLEST", 8)
         patch.setattr(pipelined, "TO_EACH", 1 << 14)
-        yield Router(Ways(mpi, [in_pieces]))
+        yield Router(Transports(mpi, [in_pieces]))
 
 
 def operands(library, dtype, shape):
@@ -142,7 +142,7 @@ def test_a_sum_in_pieces_that_was_left_is_the_last(monkeypatch):
     mpi = MpiTransport(WORLD.Dup())
     in_pieces = PipelinedTransport(mpi, CommunicatorWatch())
     in_pieces.costs, in_pieces.smallest = Costs(), 0.0
-    communicator = Router(Ways(mpi, [in_pieces]))
+    communicator = Router(Transports(mpi, [in_pieces]))
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt

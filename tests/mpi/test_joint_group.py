@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mpistrat.communicators.transports.accelerator import calls_under_way, joint_group
-from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
-from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
+from mpistrat.communicators.transports.accelerator import collective_group, pending_calls
+from mpistrat.communicators.transports.accelerator.collective_group import CollectiveGroup
+from mpistrat.communicators.transports.accelerator.pending_calls import PendingCalls
 
 
 def test_the_other_ranks_hear_of_an_error_before_their_group_loses_this_one() -> None:
@@ -16,7 +16,7 @@ def test_the_other_ranks_hear_of_an_error_before_their_group_loses_this_one() ->
     channel: Any = SimpleNamespace(tell=lambda text: done.append(f"told: {text}"), received=None)
     host: Any = SimpleNamespace(rank=1)
     watch: Any = SimpleNamespace(revocable_group=None)
-    joint: JointGroup[Any] = JointGroup("NCCL", host, channel, watch, done.append)
+    joint: CollectiveGroup[Any] = CollectiveGroup("NCCL", host, channel, watch, done.append)
     joint.group = "aborted"
     with pytest.raises(RuntimeError, match="NCCL was aborted on all ranks: rank 1"), joint:
         raise ValueError("no")
@@ -48,8 +48,8 @@ def test_a_start_that_is_interrupted_is_told_and_aborts_what_comes_too_late(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(joint_group, "wait_until", interrupt)
-    joint: JointGroup[Any] = JointGroup("NCCL", host, channel, watch, abort)
+    monkeypatch.setattr(collective_group, "wait_until", interrupt)
+    joint: CollectiveGroup[Any] = CollectiveGroup("NCCL", host, channel, watch, abort)
     with pytest.raises(KeyboardInterrupt):
         joint.start(make, lambda: "")
     assert done == ["told: rank 1: KeyboardInterrupt: "]
@@ -62,7 +62,7 @@ def test_a_start_that_is_interrupted_is_told_and_aborts_what_comes_too_late(
 def test_a_group_without_calls_leaves_what_others_say_to_its_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The lookout's answer would stay in the channel: no rank counts on it when a start has failed."""
+    """The event_watcher's answer would stay in the channel: no rank counts on it when a start has failed."""
     heard: list[str] = []
     joint: Any = SimpleNamespace(hear=lambda: heard.append("failure"), group="made")
     record = SimpleNamespace(words=[0] * 8)
@@ -71,9 +71,9 @@ def test_a_group_without_calls_leaves_what_others_say_to_its_start(
     library: Any = SimpleNamespace(
         current_stream=lambda: None, record=lambda stream: "event", is_done=lambda event: True
     )
-    lookout = SimpleNamespace(watched=set(), is_awake=threading.Event())
-    monkeypatch.setattr(calls_under_way, "lookout", lambda: lookout)
-    calls = CallsUnderWay(contract, watch, library, joint, listens=True)
+    event_watcher = SimpleNamespace(watched=set(), is_awake=threading.Event())
+    monkeypatch.setattr(pending_calls, "event_watcher", lambda: event_watcher)
+    calls = PendingCalls(contract, watch, library, joint, listens=True)
     assert not calls.look()
     assert heard == []
     calls.add()

@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators import reducing
-from mpistrat.communicators.router import Router, Ways
-from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_ways
+from mpistrat.communicators.router import Router, Transports
+from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_transports
 from mpistrat.communicators.transports.accelerator.staging import CHUNK, StagedTransport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -65,13 +65,15 @@ def to_numpy(array):
 
 def staged():
     mpi = MpiTransport(WORLD.Dup())
-    return Router(Ways(mpi, [StagedTransport(Router(Ways(mpi)), INDEX, CommunicatorWatch())]))
+    return Router(
+        Transports(mpi, [StagedTransport(Router(Transports(mpi)), INDEX, CommunicatorWatch())])
+    )
 
 
 def group_of_one_rank(library):
     """A communicator of this rank alone that uses what would combine the GPUs of several."""
-    router = Router(Ways(MpiTransport(MPI.COMM_SELF.Dup())))
-    gpu_ways.use_gpus(router, [gpu_ways.Gpu(0, GPU)], INDEX)
+    router = Router(Transports(MpiTransport(MPI.COMM_SELF.Dup())))
+    gpu_transports.use_gpus(router, [gpu_transports.Gpu(0, GPU)], INDEX)
     router.all_reduce(on_gpu(library, np.ones(1, np.float32)))
     assert "pinned" not in router.explain(), router.explain()
     return router
@@ -249,7 +251,7 @@ def test_training_gives_what_the_whole_batch_gives_on_the_cpu():
 @pytest.mark.mpi(min_size=2)
 def test_a_group_refuses_a_shared_gpu(monkeypatch):
     """If it were tried all the same: every rank gets the refusal, and goes another way."""
-    monkeypatch.setattr(gpu_ways, "shared_gpu", lambda gpus: "")
+    monkeypatch.setattr(gpu_transports, "shared_gpu", lambda gpus: "")
     strategy = ms.MultiWorkerMirroredStrategy(comm=WORLD.Dup())
     if GPUS < SIZE:
         assert "does not start" in strategy.extended.explain()

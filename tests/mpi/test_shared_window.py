@@ -18,9 +18,9 @@ from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.node import shared_memory
 from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.node.window import Window
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.router import Router, Transports
+from mpistrat.communicators.transport import Operands
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.communicators.transports.transport import Operands
 from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.liveness.record import RankRecord
 
@@ -40,7 +40,7 @@ LENGTHS = (40_000, 1_000_003)
 def window():
     """That of the world, which takes everything that is large."""
     checked = communicator_for(WORLD)
-    shared = checked.ways.transports[0]
+    shared = checked.transports.preferred[0]
     assert isinstance(shared, WindowTransport)
     checked.all_reduce(np.zeros(1 << 18))  # measures, once
     assert not shared.why_not
@@ -54,7 +54,7 @@ def of_its_own(limit=math.inf):
     """Such a communicator, unchecked, whose ranks have nothing in common yet; and what it takes large buffers by."""
     mpi = MpiTransport(WORLD.Dup())
     shared = WindowTransport(mpi, communicator_for(WORLD).contract.watch, limit)
-    return Router(Ways(mpi, [shared], shared)), shared
+    return Router(Transports(mpi, [shared], shared)), shared
 
 
 def operands(library, dtype, length):
@@ -247,7 +247,7 @@ def test_below_what_was_measured_mpi_is_used(window, monkeypatch):
     monkeypatch.setattr(
         window.mpi, "all_reduce", lambda *a, **k: (taken.append(1), through_mpi(*a, **k))
     )
-    monkeypatch.setattr(window.ways.transports[0], "borders", [1 << 22])
+    monkeypatch.setattr(window.transports.preferred[0], "borders", [1 << 22])
     buffer = np.full(100_000, RANK, np.float32)
     window.all_reduce(buffer)
     assert taken
@@ -280,7 +280,7 @@ def test_parts_of_a_communicator_share_memory(window):
     """Each part with its own ranks."""
     part = window.split(RANK % 2)
     if part.size > 1:
-        assert isinstance(part.ways.transports[0], WindowTransport)
+        assert isinstance(part.transports.preferred[0], WindowTransport)
     buffer = np.full(1 << 18, RANK)
     part.all_reduce(buffer)
     assert equal(buffer, sum(range(RANK % 2, SIZE, 2)))
@@ -431,7 +431,7 @@ def test_more_communicators_than_a_record_has_room_for(monkeypatch):
     comm = WORLD.Dup()
     checked = communicator_for(comm)
     buffer = np.full(1 << 17, RANK)
-    assert checked.ways.choose("all_reduce", Operands(buffer)) is checked.mpi
+    assert checked.transports.choose("all_reduce", Operands(buffer)) is checked.mpi
     checked.all_reduce(buffer)
     assert equal(buffer, sum(range(SIZE)))
 
@@ -485,7 +485,9 @@ def test_gradients_lie_in_the_window(monkeypatch, accumulate, clip):
     through_window, lay_there = trained(strategy, 6, accumulate, clip)
     assert lay_there
     monkeypatch.setattr(WindowTransport, "window_buffer", lambda self, nbytes: None)
-    monkeypatch.setattr(strategy.extended.communicator.ways.transports[0], "borders", [1 << 40])
+    monkeypatch.setattr(
+        strategy.extended.communicator.transports.preferred[0], "borders", [1 << 40]
+    )
     through_mpi, lay_there = trained(strategy, 6, accumulate, clip)
     assert not lay_there
     for in_window_gradient, other in zip(through_window, through_mpi, strict=True):

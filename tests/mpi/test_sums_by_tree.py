@@ -10,8 +10,8 @@ from mpi4py import MPI
 from mpistrat.arrays import Array, dtype_name, is_torch
 from mpistrat.communicators import reducing
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.reduction_tree import tree_of_ranks, tree_of_replicas
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.reduction.tree import tree_of_ranks, tree_of_replicas
+from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transports.mpi import MpiTransport
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -85,7 +85,7 @@ def test_every_way_gives_the_bits_of_the_definition(
 def flat_communicator() -> Router:
     global _flat
     if _flat is None:
-        _flat = Router(Ways(MpiTransport(MPI.COMM_WORLD.Dup())))
+        _flat = Router(Transports(MpiTransport(MPI.COMM_WORLD.Dup())))
     return _flat
 
 

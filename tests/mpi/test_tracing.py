@@ -13,7 +13,7 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.contract.contract import Contract
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError, TopologyError
 from mpistrat.trace import merging, of_job
@@ -39,7 +39,7 @@ class Traced:
         self.timeline = Timeline(str(self.folder), RANK, SIZE, "node", clock)
         mpi = MpiTransport(self.comm)
         contract = Contract(mpi, "tests", check=check, timeline=self.timeline)
-        self.communicator = Router(Ways(mpi), contract)
+        self.communicator = Router(Transports(mpi), contract)
         of_job.compare_clocks(self.comm, self.timeline)
 
     def events(self) -> list[dict]:

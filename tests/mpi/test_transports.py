@@ -16,9 +16,9 @@ from mpistrat.communicators import SUM, Communicator, router
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.router import Router, Transports
+from mpistrat.communicators.transport import Exchange, Operands, Transport
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.communicators.transports.transport import Mover, Operands, Transport
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
@@ -34,7 +34,7 @@ def movers():
     for module in pkgutil.walk_packages(communicators.__path__, "mpistrat.communicators."):
         importlib.import_module(module.name)
     importlib.import_module("mpistrat.xla.transport")
-    return subclasses(Mover)
+    return subclasses(Exchange)
 
 
 def subclasses(of):
@@ -54,7 +54,7 @@ def test_transports_have_one_signature(movers):
     assert len(movers) > 10
     for kind in movers:
         for call in CALLS:
-            expected = list(inspect.signature(getattr(Mover, call)).parameters)
+            expected = list(inspect.signature(getattr(Exchange, call)).parameters)
             parameters = list(inspect.signature(getattr(kind, call)).parameters)
             assert parameters[: len(expected)] == expected, (kind, call)
 
@@ -124,7 +124,7 @@ def test_the_first_transport_that_takes_a_call_moves_its_bytes():
             return f"float64 by itself\n{rest}"
 
     mpi = MpiTransport(WORLD.Dup())
-    communicator = Router(Ways(mpi, [First()]), Contract(mpi, "tests"))
+    communicator = Router(Transports(mpi, [First()]), Contract(mpi, "tests"))
     sums = communicators.reducing("sum", "of the first", 0.5)
     value = np.full(3, 4.0)
     communicator.all_reduce(value, sums)

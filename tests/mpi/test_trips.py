@@ -40,7 +40,7 @@ def test_a_value(name):
         ms.get_replica_context().all_reduce("sum", value)
 
     whole.run(reduce)  # measures, once
-    whole.extended.communicator.ways.transports[0].borders = [0]
+    whole.extended.communicator.transports.preferred[0].borders = [0]
     whole.run(lambda: least(reduce)).check(most)
 
 

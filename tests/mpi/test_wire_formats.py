@@ -10,7 +10,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.communicators import Reduction, construction
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transports.compressed import CompressedTransport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.fault_tolerance.committed_states import CommittedStates
@@ -32,9 +32,9 @@ def flat():
     comm.Free()
 
 
-def between_nodes(mpi: MpiTransport) -> Ways:
+def between_nodes(mpi: MpiTransport) -> Transports:
     """Of ranks each of which is on a node of its own, as far as messages go."""
-    return Ways(mpi, [CompressedTransport(Router(Ways(mpi)))])
+    return Transports(mpi, [CompressedTransport(Router(Transports(mpi)))])
 
 
 def values_of(rank: int) -> torch.Tensor:
@@ -168,7 +168,7 @@ class Training:
         options = ms.CommunicationOptions(wire_format=TopK(0.1), overlap=False)
         own = comm.Split(0, comm.rank)  # for its communicator is another one
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(construction, "ways_of", self.ways_of)
+            patch.setattr(construction, "transports_of", self.transports_of)
             self.strategy = ms.MultiWorkerMirroredStrategy(
                 comm=own, communication_options=options, gradients="sum"
             )
@@ -182,7 +182,7 @@ class Training:
         self.residuals = self.checkpoint.objects["residuals"]
 
     @staticmethod
-    def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
+    def transports_of(mpi: MpiTransport, name: str) -> tuple[Transports, CommunicatorWatch]:
         watch = job_end().records.watch_of(mpi.comm, name)
         return between_nodes(mpi), dataclasses.replace(watch, peers=None)
 

@@ -46,7 +46,7 @@ ELSEWHERE = ("xla/", "communicators/transports/accelerator/device_memory_trial.p
 # By file and name, those that order nothing on a device.
 _ACCELERATOR = "communicators/transports/accelerator"
 OTHERS = {
-    (f"{_ACCELERATOR}/calls_under_way.py", "wait"): "for another thread of the host",
+    (f"{_ACCELERATOR}/pending_calls.py", "wait"): "for another thread of the host",
     (
         f"{_ACCELERATOR}/native.py",
         "wait_until_idle",

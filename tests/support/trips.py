@@ -1,8 +1,8 @@
 """How many calls of the package, in how many files, a program's call leads to: whoever reads its way goes through them.
 
 Every Python call of the package counts, also of lambdas, comprehensions and generators. Calls of threads that run
-already do not. Nor does what a rank does because it waits for others: `liveness/waiting.py`, `BoardAgreement.wait_for`,
-and what these call.
+already do not. Nor does what a rank does because it waits for others: `liveness/waiting.py`,
+`SharedMemoryAgreement.wait_for`, and what these call.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import mpistrat
-from mpistrat.communicators.contract.agreement import BoardAgreement
+from mpistrat.communicators.contract.agreement import SharedMemoryAgreement
 
 PACKAGE = f"{Path(mpistrat.__file__).parent}/"
 WAITING = f"{PACKAGE}liveness/waiting.py"
-LOOKS_AGAIN = BoardAgreement.wait_for.__code__  # a rank that does not find the others there
+LOOKS_AGAIN = SharedMemoryAgreement.wait_for.__code__  # a rank that does not find the others there
 NO_FILES = (
     "arrays.py",
     "reduce_op.py",

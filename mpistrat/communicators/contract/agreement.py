@@ -26,7 +26,7 @@ class CallAgreement(abc.ABC):
         """Whether all ranks have the same `digest` of their `calls`-th call. Waits until all have entered it."""
 
 
-class BoardAgreement(CallAgreement):
+class SharedMemoryAgreement(CallAgreement):
     """Each rank writes one word, its digest and the last 8 bits of the call's number, and reads the others'.
 
     A word of the next call is as good as an equal one: its rank has seen that all agreed on our call. It cannot be
@@ -42,7 +42,7 @@ class BoardAgreement(CallAgreement):
     def __init__(self, watch: CommunicatorWatch, fence: Callable[[], None] | None = FENCE) -> None:
         self._watch, self._fence = watch, fence
         self._words = watch.record.words
-        self._mine = watch.board + WORD
+        self._position = watch.board + WORD
         self._peers = [(words, board + WORD) for words, board in watch.peers or ()]
         self._reads = range(1 if watch.crowded else _READS_BEFORE_WAITING)
 
@@ -51,28 +51,28 @@ class BoardAgreement(CallAgreement):
         word = digest << 8 | number
         if self._fence is not None:
             self._fence()
-        self._words[self._mine] = word
+        self._words[self._position] = word
         equal = True
-        for words, theirs in self._peers:
+        for words, position in self._peers:
             for _ in self._reads:
-                if words[theirs] == word:
+                if words[position] == word:
                     break
             else:
-                equal = self.wait_for(words, theirs, number, word) and equal
+                equal = self.wait_for(words, position, number, word) and equal
         if self._fence is not None:
             self._fence()
         return equal
 
-    def wait_for(self, words: memoryview, theirs: int, number: int, word: int) -> bool:
-        """Wait until a rank has entered the call `number`. Returns: whether it has the same `word`, at `theirs`."""
+    def wait_for(self, words: memoryview, position: int, number: int, word: int) -> bool:
+        """Wait until a rank has entered the call `number`. Returns: whether it has the same `word`, at `position`."""
         following = (number + 1) & 0xFF
 
         def arrived() -> bool:
-            return words[theirs] & 0xFF in (number, following)
+            return words[position] & 0xFF in (number, following)
 
         if not arrived():
             wait_until(arrived, self._watch)
-        found = words[theirs]
+        found = words[position]
         return found == word or found & 0xFF == following
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 from mpistrat.errors import CollectiveMismatchError
@@ -14,13 +15,27 @@ DIGEST_BITS = 56
 _MOST_SITES = 256
 
 
+class _TextsOfCall(dict[tuple[str, str, int], tuple[bytes, int]]):
+    """Texts of a call by file, function and line. A text is made when the program first makes the call there."""
+
+    def __init__(self, words: tuple[Any, ...]) -> None:
+        self._words = words
+
+    def __missing__(self, site: tuple[str, str, int]) -> tuple[bytes, int]:
+        if len(self) == _MOST_SITES:
+            self.clear()
+        file, function, line = site
+        text = self[site] = text_of(describe(self._words), f"{file}:{line} in {function}")
+        return text
+
+
 class CallSignature:
     """A kind of call. It is made once, and looked up when the program makes such a call again.
 
     Attributes:
         words: the operation, then what the ranks must agree on.
         digest: a hash of the words, equal on ranks that make the same call.
-        texts: what the record keeps of this call, by file, function and line of the program; see `record.text_of`.
+        texts: what the record keeps of this call, by its place in the program; see `record.text_of`.
     """
 
     __slots__ = ("digest", "texts", "words")
@@ -31,15 +46,7 @@ class CallSignature:
         hashed = hashlib.blake2b(repr(words).encode(), digest_size=DIGEST_BITS // 8).digest()
         self.words = words
         self.digest = int.from_bytes(hashed, "little")
-        self.texts: dict[tuple[str, str, int], tuple[bytes, int]] = {}
-
-    def learn(self, site: tuple[str, str, int]) -> tuple[bytes, int]:
-        """Make the text of a call that the program makes at `site` for the first time."""
-        if len(self.texts) == _MOST_SITES:
-            self.texts.clear()
-        file, function, line = site
-        text = self.texts[site] = text_of(str(self), f"{file}:{line} in {function}")
-        return text
+        self.texts = _TextsOfCall(words)
 
     def __str__(self) -> str:
         return describe(self.words)
@@ -60,21 +67,23 @@ def describe(words: tuple[Any, ...]) -> str:
     return f"{operation}({', '.join(str(part) for part in rest if part != '')})"
 
 
-def mismatch(everyone: list[tuple[tuple[Any, ...], str]], rank: int) -> CollectiveMismatchError:
-    """With one line for each group of consecutive ranks that made the same call at the same place."""
+def mismatch(calls: list[tuple[tuple[Any, ...], str]], rank: int) -> CollectiveMismatchError:
+    """With one line for each group of consecutive ranks that made the same call at the same place.
+
+    Args: calls: by rank, the words and the place.
+    """
     lines = []
     start, raised = 0, ""
-    for r in range(1, len(everyone) + 1):
-        if r == len(everyone) or everyone[r] != everyone[start]:
-            ranks = f"rank {start}" if r == start + 1 else f"ranks {start}-{r - 1}"
-            words, site = everyone[start]
-            lines.append(f"  {ranks}: {describe(words)}\n      at {site}")
-            if words[0] == "raise":
-                _, kind, message = words
-                raised += f"{site} ({ranks}): {message or kind}\n"
-            start = r
+    for (words, site), same in itertools.groupby(calls):
+        end = start + len(list(same))
+        ranks = f"rank {start}" if end == start + 1 else f"ranks {start}-{end - 1}"
+        lines.append(f"  {ranks}: {describe(words)}\n      at {site}")
+        if words[0] == "raise":
+            _, kind, message = words
+            raised += f"{site} ({ranks}): {message or kind}\n"
+        start = end
     error = CollectiveMismatchError(
-        f"the ranks did not call the same collective (this is rank {rank} of {len(everyone)}):\n"
+        f"the ranks did not call the same collective (this is rank {rank} of {len(calls)}):\n"
         + "\n".join(lines)
         + "\nEvery rank must make the same calls, in the same order, with the same shapes and dtypes."
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpistrat.communicators.contract.agreement import BoardAgreement, MessageAgreement
+from mpistrat.communicators.contract.agreement import MessageAgreement, SharedMemoryAgreement
 from mpistrat.communicators.contract.call_signature import (
     CallSignature,
     mismatch,
@@ -74,17 +74,19 @@ class Contract(Unchecked):
         if check == "always" and self.watch.peers is None:
             self.agreement = MessageAgreement(mpi, self.watch)
         elif check == "always":
-            self.agreement = BoardAgreement(self.watch)
+            self.agreement = SharedMemoryAgreement(self.watch)
         self._spans: CollectiveSpans | None = None
         if timeline is not None:
             from mpistrat.communicators.contract.collective_spans import CollectiveSpans
 
             self._spans = CollectiveSpans(timeline, name, self.size)
         self._called_at: tuple[CodeType, int] | None = None
-        self._may_follow = False
+        # Of a call that does not follow another, and of a call that does.
+        self._agreements = self.agreement, self.agreement
         self._thread = 0  # that is, or was last, inside a collective
-        self._forked = False
         self._abandoned: BaseException | None = None  # for which this rank left its last call
+        self._is_forked = False
+        self._is_closed = False  # whether calls are errors: it is forked, or abandoned
         _contracts.add(self)
 
     @property
@@ -123,7 +125,7 @@ class Contract(Unchecked):
         follows: bool = False,
     ) -> Contract:
         thread = threading.get_ident()
-        if self._forked or self._abandoned is not None or self.waiting_in is not None:
+        if self._is_closed or self.waiting_in is not None:
             self._check_usable(signature, thread)
         self._thread = thread
         self.calls = calls = self.calls + 1
@@ -131,16 +133,14 @@ class Contract(Unchecked):
         frame = outside(sys._getframe(1))
         code, line = self._called_at = frame.f_code, frame.f_lineno
         site = (code.co_filename, code.co_name, line)
-        self.recorded = text, call_bytes = signature.texts.get(site) or signature.learn(site)
-        record, spans, agreement = self._record, self._spans, self.agreement
+        self.recorded = text, call_bytes = signature.texts[site]
+        record, spans, agreement = self._record, self._spans, self._agreements[follows]
         record.enter(self._board, calls, text, call_bytes)
         if spans is not None:
             spans.begin(signature, code, line)
         try:
-            if slot is not None and slot.writes:
+            if slot is not None:
                 slot.own[(self.agreed + 1) & 1][...] = payload
-            if follows and self._may_follow:
-                agreement = None
             agreed = True
             if agreement is not None:
                 self.agreed += 1
@@ -154,16 +154,23 @@ class Contract(Unchecked):
             if not agreed:
                 self._raise_mismatch(signature, cause, frame)
         except BaseException as error:
-            if not isinstance(error, CollectiveMismatchError):
-                self._abandoned = error
-                _given_up.append(self)
-            self.__exit__()
+            self._leave(error)
             raise
         return self
 
+    def _leave(self, error: BaseException) -> None:
+        """This rank leaves, for `error`, a call that others may still be about to enter."""
+        if not isinstance(error, CollectiveMismatchError):
+            self._abandon(error)
+            _given_up.append(self)
+        self.__exit__()
+
+    def _abandon(self, error: BaseException) -> None:
+        self._abandoned, self._is_closed = error, True
+
     def _check_usable(self, signature: CallSignature, thread: int) -> None:
         """Raises: RuntimeError where this rank, or this thread of it, can enter no call."""
-        if self._forked:
+        if self._is_forked:
             raise RuntimeError(
                 f"{signature} was called in a forked child of rank {self.rank}; MPI belongs to "
                 "the parent: return what the child computed, and call it there"
@@ -204,16 +211,18 @@ class Contract(Unchecked):
     def following(self) -> Iterator[None]:
         # Where the others could not be told of an error, each call is agreed on.
         can_tell = self._mpi.thread_multiple and self.watch.revocable_group is None
-        self._may_follow = can_tell and self.agreement is not None
+        may_follow = can_tell and self.agreement is not None
+        if may_follow:
+            self._agreements = self.agreement, None
         try:
             yield
         except Exception as error:
-            if self._may_follow and not is_raised_by_all(error):
+            if may_follow and not is_raised_by_all(error):
                 self.calls += 1
                 self._tell_others("which follows another", error)
             raise
         finally:
-            self._may_follow = False
+            self._agreements = self.agreement, self.agreement
 
     def _tell_others(self, call: str, error: Exception) -> None:
         """This rank leaves a call for `error`, when all have agreed on the call. Ranks that wait for its part raise."""
@@ -221,7 +230,7 @@ class Contract(Unchecked):
         if watch.revocable_group is not None:
             return  # which tells them
         if watch.peers is None or self.agreement is None:
-            self._abandoned = error  # its next message would be taken for one of this call
+            self._abandon(error)  # its next message would be taken for one of this call
         text = " ".join(str(error).split())  # in a line
         watch.tell_others(
             f"rank {self.rank} of {self.size} left collective number {self.calls}, {call}, for "
@@ -239,7 +248,7 @@ _contracts: weakref.WeakSet[Contract] = weakref.WeakSet()
 
 def _forbid_all() -> None:
     for contract in _contracts:
-        contract._forked = True
+        contract._is_closed = contract._is_forked = True
 
 
 os.register_at_fork(after_in_child=_forbid_all)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import time
+from operator import attrgetter
 from typing import Any
 
 from mpistrat.communicators.costs.observations import MOST, Observation, are_near
@@ -38,13 +38,10 @@ def read(folder: str, key: dict[str, Any]) -> list[Observation]:
         if content["format"] != FORMAT or _text_of(content["key"]) != _text_of(key):
             return []
         found = [Observation(**fields) for fields in content["observations"]]
-        numbers = [seconds for o in found for times in o.seconds.values() for seconds in times]
-        numbers += [o.when for o in found]
-        apart = [o.distance for o in found]
-        if not all(0 < number < math.inf for number in numbers) or min(apart, default=0) < 0:
+        if not all(observation.is_possible() for observation in found):
             return []
         oldest, newest = time.time() - SECONDS_TO_LIVE, time.time() + _SECONDS_AHEAD
-        return sorted((o for o in found if oldest < o.when < newest), key=lambda o: o.when)
+        return sorted((o for o in found if oldest < o.when < newest), key=attrgetter("when"))
     except Exception:  # of any class: somebody else may have written the file, or half of it
         return []
 

@@ -34,12 +34,12 @@ def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[]
     """
     if segments is None:
         return 0.0
-    own, next_one = segments[rank], segments[(rank + 1) % len(segments)]
-    here = np.ones_like(own)
+    segment, next_one = segments[rank], segments[(rank + 1) % len(segments)]
+    here = np.ones_like(segment)
     seconds = []
     for _ in range(_TIMES):
         began = time.perf_counter()
-        own[:] = here
+        segment[:] = here
         written = time.perf_counter() - began
         meet()
         began = time.perf_counter()

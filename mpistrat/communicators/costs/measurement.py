@@ -1,4 +1,4 @@
-"""What ways cost: all ranks measure them together, once, or read what earlier jobs have measured.
+"""What routes cost: all ranks measure them together, once, or read what earlier jobs have measured.
 
 Ranks must decide alike, so the first rank reads, fits and decides, and sends the costs to the others. A time is that of
 the slowest rank. While a job runs its costs stay.
@@ -6,11 +6,11 @@ the slowest rank. While a job runs its costs stay.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ ROUNDS = 9
 _CALLS, _SECONDS_OF_CALLS = 8, 4e-3
 _ONCE = 1 << 23  # Buffers of more bytes are timed in one round only.
 SECONDS = 0.3  # for all rounds on a node; a call that has begun ends, too
-SECONDS_BETWEEN_NODES = 0.2  # for the ways of each slice, and as long for those of all ranks
+SECONDS_BETWEEN_NODES = 0.2  # for the routes of each slice, and as long for those of all ranks
 # Ranks spin while they wait. If one had less of its core, other programs, or ranks without a core, disturbed it.
 LEAST_CPU_SHARE = 0.9
 # From so many bytes on a way is taken if time ran out.
@@ -53,7 +53,7 @@ UNMEASURED = 1 << 18
 # by it.
 CLEARLY = 1.25
 
-Way = Callable[[Any], object]
+Route = Callable[[Any], object]
 
 # By key, where this process is the first rank; and how far apart the ranks' cores were.
 costs_of_this_job: dict[str, tuple[float, Costs]] = {}
@@ -61,10 +61,10 @@ costs_of_this_job: dict[str, tuple[float, Costs]] = {}
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of the ways between the ranks of a communicator, equal on all of them.
+    """The costs of the routes between the ranks of a communicator, equal on all of them.
 
     Attributes:
-        ways: the costs by name; empty if time ran out.
+        routes: the costs by name; empty if time ran out.
         origin: where they come from, for people.
         disturbed: for people: other programs ran, too, when this job measured.
         jobs: how many have measured them.
@@ -72,7 +72,7 @@ class Costs:
         seconds: by way, the least time of each size.
     """
 
-    ways: Mapping[str, Cost] = field(default_factory=dict)
+    routes: Mapping[str, Cost] = field(default_factory=dict)
     origin: str = "not measured yet"
     disturbed: bool = False
     jobs: int = ENOUGH
@@ -85,9 +85,9 @@ class Costs:
         From the largest size on that is measured it is taken, unless it costs more than `clearly` times as much there.
         Fewer jobs than ENOUGH do not prove that: others may have disturbed them.
         """
-        if not self.ways:
+        if not self.routes:
             return max(floor, UNMEASURED)
-        this, that, largest = self.ways[way], self.ways[other], self.sizes[-1]
+        this, that, largest = self.routes[way], self.routes[other], self.sizes[-1]
         dearer = this.seconds(largest) > clearly * that.seconds(largest)
         if dearer and self.jobs >= ENOUGH:
             return math.inf
@@ -99,7 +99,7 @@ class Costs:
         They lie amid two sizes of which the one way and the other take less time. Of larger buffers than could be
         timed, the lines decide. Fewer jobs than ENOUGH do not prove that `way` is dearer after the largest size.
         """
-        if not self.ways:
+        if not self.routes:
             return [max(floor, UNMEASURED)]
         found: list[float] = []
         smaller = 0
@@ -110,7 +110,9 @@ class Costs:
                 found.append(max(floor, math.sqrt(smaller * size)))
             smaller = size
         later = (
-            self.ways[way].cheaper_from(self.ways[other]) if smaller < self.sizes[-1] else math.inf
+            self.routes[way].cheaper_from(self.routes[other])
+            if smaller < self.sizes[-1]
+            else math.inf
         )
         if self.jobs < ENOUGH:
             later = min(later, self.sizes[-1])
@@ -120,7 +122,7 @@ class Costs:
 
     def explain(self) -> str:
         """A line for each way, and where they come from."""
-        lines = [f"    {way}: {cost}" for way, cost in self.ways.items()]
+        lines = [f"    {way}: {cost}" for way, cost in self.routes.items()]
         return "\n".join([*lines, f"    {self.origin}"])
 
     def explain_from(self, *borders: float) -> str:
@@ -162,7 +164,7 @@ HOST = BufferMemory("host", SIZES, written)
 
 
 def costs_of(
-    ways: Mapping[str, Way],
+    routes: Mapping[str, Route],
     communicator: Communicator,
     mpi: str,
     ranks_of_nodes: Sequence[int],
@@ -170,51 +172,58 @@ def costs_of(
     abreast: int = 1,
     asleep: Collection[str] = (),
     memory: BufferMemory = HOST,
-    distance: Callable[[], float] = lambda: 0.0,
+    distance: Callable[[], float] = float,
 ) -> Costs:
-    """The costs of `ways` to all-reduce. Collective over `communicator`; it takes less than half a second.
+    """The costs of `routes` to all-reduce. Collective over `communicator`; it takes less than half a second.
 
     Args:
-        ways: each combines an array of zeros in `memory` in place with those of all ranks, and returns when that is
+        routes: each combines an array of zeros in `memory` in place with those of all ranks, and returns when that is
             done.
         mpi: the library's name and version.
         ranks_of_nodes: the number of ranks of each node, the same on all ranks.
         abreast: the number of such communicators over the same nodes that measure at the same time.
-        asleep: the ways that leave the core while they wait.
-        distance: measures how far apart the ranks' cores are, in seconds; costs at another distance are not used.
+        asleep: the routes that leave the core while they wait.
+        distance: measures how far apart the ranks' cores are, in seconds; costs at another distance are not used. By
+            default it is 0.
     """
     cpus = os.sched_getaffinity(0)
-    mine = (cpu_model(), len(cpus), network_links())
-    everyone = communicator.all_gather_object((mine, caches_of(cpus), distance()))
-    nodes = collections.Counter(processors for processors, *_ in everyone)
-    sharers = collections.Counter(cache for _, caches, _ in everyone for cache in caches)
-    here = max(away for *_, away in everyone)
+    cores = (cpu_model(), len(cpus), network_links())
+    cores_of_ranks, caches_of_ranks, distances = zip(
+        *communicator.all_gather_object((cores, caches_of(cpus), distance())), strict=True
+    )
+    here = max(distances)
     key = {
-        "ways": sorted(ways),
+        "routes": sorted(routes),
         "mpi": mpi,
         "settings": transport_settings(),
         "ranks_of_nodes": sorted(ranks_of_nodes),
         "abreast": abreast,
         "memory": [memory.name, *memory.sizes],
-        "nodes": sorted([*node, ranks] for node, ranks in nodes.items()),
-        "caches": sorted([cache.split()[0], ranks] for cache, ranks in sharers.items()),
+        "nodes": sorted([*cores, ranks] for cores, ranks in Counter(cores_of_ranks).items()),
+        "caches": sorted(
+            [name.split()[0], ranks]
+            for name, ranks in Counter(itertools.chain(*caches_of_ranks)).items()
+        ),
     }
     first = communicator.rank == 0
     kept = _kept(key, here) if first else []
-    there, costs = costs_of_this_job.get(repr(key), (math.inf, None))
-    if not are_near(here, there):
-        costs = None
-    if costs is None and suffice(kept):
-        costs = _fitted(kept, key, f"measured {_read(kept, key)}")
-    known: Costs | None = communicator.broadcast_object(costs)
+    known: Costs | None = communicator.broadcast_object(_known(kept, key, here))
     if known is None:
         buffers = [memory.zeros(nbytes // 4) for nbytes in memory.sizes]
-        measured = measure(ways, buffers, communicator, _limit(key), asleep, distance, here)
-        costs = _joined(kept, measured, here, ways, key) if first else None
+        measured = measure(routes, buffers, communicator, _limit(key), asleep, distance, here)
+        costs = _joined(kept, measured, here, routes, key) if first else None
         known = communicator.broadcast_object(costs)
     if first:
         costs_of_this_job[repr(key)] = here, known
     return known
+
+
+def _known(kept: Sequence[Observation], key: dict[str, Any], here: float) -> Costs | None:
+    """The costs that this job, or enough earlier ones, have measured at about the distance `here`; None: no others."""
+    there, costs = costs_of_this_job.get(repr(key), (math.inf, None))
+    if costs is not None and are_near(here, there):
+        return costs
+    return _fitted(kept, key, f"measured {_read(kept, key)}") if suffice(kept) else None
 
 
 def _kept(key: dict[str, Any], here: float) -> list[Observation]:
@@ -223,7 +232,7 @@ def _kept(key: dict[str, Any], here: float) -> list[Observation]:
         observation
         for observation in cache.read(cache_folder() or os.devnull, key)
         if are_near(observation.distance, here)
-        and observation.seconds.keys() == set(key["ways"])
+        and observation.seconds.keys() == set(key["routes"])
         and all(1 < len(times) < len(key["memory"]) for times in observation.seconds.values())
     ]
 
@@ -233,7 +242,7 @@ class Measured(NamedTuple):
 
     Attributes:
         seconds: by round, size and way; of the slowest rank. There are fewer sizes if time ran out.
-        cpu_share: the share of its core that a rank had in ways that wait awake; the smallest of all ranks.
+        cpu_share: the share of its core that a rank had in routes that wait awake; the smallest of all ranks.
         stayed: the ranks' cores stayed as far from each other as they were before.
     """
 
@@ -243,15 +252,15 @@ class Measured(NamedTuple):
 
 
 def measure(
-    ways: Mapping[str, Way],
+    routes: Mapping[str, Route],
     buffers: Sequence[Any],
     communicator: Communicator,
     seconds: float,
     asleep: Collection[str] = (),
-    distance: Callable[[], float] = lambda: 0.0,
+    distance: Callable[[], float] = float,
     here: float = 0.0,
 ) -> Measured:
-    """Time rounds of all ways and buffers, ROUNDS of them if `seconds` suffice by the slowest rank's clock. Collective.
+    """Time ROUNDS rounds of all routes and buffers, fewer if the slowest rank needs more than `seconds`. Collective.
 
     In a round each way takes its turn, so that whatever else the machine does hits all of them alike; in every second
     round in the opposite order.
@@ -264,19 +273,14 @@ def measure(
     for number, (size, buffer) in itertools.product(range(1 + ROUNDS), enumerate(buffers)):
         if not size:
             rounds.append([])
-        turns = list(enumerate(ways.items()))[:: (-1) ** number]
+        turns = list(enumerate(routes.items()))[:: (-1) ** number]
         calls = _calls(buffer.nbytes, [rows[size] for rows in rounds[:-1]])
-        took = np.empty((calls, len(ways)))
-        for (i, (name, way)), call in itertools.product(turns, range(calls)):
-            if isinstance(buffer, np.ndarray):
-                buffer[...] = 0  # as a program has just written what it combines
-            communicator.barrier()
-            begun, ran_before = time.perf_counter(), time.thread_time()
-            way(buffer)
-            took[call, i] = time.perf_counter() - begun
+        took = np.empty((calls, len(routes)))
+        for (i, (name, route)), call in itertools.product(turns, range(calls)):
+            took[call, i], on_core = _timed(route, buffer, communicator)
             if name not in asleep:
                 awake += took[call, i]
-                ran += time.thread_time() - ran_before
+                ran += on_core
         slowest = np.append(took, [distance(), time.perf_counter() - started])
         communicator.all_reduce(slowest, "max")
         rounds[-1].append(slowest[:-2].reshape(took.shape).min(axis=0, initial=math.inf))
@@ -285,11 +289,26 @@ def measure(
             break
     share = np.array(ran / awake if awake else 1.0)
     communicator.all_reduce(share, "min")
+    stayed = are_near(here, float(np.median(distances)))
+    return Measured(_times_of(rounds, len(buffers)), float(share), stayed)
+
+
+def _timed(route: Route, buffer: Any, communicator: Communicator) -> tuple[float, float]:
+    """The seconds of a call, and the seconds of them in which this thread ran. Collective."""
+    if isinstance(buffer, np.ndarray):
+        buffer[...] = 0  # as a program has just written what it combines
+    communicator.barrier()
+    began, ran_before = time.perf_counter(), time.thread_time()
+    route(buffer)
+    return time.perf_counter() - began, time.thread_time() - ran_before
+
+
+def _times_of(rounds: Sequence[Sequence[np.ndarray]], sizes: int) -> np.ndarray:
+    """As of `Measured`: of the whole rounds after the first; else of the first, and of the next as far as it went."""
     first, *later = rounds
-    whole = [rows for rows in later if len(rows) == len(buffers)]
-    warm = later[0] if later else []
-    times = np.array(whole or [[*warm, *first[len(warm) :]]])
-    return Measured(times, float(share), are_near(here, float(np.median(distances))))
+    whole = [times for times in later if len(times) == sizes]
+    warm = [*itertools.chain(*later[:1])]
+    return np.array(whole or [[*warm, *first[len(warm) :]]])
 
 
 def _calls(nbytes: int, before: Sequence[np.ndarray]) -> int:
@@ -304,13 +323,13 @@ def _joined(
     kept: Sequence[Observation],
     measured: Measured,
     here: float,
-    ways: Collection[str],
+    routes: Collection[str],
     key: dict[str, Any],
 ) -> Costs:
     """The costs by what earlier jobs and this one have measured. That is kept, unless the ranks' cores have moved."""
     least = measured.seconds.min(axis=0)
     least = least[np.isfinite(least).all(axis=1)]  # the largest sizes are missing if time ran out
-    times = dict(zip(ways, least.T.tolist(), strict=True))
+    times = dict(zip(routes, least.T.tolist(), strict=True))
     new = [Observation(time.time(), here, times)] if len(least) > 1 else []
     if not kept and not new:
         return Costs({}, f"not measured: calls of two sizes took longer than {_limit(key):g} s")

@@ -6,10 +6,13 @@ order, and one quiet job among disturbed ones decides.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+
+import numpy as np
 
 # So many jobs measure at least; more of them, up to MOST, while the newest was clearly faster than those before it.
 ENOUGH, MOST = 3, 5
@@ -33,13 +36,18 @@ class Observation:
     distance: float
     seconds: Mapping[str, Sequence[float]]
 
+    def is_possible(self) -> bool:
+        """Whether clocks can have given these numbers."""
+        times = np.array([self.when, *itertools.chain(*self.seconds.values())])
+        return bool(self.distance >= 0 and times.min() > 0 and times.max() < math.inf)
+
 
 def are_near(*distances: float) -> bool:
     return max(distances) <= NEAR * min(distances)
 
 
 def least_of(observations: Sequence[Observation]) -> dict[str, list[float]]:
-    """By way, the least time of each size. All observations have the same ways."""
+    """By way, the least time of each size. All observations have the same routes."""
     times = {way: [o.seconds[way] for o in observations] for way in observations[0].seconds}
     return {way: [*map(min, zip_longest(*of, fillvalue=math.inf))] for way, of in times.items()}
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.communicators.arithmetic import Arithmetic, share_of
 from mpistrat.communicators.host_views import address_of, bytes_of
 from mpistrat.communicators.node.shared_memory import FENCE
-from mpistrat.communicators.reduction_tree import how_to_combine
-from mpistrat.communicators.transports.transport import Mover, Operands, Unbroken
+from mpistrat.communicators.reduction.arithmetic import Arithmetic, share_of
+from mpistrat.communicators.reduction.tree import how_to_combine
+from mpistrat.communicators.transport import Exchange, Operands, Unbroken
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 
@@ -30,7 +30,7 @@ _STEP = 1 << 19
 _TICK, _PLACE = 0, 8
 
 
-class Blocks(Mover):
+class Blocks(Exchange):
     """Where ranks meet and hand each other blocks.
 
     A block is written before tick t, combined after it, and its result is read after tick t + 1. With two
@@ -140,12 +140,12 @@ class Blocks(Mover):
                     self._bring(source, rest, width)
                 start = first + (i - 1) * width
                 if i > 0 and start < end:
-                    own, mine = source[start : min(start + width, end)], self.rank * width
+                    part, place = source[start : min(start + width, end)], self.rank * width
                     slots = self._slots[(self._ticks - 1) % _SLOTS]
-                    pieces = [how.view(slot[mine : mine + len(own)]) for slot in slots]
-                    pieces[self.rank] = how.view(own)
+                    pieces = [how.view(slot[place : place + len(part)]) for slot in slots]
+                    pieces[self.rank] = how.view(part)
                     begin = (i - 1) * width // how.itemsize
-                    how.combine(pieces, out[..., begin : begin + len(own) // how.itemsize], None)
+                    how.combine(pieces, out[..., begin : begin + len(part) // how.itemsize], None)
                 self.tick()
 
     def _bring(self, source: np.ndarray, bounds: Sequence[tuple[int, int]], width: int) -> None:
@@ -186,25 +186,25 @@ class Blocks(Mover):
                 self.tick()
                 for peer in self._others:
                     arrived = min(lengths[peer, self.rank] - start, width)
-                    mine = self.rank * width
-                    _copy(slots[peer][mine : mine + max(0, arrived)], parts[peer][start:])
+                    place = self.rank * width
+                    _copy(slots[peer][place : place + max(0, arrived)], parts[peer][start:])
 
     def all_gather_into(self, operands: Operands) -> None:
         parts = list(bytes_of(operands.target).reshape(self._size, -1))
         self.gather(bytes_of(operands.buffer), parts)
 
-    def gather(self, mine: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """Copy every rank's `mine` to its part on all ranks. All are bytes. `mine` may be this rank's part itself."""
-        own = parts[self.rank]
-        lies_there = address_of(mine) == address_of(own)
+    def gather(self, part: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+        """Copy every rank's `part` to its place in `parts`, on all ranks. All are bytes. `part` may lie there."""
+        target = parts[self.rank]
+        lies_there = address_of(part) == address_of(target)
         with self.unbroken:
             for start in range(0, max(map(len, parts)), _STEP):
                 slots = self._slots[self._ticks % _SLOTS]
                 here = slice(start, start + _STEP)
-                brought = mine[here]
+                brought = part[here]
                 slots[self.rank][: len(brought)] = brought
                 if not lies_there:
-                    own[here] = brought
+                    target[here] = brought
                 self.tick()
                 for peer in self._others:
                     taken = parts[peer][here]

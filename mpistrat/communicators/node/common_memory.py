@@ -20,8 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import arithmetic_of, scale
-from mpistrat.communicators.node.shared_memory import anonymous_file, forget_written, mapped, share
+from mpistrat.communicators.node.shared_memory import (
+    first_failure,
+    forget_written,
+    mapped,
+    new_file,
+    share,
+)
+from mpistrat.communicators.reduction.arithmetic import arithmetic_of, scale
 
 if TYPE_CHECKING:
     from mpistrat.communicators.node.blocks import Blocks
@@ -120,12 +126,12 @@ class CommonMemory:
     ) -> None:
         rank = blocks.rank
         self.first, self.end = bounds
-        self.shared = mapped(descriptor, nbytes, own=self.end - self.first)
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        self.shared = mapped(descriptor, nbytes, counted=self.end - self.first)
         self.contributions = contributions
         self._blocks, self._across = blocks, across
         self.contribution = contributions[rank] if contributions else None
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor).atexit = False
 
     @staticmethod
     def make(
@@ -152,19 +158,13 @@ class CommonMemory:
             if segments is None:
                 return None, why
             contributions = segments
-        descriptor, why = -1, ""
         memory = None
-        if rank == 0:
-            try:
-                descriptor = anonymous_file()
-                os.truncate(descriptor, nbytes)
-            except OSError as error:
-                why = f"rank 0 could not make {nbytes} bytes of shared memory: {error}"
-        pid, theirs, failed = all_gather_object((os.getpid(), descriptor, why))[0]
+        descriptor, why = new_file(nbytes, rank, populate=False) if rank == 0 else (-1, "")
+        pid, number, failure = all_gather_object((os.getpid(), descriptor, why))[0]
         try:
-            if not failed:
+            if not failure:
                 if rank != 0:
-                    descriptor = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
+                    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
                 memory = CommonMemory(descriptor, nbytes, bounds, contributions, blocks, across)
                 why = memory._try()
         except (OSError, ValueError) as error:
@@ -172,10 +172,8 @@ class CommonMemory:
                 f"rank {rank} could not map shared memory, or not read its own page tables: {error}"
             )
         # All have opened the file before rank 0 may close it.
-        failures = [failed for failed in all_gather_object(why) if failed]
-        if failures and memory is None and descriptor >= 0:
-            os.close(descriptor)
-        return (None, failures[0]) if failures else (memory, "")
+        failure = first_failure(all_gather_object(why))
+        return (None, failure) if failure else (memory, "")
 
     def _try(self) -> str:
         """Try what views rely on. Returns: what does not work, "" if all does. The memory stays as it was."""

@@ -14,7 +14,7 @@ import os
 import platform
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _C.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-_own: dict[int, int] = {}  # bytes that count as this process's, by the address of their mapping
+_counted: dict[int, int] = {}  # bytes that count as this process's, by the address of their mapping
 
 
 def share(
@@ -44,38 +44,52 @@ def share(
     this one.
     Returns: the segments and ""; None and why, where a rank could not make or map them.
     """
-    descriptor, why = -1, ""
+    descriptor, why = new_file(nbytes, rank, populate=populate)
     segments: list[np.ndarray] = []
     try:
-        try:
-            descriptor = anonymous_file()
-            os.truncate(descriptor, nbytes)
-            if populate:
-                os.posix_fallocate(descriptor, 0, nbytes)
-        except OSError as error:
-            why = f"rank {rank} could not make {nbytes} bytes of shared memory: {error}"
-        everyone = all_gather_object((os.getpid(), descriptor, why))
-        if not any(failed for _, _, failed in everyone):
+        files = all_gather_object((os.getpid(), descriptor, why))
+        if not any(failure for *_, failure in files):
             try:
                 segments = [
-                    mapped(descriptor, nbytes, own=nbytes)
+                    mapped(descriptor, nbytes, counted=nbytes)
                     if peer == rank
-                    else _opened(f"/proc/{pid}/fd/{theirs}", nbytes)
-                    for peer, (pid, theirs, _) in enumerate(everyone)
+                    else _opened(f"/proc/{pid}/fd/{number}", nbytes)
+                    for peer, (pid, number, _) in enumerate(files)
                 ]
             except (OSError, ValueError) as error:
                 why = f"rank {rank} could not map the shared memory of another rank: {error}"
-        # All have opened theirs before any closes its own.
-        failures = [failed for failed in all_gather_object(why) if failed]
+        # All have opened the others' files before any closes its own.
+        failure = first_failure(all_gather_object(why))
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    return (None, failures[0]) if failures else (segments, "")
+    return (None, failure) if failure else (segments, "")
+
+
+def new_file(nbytes: int, rank: int, *, populate: bool) -> tuple[int, str]:
+    """The descriptor of a new file of `nbytes` in memory, and ""; -1 and why, where this rank could not make it."""
+    try:
+        descriptor = anonymous_file()
+        try:
+            os.truncate(descriptor, nbytes)
+            if populate:
+                os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        return -1, f"rank {rank} could not make {nbytes} bytes of shared memory: {error}"
+    return descriptor, ""
+
+
+def first_failure(reasons: Iterable[str]) -> str:
+    """The first reason that is not ""; "" if there is none."""
+    return next(filter(None, reasons), "")
 
 
 def own_bytes() -> int:
     """The bytes of shared memory in use that count as this process's."""
-    return sum(_own.values())
+    return sum(_counted.values())
 
 
 def anonymous_file() -> int:
@@ -99,11 +113,11 @@ def _opened(path: str, nbytes: int) -> np.ndarray:
         os.close(descriptor)
 
 
-def mapped(descriptor: int, nbytes: int, *, own: int = 0, private: bool = False) -> np.ndarray:
+def mapped(descriptor: int, nbytes: int, *, counted: int = 0, private: bool = False) -> np.ndarray:
     """Map a file as bytes, until nothing refers to them. With `private`, what is written stays in this mapping.
 
     The C library maps them: Python's mmap would keep a descriptor for each mapping open.
-    Args: own: the number of bytes that count as this process's.
+    Args: counted: the number of bytes that count as this process's.
     """
     read_write = mmap.PROT_READ | mmap.PROT_WRITE
     kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
@@ -115,8 +129,8 @@ def mapped(descriptor: int, nbytes: int, *, own: int = 0, private: bool = False)
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     unmap = weakref.finalize(memory, _unmap, address, nbytes)
     unmap.atexit = False  # others may still look at it, and the process is about to end
-    if own:
-        _own[address] = own
+    if counted:
+        _counted[address] = counted
     return np.frombuffer(memoryview(memory), np.uint8)
 
 
@@ -127,7 +141,7 @@ def forget_written(memory: np.ndarray) -> None:
 
 
 def _unmap(address: int, nbytes: int) -> None:
-    _own.pop(address, None)
+    _counted.pop(address, None)
     _C.munmap(address, nbytes)
 
 

@@ -29,11 +29,9 @@ class Slot(Protocol):
 
     Attributes:
         own: the place for even calls, and that for odd ones: `place[...] = payload` fills it.
-        writes: whether this rank fills its place.
     """
 
     own: tuple[Any, Any]
-    writes: bool
 
 
 class SharedSlots:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import arithmetic_of, can_combine
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.node.slots import LARGEST, SharedSlots
-from mpistrat.communicators.transports.transport import Operands
+from mpistrat.communicators.reduction.arithmetic import arithmetic_of, can_combine
+from mpistrat.communicators.transport import Operands
 
 # Bytes that each rank reads to combine the buffers of all ranks. Of more, a message brings the result sooner.
 _MOST_TO_COMBINE = 1 << 17
@@ -31,7 +31,8 @@ class SmallCall(abc.ABC):
     """One kind of call.
 
     Attributes:
-        own, writes: as of `Slot`.
+        own: as of `Slot`.
+        writes: whether this rank fills its place.
     """
 
     own: tuple[Any, Any]
@@ -187,14 +188,14 @@ class SmallAllToAll(_Sized):
         return super().payload(operands)
 
     def take(self, odd: int, operands: Operands, payload: np.ndarray) -> object:
-        row, rank, everyone = self._row, self._rank, self._numbers[odd]
-        operands.starts = everyone
-        if max([starts[-1] for starts in everyone]) * row > LARGEST:
-            operands.starts = [starts.tolist() for starts in everyone]
+        row, rank, of_ranks = self._row, self._rank, self._numbers[odd]
+        operands.starts = of_ranks
+        if max([starts[-1] for starts in of_ranks]) * row > LARGEST:
+            operands.starts = [starts.tolist() for starts in of_ranks]
             return TOO_LARGE
         pieces = [
             memory[starts[rank] * row : starts[rank + 1] * row]
-            for starts, memory in zip(everyone, self._bytes[odd], strict=True)
+            for starts, memory in zip(of_ranks, self._bytes[odd], strict=True)
         ]
         out = operands.target
         if sum(map(len, pieces)) == len(out):  # else the caller raises an error

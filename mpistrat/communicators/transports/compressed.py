@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpistrat.arrays import dtype_name
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
+from mpistrat.communicators.reduction.arithmetic import SUMMED_AS_FLOAT32
+from mpistrat.communicators.transport import Operands, Transport, reduce_in_place
 
 _DTYPES = ("float32", *SUMMED_AS_FLOAT32)
 

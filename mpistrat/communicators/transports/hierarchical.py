@@ -11,19 +11,20 @@ import collections
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import scale, share_of
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs.measurement import NOT_MEASURED, Costs, costs_of
 from mpistrat.communicators.costs.model import slowest
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node.common_memory import CommonMemory
 from mpistrat.communicators.node.memory import NodeMemory
+from mpistrat.communicators.node.shared_memory import first_failure
 from mpistrat.communicators.reduction import Reduction
-from mpistrat.communicators.reduction_tree import ReductionTree, how_to_combine
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.reduction.arithmetic import scale, share_of
+from mpistrat.communicators.reduction.tree import ReductionTree, how_to_combine
+from mpistrat.communicators.router import Router, Transports
+from mpistrat.communicators.transport import Operands, Transport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.pipelined import PipelinedTransport
-from mpistrat.communicators.transports.transport import Operands, Transport
 from mpistrat.communicators.transports.window import (
     MEMORY,
     MPI,
@@ -45,10 +46,10 @@ class HierarchicalTransport(Transport, NodeMemory):
         node: over this node's.
         pipelined: over the ranks of the same place on their nodes; None where a node has no such rank.
         across: the communicator of these ranks; None where `pipelined` is.
-        carriers: the number of ranks of the smallest node. As many of each node carry a slice.
+        senders: the number of ranks of the smallest node. As many of each node carry a slice.
 
     Attributes:
-        costs: what its ways cost; they are measured when the nodes have memory, at the first large buffer.
+        costs: what its routes cost; they are measured when the nodes have memory, at the first large buffer.
         smallest: from so many bytes on a buffer goes by node, by these costs.
     """
 
@@ -58,16 +59,16 @@ class HierarchicalTransport(Transport, NodeMemory):
         node: WindowTransport,
         pipelined: PipelinedTransport | None,
         across: Communicator | None,
-        carriers: int,
+        senders: int,
     ) -> None:
         self.mpi, self.node = mpi, node
         self.rank, self.size = mpi.rank, mpi.size
-        self.pipelined, self.across, self.carriers = pipelined, across, carriers
+        self.pipelined, self.across, self.senders = pipelined, across, senders
         self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
         self._shared: bool | None = None
         self._capacity = 0
-        self._within = Router(Ways(node.mpi, [node]))
+        self._within = Router(Transports(node.mpi, [node]))
         self._parts: dict[ReductionTree, tuple[ReductionTree, ReductionTree]] = {}
         # By rank: the first rank of its node, and its place there.
         first = node.mpi.comm.allgather(self.rank)[0]
@@ -94,26 +95,26 @@ class HierarchicalTransport(Transport, NodeMemory):
     def _measure(self) -> None:
         """Find out from which size on going by node is faster than MPI over all ranks."""
         if self.pipelined is not None:
-            self.pipelined.settle(self.carriers)
+            self.pipelined.settle(self.senders)
 
         def between(buffer: np.ndarray) -> None:
             if self.across is not None:
-                self.across.all_reduce(buffer[: len(buffer) // self.carriers])
+                self.across.all_reduce(buffer[: len(buffer) // self.senders])
 
         ranks_of_nodes = list(collections.Counter(first for first, _ in self._places).values())
         costs = costs_of(
             {BETWEEN: between, MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros))},
-            Router(Ways(self.mpi)),
+            Router(Transports(self.mpi)),
             self.mpi.library,
             ranks_of_nodes,
             asleep=[BETWEEN],
         )
         nodes: list[Costs] = self.mpi.comm.allgather(self.node.costs)
         known = {}
-        if costs.ways and all(node.ways for node in nodes):
-            memory = slowest(node.ways[MEMORY] for node in nodes)
-            by_node = memory.followed_by(costs.ways[BETWEEN])
-            known = {BY_NODE: by_node, MEMORY: memory, **costs.ways}
+        if costs.routes and all(node.routes for node in nodes):
+            memory = slowest(node.routes[MEMORY] for node in nodes)
+            by_node = memory.followed_by(costs.routes[BETWEEN])
+            known = {BY_NODE: by_node, MEMORY: memory, **costs.routes}
         jobs = min(of.jobs for of in [costs, *nodes])
         self.costs = Costs(known, costs.origin, costs.disturbed, jobs=jobs)
         self.smallest = self.costs.cheaper_from(BY_NODE, MPI, SMALLEST)
@@ -135,10 +136,10 @@ class HierarchicalTransport(Transport, NodeMemory):
     ) -> tuple[CommonMemory | None, str]:
         across = None if self.across is None else self.across.all_reduce
         memory, why = self.node.common_memory(
-            nbytes, summed=summed, carriers=self.carriers, across=across
+            nbytes, summed=summed, senders=self.senders, across=across
         )
-        missing = [text for text in self.mpi.comm.allgather(why) if text]
-        return (None, missing[0]) if missing else (memory, "")
+        missing = first_failure(self.mpi.comm.allgather(why))
+        return (None, missing) if missing else (memory, "")
 
     def all_reduce(self, operands: Operands) -> None:
         """Combine within the node, then slice by slice between the nodes, and collect the slices within the node."""
@@ -149,19 +150,20 @@ class HierarchicalTransport(Transport, NodeMemory):
         within, between = (None, None) if tree is None else self._parts_of(tree)
         how = how_to_combine(buffer.dtype, reduction.op, within)
         source, target = bytes_of(buffer), bytes_of(operands.target)
-        bounds = share_of(len(source), how.itemsize, self.node.size, self.carriers)
+        bounds = share_of(len(source), how.itemsize, self.node.size, self.senders)
         first, end = bounds[self.node.rank]
         total = how.totals((end - first) // how.itemsize)
-        places = None if window is None else window.find(buffer, operands.out)
+        if window is not None and not window.find(buffer, operands.out):
+            window = None
         with blocks.unbroken:
-            if window is not None and places is not None:
-                window.combine(how, places, (first, end), total)
-            else:
+            if window is None:
                 blocks.combine_slice(how, source, bounds, total)
+            else:
+                window.combine(how, (first, end), total)
             if self.across is not None and first < end:
                 total = _combined(self.across, total, reduction, between)
-            if window is not None and places is not None:
-                window.spread(how, places, (first, end), total)
+            if window is not None:
+                window.spread(how, (first, end), total)
                 blocks.tick()  # nobody goes on while others read or write its memory
                 return
             if first < end:
@@ -169,7 +171,7 @@ class HierarchicalTransport(Transport, NodeMemory):
             blocks.gather(target[first:end], [target[start:stop] for start, stop in bounds])
 
     def broadcast(self, operands: Operands) -> None:
-        """Send within the root's node, then from its carriers to those of the other nodes, then within these."""
+        """Send within the root's node, then from its senders to those of the other nodes, then within these."""
         blocks = self.node.shared_blocks()
         if blocks is None:
             self._refuse("broadcast")
@@ -180,13 +182,13 @@ class HierarchicalTransport(Transport, NodeMemory):
             self._within.broadcast(memory, place)
         slices = [
             memory[start:stop]
-            for start, stop in share_of(len(memory), 1, self.node.size, self.carriers)
+            for start, stop in share_of(len(memory), 1, self.node.size, self.senders)
         ]
-        mine = slices[self.node.rank]
+        own_slice = slices[self.node.rank]
         if self.across is not None:
-            self.across.broadcast(mine, self._peers().index(node))
+            self.across.broadcast(own_slice, self._peers().index(node))
         if not here:
-            blocks.gather(mine, slices)
+            blocks.gather(own_slice, slices)
 
     def _peers(self) -> list[int]:
         """The first ranks of the nodes that the ranks of `across` are on, in their order."""
@@ -209,7 +211,7 @@ class HierarchicalTransport(Transport, NodeMemory):
             sizes = "never, for a node has no shared memory"
         else:
             sizes = self.costs.explain_from(self.smallest)
-        text = f"{self.size} ranks on {nodes} nodes: by node, in {self.carriers} slices between the nodes, {sizes}\n"
+        text = f"{self.size} ranks on {nodes} nodes: by node, in {self.senders} slices between the nodes, {sizes}\n"
         if self.across is not None:
             text += f"{self.across.explain()}\n"
         return text + self.node.explain(self.node.mpi.explain())
@@ -218,7 +220,7 @@ class HierarchicalTransport(Transport, NodeMemory):
 def _combined(
     across: Communicator, total: Array, reduction: Reduction, between: ReductionTree | None
 ) -> Array:
-    """Combine a carrier's slice with those of other nodes."""
+    """Combine a sender's slice with those of other nodes."""
     if between is None:
         across.all_reduce(total, Reduction(reduction.op, compressor=reduction.compressor))
     else:

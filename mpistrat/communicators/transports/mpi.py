@@ -14,7 +14,8 @@ from mpi4py import MPI
 
 from mpistrat.arrays import Array, dtype_name, is_torch, itemsize, num_elements
 from mpistrat.cluster_resolver.launcher import library_name
-from mpistrat.communicators.arithmetic import (
+from mpistrat.communicators.host_views import as_buffer_of, bytes_of, parts_with_own, view_of
+from mpistrat.communicators.reduction.arithmetic import (
     KNOWN_TO_MPI,
     SUMMED_AS_FLOAT32,
     Arithmetic,
@@ -22,9 +23,8 @@ from mpistrat.communicators.arithmetic import (
     scale,
     share_of,
 )
-from mpistrat.communicators.host_views import as_buffer_of, bytes_of, parts_with_own, view_of
-from mpistrat.communicators.reduction_tree import ReductionTree, tree_sum_of
-from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
+from mpistrat.communicators.reduction.tree import ReductionTree, tree_sum_of
+from mpistrat.communicators.transport import Operands, Transport, reduce_in_place
 
 OPS = {
     "sum": MPI.SUM,
@@ -70,8 +70,8 @@ class MpiTransport(Transport):
                 )
                 return
             how, total = arithmetic_of(buffer.dtype, reduction.op), bytes_of(operands.target)
-            mine = [bytes_of(buffer)]
-            _all_reduce_in_slices(self.comm, how, mine, [1] * self.size, total, reduction.scale)
+            sums = [bytes_of(buffer)]
+            _all_reduce_in_slices(self.comm, how, sums, [1] * self.size, total, reduction.scale)
             return
         if is_torch(buffer) and name not in KNOWN_TO_MPI:
             raise TypeError(f"MPI cannot reduce {name}; convert it to float32 first")
@@ -162,25 +162,25 @@ def _all_reduce_by_tree(
     """In slices; of small sums each rank adds up all."""
     how = tree_sum_of(sums.dtype, tree)
     held = [len(parts) for parts in tree.held]
-    mine = bytes_of(sums).reshape(held[comm.rank], -1)
-    nbytes = mine.shape[1]
+    memory = bytes_of(sums).reshape(held[comm.rank], -1)
+    nbytes = memory.shape[1]
     if not nbytes:
         return
     if nbytes * comm.size > _WHOLE:
-        _all_reduce_in_slices(comm, how, list(mine), held, mine[0], factor)
+        _all_reduce_in_slices(comm, how, list(memory), held, memory[0], factor)
         return
     gathered = np.empty((sum(held), nbytes), np.uint8)
     if tree.one_each:
-        comm.Allgather(mine, gathered)
+        comm.Allgather(memory, gathered)
     else:
-        comm.Allgatherv(mine, [gathered, [number * nbytes for number in held]])
-    how.combine([how.view(piece) for piece in gathered], how.view(mine[0]), factor)
+        comm.Allgatherv(memory, [gathered, [number * nbytes for number in held]])
+    how.combine([how.view(piece) for piece in gathered], how.view(memory[0]), factor)
 
 
 def _all_reduce_in_slices(
     comm: MPI.Intracomm,
     how: Arithmetic,
-    mine: Sequence[np.ndarray],
+    sums: Sequence[np.ndarray],
     held: Sequence[int],
     total: np.ndarray,
     factor: float | None,
@@ -188,9 +188,9 @@ def _all_reduce_in_slices(
     """Every rank gets its slice of all sums, combines it and hands it round.
 
     Args:
-        mine: the bytes of each of this rank's sums, all of the same length.
+        sums: the bytes of each of this rank's sums, all of the same length.
         held: by rank, how many sums it has.
-        total: bytes; it may be one of `mine`.
+        total: bytes; it may be one of `sums`.
     """
     bounds = share_of(len(total), how.itemsize, comm.size)
     first, end = bounds[comm.rank]
@@ -199,15 +199,15 @@ def _all_reduce_in_slices(
     pieces: dict[tuple[int, int], np.ndarray] = {}  # by rank and number of its sum
     with _elements_of(how.itemsize) as element:
         for row in range(max(held)):
-            theirs = [rank for rank in range(comm.size) if row < held[rank]]
-            here = lengths if comm.rank in theirs else [0] * comm.size
-            there = [lengths[comm.rank] * (rank in theirs) for rank in range(comm.size)]
-            received = np.empty((len(theirs), end - first), np.uint8)
+            holders = [rank for rank in range(comm.size) if row < held[rank]]
+            here = lengths if comm.rank in holders else [0] * comm.size
+            there = [lengths[comm.rank] * (rank in holders) for rank in range(comm.size)]
+            received = np.empty((len(holders), end - first), np.uint8)
             comm.Alltoallv(
-                [mine[min(row, len(mine) - 1)], here, starts, element],
+                [sums[min(row, len(sums) - 1)], here, starts, element],
                 [received, there, element],
             )
-            pieces |= {(rank, row): r for rank, r in zip(theirs, received, strict=True)}
+            pieces |= {(rank, row): r for rank, r in zip(holders, received, strict=True)}
         in_order = [how.view(pieces[key]) for key in sorted(pieces)]
         how.combine(in_order, how.view(total[first:end]), factor)
         comm.Allgatherv(MPI.IN_PLACE, [total, lengths, starts, element])
@@ -215,9 +215,9 @@ def _all_reduce_in_slices(
 
 def _gathered(comm: MPI.Intracomm, numbers: Sequence[int]) -> np.ndarray:
     """All ranks' numbers, a row each."""
-    everyone = np.empty((comm.size, len(numbers)), np.int64)
-    comm.Allgather(np.asarray(numbers, np.int64), everyone)
-    return everyone
+    gathered = np.empty((comm.size, len(numbers)), np.int64)
+    comm.Allgather(np.asarray(numbers, np.int64), gathered)
+    return gathered
 
 
 @contextlib.contextmanager

@@ -16,12 +16,17 @@ from typing import ClassVar
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of, can_combine, share_of
 from mpistrat.communicators.costs.measurement import NOT_MEASURED, costs_of
 from mpistrat.communicators.host_views import bytes_of
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.reduction.arithmetic import (
+    Arithmetic,
+    arithmetic_of,
+    can_combine,
+    share_of,
+)
+from mpistrat.communicators.router import Router, Transports
+from mpistrat.communicators.transport import Operands, Transport, Unbroken
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.communicators.transports.transport import Operands, Transport, Unbroken
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 
@@ -47,7 +52,7 @@ class PipelinedTransport(Transport):
         watch: where ranks that wait are watched.
 
     Attributes:
-        costs: what both ways cost; they are measured at the first large sum.
+        costs: what both routes cost; they are measured at the first large sum.
         smallest: from so many bytes on a sum goes in pieces, by these costs.
         left: messages of sums that this process left in their middle. They live as long as it: MPI may still write to
             their memory.
@@ -87,7 +92,7 @@ class PipelinedTransport(Transport):
                 IN_PIECES: lambda zeros: self.all_reduce(Operands(zeros)),
                 MPI_ALONE: lambda zeros: self._mpi.all_reduce(Operands(zeros)),
             },
-            Router(Ways(self._mpi)),
+            Router(Transports(self._mpi)),
             self._mpi.library,
             [1] * self.size,
             abreast=abreast,
@@ -117,8 +122,8 @@ class PipelinedTransport(Transport):
                     arriving.popleft()
                     total = target[piece]
                     bounds = share_of(len(total), how.itemsize, self.size)
-                    mine = how.view(total[slice(*bounds[self.rank])])
-                    how.combine(list(map(how.view, parts)), mine, operands.reduction.scale)
+                    part = how.view(total[slice(*bounds[self.rank])])
+                    how.combine(list(map(how.view, parts)), part, operands.reduction.scale)
                     leaving.append(self._gather(total, bounds))
                     if len(leaving) > _ON_THEIR_WAY:
                         self._wait(leaving[0])
@@ -135,8 +140,8 @@ class PipelinedTransport(Transport):
     def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:
         """Begin to send every rank its part of `source`, and to receive this rank's part of all ranks' `source`."""
         bounds = share_of(len(source), how.itemsize, self.size)
-        mine = source[slice(*bounds[self.rank])]
-        parts = [mine if peer == self.rank else np.empty_like(mine) for peer in range(self.size)]
+        kept = source[slice(*bounds[self.rank])]
+        parts = [kept if peer == self.rank else np.empty_like(kept) for peer in range(self.size)]
         return self._exchange([source[slice(*cut)] for cut in bounds], parts), parts
 
     def _gather(self, total: np.ndarray, bounds: Sequence[tuple[int, int]]) -> _Requests:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, arithmetic_of, can_combine
 from mpistrat.communicators.host_views import (
     as_buffer_of,
     bytes_of,
@@ -22,8 +21,13 @@ from mpistrat.communicators.host_views import (
     room_for,
     view_of,
 )
+from mpistrat.communicators.reduction.arithmetic import (
+    SUMMED_AS_FLOAT32,
+    arithmetic_of,
+    can_combine,
+)
+from mpistrat.communicators.transport import Operands, Transport, reduce_in_place
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
 
 _TAG = 1
 
@@ -71,10 +75,10 @@ class RingTransport(Transport):
         arrived = np.empty(max(map(len, parts)), parts[0].dtype)
         how = arithmetic_of(arrived.dtype, op)
         for step in range(1, self.size):
-            mine = parts[self.rank - step - 1]
-            received = arrived[: len(mine)]
+            part = parts[self.rank - step - 1]
+            received = arrived[: len(part)]
             self._exchange(parts[self.rank - step], received)
-            how.combine((mine, received), mine, None)
+            how.combine((part, received), part, None)
 
     def _hand_round(self, parts: Sequence[np.ndarray]) -> None:
         """Every rank gets every part from the rank before it, when rank r has part r."""

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import can_combine, share_of
 from mpistrat.communicators.costs.distance import NBYTES, distance
 from mpistrat.communicators.costs.measurement import (
     NOT_MEASURED,
@@ -32,16 +31,17 @@ from mpistrat.communicators.node.memory import NodeMemory
 from mpistrat.communicators.node.shared_memory import own_bytes, share
 from mpistrat.communicators.node.slots import SharedSlots
 from mpistrat.communicators.node.window import Window
-from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.reduction.arithmetic import can_combine, share_of
+from mpistrat.communicators.reduction.tree import ReductionTree
+from mpistrat.communicators.router import Router, Transports
+from mpistrat.communicators.transport import Exchange, Operands, Transport
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.communicators.transports.transport import Mover, Operands, Transport
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.settings import shared_bytes
 
 # Below, MPI is always faster: two meetings in Python cost more than its whole message.
 SMALLEST = 1 << 15
-MEMORY, MPI = "memory", "MPI"  # the ways that are compared
+MEMORY, MPI = "memory", "MPI"  # the routes that are compared
 
 
 class WindowTransport(Transport, NodeMemory):
@@ -54,7 +54,7 @@ class WindowTransport(Transport, NodeMemory):
 
     Attributes:
         why_not: why the ranks share no memory; then this takes no call.
-        costs: what its ways cost; they are measured when there is memory, at the first large buffer.
+        costs: what its routes cost; they are measured when there is memory, at the first large buffer.
         borders: a buffer outside the window is combined through blocks from the first number of bytes on, by MPI from
             the second on, and so on, by these costs.
         window: moves buffers that lie in it; None until a buffer there was asked for.
@@ -117,23 +117,23 @@ class WindowTransport(Transport, NodeMemory):
         nbytes: int,
         *,
         summed: bool = False,
-        carriers: int | None = None,
+        senders: int | None = None,
         across: Callable[[Array], None] | None = None,
     ) -> tuple[CommonMemory | None, str]:
         """As of `NodeMemory`.
 
         Args:
-            carriers: the number of ranks, from the first, that have a slice; None: all.
+            senders: the number of ranks, from the first, that have a slice; None: all.
             across: as of `CommonMemory.make`.
         """
         blocks = self.shared_blocks()
         if blocks is None:
             return None, self.why_not
         gather = self.mpi.comm.allgather
-        bounds = share_of(nbytes, PAGE, self.size, carriers)[self.rank]
-        own = bounds[1] - bounds[0] + (nbytes if summed else 0)
-        if min(gather(self._limit - own_bytes() - own)) < 0:
-            return None, f"{shared_bytes.name} does not allow a rank {own / 1e6:.1f} MB more"
+        bounds = share_of(nbytes, PAGE, self.size, senders)[self.rank]
+        more = bounds[1] - bounds[0] + (nbytes if summed else 0)
+        if min(gather(self._limit - own_bytes() - more)) < 0:
+            return None, f"{shared_bytes.name} does not allow a rank {more / 1e6:.1f} MB more"
         return CommonMemory.make(nbytes, bounds, blocks, gather, summed=summed, across=across)
 
     def _share(
@@ -157,13 +157,13 @@ class WindowTransport(Transport, NodeMemory):
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
         largest = SIZES_ON_NODE[-1] // 4
         both = functools.cache(lambda: [written(largest), written(largest)])  # if they are needed
-        ways = {
+        routes = {
             MEMORY: lambda zeros: blocks.all_reduce(Operands(zeros, out=both()[1][: len(zeros)])),
             MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros, out=both()[1][: len(zeros)])),
         }
         self.costs = costs_of(
-            ways,
-            Router(Ways(self.mpi)),
+            routes,
+            Router(Transports(self.mpi)),
             self.mpi.library,
             [self.size],
             memory=BufferMemory("host", SIZES_ON_NODE, lambda length: both()[0][:length]),
@@ -182,7 +182,7 @@ class WindowTransport(Transport, NodeMemory):
 
     # Collectives
 
-    def choose(self, call: str, operands: Operands) -> Mover | None:
+    def choose(self, call: str, operands: Operands) -> Exchange | None:
         if call in ("all_gather", "all_to_all"):
             return self  # the ranks compare the sizes of their parts first
         buffer, nbytes = operands.buffer, operands.buffer.nbytes

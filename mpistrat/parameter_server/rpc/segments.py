@@ -70,7 +70,7 @@ def _region_of_file(nbytes: int) -> SharedRegion:
     descriptor = _new_file()
     try:
         os.truncate(descriptor, nbytes)
-        memory = mapped(descriptor, nbytes, own=nbytes)
+        memory = mapped(descriptor, nbytes, counted=nbytes)
     except BaseException:
         os.close(descriptor)
         raise

@@ -28,7 +28,7 @@ import torch
 
 from mpistrat.arrays import is_on_gpu
 from mpistrat.communicators import Reduction, reducing
-from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing
+from mpistrat.communicators.graph_capture import is_capturing
 from mpistrat.context import AnyReplicaContext, per_thread
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from mpistrat.communicators import Communicator, reducing
-from mpistrat.communicators.arithmetic import can_combine
 from mpistrat.communicators.node.common_memory import PAGE, ByteRange
+from mpistrat.communicators.reduction.arithmetic import can_combine
 from mpistrat.cross_device_ops.packing import is_dense
 from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch.modules.registry import Registry, is_inexact

@@ -42,7 +42,7 @@ def backend_of_torch(device: str) -> str:
     name = f"{socket.gethostname()} {seen_accelerators()[int(number)]}"
     names = all_ranks().all_gather_object(name)
     if len(set(names)) < len(names):
-        from mpistrat.communicators.transports.accelerator.gpu_ways import Gpu, shared_gpu
+        from mpistrat.communicators.transports.accelerator.gpu_transports import Gpu, shared_gpu
 
         if reason := shared_gpu([Gpu(0, name) for name in names]):
             raise CannotTakePart(f"{reason}, which its backend refuses")

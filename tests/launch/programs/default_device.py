@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
-from mpistrat.communicators.transports.accelerator import gpu_ways
+from mpistrat.communicators.transports.accelerator import gpu_transports
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -26,7 +26,7 @@ FOLDER = Path(sys.argv[1])
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SIM = torch_sim.load()
 # Processes would import torch to find out that MPI does not take the simulated device's memory.
-gpu_ways.why_not_proven = lambda *args: "not tried"
+gpu_transports.why_not_proven = lambda *args: "not tried"
 made_on: set[str] = set()
 
 

@@ -87,10 +87,12 @@ def way(strategy: ms.Strategy) -> str:
     communicator = strategy.extended.communicator
     if communicator.size == 1:
         return "alone"
-    if isinstance(communicator.ways.transports[0], HierarchicalTransport):
+    if isinstance(communicator.transports.preferred[0], HierarchicalTransport):
         first, *_ = communicator.explain().split("\n")
         return "by-node" if "an all-reduce takes" in first else "flat"
-    if any(isinstance(transport, PipelinedTransport) for transport in communicator.ways.transports):
+    if any(
+        isinstance(transport, PipelinedTransport) for transport in communicator.transports.preferred
+    ):
         # There is one rank per node.
         return "flat"
     return "flat" if "without shared memory" in strategy.extended.explain() else "window"
@@ -106,7 +108,7 @@ def run(ranks: int, replicas: int) -> None:
             deterministic=True,
         )
         communicator = strategy.extended.communicator
-        first = communicator.ways.transports[0] if ranks > 1 else None
+        first = communicator.transports.preferred[0] if ranks > 1 else None
         if isinstance(first, HierarchicalTransport):
             communicator.all_reduce(torch.zeros(1 << 16))  # measures, once
             first.smallest = 0  # what is large goes by node, whatever that costs here

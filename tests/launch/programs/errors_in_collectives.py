@@ -21,7 +21,7 @@ def left_by_an_error() -> None:
     for number, smallest in ((1, 0.0), (2, math.inf)):  # bytes that go through memory
         if rank in (0, number):
             group: Any = groups[number - 1]
-            window = group.communicator.ways.transports[0]
+            window = group.communicator.transports.preferred[0]
             window.shared_blocks()
             window.borders = [smallest]
 

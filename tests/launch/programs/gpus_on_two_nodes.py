@@ -24,8 +24,9 @@ import mpistrat as ms  # noqa: E402
 from mpistrat.cluster_resolver import MPIClusterResolver  # noqa: E402
 from mpistrat.communicators import Communicator, reducing  # noqa: E402
 from mpistrat.communicators.construction import communicator_for  # noqa: E402
-from mpistrat.communicators.router import Router, Ways  # noqa: E402
-from mpistrat.communicators.transports.accelerator import gpu_ways  # noqa: E402
+from mpistrat.communicators.router import Router, Transports  # noqa: E402
+from mpistrat.communicators.transport import Operands  # noqa: E402
+from mpistrat.communicators.transports.accelerator import gpu_transports  # noqa: E402
 from mpistrat.communicators.transports.accelerator.device_aware import (  # noqa: E402
     DeviceAwareTransport,
 )
@@ -34,7 +35,6 @@ from mpistrat.communicators.transports.accelerator.device_memory_proof import ( 
 )
 from mpistrat.communicators.transports.accelerator.library import TorchLibrary  # noqa: E402
 from mpistrat.communicators.transports.mpi import MpiTransport  # noqa: E402
-from mpistrat.communicators.transports.transport import Operands  # noqa: E402
 from mpistrat.liveness.watch import CommunicatorWatch  # noqa: E402
 from mpistrat.machine.addresses import own_addresses  # noqa: E402
 
@@ -134,7 +134,7 @@ def checked_pointer(library: TorchLibrary, buffer: torch.Tensor) -> int:
 def phases(communicator: Communicator) -> None:
     """What the GPUs' own library does has ended before MPI uses the GPU."""
     buffer = torch.ones(40_000, device=accelerator.KIND)
-    by_node = communicator.ways.choose("all_reduce", Operands(buffer))
+    by_node = communicator.transports.choose("all_reduce", Operands(buffer))
     order: list[str] = []
 
     def spy(name: str, call: Callable[..., None]) -> Callable[..., None]:
@@ -154,9 +154,9 @@ def phases(communicator: Communicator) -> None:
 def flat_by_mpi() -> Router:
     """A communicator that hands all device memory to MPI."""
     mpi = MpiTransport(WORLD.Dup())
-    host = Router(Ways(mpi))
+    host = Router(Transports(mpi))
     aware = DeviceAwareTransport(host, 0, CommunicatorWatch(), "by MPI")
-    return Router(Ways(mpi, [aware]))
+    return Router(Transports(mpi, [aware]))
 
 
 def asked_for(name: str, comm: MPI.Intracomm) -> Communicator:
@@ -175,13 +175,13 @@ def train(strategy: ms.Strategy) -> str:
         model.zero_grad()
         strategy.run(lambda: model(examples).sum().backward())
         assert (model.weight.grad == sum(range(SIZE + 1))).all()
-    ways = strategy.extended.communicator.ways
+    ways = strategy.extended.communicator.transports
     return type(ways.choose("all_reduce", Operands(model.weight.grad))).__name__
 
 
 if ON_TWO_MACHINES:
     prove()
-gpu_ways.why_not_proven = lambda *args: "not tried"
+gpu_transports.why_not_proven = lambda *args: "not tried"
 staged = asked_for("staged", WORLD.Dup())
 sums_and_broadcasts(staged)
 say("sums and broadcasts are right")
@@ -194,7 +194,7 @@ if not accelerator.left_out(
     "MPI gets the simulated device's memory as host memory, and no wire joins the nodes",
     says_so=RANK == 0,
 ):
-    gpu_ways.why_not_proven = lambda *args: ""
+    gpu_transports.why_not_proven = lambda *args: ""
     TorchLibrary.pointer = checked_pointer
     aware = asked_for("device-aware", comm)
     sums_and_broadcasts(aware)

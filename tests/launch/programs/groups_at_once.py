@@ -12,10 +12,10 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators.transports.accelerator import gpu_ways
+from mpistrat.communicators.transport import Operands
+from mpistrat.communicators.transports.accelerator import gpu_transports
 from mpistrat.communicators.transports.accelerator.hierarchical import HierarchicalDeviceTransport
 from mpistrat.communicators.transports.accelerator.native import NativeTransport
-from mpistrat.communicators.transports.transport import Operands
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -24,7 +24,7 @@ from support import accelerator
 SIM = accelerator.load()
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
-gpu_ways.why_not_proven = lambda *_: "not tried"
+gpu_transports.why_not_proven = lambda *_: "not tried"
 HierarchicalDeviceTransport.measure = lambda *_: None  # type: ignore[method-assign]
 
 
@@ -34,7 +34,7 @@ def sums(strategy: ms.Strategy, ranks: list[int]) -> bool:
     communicator = communicator.by(ms.CommunicationImplementation.HIERARCHICAL)
     for _ in range(3):
         buffer = torch.full((1 << 15,), RANK + 1.0, device=accelerator.KIND)
-        mover = communicator.ways.choose("all_reduce", Operands(buffer))
+        mover = communicator.transports.choose("all_reduce", Operands(buffer))
         assert isinstance(mover, NativeTransport | HierarchicalDeviceTransport), mover
         communicator.all_reduce(buffer)
         assert buffer.unique().tolist() == [sum(ranks) + len(ranks)]

@@ -19,20 +19,20 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.reduction_tree import tree_of_ranks
+from mpistrat.communicators.reduction.tree import tree_of_ranks
 from mpistrat.communicators.router import Router
+from mpistrat.communicators.transport import Operands
 from mpistrat.communicators.transports.accelerator import (
-    calls_under_way,
-    gpu_ways,
+    gpu_transports,
     hierarchical,
+    pending_calls,
     staging,
 )
-from mpistrat.communicators.transports.accelerator.by_library import ByLibrary
 from mpistrat.communicators.transports.accelerator.device_aware import DeviceAwareTransport
 from mpistrat.communicators.transports.accelerator.hierarchical import HierarchicalDeviceTransport
 from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
+from mpistrat.communicators.transports.accelerator.library_dispatcher import LibraryDispatcher
 from mpistrat.communicators.transports.accelerator.nccl import NcclTransport
-from mpistrat.communicators.transports.transport import Operands
 from mpistrat.input.device_copies import DeviceCopies
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -50,7 +50,7 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 LENGTH = 3000
 staging.CHUNK = 1 << 10
-calls_under_way.SECONDS_BETWEEN_LOOKS = 60.0  # `until_idle` looks itself
+pending_calls.SECONDS_BETWEEN_LOOKS = 60.0  # `until_idle` looks itself
 
 
 def values() -> np.ndarray:
@@ -68,7 +68,7 @@ def new_communicator(move_by: Callable[[Router, Router], Any] | None = None) -> 
     """Args: move_by: makes a transport of the communicator and of one for the host."""
     communicator: Any = communicator_for(WORLD.Dup())
     if move_by is not None:
-        communicator.move_by(move_by(communicator, Router(communicator.ways)))
+        communicator.move_by(move_by(communicator, Router(communicator.transports)))
     return communicator
 
 
@@ -109,7 +109,9 @@ def device_aware() -> None:
 
 def native() -> Any:
     communicator = new_communicator()
-    gpu_ways.use_gpus(communicator, [gpu_ways.Gpu(0, str(rank)) for rank in range(SIZE)], 0)
+    gpu_transports.use_gpus(
+        communicator, [gpu_transports.Gpu(0, str(rank)) for rank in range(SIZE)], 0
+    )
     assert communicator.ordered_by_streams, communicator.explain()
     return communicator
 
@@ -118,7 +120,7 @@ def native_sums() -> None:
     expect(summed(native()))
 
 
-class NotedCalls(calls_under_way.CallsUnderWay):
+class NotedCalls(pending_calls.PendingCalls):
     """Attributes: newest: of all."""
 
     newest: ClassVar[Any] = None
@@ -128,7 +130,7 @@ class NotedCalls(calls_under_way.CallsUnderWay):
         NotedCalls.newest = self
 
 
-gpu_ways.CallsUnderWay = NotedCalls  # type: ignore[misc]
+gpu_transports.PendingCalls = NotedCalls  # type: ignore[misc]
 
 
 def until_idle() -> None:
@@ -138,7 +140,7 @@ def until_idle() -> None:
     for _ in range(5):
         communicator.broadcast(buffer)
     NotedCalls.newest.look()
-    communicator.ways.transports[0].of(torch=True).wait_until_idle()
+    communicator.transports.preferred[0].of(torch=True).wait_until_idle()
     SIM.host_access(buffer, False)
 
 
@@ -170,7 +172,7 @@ def through_the_host() -> None:
 
 
 def native_transport() -> Any:
-    return native().ways.transports[0].of(torch=True)
+    return native().transports.preferred[0].of(torch=True)
 
 
 def by_node() -> None:
@@ -209,7 +211,7 @@ def two_libraries() -> None:
     """Kernels of torch's group have ended before CuPy's NCCL is used."""
     of_torch, buffer = native_transport(), torch.as_tensor(values()).to("sim")
     of_cupy: Any = SimpleNamespace(choose=lambda *_: SIM.host_access(buffer, True))
-    transport = ByLibrary(lambda: of_torch, lambda: of_cupy)
+    transport = LibraryDispatcher(lambda: of_torch, lambda: of_cupy)
     transport.choose("all_reduce", Operands(buffer)).all_reduce(Operands(buffer))
     with cupy(others_are_early=False):
         transport.choose("all_reduce", Operands(cupy_array()))
@@ -288,7 +290,7 @@ def at_its_host_address(address: int, nbytes: int) -> MPI.buffer:
 
 
 raw_mpi.why_not_proven = lambda *_: ""
-gpu_ways.why_not_proven = lambda *_: "nobody tries"
+gpu_transports.why_not_proven = lambda *_: "nobody tries"
 raw_mpi.MPI = SimpleNamespace(
     buffer=SimpleNamespace(fromaddress=at_its_host_address),
     **{name: getattr(MPI, name) for name in ("COMM_WORLD", "FLOAT", "IN_PLACE")},
@@ -369,8 +371,8 @@ ACCELERATOR = "communicators/transports/accelerator"
 # Where waits of a file show; of others, all is tried.
 OF_FILE = {
     f"{ACCELERATOR}/buffers.py": [*HOST, *TORCH],
-    f"{ACCELERATOR}/by_library.py": [two_libraries],
-    f"{ACCELERATOR}/calls_under_way.py": [until_idle],
+    f"{ACCELERATOR}/library_dispatcher.py": [two_libraries],
+    f"{ACCELERATOR}/pending_calls.py": [until_idle],
     f"{ACCELERATOR}/device_aware.py": [device_aware],
     f"{ACCELERATOR}/hierarchical.py": [by_node],
     f"{ACCELERATOR}/native.py": TORCH,

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators import Communicator, Reduction, reducing
-from mpistrat.communicators.transports.accelerator import gpu_ways
+from mpistrat.communicators.transports.accelerator import gpu_transports
 from mpistrat.machine import gpu_advice
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -262,7 +262,7 @@ def collectives() -> None:
 
 
 def starts() -> None:
-    gpu_ways.why_not_proven = lambda *_: "not tried"
+    gpu_transports.why_not_proven = lambda *_: "not tried"
     torch_backend, allreduce = torch.distributed.Backend, process_group.ProcessGroupSim.allreduce
     said: list[str] = []
     handler = logging.Handler()

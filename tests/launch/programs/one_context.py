@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch.utils import data
 
 import mpistrat as ms
-from mpistrat.communicators.transports.accelerator import gpu_ways
+from mpistrat.communicators.transports.accelerator import gpu_transports
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -24,7 +24,7 @@ from support.simulated_accelerator import process_group, torch_sim
 SIM = torch_sim.load()
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
-gpu_ways.why_not_proven = lambda *_: "not tried"
+gpu_transports.why_not_proven = lambda *_: "not tried"
 
 
 def to_a_device(examples: list[tuple[torch.Tensor]]) -> torch.Tensor:
@@ -60,10 +60,10 @@ def main() -> None:
     folder = Path(sys.argv[1])
     strategy = train(folder / "native", 2)
     assert strategy.extended.communicator.ordered_by_streams, strategy.extended.explain()
-    shared = gpu_ways.shared_gpu
-    gpu_ways.shared_gpu = lambda _: "the test says so"  # then a thread makes the calls
+    shared = gpu_transports.shared_gpu
+    gpu_transports.shared_gpu = lambda _: "the test says so"  # then a thread makes the calls
     assert not train(folder / "staged", 1).extended.communicator.ordered_by_streams
-    gpu_ways.shared_gpu = shared
+    gpu_transports.shared_gpu = shared
     process_group.faults.add("hang")
     if RANK == SIZE - 1:
         process_group.ProcessGroupSim.allreduce = fail  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import mpistrat as ms
-from mpistrat.communicators.transports.accelerator import gpu_ways
+from mpistrat.communicators.transports.accelerator import gpu_transports
 
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "scripts")]
@@ -41,7 +41,7 @@ if accelerator.left_out(
 ):
     DROPPED = 0.0
 # Four processes would import torch to find out that MPI does not take the simulated device's memory.
-gpu_ways.why_not_proven = lambda *args: "not tried"
+gpu_transports.why_not_proven = lambda *args: "not tried"
 
 Tensors = dict[str, torch.Tensor]
 

@@ -32,7 +32,7 @@ needs_peers = pytest.mark.mpi(min_size=2)
 def _large_is_what_memory_can_take() -> Iterator[None]:
     """Whatever was measured, nothing large is summed by MPI, in an order of its own."""
     communicator = communicator_for(WORLD)
-    first = communicator.ways.transports[0] if isinstance(communicator, Router) else None
+    first = communicator.transports.preferred[0] if isinstance(communicator, Router) else None
     if not isinstance(first, WindowTransport):
         yield
         return

@@ -27,7 +27,7 @@ Case = tuple[Tensors, Tensors, Callable[[Collectives, Any, Any], None]]
 def ways() -> list[Collectives]:
     """Through shared memory, and by messages of MPI."""
     communicator = cast("Router", new_communicator(MPI.COMM_WORLD.Dup()))
-    window = cast("WindowTransport", communicator.ways.transports[0])
+    window = cast("WindowTransport", communicator.transports.preferred[0])
     assert window.shared_blocks() is not None
     window.borders = [0]
     by_mpi = communicator.by(ms.CommunicationImplementation.MPI)

@@ -3,8 +3,8 @@
 NCCL refuses two ranks of one host on one GPU. It takes NCCL_HOSTID for the name of the host. So here each rank is a
 host of its own, and NCCL goes through sockets on loopback. It does what it does elsewhere, but for its speed.
 
-mpistrat does not try NCCL there, and its benchmarks leave NCCL's programs out; both ask `gpu_ways.shared_gpu`, which
-is replaced when it is imported.
+mpistrat does not try NCCL there, and its benchmarks leave NCCL's programs out. Both ask `gpu_transports.shared_gpu`,
+which is replaced when it is imported.
 """
 
 import importlib.abc
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_GPU_WAYS = "mpistrat.communicators.transports.accelerator.gpu_ways"
+_GPU_TRANSPORTS = "mpistrat.communicators.transports.accelerator.gpu_transports"
 _RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 for _name in _RANKS:
@@ -28,7 +28,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _GPU_WAYS:
+        if name != _GPU_TRANSPORTS:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.communicators.contract.agreement import BoardAgreement
+from mpistrat.communicators.contract.agreement import SharedMemoryAgreement
 from mpistrat.liveness import waiting
 from mpistrat.liveness.record import WORD, RankRecord
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -102,7 +102,7 @@ def wrong_sums(seed: int, missing: int | None = None) -> int:
             if next(fences) % 2 != missing:
                 processor.fence()
 
-        agreement = BoardAgreement(CommunicatorWatch(record, 0, peers, crowded=True), fence)
+        agreement = SharedMemoryAgreement(CommunicatorWatch(record, 0, peers, crowded=True), fence)
         for call in range(1, CALLS):
             processor.store((rank, "slot", call & 1), 100 * call + rank)
             assert agreement.agree(call, SAME)
@@ -158,20 +158,20 @@ def test_where_ranks_outnumber_cores_one_look_and_the_core_is_given_away(
     words: Any = dict.fromkeys(range(100), 0)
     record = RecordIn(words)
     peers: Any = [(Late(), 0)]
-    agreement = BoardAgreement(CommunicatorWatch(record, 0, peers, crowded=crowded), None)
+    agreement = SharedMemoryAgreement(CommunicatorWatch(record, 0, peers, crowded=crowded), None)
     assert agreement.agree(1, SAME)
     assert yielded == 3
     assert (looked <= 3) == crowded
 
 
-def of_the_second(word: int) -> BoardAgreement:
+def of_the_second(word: int) -> SharedMemoryAgreement:
     """Rank 1's agreement with rank 0, which has written `word`."""
     first, second = (new_record(None, rank) for rank in range(2))
     theirs, mine = first.new_board(7, 2), second.new_board(7, 2)
     assert theirs is not None
     assert mine is not None
     first.words[theirs + WORD] = word
-    return BoardAgreement(CommunicatorWatch(second, mine, [(first.words, theirs)], False))
+    return SharedMemoryAgreement(CommunicatorWatch(second, mine, [(first.words, theirs)], False))
 
 
 @pytest.mark.parametrize("calls", [1, 255, 256])

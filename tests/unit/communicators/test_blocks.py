@@ -10,7 +10,7 @@ import torch
 
 from mpistrat.communicators.node.blocks import PAGE, Blocks
 from mpistrat.communicators.reduction import SUM
-from mpistrat.communicators.transports.transport import Operands
+from mpistrat.communicators.transport import Operands
 from mpistrat.liveness.watch import CommunicatorWatch
 
 

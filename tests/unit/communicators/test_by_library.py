@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mpistrat.communicators.transports.accelerator.by_library import ByLibrary
-from mpistrat.communicators.transports.transport import Operands
+from mpistrat.communicators.transport import Operands
+from mpistrat.communicators.transports.accelerator.library_dispatcher import LibraryDispatcher
 
 
 class FakeTransport:
@@ -35,14 +35,16 @@ def test_one_library_has_ended_when_the_other_is_used(monkeypatch: pytest.Monkey
     log: list[str] = []
     on_device: Any = SimpleNamespace(is_cpu=False, is_meta=False, device=torch.device("cuda"))
     monkeypatch.setattr(
-        "mpistrat.communicators.transports.accelerator.by_library.is_torch",
+        "mpistrat.communicators.transports.accelerator.library_dispatcher.is_torch",
         lambda value: value is on_device,
     )
     monkeypatch.setattr(
-        "mpistrat.communicators.transports.accelerator.by_library.is_on_gpu",
+        "mpistrat.communicators.transports.accelerator.library_dispatcher.is_on_gpu",
         lambda value: value is on_device or value is array,
     )
-    ways = ByLibrary(lambda: FakeTransport("torch", log), lambda: FakeTransport("CuPy", log))  # type: ignore[arg-type,return-value]
+    ways = LibraryDispatcher(
+        lambda: FakeTransport("torch", log), lambda: FakeTransport("CuPy", log)
+    )  # type: ignore[arg-type,return-value]
     assert ways.choose("all_reduce", Operands(tensor)) is None  # on the host
     for buffer in (on_device, on_device, array, array, on_device):
         ways.choose("all_reduce", Operands(buffer))

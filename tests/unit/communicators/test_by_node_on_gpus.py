@@ -10,7 +10,8 @@ from mpistrat.communicators.costs.measurement import SIZES_ON_DEVICE, Costs
 from mpistrat.communicators.costs.model import Cost
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.reduction import Reduction
-from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.communicators.reduction.tree import ReductionTree
+from mpistrat.communicators.transport import Operands
 from mpistrat.communicators.transports.accelerator import hierarchical
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.hierarchical import (
@@ -21,7 +22,6 @@ from mpistrat.communicators.transports.accelerator.hierarchical import (
     takes,
     why_not_by_node,
 )
-from mpistrat.communicators.transports.transport import Operands
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation as Way
 
@@ -108,11 +108,11 @@ def test_a_way_that_is_never_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport.choose("all_reduce", buffer(1 << 26)) is transport.flat
     assert transport.ordered_by_streams
     assert "through MPI, never; of S bytes" in transport.why
-    asked_for = transport.asked_for[Way.HIERARCHICAL]
-    assert isinstance(asked_for, HierarchicalDeviceTransport)
-    assert asked_for.choose("all_reduce", buffer(1 << 26)) is asked_for
-    assert asked_for.choose("all_reduce", buffer(4)) is transport.flat
-    assert transport.asked_for[Way.NCCL] is transport.flat
+    forced = transport.forced[Way.HIERARCHICAL]
+    assert isinstance(forced, HierarchicalDeviceTransport)
+    assert forced.choose("all_reduce", buffer(1 << 26)) is forced
+    assert forced.choose("all_reduce", buffer(4)) is transport.flat
+    assert transport.forced[Way.NCCL] is transport.flat
 
 
 def test_what_wants_all_values_on_the_host() -> None:

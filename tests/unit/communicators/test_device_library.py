@@ -8,11 +8,11 @@ import torch
 
 from mpistrat.communicators import reducing
 from mpistrat.communicators.local import LocalCommunicator
+from mpistrat.communicators.transport import Operands
 from mpistrat.communicators.transports.accelerator import buffers as device_buffers
 from mpistrat.communicators.transports.accelerator import staging as device_staging
 from mpistrat.communicators.transports.accelerator.library import TorchLibrary
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport
-from mpistrat.communicators.transports.transport import Operands
 from mpistrat.liveness.watch import CommunicatorWatch
 
 SUM = reducing()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpistrat.communicators.reduction_tree import ReductionTree, tree_of_ranks
+from mpistrat.communicators.reduction.tree import ReductionTree, tree_of_ranks
 
 
 def level_by_level(values: list[str]) -> str:

@@ -71,8 +71,8 @@ def test_costs_are_measured(clock: Clock) -> None:
     """The least of nine leaves out what some calls take longer."""
     ways = {"slow": clock.spinning(5e-4, 1e-10, 3e-3), "fast": clock.spinning(1e-4, 5e-10, 3e-3)}
     costs = costs_of(ways, ALONE, "", [1])
-    assert costs.ways["slow"].alpha == pytest.approx(5e-4)
-    assert costs.ways["fast"].beta == pytest.approx(5e-10)
+    assert costs.routes["slow"].alpha == pytest.approx(5e-4)
+    assert costs.routes["fast"].beta == pytest.approx(5e-10)
     assert costs.cheaper_from("slow", "fast", FLOOR) == pytest.approx(1e6)
 
 
@@ -99,7 +99,7 @@ def test_it_takes_less_than_a_second(clock: Clock, seconds: float) -> None:
     """Also of calls that are very slow: one that has begun ends, and there is no other."""
     costs = costs_of({"one": clock.sleeping(seconds)}, ALONE, "", [1])
     assert clock.now < 1
-    assert bool(costs.ways) == (seconds < 0.3)
+    assert bool(costs.routes) == (seconds < 0.3)
     if seconds == 0.6:
         assert costs.cheaper_from("one", "another", FLOOR) == selection.UNMEASURED
         assert "not measured: calls of two sizes took longer than 0.3 s" in costs.explain()
@@ -188,7 +188,7 @@ def test_a_file_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     selection.costs_of_this_job.clear()
     again, measured = anew()
     assert not measured
-    assert again.ways == first.ways
+    assert again.routes == first.routes
     assert f"in 3 earlier jobs, read from {tmp_path}" in again.explain()
     assert anew(mpi="MPI 2")[1]
     assert anew(ranks=3)[1]
@@ -267,7 +267,7 @@ def test_jobs_measure_as_long_as_they_learn(jobs: Jobs) -> None:
     """Three at least, and five at most."""
     for slower in (9.0, 7.0, 5.0, 3.0, 1.0, 0.5):
         costs = jobs.run(slower, slower)
-        assert costs.ways["MPI"].alpha == pytest.approx(25e-6 * max(1.0, slower))
+        assert costs.routes["MPI"].alpha == pytest.approx(25e-6 * max(1.0, slower))
     assert costs.jobs == 5
     jobs.distance *= 2
     assert [jobs.run().jobs for _ in range(5)] == [1, 2, 3, 3, 3]

@@ -13,7 +13,7 @@ from mpistrat.communicators.known_calls import KnownCalls
 from mpistrat.communicators.node.slots import LARGEST, SharedSlots
 from mpistrat.communicators.node.small_calls import TOO_LARGE, SmallCall, small_call
 from mpistrat.communicators.reduction import reducing
-from mpistrat.communicators.transports.transport import Operands
+from mpistrat.communicators.transport import Operands
 
 SIZES = (2, 3, 4)
 PLAIN = ("", "", None)

@@ -1,1 +1,1 @@
-"""Ways for buffers on GPUs: NCCL, a device-aware MPI, and pinned host memory."""
+"""Transports for buffers on GPUs: NCCL, a device-aware MPI, and pinned host memory."""

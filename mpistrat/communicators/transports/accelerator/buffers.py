@@ -8,8 +8,8 @@ from typing import Any
 from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.transport import Exchange, Operands, Transport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary, library_of
-from mpistrat.communicators.transports.transport import Mover, Operands, Transport
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
@@ -27,11 +27,11 @@ class DeviceTransport(Transport):
         why: this way is taken, for people.
 
     Attributes:
-        asked_for: the ways for an implementation that a program asks for, where there are several.
+        forced: the transports for an implementation that a program asks for, where there are several.
     """
 
     takes_device_buffers = True
-    asked_for: Mapping[CommunicationImplementation, Transport] = {}
+    forced: Mapping[CommunicationImplementation, Transport] = {}
 
     def __init__(
         self, host: Communicator, index: int, watch: CommunicatorWatch, why: str = ""
@@ -41,7 +41,7 @@ class DeviceTransport(Transport):
         self._index, self._watch, self.why = index, watch, why
         self._libraries: dict[bool, DeviceLibrary] = {}
 
-    # Subclasses have ways of their own for these
+    # Subclasses do these their own way
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         """`all_reduce` in place of a buffer on this rank's GPU."""
@@ -59,7 +59,7 @@ class DeviceTransport(Transport):
 
     # The collectives
 
-    def choose(self, call: str, operands: Operands) -> Mover | None:
+    def choose(self, call: str, operands: Operands) -> Exchange | None:
         return self if is_on_gpu(operands.buffer) else None
 
     def all_reduce(self, operands: Operands) -> None:
@@ -92,7 +92,7 @@ class DeviceTransport(Transport):
     def explain(self, rest: str) -> str:
         return f"buffers on GPUs: {self.why}\nbuffers on the host: {rest}"
 
-    # Parts of these ways
+    # Parts of these transports
 
     def library(self, buffer: Array) -> DeviceLibrary:
         kind = is_torch(buffer)

@@ -11,11 +11,11 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import Array, dtype_name, num_elements
-from mpistrat.communicators.arithmetic import KNOWN_TO_MPI, scale
 from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.reduction.arithmetic import KNOWN_TO_MPI, scale
+from mpistrat.communicators.transport import combined_as_float32
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.mpi import OPS
-from mpistrat.communicators.transports.transport import combined_as_float32
 
 if TYPE_CHECKING:
     from mpistrat.communicators.router import Router

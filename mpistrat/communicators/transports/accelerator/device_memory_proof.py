@@ -46,13 +46,13 @@ def why_not_proven(host: Communicator, node: int, library: str, index: int) -> s
         node: the number of this rank's.
         library, index: as of `reason_against`, on this rank.
     """
-    everyone = host.all_gather_object((node, MPI.Get_processor_name()))
-    first = {number: everyone.index((number, name)) for number, name in reversed(everyone)}
+    places = host.all_gather_object((node, MPI.Get_processor_name()))
+    first = {number: places.index((number, name)) for number, name in reversed(places)}
     reason = ""
     if host.rank in first.values():
         reason = reason_against(library, index)
         if host.rank == 0 and not reason and len(first) > 1:
-            hosts = [everyone[rank][1] for rank in sorted(first.values())[:2]]
+            hosts = [places[rank][1] for rank in sorted(first.values())[:2]]
             reason = reason_against(library, index, tuple(hosts))
     reasons = host.all_gather_object(reason)
     return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")

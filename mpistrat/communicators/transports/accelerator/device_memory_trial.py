@@ -72,7 +72,7 @@ def _check(buffer: Any, expected: np.ndarray) -> None:
 def _torch(number: str) -> _Library:
     import torch
 
-    index = _own(number, torch.accelerator.device_count())
+    index = _index(number, torch.accelerator.device_count())
     torch.accelerator.set_device_index(index)
     device = torch.accelerator.current_accelerator()
 
@@ -85,12 +85,12 @@ def _torch(number: str) -> _Library:
 def _cupy(number: str) -> _Library:
     import cupy
 
-    device = cupy.cuda.Device(_own(number, cupy.cuda.runtime.getDeviceCount()))
+    device = cupy.cuda.Device(_index(number, cupy.cuda.runtime.getDeviceCount()))
     device.use()
     return cupy.asarray, lambda buffer: buffer.data.ptr, device.synchronize
 
 
-def _own(number: str, count: int) -> int:
+def _index(number: str, count: int) -> int:
     """The accelerator of this process: another than that of its neighbour, where this process sees several."""
     if not count:
         raise RuntimeError("none is visible")

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from mpistrat.arrays import Array, is_on_gpu, num_elements
-from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs.measurement import (
     NOT_MEASURED,
@@ -22,9 +21,10 @@ from mpistrat.communicators.costs.measurement import (
     costs_of,
 )
 from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.reduction.arithmetic import scale
+from mpistrat.communicators.transport import Exchange, Operands, combined_as_float32
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
-from mpistrat.communicators.transports.transport import Mover, Operands, combined_as_float32
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
@@ -48,7 +48,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         flat: over all ranks: the other way, which takes what this one does not.
 
     Attributes:
-        costs: what both ways cost.
+        costs: what both transports cost.
         smallest: from so many bytes on a buffer goes by node, by these costs.
     """
 
@@ -71,14 +71,14 @@ class HierarchicalDeviceTransport(DeviceTransport):
         self._places = [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
         # A copy goes by node from SMALLEST on, whatever this one measures.
         ways = CommunicationImplementation
-        self.asked_for = {ways.NCCL: flat, ways.HIERARCHICAL: copy.copy(self)}
+        self.forced = {ways.NCCL: flat, ways.HIERARCHICAL: copy.copy(self)}
 
     @property
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
         """False where the host has to wait, between the phases of some buffers."""
         return self.flat.ordered_by_streams and math.isinf(self.smallest)
 
-    def choose(self, call: str, operands: Operands) -> Mover | None:
+    def choose(self, call: str, operands: Operands) -> Exchange | None:
         by_node = operands.buffer.nbytes >= self.smallest and takes(call, operands)
         return self if by_node else self.flat.choose(call, operands)
 
@@ -103,7 +103,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
 
             return way
 
-        # Not while time is taken: connections, and measurements of the ways below.
+        # Not while time is taken: connections, and measurements of the transports below.
         for all_reduce in (self.all_reduce, self.flat.all_reduce):
             waiting(all_reduce)(zeros(_FIRST // 4))
         by = self.within.why, type(self.between).__name__, type(self.flat).__name__
@@ -128,26 +128,26 @@ class HierarchicalDeviceTransport(DeviceTransport):
         if combined_as_float32(buffer, reduction, self._combine):  # rounded once, not on each node
             return
         plain = reduction.plain
-        flat, whole, mine = self._sliced(buffer)
-        self.within.reduce_scatter(Operands(whole, plain, mine))
+        flat, whole, own_slice = self._sliced(buffer)
+        self.within.reduce_scatter(Operands(whole, plain, own_slice))
         self.wait_until_idle()  # as MPI is to use the GPU
-        self.between.all_reduce(Operands(mine, plain))
-        self.within.all_gather_into(Operands(mine, out=whole))
+        self.between.all_reduce(Operands(own_slice, plain))
+        self.within.all_gather_into(Operands(own_slice, out=whole))
         if whole is not flat:
             flat[...] = whole[: num_elements(flat)]
         scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
         """Within the root's node, then from its ranks to those of the other nodes, then within these."""
-        flat, whole, mine = self._sliced(buffer)
+        flat, whole, own_slice = self._sliced(buffer)
         node, place = self._nodes[root], self._places[self.rank]
         if self._nodes[self.rank] == node:
             self.within.broadcast(Operands(whole, root=self._places[root]))
         peers = [self._nodes[rank] for rank in range(self.size) if self._places[rank] == place]
         self.wait_until_idle()  # as MPI is to use the GPU
-        self.between.broadcast(Operands(mine, root=peers.index(node)))
+        self.between.broadcast(Operands(own_slice, root=peers.index(node)))
         if self._nodes[self.rank] != node:
-            self.within.all_gather_into(Operands(mine, out=whole))
+            self.within.all_gather_into(Operands(own_slice, out=whole))
         if whole is not flat:
             flat[...] = whole[: num_elements(flat)]
 

@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from mpistrat.arrays import Array, dtype_name
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.reduction.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.torch_store import Ranks, opener_of_store
+from mpistrat.communicators.transport import Operands
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
-from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
-from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
+from mpistrat.communicators.transports.accelerator.collective_group import CollectiveGroup
 from mpistrat.communicators.transports.accelerator.library import TorchLibrary
+from mpistrat.communicators.transports.accelerator.pending_calls import PendingCalls
 from mpistrat.communicators.transports.accelerator.torch_groups import abort_group, make_group
-from mpistrat.communicators.transports.transport import Operands
 from mpistrat.errors import OpError
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.job_end import job_end
@@ -61,7 +61,7 @@ class NativeTransport(DeviceTransport):
     Args:
         kind: torch's name of the kind of device: "cuda".
         channel: between the ranks of `host`.
-        under_way: is told of each collective.
+        pending: is told of each collective.
     """
 
     ordered_by_streams = True
@@ -74,15 +74,15 @@ class NativeTransport(DeviceTransport):
         watch: CommunicatorWatch,
         why: str,
         channel: AbortChannel,
-        under_way: Callable[[JointGroup[Any]], CallsUnderWay],
+        pending: Callable[[CollectiveGroup[Any]], PendingCalls],
     ) -> None:
         super().__init__(host, index, watch, why)
         self._kind = kind
-        self._device, self._own = torch.device(kind, index), TorchLibrary(kind, index)
-        self._joint: JointGroup[Any] = JointGroup(
+        self._device, self._library_of_device = torch.device(kind, index), TorchLibrary(kind, index)
+        self._group: CollectiveGroup[Any] = CollectiveGroup(
             f"torch's group for {kind!r}", host, channel, watch, abort_group
         )
-        self._under_way = under_way(self._joint)
+        self._pending = pending(self._group)
 
     def start(self, ranks: Ranks) -> str:
         """Join the ranks, and try a first reduction. Collective. Returns: why not, "" if the group can be used."""
@@ -96,26 +96,26 @@ class NativeTransport(DeviceTransport):
             seconds = start_seconds()
             if seconds:
                 store.set_timeout(datetime.timedelta(seconds=seconds))
-            name = f"mpistrat {self._under_way.name}"
-            with self._own.device(), nccl_that_outlives_errors():
+            name = f"mpistrat {self._pending.name}"
+            with self._library_of_device.device(), nccl_that_outlives_errors():
                 return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)
 
         def try_out() -> str:
-            with self._own.device():
+            with self._library_of_device.device():
                 ones = torch.ones(1, dtype=torch.float32, device=self._device)
-                group = self._joint.group
+                group = self._group.group
                 if group is None:
                     return "it was aborted"
                 group.allreduce([ones], dist.AllreduceOptions()).wait()
                 total = ones.item()
             return "" if total == self.size else f"its sum of {self.size} ones is {total}"
 
-        why_not = self._joint.start(make, try_out)
+        why_not = self._group.start(make, try_out)
         if not why_not:
             job_end().call_last(self._shut_down)
         return why_not
 
-    # In place of the ways through the host
+    # In place of the copies through the host
 
     def all_reduce(self, operands: Operands) -> None:
         buffer, reduction = operands.buffer, operands.reduction
@@ -124,9 +124,9 @@ class NativeTransport(DeviceTransport):
             return
         # What `_combine` and `_submit` do: few frames lie between a gradient and its bytes.
         options = dist.AllreduceOptions()
-        with self._joint as group:
+        with self._group as group:
             group.allreduce([buffer], options).wait()
-            self._under_way.add()
+            self._pending.add()
         scale(buffer, reduction.scale)
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
@@ -223,29 +223,29 @@ class NativeTransport(DeviceTransport):
         options = dist.AllToAllOptions()
         self._submit(lambda group: group.alltoall_base(received, rows, *counts, options))
 
-    # Parts of these ways
+    # Parts of these transports
 
     def _submit(self, call: Callable[[Any], Any]) -> None:
         """Have the group do something after what the current stream holds, and before what it gets next."""
-        with self._joint as group:
+        with self._group as group:
             call(group).wait()  # the stream waits, not the host
-            self._under_way.add()
+            self._pending.add()
 
     def wait(self, library: Any, event: Any) -> None:
-        with self._joint:
-            self._joint.wait_until(lambda: library.is_done(event))
+        with self._group:
+            self._group.wait_until(lambda: library.is_done(event))
 
     def _shut_down(self) -> None:
         """At the end of all ranks' programs."""
         with contextlib.suppress(RuntimeError, OpError):  # it was aborted: everybody knows that
             self.wait_until_idle()
-            with self._joint as group:
+            with self._group as group:
                 group.shutdown()
 
     def wait_until_idle(self) -> None:
         """Return when all collectives of this rank have ended, as another library is to use the accelerator."""
-        with self._joint:
-            self._joint.wait_until(self._under_way.are_done)
+        with self._group:
+            self._group.wait_until(self._pending.are_done)
 
 
 def _are_on(device: torch.device, *buffers: Array) -> bool:

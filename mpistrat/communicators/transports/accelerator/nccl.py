@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat.arrays import Array, dtype_name, num_elements
-from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.reduction.arithmetic import scale
+from mpistrat.communicators.transport import combined_as_float32
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
-from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
+from mpistrat.communicators.transports.accelerator.collective_group import CollectiveGroup
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
-from mpistrat.communicators.transports.transport import combined_as_float32
 from mpistrat.liveness.abort_channel import AbortChannel
 
 OPS = ("sum", "max", "min", "prod")
@@ -78,7 +78,7 @@ class NcclTransport(DeviceTransport):
     buffer on a GPU can be combined any more.
     """
 
-    _joint: JointGroup[_Cupy]
+    _group: CollectiveGroup[_Cupy]
     _stream: Any
 
     def start(self, library: DeviceLibrary, channel: AbortChannel) -> str:
@@ -86,7 +86,7 @@ class NcclTransport(DeviceTransport):
 
         Args: channel: between the ranks of `host`.
         """
-        self._joint = JointGroup("NCCL", self.host, channel, self._watch, _Cupy.abort)
+        self._group = CollectiveGroup("NCCL", self.host, channel, self._watch, _Cupy.abort)
         unique_id, why = None, ""
         if self.rank == 0:
             try:
@@ -105,7 +105,7 @@ class NcclTransport(DeviceTransport):
             with library.device():
                 ones = library.empty((1,), "float32")
                 ones[...] = 1
-                stream, nccl = library.new_stream(), self._joint.group
+                stream, nccl = library.new_stream(), self._group.group
                 self._stream = stream
                 if nccl is None:
                     return "it was aborted"
@@ -116,7 +116,7 @@ class NcclTransport(DeviceTransport):
                 total = float(ones[0])
             return "" if total == self.size else f"its sum of {self.size} ones is {total}"
 
-        return self._joint.start(make, try_out)
+        return self._group.start(make, try_out)
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
@@ -147,7 +147,7 @@ class NcclTransport(DeviceTransport):
 
     def _run(self, library: DeviceLibrary, call: Callable[[_Cupy, int], None]) -> None:
         """Let `call` use NCCL on our stream, and return when the GPU has done that."""
-        with self._joint as nccl:
+        with self._group as nccl:
             self._stream.wait_event(library.record(library.current_stream()))
             call(nccl, library.handle(self._stream))
             self.wait(library, library.record(self._stream))
@@ -156,9 +156,9 @@ class NcclTransport(DeviceTransport):
         """Wait for `event`, or for an error of NCCL's or of another rank, with which NCCL's kernels would never end."""
 
         def done() -> bool:
-            nccl = self._joint.group
+            nccl = self._group.group
             if nccl is not None:
                 nccl.raise_if_failed()
             return library.is_done(event)
 
-        self._joint.wait_until(done)
+        self._group.wait_until(done)

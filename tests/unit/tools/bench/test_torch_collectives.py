@@ -43,10 +43,10 @@ def test_torchs_own_backend_of_ranks_that_share_a_gpu(
     monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     """It takes no part, but where `shared_gpu` says nothing against it, as with a host's name for each rank."""
-    gpu_ways = types.ModuleType("gpu_ways")
-    gpu_ways.Gpu, gpu_ways.shared_gpu = lambda node, name: name, lambda gpus: reason  # type: ignore[attr-defined]
-    name = "mpistrat.communicators.transports.accelerator.gpu_ways"
-    monkeypatch.setitem(sys.modules, name, gpu_ways)
+    gpu_transports = types.ModuleType("gpu_transports")
+    gpu_transports.Gpu, gpu_transports.shared_gpu = lambda node, name: name, lambda gpus: reason  # type: ignore[attr-defined]
+    name = "mpistrat.communicators.transports.accelerator.gpu_transports"
+    monkeypatch.setitem(sys.modules, name, gpu_transports)
     two_ranks = types.SimpleNamespace(all_gather_object=lambda own: [own, own])
     monkeypatch.setattr(torch_groups, "all_ranks", lambda: two_ranks)
     monkeypatch.setattr(torch_groups, "seen_accelerators", lambda: ("GPU-1",))

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from mpistrat.arrays import Array, copy, dtype_name, is_torch, itemsize
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.communicators.reduction.arithmetic import SUMMED_AS_FLOAT32, scale
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.reduction_tree import ReductionTree
+    from mpistrat.communicators.reduction.tree import ReductionTree
 
 
 @dataclass(slots=True)  # not frozen: that would make each call slower
@@ -61,7 +61,7 @@ class Operands:
         return [0, *itertools.accumulate(self.sent)]
 
 
-class Mover:
+class Exchange:
     """Moves the bytes of the calls that it takes. Their names are those of `Communicator`.
 
     Every method is collective: all ranks of the group call it, in the same order.
@@ -112,7 +112,7 @@ class Mover:
         raise TypeError(f"{type(self).__name__} does not take {call}: ask choose() first")
 
 
-class Transport(Mover, abc.ABC):
+class Transport(Exchange, abc.ABC):
     """One way of moving buffers. A router asks its transports in turn, and the first that takes a call moves its bytes.
 
     Attributes:
@@ -124,7 +124,7 @@ class Transport(Mover, abc.ABC):
     ordered_by_streams = False
 
     @abc.abstractmethod
-    def choose(self, call: str, operands: Operands) -> Mover | None:
+    def choose(self, call: str, operands: Operands) -> Exchange | None:
         """What moves the bytes of a call: this transport, or a part of it; None leaves the call to the next transport.
 
         Collective; the answer is the same on all ranks.

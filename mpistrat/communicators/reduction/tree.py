@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, name_of_dtype
-from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of, can_combine
+from mpistrat.communicators.reduction.arithmetic import Arithmetic, arithmetic_of, can_combine
 
 # Bytes that are added up before the next, so that sums stay in the caches.
 _CHUNK = 1 << 18
@@ -78,11 +78,11 @@ def tree_of_ranks(replicas_of_ranks: tuple[int, ...]) -> ReductionTree:
     """The tree over the sums that are left when each rank has added up its replicas. Replicas are in rank order."""
     ends = itertools.accumulate(replicas_of_ranks)
     total = sum(replicas_of_ranks)
-    mine = [
+    held = [
         tree_of_replicas(total, end - replicas, end).sums
         for end, replicas in zip(ends, replicas_of_ranks, strict=True)
     ]
-    return ReductionTree(total, mine)
+    return ReductionTree(total, held)
 
 
 class TreeSum(Arithmetic):
@@ -118,20 +118,20 @@ class TreeSum(Arithmetic):
         tree, combine = self._tree, self._pairwise.combine
         out_of = dict(zip(tree.left, outs, strict=True))
         last = {to: i for i, (to, _) in enumerate(tree.additions)}
-        own: set[int] = set()  # positions of values that are in memory of our own by now
+        copied: set[int] = set()  # positions of values that are in memory of this function by now
         for i, (to, added) in enumerate(tree.additions):
             if to in out_of and i == last[to]:
                 combine((values[to], values[added]), out_of[to], scale)
                 continue
-            if to in own:
+            if to in copied:
                 target = values[to]
-            elif added in own:
+            elif added in copied:
                 target = values[added]
             else:
                 target = self._pairwise.totals(len(values[to]))
             combine((values[to], values[added]), target, None)
             values[to] = target
-            own.add(to)
+            copied.add(to)
         for position, out in out_of.items():
             if position not in last:
                 combine((values[position],), out, scale)

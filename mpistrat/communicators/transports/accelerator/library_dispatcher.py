@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpistrat.arrays import is_on_gpu, is_torch
+from mpistrat.communicators.transport import Exchange, Operands, Transport
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
-from mpistrat.communicators.transports.transport import Mover, Operands, Transport
 from mpistrat.options import CommunicationImplementation
 
 
-class ByLibrary(Transport):
+class LibraryDispatcher(Transport):
     """Hands a buffer to the transport of its library, which is made when the first such buffer comes.
 
     Kernels of two libraries' groups must not be under way together on one accelerator: each may hold what the other
@@ -42,7 +42,7 @@ class ByLibrary(Transport):
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
         return any(transport.ordered_by_streams for transport in self.made.values())
 
-    def choose(self, call: str, operands: Operands) -> Mover | None:
+    def choose(self, call: str, operands: Operands) -> Exchange | None:
         transport = self.to_use(operands)
         return None if transport is None else transport.choose(call, operands)
 
@@ -67,25 +67,27 @@ class ByLibrary(Transport):
         return f"{''.join(lines)}buffers on the host: {rest}"
 
 
-class AskedFor(Transport):
-    """As `by_library`, by the way of `implementation` where there are several."""
+class ForcedTransport(Transport):
+    """As `dispatcher`, by the transport of `implementation` where there are several."""
 
     takes_device_buffers = True
 
-    def __init__(self, by_library: ByLibrary, implementation: CommunicationImplementation) -> None:
-        self._by_library, self._implementation = by_library, implementation
+    def __init__(
+        self, dispatcher: LibraryDispatcher, implementation: CommunicationImplementation
+    ) -> None:
+        self._dispatcher, self._implementation = dispatcher, implementation
 
     def _of(self, transport: DeviceTransport) -> Transport:
-        return transport.asked_for.get(self._implementation, transport)
+        return transport.forced.get(self._implementation, transport)
 
     @property
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
-        made = self._by_library.made.values()
+        made = self._dispatcher.made.values()
         return any(self._of(transport).ordered_by_streams for transport in made)
 
-    def choose(self, call: str, operands: Operands) -> Mover | None:
-        transport = self._by_library.to_use(operands)
+    def choose(self, call: str, operands: Operands) -> Exchange | None:
+        transport = self._dispatcher.to_use(operands)
         return None if transport is None else self._of(transport).choose(call, operands)
 
     def explain(self, rest: str) -> str:
-        return self._by_library.explain(rest)
+        return self._dispatcher.explain(rest)

@@ -13,8 +13,8 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Generic, NoReturn, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.errors import RankLostError, StallError
@@ -27,11 +27,31 @@ from mpistrat.settings import start_seconds
 
 T = TypeVar("T")
 
+
+class _RankStart(NamedTuple):
+    """How a rank's start went.
+
+    Attributes:
+        error: of the library; "" if there was none.
+        is_late: the rank waited as long as a start may last.
+        has_ended: the library's calls have returned.
+    """
+
+    error: str
+    is_late: bool
+    has_ended: bool
+
+    @property
+    def tells_others(self) -> bool:
+        """Whether the rank sends word, for the others may wait for it."""
+        return bool(self.error) or self.is_late
+
+
 # Of the time that all of a start may take: ranks that a library leaves waiting take another way then.
 SHARE_OF_THE_START = 0.5
 
 
-class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
+class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
     """Surrounds each use of a group, and hands it out: what fails inside, on this rank or another, fails on all ranks.
 
     Raises: in place of what the body raises, RuntimeError. On entering: if the group was aborted, RuntimeError, or
@@ -78,47 +98,44 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
             try_out: uses it. Returns: what is wrong, "" if nothing is.
         Returns: why the group cannot be used, with the number of a rank; "" if it can. The same on all ranks.
         """
-        why: list[str] = []
+        outcome: list[str] = []  # of the thread: empty until it ends
 
         def run() -> None:
             make_own_current()
             try:
                 self._adopt(make())
-                why.append(try_out())
+                outcome.append(try_out())
             except BaseException as error:
-                why.append(f"{type(error).__name__}: {error}")
+                outcome.append(f"{type(error).__name__}: {error}")
 
         thread = threading.Thread(target=run, name=f"mpistrat start of {self.name}", daemon=True)
         thread.start()
         job_end().call_last(functools.partial(thread.join, SECONDS_TO_LEAVE_A_LIBRARY))
         limit = start_seconds() * SHARE_OF_THE_START  # 0: none
-        until = time.monotonic() + (limit or math.inf)
+        is_late = not self._is_settled_within(limit or math.inf, outcome)
+        start = _RankStart("".join(outcome), is_late, bool(outcome))
+        if start.tells_others:
+            self._channel.send(start.error)
+        starts = [_RankStart(*fields) for fields in self._host.all_gather_object((*start,))]
+        self._channel.settle(rank for rank, start in enumerate(starts) if start.tells_others)
+        reason = _why_not_started(self.name, starts, limit)
+        if reason:
+            self.abort(reason)
+        return reason
+
+    def _is_settled_within(self, seconds: float, outcome: Sequence[str]) -> bool:
+        """Wait for the outcome of this rank's start, or another rank's failure. Returns: whether one came in time."""
+        until = time.monotonic() + seconds
 
         def is_settled() -> bool:
-            return bool(why) or self._channel.received() is not None
+            return bool(outcome) or self._channel.received() is not None
 
         try:
             wait_until(lambda: is_settled() or time.monotonic() > until, self._watch)
-            waited = is_settled()
+            return is_settled()
         except BaseException as error:
             self.__exit__(None, error, None)
             raise
-        own = why[0] if why else ""
-        if own or not waited:
-            self._channel.send(own)
-        everyone = self._host.all_gather_object((own, not waited, bool(why)))
-        self._channel.settle(
-            rank for rank, (text, is_late, _) in enumerate(everyone) if text or is_late
-        )
-        failed = [f"on rank {rank}: {text}" for rank, (text, *_) in enumerate(everyone) if text]
-        late = [str(rank) for rank, (_, late, ended) in enumerate(everyone) if late or not ended]
-        if not failed and not late:
-            return ""
-        if not failed:
-            failed = [f"in {limit:g} s on ranks {', '.join(late)}"]
-        reason = f"{self.name} does not start {'; '.join(failed[:4])}{'; …' * (len(failed) > 4)}"
-        self.abort(reason)
-        return reason
 
     def abort(self, why: str | Exception) -> None:
         """The group cannot be used any more: end what it does. Not collective; any thread, any number of times."""
@@ -187,6 +204,16 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
             return done()
 
         wait_until(done_or_failed, self._watch)
+
+
+def _why_not_started(name: str, starts: Sequence[_RankStart], limit: float) -> str:
+    """Why the group `name` cannot be used; "" if it has started on all ranks. Args: limit: of a start, in seconds."""
+    failed = [f"on rank {rank}: {start.error}" for rank, start in enumerate(starts) if start.error]
+    late = [str(rank) for rank, start in enumerate(starts) if start.is_late or not start.has_ended]
+    if late and not failed:
+        failed = [f"in {limit:g} s on ranks {', '.join(late)}"]
+    more = "; …" * (len(failed) > 4)
+    return f"{name} does not start {'; '.join(failed[:4])}{more}" if failed else ""
 
 
 class FailedElsewhereError(Exception):

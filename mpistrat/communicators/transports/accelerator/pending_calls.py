@@ -14,7 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat.communicators.contract.unchecked import Unchecked
-from mpistrat.communicators.transports.accelerator.graph_capture import let_this_thread_query_events
+from mpistrat.communicators.graph_capture import let_this_thread_query_events
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.errors import StallError
 from mpistrat.liveness.job_end import SECONDS_TO_LEAVE_A_LIBRARY, job_end
@@ -24,7 +24,7 @@ from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import make_own_current
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
+    from mpistrat.communicators.transports.accelerator.collective_group import CollectiveGroup
 
 SECONDS_BETWEEN_LOOKS = 0.25
 # A call that lasts so long is recorded; sooner if the limit is short.
@@ -40,14 +40,14 @@ class _SubmittedCall(NamedTuple):
     call_bytes: int
 
 
-class CallsUnderWay:
+class PendingCalls:
     """Those of one communicator, in their order.
 
     Args:
         contract: of the communicator: its calls are recorded there while they are submitted.
         watch: of these calls alone, between the same ranks.
         library: of the buffers.
-        joint: is aborted when the ranks are to raise a StallError.
+        group: is aborted when the ranks are to raise a StallError.
         listens: whether another thread than the program's may hear of other ranks' failures.
     """
 
@@ -56,19 +56,19 @@ class CallsUnderWay:
         contract: Unchecked,
         watch: CommunicatorWatch,
         library: DeviceLibrary,
-        joint: JointGroup[Any],
+        group: CollectiveGroup[Any],
         listens: bool,
     ) -> None:
         self.name = contract.name
         self._contract, self._watch, self._library = contract, watch, library
-        self._joint, self._listens = joint, listens
+        self._group, self._listens = group, listens
         self._calls: deque[_SubmittedCall] = deque()
         self._progress = 0  # when one was last seen to have ended
         self._is_recorded = False
         self._number = 0
         self._words, self._board = watch.record.words, watch.board
-        self._lookout = lookout()
-        self._lookout.watched.add(self)
+        self._event_watcher = event_watcher()
+        self._event_watcher.watched.add(self)
 
     def add(self) -> None:
         """A collective was submitted, and the current stream waits for its end."""
@@ -80,8 +80,8 @@ class CallsUnderWay:
         self._calls.append(
             _SubmittedCall(contract.calls, event, time.monotonic_ns(), *contract.recorded)
         )
-        if not self._lookout.is_awake.is_set():
-            self._lookout.is_awake.set()
+        if not self._event_watcher.is_awake.is_set():
+            self._event_watcher.is_awake.set()
 
     def are_done(self) -> bool:
         """Whether all have ended. The last one is the last to end."""
@@ -93,9 +93,9 @@ class CallsUnderWay:
     def look(self) -> bool:
         """Returns: whether any are under way. Called by a thread of its own."""
         if self._listens and self._calls:  # a start has no calls, and hears for itself
-            self._joint.hear()
+            self._group.hear()
         self._forget_done()
-        if not self._calls or self._joint.group is None:
+        if not self._calls or self._group.group is None:
             self._calls.clear()
             self._leave()
             return False
@@ -103,7 +103,7 @@ class CallsUnderWay:
         try:
             raise_if_stalled(self._watch)
         except StallError as error:
-            self._joint.abort(error)
+            self._group.abort(error)
         return True
 
     def _forget_done(self) -> None:
@@ -134,12 +134,12 @@ class CallsUnderWay:
             self._words[self._board + SINCE] = 0
 
 
-class Lookout:
+class EventWatcher:
     """The thread that looks at the calls under way of all in `watched`. While there are none it sleeps."""
 
     def __init__(self) -> None:
         self.is_awake = threading.Event()
-        self.watched: weakref.WeakSet[CallsUnderWay] = weakref.WeakSet()
+        self.watched: weakref.WeakSet[PendingCalls] = weakref.WeakSet()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat device calls", daemon=True)
         self._thread.start()
@@ -164,6 +164,6 @@ class Lookout:
 
 
 @functools.cache
-def lookout() -> Lookout:
+def event_watcher() -> EventWatcher:
     """This process's."""
-    return Lookout()
+    return EventWatcher()

@@ -19,8 +19,6 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.accelerator import nccl
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
-from mpistrat.communicators.transports.accelerator.by_library import AskedFor, ByLibrary
-from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
 from mpistrat.communicators.transports.accelerator.device_aware import DeviceAwareTransport
 from mpistrat.communicators.transports.accelerator.device_memory_proof import why_not_proven
 from mpistrat.communicators.transports.accelerator.hierarchical import (
@@ -32,6 +30,11 @@ from mpistrat.communicators.transports.accelerator.library import (
     DeviceLibrary,
     TorchLibrary,
 )
+from mpistrat.communicators.transports.accelerator.library_dispatcher import (
+    ForcedTransport,
+    LibraryDispatcher,
+)
+from mpistrat.communicators.transports.accelerator.pending_calls import PendingCalls
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.job_end import job_end
@@ -65,24 +68,26 @@ def use_gpus(
         with start_deadline(
             "the choice of a way between GPUs", rank=communicator.rank, size=communicator.size
         ):
-            ways = _Choice(communicator, gpus, index, quiet)
-            by_library = ByLibrary(ways.of_torch, ways.of_cupy)
-            by_library.of(torch=bool(torch_accelerator()))
-            asked_for = map(CommunicationImplementation, ("NCCL", "HIERARCHICAL"))
+            choice = _TransportChoice(communicator, gpus, index, quiet)
+            dispatcher = LibraryDispatcher(choice.of_torch, choice.of_cupy)
+            dispatcher.of(torch=bool(torch_accelerator()))
+            implementations = map(CommunicationImplementation, ("NCCL", "HIERARCHICAL"))
             communicator.use_devices_in = functools.partial(
                 use_gpus, gpus=gpus, index=index, quiet=quiet
             )
-            communicator.move_by(by_library, {way: AskedFor(by_library, way) for way in asked_for})
+            communicator.move_by(
+                dispatcher, {name: ForcedTransport(dispatcher, name) for name in implementations}
+            )
 
 
-class _Choice:
-    """Of the ways of a communicator between GPUs; the arguments are those of `use_gpus`."""
+class _TransportChoice:
+    """Of the transport of a communicator between GPUs; the arguments are those of `use_gpus`."""
 
     def __init__(self, communicator: Router, gpus: Sequence[Gpu], index: int, quiet: bool) -> None:
         self._communicator, self._gpus, self._index = communicator, gpus, index
         self._tell = (lambda *_: None) if quiet or communicator.rank else tell_of_way
         self._watch = communicator.contract.watch or CommunicatorWatch()
-        self._host = Router(communicator.ways)  # inside calls that are checked
+        self._host = Router(communicator.transports)  # inside calls that are checked
         self._channel = AbortChannel(communicator.mpi.comm)
         self._nodes = [gpu.node for gpu in gpus]
         self._not_by_node = why_not_by_node(self._nodes)
@@ -102,13 +107,13 @@ class _Choice:
         library = TorchLibrary(kind, self._index)
 
         def start(ranks: Router, channel: AbortChannel, why: str) -> tuple[NativeTransport, str]:
-            host, comm = Router(ranks.ways), ranks.mpi.comm
+            host, comm = Router(ranks.transports), ranks.mpi.comm
             watch = job_end().records.watch_of(comm, f"{ranks.contract.name} on devices")
             contract = self._communicator.contract
             native = NativeTransport(
                 *(host, kind, self._index, self._watch, why, channel),
-                lambda joint: CallsUnderWay(
-                    contract, watch, library, joint, listens=host.thread_multiple
+                lambda group: PendingCalls(
+                    contract, watch, library, group, listens=host.thread_multiple
                 ),
             )
             return native, native.start(Ranks(comm))
@@ -121,7 +126,7 @@ class _Choice:
         library = CupyLibrary(self._index)
 
         def start(ranks: Router, channel: AbortChannel, why: str) -> tuple[nccl.NcclTransport, str]:
-            host = Router(ranks.ways)
+            host = Router(ranks.transports)
             by_nccl = nccl.NcclTransport(host, self._index, self._watch, why)
             return by_nccl, by_nccl.start(library, channel)
 
@@ -174,7 +179,7 @@ class _Choice:
         """
         name = "torch" if isinstance(library, TorchLibrary) else "cupy"
         unproven = why_not_proven(self._host, self._nodes[self._host.rank], name, self._index)
-        args = Router(ranks.ways), self._index, self._watch
+        args = Router(ranks.transports), self._index, self._watch
         if not unproven:
             why = f"through MPI, which was seen to take device memory{text}"
             return DeviceAwareTransport(*args, why)

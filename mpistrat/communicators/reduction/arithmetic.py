@@ -93,15 +93,15 @@ def arithmetic_of(dtype: Any, op: str) -> Arithmetic:
 
 
 def share_of(
-    nbytes: int, itemsize: int, ranks: int, carriers: int | None = None
+    nbytes: int, itemsize: int, ranks: int, senders: int | None = None
 ) -> list[tuple[int, int]]:
     """Share a buffer out: the first byte and the end, by rank, of whole elements, as equally as possible.
 
-    Args: carriers: the number of ranks, from the first, that have a share; None: all.
+    Args: senders: the number of ranks, from the first, that have a share; None: all.
     """
-    carriers = carriers or ranks
+    senders = senders or ranks
     elements = nbytes // itemsize
-    cuts = [elements * min(i, carriers) // carriers * itemsize for i in range(ranks + 1)]
+    cuts = [elements * min(i, senders) // senders * itemsize for i in range(ranks + 1)]
     return list(itertools.pairwise(cuts))
 
 
@@ -197,12 +197,7 @@ class _Torch(Arithmetic):
         self._torch = torch
         self._dtype: torch.dtype = getattr(torch, dtype)
         self.itemsize = self._dtype.itemsize
-        self._combine: Any = {
-            "sum": torch.add,
-            "max": torch.maximum,
-            "min": torch.minimum,
-            "prod": torch.mul,
-        }[op]
+        self._combine: Any = getattr(torch, _UFUNCS[op].__name__)
 
     def view(self, memory: np.ndarray) -> Any:
         return self._torch.from_numpy(memory).view(self._dtype)
