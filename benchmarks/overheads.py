@@ -19,7 +19,7 @@ from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.node.slots import LARGEST
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.liveness.record import RankRecord, text_of
+from mpistrat.liveness.records.record import RankRecord, text_of
 from mpistrat.tools.bench.command_line import program
 from mpistrat.tools.bench.comparison import ALONE, compare_training, training_contestants
 from mpistrat.tools.bench.models.mlp import mlp

@@ -22,7 +22,7 @@ from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
 from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing, refusal
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.transport import Mover, Operands, Transport
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:

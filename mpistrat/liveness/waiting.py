@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from mpistrat.errors import StallError
-from mpistrat.liveness.job_folder import report_of
-from mpistrat.liveness.record import ENTRY, GROUP, RAISE, RankRecord
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.job_folder import report_of
+from mpistrat.liveness.records.record import ENTRY, GROUP, RAISE, RankRecord
+from mpistrat.liveness.records.watch import CommunicatorWatch
 
 SPIN_SECONDS = 200e-6
 YIELD_SECONDS = 2e-3

@@ -13,7 +13,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness import early_signals
+from mpistrat.liveness.ending import early_signals
 from mpistrat.options import CommunicationOptions, implementation_of
 from mpistrat.pytorch.metrics import warn_of_metrics_of
 from mpistrat.replicas.checkpoint_role import CheckpointRole

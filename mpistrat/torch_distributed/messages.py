@@ -22,9 +22,9 @@ from mpi4py import MPI
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.errors import StallError
 from mpistrat.liveness.call_site import call_site
-from mpistrat.liveness.record import LEAVING, LEFT, STATE
+from mpistrat.liveness.records.record import LEAVING, LEFT, STATE
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.torch_distributed.tensors import read, room_for
 from mpistrat.torch_distributed.work import UnfinishedWork
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mpistrat.errors import StallError
-from mpistrat.liveness.rank_end import rank_end
+from mpistrat.liveness.ending.rank_end import rank_end
 
 
 class DoneWork(dist.Work):

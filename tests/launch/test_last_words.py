@@ -14,7 +14,7 @@ PROGRAM = """
 import io, os, sys
 import torch.distributed
 import mpistrat as ms
-from mpistrat.liveness import rank_end
+from mpistrat.liveness.ending import rank_end
 from mpi4py import MPI
 
 def wrapped_by_torch():

@@ -260,8 +260,9 @@ def test_a_rank_of_ddp_that_goes_astray(launcher: Launcher, tmp_path: Path, name
 WAITS = """
 import datetime, sys, time
 import torch, torch.distributed as dist
-from mpistrat.liveness import observation, processes
-from mpistrat.liveness.record import LIMIT
+from mpistrat.liveness import processes
+from mpistrat.liveness.observer import observation
+from mpistrat.liveness.records.record import LIMIT
 processes.job_of = lambda pid: ""  # else the ranks of nodes that MPICH makes up would have one observer
 timeout, pause, limit = map(float, sys.argv[1:])
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))

@@ -18,9 +18,10 @@ from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import StallError
-from mpistrat.liveness import other_nodes, waiting
-from mpistrat.liveness.job_folder import report_of
-from mpistrat.liveness.record import ABORT, GROUP, RAISE, RING, SINCE, STALLED, WAITED
+from mpistrat.liveness import waiting
+from mpistrat.liveness.observer import other_nodes
+from mpistrat.liveness.records.job_folder import report_of
+from mpistrat.liveness.records.record import ABORT, GROUP, RAISE, RING, SINCE, STALLED, WAITED
 from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD

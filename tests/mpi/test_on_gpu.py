@@ -13,7 +13,7 @@ from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_ways
 from mpistrat.communicators.transports.accelerator.staging import CHUNK, StagedTransport
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.machine.devices import seen_accelerators
 
 pytestmark = pytest.mark.gpu

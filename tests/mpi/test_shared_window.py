@@ -22,7 +22,7 @@ from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.transport import Operands
 from mpistrat.communicators.transports.window import WindowTransport
-from mpistrat.liveness.record import RankRecord
+from mpistrat.liveness.records.record import RankRecord
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.time_limit(120)]
 

@@ -15,7 +15,7 @@ from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.node.small_calls import largest_combined
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError, StallError
-from mpistrat.liveness.record import ABORT, GROUP, RAISE, STALLED
+from mpistrat.liveness.records.record import ABORT, GROUP, RAISE, STALLED
 from support.rank_errors import errors_of_ranks
 
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -56,6 +56,18 @@ LAYERS = (
     ("errors",),
 )
 
+# The floors of a room, from the top down: its sub-packages and modules. A floor imports from the floors below it.
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "liveness": (
+        ("ending",),
+        ("observer",),
+        ("waiting",),
+        ("records",),
+        ("bounded_waits", "call_site", "error_text", "processes", "revocable_group"),
+        ("deadlines",),
+    ),
+}
+
 LONGEST_CHAIN = 20
 
 # Who we are comes from the resolvers, what the host has from `machine`, and what users set from `settings`.
@@ -116,6 +128,20 @@ def test_imports_go_down(running: Imports) -> None:
         for importer in sorted(running.keys() - {PACKAGE})
         for imported in sorted(running[importer] - {PACKAGE})
         if line[room_of(importer)] > line[room_of(imported)]
+    ]
+    assert not wrong, "imports that go up:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_imports_go_down_inside_a_room(running: Imports, room: str) -> None:
+    floor = {name: i for i, names in enumerate(FLOORS[room]) for name in names}
+    inside = {name for name in running if name.startswith(f"{PACKAGE}.{room}.")}
+    assert {name.split(".")[2] for name in inside} == floor.keys()
+    wrong = [
+        f"{importer} -> {imported}"
+        for importer in sorted(inside)
+        for imported in sorted(running[importer] & inside)
+        if floor[importer.split(".")[2]] > floor[imported.split(".")[2]]
     ]
     assert not wrong, "imports that go up:\n" + "\n".join(wrong)
 

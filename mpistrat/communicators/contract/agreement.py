@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.communicators.node.shared_memory import FENCE
-from mpistrat.liveness.record import WORD
+from mpistrat.liveness.records.record import WORD
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 
 if TYPE_CHECKING:
     from mpistrat.communicators.transports.mpi import MpiTransport

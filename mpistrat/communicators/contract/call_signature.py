@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness.record import text_of
+from mpistrat.liveness.records.record import text_of
 
 # The rest of a word of 64 bits is the call's number.
 DIGEST_BITS = 56

@@ -14,8 +14,8 @@ from mpistrat.communicators.host_views import address_of, bytes_of
 from mpistrat.communicators.node.shared_memory import FENCE
 from mpistrat.communicators.reduction_tree import how_to_combine
 from mpistrat.communicators.transports.transport import Mover, Operands, Unbroken
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 
 PAGE = 4096
 # Of each rank: blocks in flight, bytes of a block, and the bytes of it that one rank combines. A larger block goes

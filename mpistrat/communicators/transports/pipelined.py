@@ -22,8 +22,8 @@ from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.transport import Operands, Transport, Unbroken
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 
 # Below, pieces gain nothing.
 SMALLEST = 1 << 16

@@ -36,7 +36,7 @@ from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.transport import Mover, Operands, Transport
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.settings import shared_bytes
 
 # Below, MPI is always faster: two meetings in Python cost more than its whole message.

@@ -33,7 +33,7 @@ from mpistrat.communicators.transports.accelerator.graph_capture import is_captu
 from mpistrat.context import AnyReplicaContext, per_thread
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness import early_signals
+from mpistrat.liveness.ending import early_signals
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward, StepAgreement
 from mpistrat.pytorch.gradients.arrivals import Arrivals

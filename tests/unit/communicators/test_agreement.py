@@ -15,8 +15,8 @@ import pytest
 
 from mpistrat.communicators.contract.agreement import BoardAgreement
 from mpistrat.liveness import waiting
-from mpistrat.liveness.record import WORD, RankRecord
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.record import WORD, RankRecord
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from support.job_records import new_record
 
 RANKS, CALLS = 3, 300

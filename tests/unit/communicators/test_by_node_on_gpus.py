@@ -22,7 +22,7 @@ from mpistrat.communicators.transports.accelerator.hierarchical import (
     why_not_by_node,
 )
 from mpistrat.communicators.transports.transport import Operands
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation as Way
 
 ALONE = LocalCommunicator()

@@ -1,6 +1,6 @@
 """When a job is over because a rank has left."""
 
-from mpistrat.liveness.exit_coordinator import (
+from mpistrat.liveness.ending.exit_coordinator import (
     SECONDS_TO_LEAVE_TOGETHER,
     ExitCoordinator,
     Left,

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from mpistrat.liveness import job_folder
-from mpistrat.liveness.failure_detector import find_ranks, waits
-from mpistrat.liveness.job_folder import JobFolder
-from mpistrat.liveness.other_accounts import Account
-from mpistrat.liveness.record import SINCE, text_of
+from mpistrat.liveness.observer.failure_detector import find_ranks, waits
+from mpistrat.liveness.observer.node_accounts import Account
+from mpistrat.liveness.records import job_folder
+from mpistrat.liveness.records.job_folder import JobFolder
+from mpistrat.liveness.records.record import SINCE, text_of
 from support.job_records import new_record
 
 

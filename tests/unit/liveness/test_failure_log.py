@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.liveness import failure_log
-from mpistrat.liveness.failure_log import FailureLog, NotedFailure, as_of_any_rank
+from mpistrat.liveness.records import failure_log
+from mpistrat.liveness.records.failure_log import FailureLog, NotedFailure, as_of_any_rank
 
 
 @pytest.fixture(autouse=True)

@@ -64,8 +64,8 @@ def test_exits_in_words(status: int | None, words: str) -> None:
 
 BUSY_THREADS = """
 import sys, threading, time
-from mpistrat.liveness.observation import speak_on_signal
-from mpistrat.liveness.record import STACK_SIGNAL, RankRecord
+from mpistrat.liveness.observer.observation import speak_on_signal
+from mpistrat.liveness.records.record import STACK_SIGNAL, RankRecord
 record = RankRecord(None)
 speak_on_signal(record, sys.argv[1])
 def deep(n):

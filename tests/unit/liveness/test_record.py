@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.liveness.record import (
+from mpistrat.liveness.records.record import (
     MAX_BOARDS,
     MAX_SITE,
     RING,
@@ -24,7 +24,7 @@ def test_a_record_is_read_after_its_process_was_killed(tmp_path: Path) -> None:
     path = str(tmp_path / "rank-0")
     program = f"""
 import os
-from mpistrat.liveness.record import SINCE, RankRecord, text_of
+from mpistrat.liveness.records.record import SINCE, RankRecord, text_of
 record = RankRecord({path!r}, create=True)
 record.start(0, 2, "node7", 60.0, 1)
 board = record.new_board(5, 2)

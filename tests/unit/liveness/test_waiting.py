@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mpistrat.errors import StallError
-from mpistrat.liveness.record import (
+from mpistrat.liveness.records.record import (
     ABORT,
     ENTRY,
     RAISE,
@@ -13,8 +13,8 @@ from mpistrat.liveness.record import (
     STALLED,
     RankRecord,
 )
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 from support.job_records import new_record
 
 

@@ -17,10 +17,10 @@ from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.communicators.transports.accelerator.graph_capture import let_this_thread_query_events
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.errors import StallError
-from mpistrat.liveness.job_end import SECONDS_TO_LEAVE_A_LIBRARY, job_end
-from mpistrat.liveness.record import CALLS, SINCE
+from mpistrat.liveness.ending.job_end import SECONDS_TO_LEAVE_A_LIBRARY, job_end
+from mpistrat.liveness.records.record import CALLS, SINCE
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import raise_if_stalled
-from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import make_own_current
 
 if TYPE_CHECKING:

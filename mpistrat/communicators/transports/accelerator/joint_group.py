@@ -18,10 +18,10 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.errors import RankLostError, StallError
-from mpistrat.liveness.abort_channel import AbortChannel
-from mpistrat.liveness.job_end import SECONDS_TO_LEAVE_A_LIBRARY, job_end
+from mpistrat.liveness.ending.abort_channel import AbortChannel
+from mpistrat.liveness.ending.job_end import SECONDS_TO_LEAVE_A_LIBRARY, job_end
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import make_own_current
 from mpistrat.settings import start_seconds
 

@@ -27,9 +27,9 @@ from mpistrat.communicators.transports.accelerator.library import TorchLibrary
 from mpistrat.communicators.transports.accelerator.torch_groups import abort_group, make_group
 from mpistrat.communicators.transports.transport import Operands
 from mpistrat.errors import OpError
-from mpistrat.liveness.abort_channel import AbortChannel
-from mpistrat.liveness.job_end import job_end
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.ending.abort_channel import AbortChannel
+from mpistrat.liveness.ending.job_end import job_end
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.machine.devices import nccl_that_outlives_errors
 from mpistrat.settings import start_seconds
 

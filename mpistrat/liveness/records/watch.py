@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from mpistrat.liveness.record import SINCE, TIMEOUT, RankRecord
+from mpistrat.liveness.records.record import SINCE, TIMEOUT, RankRecord
 
 if TYPE_CHECKING:
     from mpistrat.liveness.revocable_group import RevocableGroup

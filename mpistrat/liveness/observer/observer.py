@@ -20,9 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from mpistrat.liveness.borrowed_stderr import BorrowedStderr
+from mpistrat.liveness.bounded_waits import soon, within
 from mpistrat.liveness.call_site import places_of
-from mpistrat.liveness.failure_detector import (
+from mpistrat.liveness.observer.failure_detector import (
     FailureDetector,
     ObservedRank,
     Pauses,
@@ -32,12 +32,17 @@ from mpistrat.liveness.failure_detector import (
     first_death,
     waits,
 )
-from mpistrat.liveness.job_folder import JobFolder, report_of, words_of
-from mpistrat.liveness.other_accounts import Account, find_accounts, forget_accounts
+from mpistrat.liveness.observer.node_accounts import Account, find_accounts, forget_accounts
+from mpistrat.liveness.observer.report import (
+    absence_report,
+    death_report,
+    leaving_notice,
+    stall_report,
+)
+from mpistrat.liveness.observer.stderr_proxy import StderrProxy
 from mpistrat.liveness.processes import DEAD, describe_exit, end_launcher, exit_code, launcher_of
-from mpistrat.liveness.record import ANNOUNCED, END, ENDING, LEAVING, LEFT, RAISE, SEEN
-from mpistrat.liveness.report import absence_report, death_report, leaving_notice, stall_report
-from mpistrat.liveness.unwaited import soon, within
+from mpistrat.liveness.records.job_folder import JobFolder, report_of, words_of
+from mpistrat.liveness.records.record import ANNOUNCED, END, ENDING, LEAVING, LEFT, RAISE, SEEN
 from mpistrat.machine.private_files import create, private
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -69,7 +74,7 @@ class Observer:
         self._detector = FailureDetector(folder.path, self._be_ready_to_speak)
         self._pauses = Pauses()
         self._launcher: int | None = None  # where none is found
-        self._stderr = BorrowedStderr()
+        self._stderr = StderrProxy()
         self._report_file = ReportFile()
         self._reported = 0.0  # when; 0.0: nothing was reported
         self._ending_since = 0.0  # when a rank was seen to end the job

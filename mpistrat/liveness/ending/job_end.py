@@ -23,21 +23,21 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from mpistrat.liveness import observation
 from mpistrat.liveness.call_site import call_site
+from mpistrat.liveness.ending.exit_group import ExitGroup
+from mpistrat.liveness.ending.fallback_observer import FallbackObserver
+from mpistrat.liveness.ending.interrupts import Interrupts
+from mpistrat.liveness.ending.lost_ranks import LostRanks
+from mpistrat.liveness.ending.program_exit import ProgramExit, program_exit, remember_exits
+from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.liveness.error_text import told_of
-from mpistrat.liveness.exit_group import ExitGroup
-from mpistrat.liveness.interrupts import Interrupts
-from mpistrat.liveness.job_folder import report_of
-from mpistrat.liveness.node_records import NodeRecords
-from mpistrat.liveness.other_nodes import Raise
-from mpistrat.liveness.program_exit import ProgramExit, program_exit, remember_exits
-from mpistrat.liveness.rank_end import rank_end
-from mpistrat.liveness.rank_losses import RankLosses
-from mpistrat.liveness.record import END, ENDING, LEAVING, LEFT, RAISE
+from mpistrat.liveness.observer import observation
+from mpistrat.liveness.observer.node_records import NodeRecords
+from mpistrat.liveness.observer.other_nodes import Raise
+from mpistrat.liveness.records.job_folder import report_of
+from mpistrat.liveness.records.record import END, ENDING, LEAVING, LEFT, RAISE
+from mpistrat.liveness.records.watch import WatchedCalls
 from mpistrat.liveness.revocable_group import means_rank_lost
-from mpistrat.liveness.stand_in import StandIn
-from mpistrat.liveness.watch import WatchedCalls
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_RAISE = 2.0
@@ -60,7 +60,7 @@ class JobEnd:
         self._rank.catch_exceptions()
         self.end_job = self._rank.end_job
         self.records = NodeRecords()
-        self.losses = RankLosses(self.records)
+        self.losses = LostRanks(self.records)
         self._groups: list[ExitGroup] = []
         self._last_actions: list[Callable[[], None]] = []
         self._leaves_together = self._has_left = self._has_warned = False
@@ -142,7 +142,7 @@ class JobEnd:
             atexit.register(action)
 
     def _look_out(self) -> None:
-        stand_in = StandIn()
+        stand_in = FallbackObserver()
         while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
             action = self.records.own.abort
             if observation.has_lost_files():

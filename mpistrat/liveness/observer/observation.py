@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from mpistrat.cluster_resolver import launcher
 from mpistrat.errors import TopologyError
-from mpistrat.liveness.job_folder import JobFolder, line_of, record_of, stacks_of, words_of
+from mpistrat.liveness.bounded_waits import soon
 from mpistrat.liveness.processes import DEAD, command_of, job_of, signals_of, state_of
-from mpistrat.liveness.record import ANNOUNCED, LEFT, RUNNING, RankRecord
-from mpistrat.liveness.unwaited import soon
+from mpistrat.liveness.records.job_folder import JobFolder, line_of, record_of, stacks_of, words_of
+from mpistrat.liveness.records.record import ANNOUNCED, LEFT, RUNNING, RankRecord
 from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.machine.private_files import create, private
 from mpistrat.settings import rank_pid
@@ -30,7 +30,7 @@ import os
 if os.fork():
     os._exit(0)
 {IMPORT_WITHOUT_INIT}
-from mpistrat.liveness.observer import main
+from mpistrat.liveness.observer.observer import main
 main(sys.argv[1])
 """
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 from mpi4py import MPI
 
-from mpistrat.liveness.node_records import NodeRecords
+from mpistrat.liveness.observer.node_records import NodeRecords
 from mpistrat.liveness.revocable_group import means_rank_lost, revocable_group_of
 
 
-class RankLosses:
+class LostRanks:
     """What this process knows of ranks that were lost.
 
     Attributes: happened: whether a rank was lost and the others went on without it.

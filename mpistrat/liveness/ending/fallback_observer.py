@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from mpistrat.liveness import observation
-from mpistrat.liveness.observer import Observer
+from mpistrat.liveness.observer import observation
+from mpistrat.liveness.observer.observer import Observer
 
 SECONDS_OF_SILENCE = 5.0  # the observer looks twice a second, and says so when it is to take longer
 SILENT_TIMES = 10  # in a row that find it silent: when a job that was suspended goes on, the observer needs a moment
 
 
-class StandIn:
+class FallbackObserver:
     """Called by: the thread of each rank that looks a few times a second."""
 
     def __init__(self) -> None:

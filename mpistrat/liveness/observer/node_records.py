@@ -12,12 +12,12 @@ from typing import cast
 
 from mpi4py import MPI
 
-from mpistrat.liveness import observation
-from mpistrat.liveness.job_folder import JobFolder, note_members, remove_leftovers
+from mpistrat.liveness.observer import observation
 from mpistrat.liveness.processes import job_of, process_namespace
-from mpistrat.liveness.record import END, RAISE, RankRecord
+from mpistrat.liveness.records.job_folder import JobFolder, note_members, remove_leftovers
+from mpistrat.liveness.records.record import END, RAISE, RankRecord
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.revocable_group import revocable_group_of
-from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.settings import raises_on_stall, stall_seconds
 

@@ -60,7 +60,7 @@ class Interrupts:
 
 
 @contextlib.contextmanager
-def unheeded() -> Iterator[None]:
+def ignore_interrupts() -> Iterator[None]:
     """Inside, Ctrl-C ends nothing: launchers send it to all ranks, and those that this one works for decide.
 
     It changes nothing outside the main thread, nor where the user has set a handler.

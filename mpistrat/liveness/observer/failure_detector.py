@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpistrat.liveness.job_folder import line_of, members_of, ranks_in, record_of, stacks_of
 from mpistrat.liveness.processes import (
     DEAD,
     KILLED_BY_LAUNCHERS,
@@ -26,7 +25,8 @@ from mpistrat.liveness.processes import (
     open_pidfd,
     state_of,
 )
-from mpistrat.liveness.record import ENDING, LEAVING, LEFT, RUNNING, Board, RankRecord
+from mpistrat.liveness.records.job_folder import line_of, members_of, ranks_in, record_of, stacks_of
+from mpistrat.liveness.records.record import ENDING, LEAVING, LEFT, RUNNING, Board, RankRecord
 
 # A launcher kills the others while the first may still write its core.
 SECONDS_TO_DIE_TOGETHER = 0.4

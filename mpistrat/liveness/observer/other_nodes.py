@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from mpistrat.liveness.failure_detector import find_ranks
-from mpistrat.liveness.failure_log import FailureLog, NotedFailure
-from mpistrat.liveness.job_folder import report_of
-from mpistrat.liveness.other_accounts import Account, leave_accounts
-from mpistrat.liveness.record import RAISE, RankRecord
-from mpistrat.liveness.report import account_of
+from mpistrat.liveness.observer.failure_detector import find_ranks
+from mpistrat.liveness.observer.node_accounts import Account, leave_accounts
+from mpistrat.liveness.observer.report import account_of
+from mpistrat.liveness.records.failure_log import FailureLog, NotedFailure
+from mpistrat.liveness.records.job_folder import report_of
+from mpistrat.liveness.records.record import RAISE, RankRecord
 from mpistrat.machine.private_files import create
 
 SECONDS_TO_ANSWER = 2.0

@@ -20,16 +20,16 @@ from typing import Any, NoReturn
 from mpistrat.cluster_resolver.launcher import certain_rank, why_not_fault_tolerant
 from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
 from mpistrat.errors import CollectiveMismatchError, DivergenceError, StallError, TopologyError
-from mpistrat.liveness import observation
-from mpistrat.liveness.borrowed_stderr import say_on_launcher
+from mpistrat.liveness.bounded_waits import soon, within
+from mpistrat.liveness.ending.interrupts import ignore_interrupts
+from mpistrat.liveness.ending.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.error_text import advice_for, of_the_program
-from mpistrat.liveness.failure_detector import ObservedRank, find_ranks
-from mpistrat.liveness.failure_log import OF_ANOTHER_RANK, FailureLog, Nodes, as_of_any_rank
-from mpistrat.liveness.interrupts import unheeded
+from mpistrat.liveness.observer import observation
+from mpistrat.liveness.observer.failure_detector import ObservedRank, find_ranks
+from mpistrat.liveness.observer.stderr_proxy import say_on_launcher
 from mpistrat.liveness.processes import DEAD, launched
-from mpistrat.liveness.program_exit import exit_status, program_exit, remember_exits
-from mpistrat.liveness.record import ENDING, LEFT, SEEN
-from mpistrat.liveness.unwaited import soon, within
+from mpistrat.liveness.records.failure_log import OF_ANOTHER_RANK, FailureLog, Nodes, as_of_any_rank
+from mpistrat.liveness.records.record import ENDING, LEFT, SEEN
 from mpistrat.machine.notices import say
 
 _OF_ALL_RANKS = (CollectiveMismatchError, DivergenceError, TopologyError)
@@ -87,7 +87,7 @@ class RankEnd:
                 text = io.StringIO()
                 with contextlib.redirect_stderr(text):
                     previous(kind, error, trace)
-                with unheeded():  # a launcher may pass on Ctrl-C twice
+                with ignore_interrupts():  # a launcher may pass on Ctrl-C twice
                     self.end_job_for(error, text.getvalue(), code)
             # It may end the process, or the job, itself.
             self._is_ending()

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mpistrat.liveness.job_folder import lock
-from mpistrat.liveness.unwaited import soon, within
+from mpistrat.liveness.bounded_waits import soon, within
+from mpistrat.liveness.records.job_folder import lock
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.machine.private_files import private
 

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from mpistrat.liveness.failure_detector import ObservedRank, Wait
+from mpistrat.liveness.observer.failure_detector import ObservedRank, Wait
 from mpistrat.liveness.processes import (
     KILLED_BY_LAUNCHERS,
     StackRequest,
@@ -14,7 +14,7 @@ from mpistrat.liveness.processes import (
     describe_exit,
     describe_state,
 )
-from mpistrat.liveness.record import LEAVING, CallEntry
+from mpistrat.liveness.records.record import LEAVING, CallEntry
 
 _MOST_FRAMES = 12
 _MOST_RANKS = 24  # that are described one by one

@@ -13,15 +13,15 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpistrat.liveness.ending.exit_coordinator import ExitCoordinator, Left, Waits
+from mpistrat.liveness.ending.lost_ranks import LostRanks
+from mpistrat.liveness.ending.program_exit import ProgramExit
 from mpistrat.liveness.error_text import told_of
-from mpistrat.liveness.exit_coordinator import ExitCoordinator, Left, Waits
-from mpistrat.liveness.failure_log import NotedFailure
-from mpistrat.liveness.other_nodes import Answer, Ask, OtherNodes, Raise
-from mpistrat.liveness.program_exit import ProgramExit
-from mpistrat.liveness.rank_losses import RankLosses
-from mpistrat.liveness.record import SINCE, RankRecord
+from mpistrat.liveness.observer.other_nodes import Answer, Ask, OtherNodes, Raise
+from mpistrat.liveness.records.failure_log import NotedFailure
+from mpistrat.liveness.records.record import SINCE, RankRecord
+from mpistrat.liveness.records.watch import WatchedCalls
 from mpistrat.liveness.revocable_group import revocable_group_of
-from mpistrat.liveness.watch import WatchedCalls
 
 SECONDS_UNTIL_STUCK = 0.5
 
@@ -37,7 +37,7 @@ class ExitGroup:
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, who: str, record: RankRecord, losses: RankLosses
+        self, comm: MPI.Intracomm, who: str, record: RankRecord, losses: LostRanks
     ) -> None:
         self._revocable_group = revocable_group_of(comm)
         self._members = comm.Get_group()
