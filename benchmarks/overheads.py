@@ -193,7 +193,7 @@ def agreement(num_rounds: int) -> list[dict[str, Any]]:
         num_rounds=num_rounds,
     )
     record, call = RankRecord(None), text_of("all_reduce(sum, float32, ())", "train.py:33 in step")
-    board: Any = record.new_board(0, 2)
+    board: Any = record.new_slot(0, 2)
     rounds |= calls_of(
         {"the ring entry alone": lambda: record.enter(board, 1, *call)},
         repeat=10000,

@@ -121,7 +121,7 @@ class Survivors:
             yield
             return
         text, length = text_of(what, "run_elastic")
-        watch.record.enter(watch.board, call, text, length)
+        watch.record.enter(watch.slot, call, text, length)
         try:
             yield
         finally:

@@ -25,6 +25,7 @@ from mpistrat.communicators.communication_thread import CommunicationThread, tak
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all
 from mpistrat.liveness.call_site import outside
+from mpistrat.liveness.deadlines import PROGRAM_END_WAITS_FOR_CALLS
 from mpistrat.torch_distributed.after_backward import CallsAfterBackward, inside_backward
 from mpistrat.torch_distributed.collectives import Collectives
 from mpistrat.torch_distributed.compilation import not_compiled
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from mpistrat.torch_distributed.messages import Messages
 
 NAME = "mpistrat"
-# At the program's end, for the other ranks to take part in calls that it has not waited for.
-SECONDS_FOR_OTHERS = 5.0
 
 Tensors = Sequence[torch.Tensor]
 _SUM = dist.AllreduceOptions()
@@ -363,7 +362,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
             return self._collect(DoneWork(result))
         with self._order:
             if self._thread is None:
-                self._thread = CommunicationThread(self._communicator, SECONDS_FOR_OTHERS)
+                self._thread = CommunicationThread(self._communicator, PROGRAM_END_WAITS_FOR_CALLS)
         after = self._after_backward
         cpus, threads = self._cpu_share, torch.get_num_threads()
         is_busy = takes_a_core(self._communicator.on_one_node, cpus, threads)

@@ -33,7 +33,7 @@ for name in ("taken", "read", "simulated", "none", "exclusive", "hangs"):
     library = "torch" if name in ("simulated", "none") else "cupy"
     os.environ["PYTHONPATH"] = f"{sys.argv[1]}/{name}"
     if name == "hangs":
-        proof.SECONDS_TO_TRY = 2
+        proof.RANK_WAITS_FOR_TRIAL_OF_DEVICE = 2
     proof.reason_against.cache_clear()
     print(name, repr(proof.reason_against(library, 0)), flush=True)
 

@@ -39,7 +39,7 @@ def without_descriptor():
 def with_full_descriptor():
     os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 
-rank_end.SECONDS_TO_BE_READ = 3.0
+rank_end.RANK_WAITS_FOR_LAUNCHER_TO_READ = 3.0
 ms.MultiWorkerMirroredStrategy()
 states = [wrapped_by_torch, none, closed, in_memory, full, without_descriptor, with_full_descriptor]
 state = states[MPI.COMM_WORLD.rank]

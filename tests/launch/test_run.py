@@ -342,7 +342,7 @@ if dist.get_rank() == 0:
 else:
     dist.recv(value, 0)
     print("the first has come")
-    messages.SECONDS_TO_ARRIVE = 2.0
+    messages.RANK_WAITS_FOR_BYTES_OF_ENDED_RANK = 2.0
     try:
         dist.recv(value)
     except RuntimeError as error:

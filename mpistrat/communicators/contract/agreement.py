@@ -42,7 +42,7 @@ class BoardAgreement(CallAgreement):
     def __init__(self, watch: CommunicatorWatch, fence: Callable[[], None] | None = FENCE) -> None:
         self._watch, self._fence = watch, fence
         self._words = watch.record.words
-        self._mine = watch.board + WORD
+        self._mine = watch.slot + WORD
         self._peers = [(words, board + WORD) for words, board in watch.peers or ()]
         self._reads = range(1 if watch.crowded else _READS_BEFORE_WAITING)
 

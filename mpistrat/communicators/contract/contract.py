@@ -70,7 +70,7 @@ class Contract(Unchecked):
         self.waiting_in = None
         self._mpi = mpi
         self._record = self.watch.record
-        self._board = self.watch.board
+        self._board = self.watch.slot
         if check == "always" and self.watch.peers is None:
             self.agreement = MessageAgreement(mpi, self.watch)
         elif check == "always":

@@ -13,6 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpistrat.liveness.deadlines import RANK_IS_STUCK
 from mpistrat.liveness.ending.exit_coordinator import ExitCoordinator, Left, Waits
 from mpistrat.liveness.ending.lost_ranks import LostRanks
 from mpistrat.liveness.ending.program_exit import ProgramExit
@@ -22,8 +23,6 @@ from mpistrat.liveness.records.failure_log import NotedFailure
 from mpistrat.liveness.records.record import SINCE, RankRecord
 from mpistrat.liveness.records.watch import WatchedCalls
 from mpistrat.liveness.revocable_group import revocable_group_of
-
-SECONDS_UNTIL_STUCK = 0.5
 
 
 class ExitGroup:
@@ -78,8 +77,8 @@ class ExitGroup:
         for calls in self.calls():
             call, collective = calls.calls, calls.waiting_in
             # Last: it begins anew with each call.
-            since = calls.watch.record.words[calls.watch.board + SINCE]
-            if collective is None or not since or now - since < SECONDS_UNTIL_STUCK * 1e9:
+            since = calls.watch.record.words[calls.watch.slot + SINCE]
+            if collective is None or not since or now - since < RANK_IS_STUCK * 1e9:
                 continue
             if self._reported.get(calls.name) != call:
                 self._reported[calls.name], stuck = call, True

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-SECONDS_TO_REACT = 3.0
+from mpistrat.liveness.deadlines import RANK_WAITS_FOR_MAIN_THREAD_TO_HEAR_INTERRUPT
 
 
 class Interrupts:
@@ -47,7 +47,7 @@ class Interrupts:
             self._waiting_since = None
             self._reacted = False
             return False
-        return time.monotonic() - self._waiting_since > SECONDS_TO_REACT
+        return time.monotonic() - self._waiting_since > RANK_WAITS_FOR_MAIN_THREAD_TO_HEAR_INTERRUPT
 
     def _react(self, number: int, frame: FrameType | None) -> None:
         self._reacted = True

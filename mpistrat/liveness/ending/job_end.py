@@ -24,6 +24,13 @@ from typing import Any, NoReturn
 from mpi4py import MPI
 
 from mpistrat.liveness.call_site import call_site
+from mpistrat.liveness.deadlines import (
+    RANK_SLEEPS_AT_ITS_END,
+    RANK_SLEEPS_AT_ITS_END_AT_MOST,
+    RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS,
+    RANK_WAITS_FOR_EXIT_HANDLERS_OF_OTHERS,
+    RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE,
+)
 from mpistrat.liveness.ending.exit_group import ExitGroup
 from mpistrat.liveness.ending.fallback_observer import FallbackObserver
 from mpistrat.liveness.ending.interrupts import Interrupts
@@ -38,12 +45,6 @@ from mpistrat.liveness.records.job_folder import report_of
 from mpistrat.liveness.records.record import END, ENDING, LEAVING, LEFT, RAISE
 from mpistrat.liveness.records.watch import WatchedCalls
 from mpistrat.liveness.revocable_group import means_rank_lost
-
-SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_TO_RAISE = 2.0
-SECONDS_FOR_EXIT_HANDLERS = 60.0
-# Python must not end while its thread is in a library; but a library may not come back, not even from an abort.
-SECONDS_TO_LEAVE_A_LIBRARY = 5.0
 
 
 class JobEnd:
@@ -97,7 +98,7 @@ class JobEnd:
         self._groups = [group for group in self._groups if not group.lost]
         group = next((group for group in self._groups if group.covers(comm)), None)
         if group is None:
-            group = ExitGroup(comm, self._rank.who, self.records.own, self.losses)
+            group = ExitGroup(comm, self._rank.who, self.records.record, self.losses)
             self._groups.append(group)
         nodes = (group.other_nodes for group in self._groups if group.other_nodes.are_some)
         self._rank.other_nodes = next(nodes, None)
@@ -143,8 +144,8 @@ class JobEnd:
 
     def _look_out(self) -> None:
         stand_in = FallbackObserver()
-        while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
-            action = self.records.own.abort
+        while not self._stop.wait(RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS):
+            action = self.records.record.abort
             if observation.has_lost_files():
                 self._end_without_files()
             if action == END:  # the observer has reported a failure
@@ -175,11 +176,11 @@ class JobEnd:
             for error in filter(None, [call.raising for call in group.calls()]):
                 text = told_of(error, self._rank.rank)
                 self._rank.say_last(f"{self._rank.who} failed\n{text}")
-        self._rank.abort(self.records.own.code)
+        self._rank.abort(self.records.record.code)
 
     def _end_without_files(self) -> NoReturn:
         """MPI has lost its launcher: it may write about that for ever, and MPI_Abort cannot be heard."""
-        self.records.own.state = ENDING
+        self.records.record.state = ENDING
         self._rank.say_last(
             f"ending the job: {self._rank.who} has closed files that it had not opened, MPI's among them, as "
             "os.closerange() does in programs that leave their terminal. Close only what you have opened."
@@ -188,11 +189,15 @@ class JobEnd:
 
     def _end_if_stuck_in_mpi(self) -> None:
         """No error can be raised in a thread that does not come back from MPI."""
-        record = self.records.own
-        inside = [b.since for b in record.boards() if b.since and b.group == record.stalled]
+        record = self.records.record
+        inside = [b.since for b in record.slots() if b.since and b.group == record.stalled]
         now = time.monotonic_ns()
         self._raises_since = self._raises_since or now
-        if inside and now - max(min(inside), self._raises_since) > SECONDS_TO_RAISE * 1e9:
+        if (
+            inside
+            and now - max(min(inside), self._raises_since)
+            > RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE * 1e9
+        ):
             waiting = (call for group in self._groups for call in group.calls() if call.waiting_in)
             site = next((call.called_at for call in waiting), "an unknown place")
             why = ""
@@ -217,7 +222,7 @@ class JobEnd:
         try:
             self._stop.set()
             self._thread.join()
-            record = self.records.own
+            record = self.records.record
             record.end, record.state = end.how, LEAVING
             waiting = [group for group in self._groups if not group.lost]
             with self.losses.tolerated():
@@ -261,12 +266,12 @@ class JobEnd:
                 return False
             return True
 
-        pause = 0.001
+        pause = RANK_SLEEPS_AT_ITS_END
         while groups := [group for group in groups if not is_over(group)]:
             if has_waited():
                 return
             time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
+            pause = min(pause * 1.5, RANK_SLEEPS_AT_ITS_END_AT_MOST)
 
     def _end_here(self) -> NoReturn:
         """The work of Python's end, as far as a program can tell, and no MPI_Finalize.
@@ -279,7 +284,7 @@ class JobEnd:
         self._rank.flush()
         try:
             if self._watches and self._rank.is_running():
-                until = time.monotonic() + SECONDS_FOR_EXIT_HANDLERS
+                until = time.monotonic() + RANK_WAITS_FOR_EXIT_HANDLERS_OF_OTHERS
                 with contextlib.suppress(MPI.Exception):  # one is lost now
                     waiting = [group for group in self._groups if not group.lost]
                     for group in waiting:

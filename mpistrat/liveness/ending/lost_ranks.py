@@ -25,7 +25,7 @@ class LostRanks:
 
     def expect(self, expected: bool) -> None:
         """Whether the others go on if this rank dies."""
-        self._records.own.expendable = expected
+        self._records.record.expendable = expected
 
     def go_on(self, has_lost: Callable[[], bool]) -> None:
         """From now on, the death of a rank does not end this program, not even while it waits for all at its end.

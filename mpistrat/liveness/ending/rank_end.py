@@ -21,6 +21,15 @@ from mpistrat.cluster_resolver.launcher import certain_rank, why_not_fault_toler
 from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
 from mpistrat.errors import CollectiveMismatchError, DivergenceError, StallError, TopologyError
 from mpistrat.liveness.bounded_waits import soon, within
+from mpistrat.liveness.deadlines import (
+    RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
+    RANK_SLEEPS_UNTIL_JOINT_EXITS,
+    RANK_WAITS_FOR_ITS_STREAMS,
+    RANK_WAITS_FOR_JOINT_EXITS,
+    RANK_WAITS_FOR_LAUNCHER_TO_KILL,
+    RANK_WAITS_FOR_LAUNCHER_TO_READ,
+    RANK_WAITS_FOR_RANK_TO_PRINT,
+)
 from mpistrat.liveness.ending.interrupts import ignore_interrupts
 from mpistrat.liveness.ending.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.error_text import advice_for, of_the_program
@@ -33,11 +42,6 @@ from mpistrat.liveness.records.record import ENDING, LEFT, SEEN
 from mpistrat.machine.notices import say
 
 _OF_ALL_RANKS = (CollectiveMismatchError, DivergenceError, TopologyError)
-SECONDS_FOR_RANK_0 = 0.7  # to speak for those
-SECONDS_TO_FLUSH = 1.0  # into files that may hang
-SECONDS_TO_BE_READ = 0.2
-SECONDS_TO_BE_KILLED = 2.0
-SECONDS_TO_EXIT_TOGETHER = 1.0
 
 
 class RankEnd:
@@ -132,7 +136,7 @@ class RankEnd:
                 log = FailureLog(observed.folder.path, self.rank, self._size, self.other_nodes)
                 word, is_common = _known_as(error, traceback, self.rank)
                 waits = word == OF_ANOTHER_RANK or (is_common and self.rank)
-                log.add(word, say_it, SECONDS_FOR_RANK_0 if waits else 0.0)
+                log.add(word, say_it, RANK_WAITS_FOR_RANK_TO_PRINT if waits else 0.0)
                 self._is_ending()
                 summary = log.sum_up(summary)
         except (OSError, ValueError):  # no space, or half a line
@@ -152,7 +156,9 @@ class RankEnd:
         """End all processes of the job with exit code `code`."""
         self._is_ending()
         self.flush()
-        time.sleep(SECONDS_TO_BE_READ)  # MPICH's launcher drops what it has not read by then
+        time.sleep(
+            RANK_WAITS_FOR_LAUNCHER_TO_READ
+        )  # MPICH's launcher drops what it has not read by then
         observation.remember_mappings()  # of a program that has no strategy
         mpi = _running_mpi()
         if mpi is None:
@@ -163,7 +169,7 @@ class RankEnd:
             os._exit(code or 1)
         elif _may_call(mpi):
             mpi.COMM_WORLD.Abort(code)
-            time.sleep(SECONDS_TO_BE_KILLED)  # MPICH returns once the launcher knows
+            time.sleep(RANK_WAITS_FOR_LAUNCHER_TO_KILL)  # MPICH returns once the launcher knows
         os._exit(code or 1)
 
     def is_running(self) -> bool:
@@ -181,7 +187,7 @@ class RankEnd:
         return launched(self._pid) == self._pid or _running_mpi() is not None
 
     def flush(self) -> None:
-        within(SECONDS_TO_FLUSH, self._flush)
+        within(RANK_WAITS_FOR_ITS_STREAMS, self._flush)
 
     def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr, *self.streams):
@@ -211,8 +217,8 @@ class RankEnd:
         path = observed.folder.path
         return soon(
             lambda: sum(map(_is_gone, find_ranks(path))) == self._size,
-            SECONDS_TO_EXIT_TOGETHER,
-            pause=0.05,
+            RANK_WAITS_FOR_JOINT_EXITS,
+            pause=RANK_SLEEPS_UNTIL_JOINT_EXITS,
         )
 
 
@@ -230,8 +236,8 @@ def announce_exits() -> None:
                 ranks = find_ranks(observed.folder.path)
                 soon(
                     lambda: all(r.record.exits == SEEN or _is_gone(r) for r in ranks),
-                    SECONDS_TO_EXIT_TOGETHER,
-                    pause=0.001,
+                    RANK_WAITS_FOR_JOINT_EXITS,
+                    pause=RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
                 )
         finally:
             original(status)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from mpistrat.liveness.deadlines import OBSERVER_STOOD_STILL, OBSERVER_WAITS_FOR_JOINT_DEATHS
 from mpistrat.liveness.processes import (
     DEAD,
     KILLED_BY_LAUNCHERS,
@@ -26,12 +27,14 @@ from mpistrat.liveness.processes import (
     state_of,
 )
 from mpistrat.liveness.records.job_folder import line_of, members_of, ranks_in, record_of, stacks_of
-from mpistrat.liveness.records.record import ENDING, LEAVING, LEFT, RUNNING, Board, RankRecord
-
-# A launcher kills the others while the first may still write its core.
-SECONDS_TO_DIE_TOGETHER = 0.4
-# Longer than this between two looks, and the machine or this process stood still.
-SECONDS_OF_A_PAUSE = 2.0
+from mpistrat.liveness.records.record import (
+    ENDING,
+    LEAVING,
+    LEFT,
+    RUNNING,
+    CommunicatorSlot,
+    RankRecord,
+)
 
 
 @dataclass(eq=False)
@@ -87,12 +90,12 @@ class ObservedRank:
     def ended_well(self) -> bool:
         """Whether the dead rank had said that it leaves, or ends the job, or had nothing to say."""
         state, status = self.record.state, self.status
-        if self.script is not None and not self.record.boards():
+        if self.script is not None and not self.record.slots():
             return not self._script_has_failed
         if state == LEFT:  # it may be killed all the same, in MPI_Finalize for one
             was_killed = status is not None and os.WIFSIGNALED(status)
             return not (was_killed and os.path.exists(self.record.path or ""))
-        never_joined = state == RUNNING and not self.record.boards()
+        never_joined = state == RUNNING and not self.record.slots()
         return state == ENDING or (never_joined and status == 0)
 
     @property
@@ -108,7 +111,7 @@ class ObservedRank:
     @property
     def inside(self) -> bool:
         """Whether it is, or was when it died, in a collective."""
-        return any(board.since for board in self.record.boards())
+        return any(slot.since for slot in self.record.slots())
 
     @property
     def stands_still(self) -> bool:
@@ -162,9 +165,9 @@ class Wait:
     def lasts(self) -> bool:
         """Whether the ranks still wait in it."""
         return any(
-            board.group == self.group and board.calls == self.call and board.since
+            slot.group == self.group and slot.calls == self.call and slot.since
             for rank in self.waiting
-            for board in rank.record.boards()
+            for slot in rank.record.slots()
         )
 
 
@@ -173,15 +176,15 @@ def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[W
 
     With `of_the_dead`, also those that a rank died in.
     """
-    groups: dict[int, list[tuple[ObservedRank, Board]]] = {}
+    groups: dict[int, list[tuple[ObservedRank, CommunicatorSlot]]] = {}
     for rank in ranks:
-        for board in rank.record.boards():
-            groups.setdefault(board.group, []).append((rank, board))
+        for slot in rank.record.slots():
+            groups.setdefault(slot.group, []).append((rank, slot))
     found = []
     for group, members in groups.items():
-        alive = [(rank, board) for rank, board in members if of_the_dead or not rank.dead]
-        call = max((board.calls for _, board in alive if board.since), default=0)
-        inside = {rank: board for rank, board in alive if board.since and board.calls == call}
+        alive = [(rank, slot) for rank, slot in members if of_the_dead or not rank.dead]
+        call = max((slot.calls for _, slot in alive if slot.since), default=0)
+        inside = {rank: slot for rank, slot in alive if slot.since and slot.calls == call}
         if inside:
             found.append(_wait_of(group, call, inside, dict(members), ranks))
     return sorted(found, key=lambda wait: wait.since)
@@ -190,26 +193,26 @@ def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[W
 def _wait_of(
     group: int,
     call: int,
-    inside: Mapping[ObservedRank, Board],
-    members: Mapping[ObservedRank, Board],
+    inside: Mapping[ObservedRank, CommunicatorSlot],
+    members: Mapping[ObservedRank, CommunicatorSlot],
     ranks: Sequence[ObservedRank],
 ) -> Wait:
     """Args: inside: members that are in collective number `call`. members: ranks whose records have the group."""
-    first, board = next(iter(members.items()))
+    first, slot = next(iter(members.items()))
     numbers = members_of(first.record.folder, group)
     strangers = [rank for rank in ranks if rank.number in numbers and rank not in members]
-    boards = inside.values()
+    slots = inside.values()
     return Wait(
         call,
-        board.size,
-        min(each.since for each in boards),
+        slot.size,
+        min(each.since for each in slots),
         [*inside],
-        [each.entry for each in boards],
+        [each.entry for each in slots],
         [rank for rank, each in members.items() if each.calls < call] + strangers,
         group,
-        board.first,
-        min((each.timeout for each in boards if each.timeout), default=0.0),
-        board.size - len(members) - len(strangers),
+        slot.first,
+        min((each.timeout for each in slots if each.timeout), default=0.0),
+        slot.size - len(members) - len(strangers),
         numbers,
     )
 
@@ -278,7 +281,7 @@ class FailureDetector:
     def wait(self, seconds: float) -> None:
         """Return after `seconds`, or once ranks have died: then with all that die in the same moment."""
         self._wait(seconds)
-        until = self.first_died + SECONDS_TO_DIE_TOGETHER
+        until = self.first_died + OBSERVER_WAITS_FOR_JOINT_DEATHS
         while self.deaths and not self.all_are_dead and (left := until - time.monotonic()) > 0:
             self._wait(left)
 
@@ -367,8 +370,8 @@ def calls_differ(ranks: Collection[ObservedRank]) -> bool:
     """Whether ranks made different numbers of calls on a communicator, or one is, or died, in a call."""
     calls: dict[int, set[int]] = {}
     for rank in ranks:
-        for board in rank.record.boards():
-            calls.setdefault(board.group, set()).add(board.calls)
+        for slot in rank.record.slots():
+            calls.setdefault(slot.group, set()).add(slot.calls)
     return any(rank.inside for rank in ranks) or any(len(made) > 1 for made in calls.values())
 
 
@@ -384,7 +387,7 @@ class Pauses:
         gap = time.monotonic() - self._looked
         self.restart()
         alive = [rank for rank in ranks if not rank.dead]
-        if gap > SECONDS_OF_A_PAUSE or (alive and all(rank.stands_still for rank in alive)):
+        if gap > OBSERVER_STOOD_STILL or (alive and all(rank.stands_still for rank in alive)):
             self._pauses.append((self._looked, gap))
 
     def restart(self) -> None:

@@ -25,11 +25,11 @@ from mpistrat.settings import raises_on_stall, stall_seconds
 class NodeRecords:
     """This rank's record, and those of other ranks of its node that it reads.
 
-    Attributes: own: this rank's. Nobody else sees it until the first `watch_of`, nor later if it finds no folder.
+    Attributes: record: this rank's. Nobody else sees it until the first `watch_of`, nor later if it finds no folder.
     """
 
     def __init__(self) -> None:
-        self.own = RankRecord(None)
+        self.record = RankRecord(None)
         self._has_joined = False
         self._read: dict[str, RankRecord] = {}  # by path
 
@@ -40,17 +40,17 @@ class NodeRecords:
         """
         node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
         self._join(node)
-        record, first, peers = self.own, comm.bcast(MPI.COMM_WORLD.rank), None
-        while (board := record.new_board(_hash(name), comm.size, first)) is None:
+        record, first, peers = self.record, comm.bcast(MPI.COMM_WORLD.rank), None
+        while (slot := record.new_slot(_hash(name), comm.size, first)) is None:
             record = _start(RankRecord(None))  # the rank's own is full: nobody observes `comm`
         if node.size == comm.size and self.see_each_other(node, record):
-            everyone = node.allgather((record.path, board))
+            everyone = node.allgather((record.path, slot))
             del everyone[node.rank]
-            peers = [(self._read[path].words, board) for path, board in everyone]
+            peers = [(self._read[path].words, slot) for path, slot in everyone]
         cpus = os.sched_getaffinity(0)
         crowded = cpu_share(cpus, node.allgather(cpus)) < 1
         node.Free()
-        return CommunicatorWatch(record, board, peers, crowded, revocable_group_of(comm))
+        return CommunicatorWatch(record, slot, peers, crowded, revocable_group_of(comm))
 
     def watch_of_members(
         self, watch: CommunicatorWatch, ranks: Sequence[int], name: str
@@ -59,12 +59,12 @@ class NodeRecords:
 
         Args: ranks: the group's, by their numbers in the job.
         """
-        board = self.own.new_board(_hash(name), len(ranks), ranks[0])
-        if board is None:  # the record is full: nobody observes the group
-            return dataclasses.replace(watch, record=_start(RankRecord(None)), board=-1, peers=None)
+        slot = self.record.new_slot(_hash(name), len(ranks), ranks[0])
+        if slot is None:  # the record is full: nobody observes the group
+            return dataclasses.replace(watch, record=_start(RankRecord(None)), slot=-1, peers=None)
         with contextlib.suppress(OSError):  # nobody else sees the record
-            note_members(self.own.folder, _hash(name), ranks)
-        return dataclasses.replace(watch, record=self.own, board=board, peers=None)
+            note_members(self.record.folder, _hash(name), ranks)
+        return dataclasses.replace(watch, record=self.record, slot=slot, peers=None)
 
     def see_each_other(self, node: MPI.Intracomm, record: RankRecord) -> bool:
         """Whether all ranks of `node` can read each other's `record`. Collective."""
@@ -104,18 +104,18 @@ class NodeRecords:
                         world = MPI.COMM_WORLD
                         observed = observation.join(held_folder, world.rank, world.size)
                     observation.remember_mappings()
-                    self.own = observed.record
-            _start(self.own)
+                    self.record = observed.record
+            _start(self.record)
             self._has_joined = True
         node.Barrier()
         if new and path:
             observation.start_observer(path)
-        if self.own.path:
+        if self.record.path:
             observation.wait_until_observed()
-            if not self.own.looked and node.rank == 0:
-                observation.start_observer(self.own.folder)
+            if not self.record.looked and node.rank == 0:
+                observation.start_observer(self.record.folder)
                 observation.wait_until_observed()
-        unseen = node.gather(self.own.path is None)
+        unseen = node.gather(self.record.path is None)
         if unseen and any(unseen):
             warnings.warn(
                 f"{sum(unseen)} of {node.size} ranks on {socket.gethostname()} have no record in /dev/shm or among the "

@@ -22,6 +22,26 @@ from collections.abc import Callable, Iterator
 
 from mpistrat.liveness.bounded_waits import soon, within
 from mpistrat.liveness.call_site import places_of
+from mpistrat.liveness.deadlines import (
+    OBSERVER_IS_NEW,
+    OBSERVER_REPORTS,
+    OBSERVER_SLEEPS,
+    OBSERVER_SLEEPS_AT_START,
+    OBSERVER_SLEEPS_UNTIL_OTHER_NODES,
+    OBSERVER_WAITS_FOR_ABSENT_RANKS,
+    OBSERVER_WAITS_FOR_ENDING_RANK,
+    OBSERVER_WAITS_FOR_FIRST_NODE,
+    OBSERVER_WAITS_FOR_FIRST_RANK,
+    OBSERVER_WAITS_FOR_JOINT_EXITS,
+    OBSERVER_WAITS_FOR_LATE_RANK,
+    OBSERVER_WAITS_FOR_LAUNCHER,
+    OBSERVER_WAITS_FOR_LAUNCHER_TO_READ,
+    OBSERVER_WAITS_FOR_OTHER_NODES,
+    OBSERVER_WAITS_FOR_REPORT_FILE,
+    OBSERVER_WAITS_FOR_REPORT_FILE_AT_END,
+    OBSERVER_WAITS_FOR_STDERR,
+    OBSERVER_WAITS_FOR_TOLD_RANKS,
+)
 from mpistrat.liveness.observer.failure_detector import (
     FailureDetector,
     ObservedRank,
@@ -45,23 +65,6 @@ from mpistrat.liveness.records.job_folder import JobFolder, report_of, words_of
 from mpistrat.liveness.records.record import ANNOUNCED, END, ENDING, LEAVING, LEFT, RAISE, SEEN
 from mpistrat.machine.private_files import create, private
 
-SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_BETWEEN_FIRST_LOOKS = 0.05  # ranks are there in a moment, and wait to be seen
-SECONDS_OF_THE_START = 10.0
-SECONDS_TO_BE_READ = 0.2
-SECONDS_TO_SPEAK = 2.0  # stderr may be a file
-SECONDS_TO_WRITE = 0.1  # the report; more only when no rank is left that could end meanwhile
-SECONDS_TO_WRITE_AT_THE_END = 2.0
-SECONDS_TO_LEAVE_TOGETHER = 1.0  # ranks that all end with os._exit(0) have finished
-SECONDS_TO_START_AFTER_ALL = 1.0
-SECONDS_FOR_OTHER_NODES = 3.0
-SECONDS_TO_END_THE_JOB = 2.0
-SECONDS_TO_END_BY_ITSELF = 10.0  # a rank that says that it ends the job
-SECONDS_FOR_THE_LAUNCHER = 1.0  # to kill the others, when a rank has ended the job
-SECONDS_FOR_THE_FIRST_NODE = 4.0  # its report speaks for the job
-SECONDS_TO_REPORT = 15.0
-SECONDS_TO_START = 60.0
-SECONDS_FOR_A_LATE_RANK = 2.0
 _RAISING = "Raising StallError on the ranks that wait."
 
 
@@ -96,8 +99,8 @@ class Observer:
             self._find_ranks()
             for rank in detector.ranks.values():
                 rank.record.observer = os.getpid()
-            starting = time.monotonic() - self._started < SECONDS_OF_THE_START
-            detector.wait(SECONDS_BETWEEN_FIRST_LOOKS if starting else SECONDS_BETWEEN_LOOKS)
+            starting = time.monotonic() - self._started < OBSERVER_IS_NEW
+            detector.wait(OBSERVER_SLEEPS_AT_START if starting else OBSERVER_SLEEPS)
             self._pauses.notice(detector.ranks.values())
             self._speak_for_ranks()
             self._judge_starts()
@@ -106,11 +109,11 @@ class Observer:
             self._see_to_the_end()
             self._tell_who_waits_at_the_end()
             self._tell_where_the_report_is(0.0)
-        self._tell_where_the_report_is(SECONDS_TO_WRITE_AT_THE_END)
+        self._tell_where_the_report_is(OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
         if self._reported and self._launcher and self._may_return_0():
             # It reads what is said there, and waits for the end of that.
             if self._stderr.owner != self._launcher:
-                time.sleep(SECONDS_TO_BE_READ)
+                time.sleep(OBSERVER_WAITS_FOR_LAUNCHER_TO_READ)
             end_launcher(self._launcher)
         self._stderr.give_back()
 
@@ -118,11 +121,13 @@ class Observer:
         """If there is one. Called by: a rank, where no observer runs."""
         self._find_ranks()
         self._judge_waits()
-        self._tell_where_the_report_is(SECONDS_TO_WRITE_AT_THE_END)
+        self._tell_where_the_report_is(OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
 
     def _patience(self) -> float:
         """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked."""
-        return SECONDS_FOR_A_LATE_RANK if self._detector.ranks else SECONDS_TO_START
+        return (
+            OBSERVER_WAITS_FOR_LATE_RANK if self._detector.ranks else OBSERVER_WAITS_FOR_FIRST_RANK
+        )
 
     def _find_ranks(self) -> None:
         for rank in self._detector.find():
@@ -143,7 +148,7 @@ class Observer:
             dead.record.exits = SEEN
 
     def _say(self, text: str) -> None:
-        within(SECONDS_TO_SPEAK, lambda: self._stderr.say(text, self._speakers()))
+        within(OBSERVER_WAITS_FOR_STDERR, lambda: self._stderr.say(text, self._speakers()))
 
     def _speak_for_ranks(self) -> None:
         """For those that have no stderr of their own."""
@@ -170,7 +175,10 @@ class Observer:
         waiting = [rank for rank in ranks if rank.record.starting]
         # Open MPI's launcher ends the job then, without a word about why the others die.
         ended_by_launcher = any(rank.dead for rank in waiting)
-        if ended_by_launcher or time.monotonic() - self._absent_since > SECONDS_TO_START_AFTER_ALL:
+        if (
+            ended_by_launcher
+            or time.monotonic() - self._absent_since > OBSERVER_WAITS_FOR_ABSENT_RANKS
+        ):
             self._report(lambda: absence_report(absent, waiting), END, 1)
 
     def _judge_deaths(self) -> None:
@@ -194,7 +202,10 @@ class Observer:
             return  # they all ended by os._exit(0), after the same calls
         if all(rank.status == 0 for rank in unexplained) and not detector.all_are_dead:
             missed = any(set(wait.missing) & set(unexplained) for wait in waits(ranks))
-            if not missed and time.monotonic() - detector.first_died < SECONDS_TO_LEAVE_TOGETHER:
+            if (
+                not missed
+                and time.monotonic() - detector.first_died < OBSERVER_WAITS_FOR_JOINT_EXITS
+            ):
                 return
         first = first_death(unexplained)
         self._report(lambda: death_report(ranks, first), END, exit_code(first.status))
@@ -208,7 +219,7 @@ class Observer:
     def _is_reported_elsewhere(self) -> bool:
         """Whether another node has just asked about a stall: what happens now is its doing."""
         asked = max((r.record.asked for r in self._detector.ranks.values()), default=0) / 1e9
-        return asked > 0 and time.monotonic() - asked < SECONDS_TO_REPORT
+        return asked > 0 and time.monotonic() - asked < OBSERVER_REPORTS
 
     def _judge_waits(self) -> None:
         ranks = self._detector.going_on
@@ -217,7 +228,7 @@ class Observer:
         for wait in waits(ranks):
             grace = wait.first not in self._detector.ranks or self._is_reported_elsewhere()
             waited = self._pauses.seconds_since(wait.since / 1e9)
-            overdue = waited - SECONDS_FOR_THE_FIRST_NODE * grace
+            overdue = waited - OBSERVER_WAITS_FOR_FIRST_NODE * grace
             if wait.limit and overdue > wait.limit:
                 compose = functools.partial(self._stall_report, wait, waited)
                 self._report(compose, wait.waiting[0].record.on_stall, 1, wait)
@@ -254,7 +265,11 @@ class Observer:
         forget_accounts(self._folder.path)
         wait.waiting[0].record.ask = 1
         path = self._folder.path
-        soon(lambda: find_accounts(path) is not None, SECONDS_FOR_OTHER_NODES, pause=0.05)
+        soon(
+            lambda: find_accounts(path) is not None,
+            OBSERVER_WAITS_FOR_OTHER_NODES,
+            pause=OBSERVER_SLEEPS_UNTIL_OTHER_NODES,
+        )
         return find_accounts(path) or []
 
     def _report(
@@ -274,7 +289,7 @@ class Observer:
             rank.record.code, rank.record.stalled = code, wait.group if wait else 0
             rank.record.abort = action  # last: the rank acts on it
         self._report_file.write(f"{text}\n")
-        self._tell_where_the_report_is(SECONDS_TO_WRITE)
+        self._tell_where_the_report_is(OBSERVER_WAITS_FOR_REPORT_FILE)
 
     def _may_return_0(self) -> bool:
         """Whether a rank may have, without a word: MPICH's launcher then returns what one of the ranks has."""
@@ -285,14 +300,17 @@ class Observer:
         """Once it is written; until then, but not for long, the launcher is kept: to the end, if it would return 0."""
         if self._report_file.is_written(seconds):
             self._say(f"mpistrat: This report is in {self._report_file.path}.\n")
-        elif self._reported and time.monotonic() - self._reported < SECONDS_TO_WRITE_AT_THE_END:
+        elif (
+            self._reported
+            and time.monotonic() - self._reported < OBSERVER_WAITS_FOR_REPORT_FILE_AT_END
+        ):
             return
         if not self._may_return_0():
             self._stderr.give_back()
 
     def _compose(self, compose: Callable[[], str]) -> str:
         """What `compose` returns, which may take a while: ranks are asked what they do."""
-        self._promise_to_look(SECONDS_TO_REPORT)
+        self._promise_to_look(OBSERVER_REPORTS)
         try:
             return compose()
         except Exception as error:  # the verdict stands, however little can be said
@@ -308,17 +326,21 @@ class Observer:
         if not self._ending_since and self._detector.in_state(ENDING):
             self._ending_since = now
         ending = now - self._ending_since if self._ending_since else 0.0
-        if ending > SECONDS_FOR_THE_LAUNCHER:
+        if ending > OBSERVER_WAITS_FOR_LAUNCHER:
             # Under fault tolerant MPI, MPI_Abort ends one rank only; and before MPI_Init, an exit code no other.
             for record in (rank.record for rank in ranks):
                 if not record.abort and record.state != ENDING:
                     record.code, record.abort = 1, END
         raised = any(rank.record.abort == RAISE for rank in ranks)
-        unheard = self._reported and not raised and now - self._reported >= SECONDS_TO_END_THE_JOB
+        unheard = (
+            self._reported and not raised and now - self._reported >= OBSERVER_WAITS_FOR_TOLD_RANKS
+        )
         # All that ended the job are dead, and the others were told.
         ended = all(rank.dead for rank in self._detector.in_state(ENDING))
         patience = (
-            SECONDS_TO_END_THE_JOB + SECONDS_FOR_THE_LAUNCHER if ended else SECONDS_TO_END_BY_ITSELF
+            OBSERVER_WAITS_FOR_TOLD_RANKS + OBSERVER_WAITS_FOR_LAUNCHER
+            if ended
+            else OBSERVER_WAITS_FOR_ENDING_RANK
         )
         if self._killed or not (unheard or ending > patience):
             return

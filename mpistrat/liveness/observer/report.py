@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 
+from mpistrat.liveness.deadlines import OBSERVER_MEASURES_CPU_TIME, STRAGGLER_WAITED_LESS
 from mpistrat.liveness.observer.failure_detector import ObservedRank, Wait
 from mpistrat.liveness.processes import (
     KILLED_BY_LAUNCHERS,
@@ -18,7 +19,6 @@ from mpistrat.liveness.records.record import LEAVING, CallEntry
 
 _MOST_FRAMES = 12
 _MOST_RANKS = 24  # that are described one by one
-_SECONDS_OF_CPU = 0.3
 _BUSY = 0.1  # of a core, which it may have to share
 _STARTS_PROGRAMS = "_run_as_main"  # of `mpistrat run`, through runpy
 _RUNPY = re.compile(r"\brunpy(\.py)?>?:\d+ in ")
@@ -126,7 +126,7 @@ def leaving_notice(ranks: list[ObservedRank], seconds: float) -> str:
 def straggler(ranks: list[ObservedRank]) -> list[str]:
     """A line about the rank that others waited for in the last minute: the one that waited least itself."""
     waited = sorted((rank.record.seconds_waited(), rank.number) for rank in ranks if not rank.dead)
-    if len(waited) < 2 or waited[-1][0] - waited[0][0] < 1.0:
+    if len(waited) < 2 or waited[-1][0] - waited[0][0] < STRAGGLER_WAITED_LESS:
         return []
     (least, slowest), (most, other) = waited[0], waited[-1]
     return [
@@ -142,7 +142,7 @@ def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[s
     shown = ranks[:_MOST_RANKS]
     used = [cpu_seconds(rank.pid) for rank in shown]
     started = time.monotonic()
-    time.sleep(_SECONDS_OF_CPU)
+    time.sleep(OBSERVER_MEASURES_CPU_TIME)
     elapsed = time.monotonic() - started
     busy = [
         (cpu_seconds(rank.pid) - before) / elapsed for rank, before in zip(shown, used, strict=True)
@@ -179,20 +179,20 @@ def _state(rank: ObservedRank, busy: float) -> str:
 
 def _last_words(rank: ObservedRank, group: int | None = None) -> str:
     """Its last collective of the group, or of any, and those of other groups that it is in."""
-    record, boards = rank.record, rank.record.boards()
-    last = next((record.entry_of(board) for board in boards if board.group == group), None)
+    record, slots = rank.record, rank.record.slots()
+    last = next((record.entry_of(slot) for slot in slots if slot.group == group), None)
     if last is None:
         last = next(iter(record.last(1)), None)
     words = "has not entered a collective" if last is None else _describe(rank, last)
-    for board in boards:
-        entry = record.entry_of(board)
-        if board.since and entry and entry != last:
+    for slot in slots:
+        entry = record.entry_of(slot)
+        if slot.since and entry and entry != last:
             words += f"\n    of another communicator it {_describe(rank, entry)}"
     return words
 
 
 def _describe(rank: ObservedRank, entry: CallEntry) -> str:
-    inside = any(board.base == entry.board and board.since for board in rank.record.boards())
+    inside = any(slot.base == entry.slot and slot.since for slot in rank.record.slots())
     ago = (time.monotonic_ns() - entry.entered) / 1e9
     verb = "is in" if inside and not rank.dead else "was in" if inside else "had finished"
     return f"{verb} collective number {entry.number}, entered {ago:.1f} s ago: {entry.call}\n      at {entry.site}"
@@ -231,12 +231,12 @@ def _in_calls(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
     """The collectives, of the group or of any, that ranks are in; those in the same one together."""
     calls: dict[str, list[ObservedRank]] = {}
     for rank in ranks:
-        for board in rank.record.boards():
-            if not board.since or group not in (None, board.group):
+        for slot in rank.record.slots():
+            if not slot.since or group not in (None, slot.group):
                 continue
-            entry = rank.record.entry_of(board)  # None when other threads made many calls since
+            entry = rank.record.entry_of(slot)  # None when other threads made many calls since
             call = f": {entry.call}\n      at {entry.site}" if entry else ""
-            calls.setdefault(f"in collective number {board.calls}{call}", []).append(rank)
+            calls.setdefault(f"in collective number {slot.calls}{call}", []).append(rank)
     return [f"  {_ranks(those)} {_verb(those, 'wait')} {text}" for text, those in calls.items()]
 
 

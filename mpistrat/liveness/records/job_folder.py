@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mpistrat.liveness.deadlines import CLEANER_WAITS_FOR_MAPPING
 from mpistrat.machine.private_files import create, make_folder
 
 SHARED_MEMORY = "/dev/shm"
@@ -79,7 +80,6 @@ _OF_MPI = re.compile(
     r"fi_shm_|psm2_shm\.|psm3_shm\."  # libfabric and PSM
     r")"
 )
-SECONDS_TO_BE_MAPPED = 60.0
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
 _INIT = "1"  # of that namespace: never a rank
 _OF_A_JOB = re.compile(r"[0-9A-Za-z-]{8,80}")
@@ -239,7 +239,7 @@ def _remove_unmapped() -> list[str]:
     """
     if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE:
         return []
-    old = time.time() - SECONDS_TO_BE_MAPPED
+    old = time.time() - CLEANER_WAITS_FOR_MAPPING
     left = {
         entry.inode(): entry.path
         for entry in os.scandir(SHARED_MEMORY)
