@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from mpistrat.liveness.deadlines import SOON_SLEEPS
+from mpistrat.liveness import deadlines
 
 
 def within(seconds: float, action: Callable[[], object]) -> None:
@@ -20,7 +20,9 @@ def within(seconds: float, action: Callable[[], object]) -> None:
         thread.join(seconds)
 
 
-def soon(condition: Callable[[], bool], seconds: float, pause: float = SOON_SLEEPS) -> bool:
+def soon(
+    condition: Callable[[], bool], seconds: float, pause: float = deadlines.SOON_SLEEPS
+) -> bool:
     """Wait until `condition()`, for so long at most; whether it has come true."""
     until = time.monotonic() + seconds
     while not condition():

@@ -13,11 +13,7 @@ import time
 import zlib
 from collections.abc import Iterator
 
-from mpistrat.liveness.deadlines import (
-    OBSERVER_SLEEPS_BETWEEN_SIGNALS,
-    OBSERVER_SLEEPS_UNTIL_STACK,
-    OBSERVER_WAITS_FOR_STACK,
-)
+from mpistrat.liveness import deadlines
 
 _EXITING = 0x4  # PF_EXITING, <linux/sched.h>
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
@@ -148,7 +144,7 @@ class StackRequest:
     def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:
         self._stacks, self._before = stacks, 0  # bytes that were there before
         self.sent = False
-        self._deadline = time.monotonic() + OBSERVER_WAITS_FOR_STACK
+        self._deadline = time.monotonic() + deadlines.OBSERVER_WAITS_FOR_STACK
         if stack_signal and state_of(pid) in RUNS and catches(pid, stack_signal):
             with contextlib.suppress(OSError):
                 self._before = os.path.getsize(stacks)
@@ -166,7 +162,7 @@ class StackRequest:
             # The deadline comes after a look: others may have been waited for until now.
             if time.monotonic() > self._deadline:
                 break
-            time.sleep(OBSERVER_SLEEPS_UNTIL_STACK)
+            time.sleep(deadlines.OBSERVER_SLEEPS_UNTIL_STACK)
         return _frames(answer)
 
     def _answer(self) -> str:
@@ -203,7 +199,7 @@ def end_launcher(pid: int) -> None:
             return
         with contextlib.suppress(OSError):
             os.kill(pid, number)
-        time.sleep(OBSERVER_SLEEPS_BETWEEN_SIGNALS)
+        time.sleep(deadlines.OBSERVER_SLEEPS_BETWEEN_SIGNALS)
 
 
 def _is_launcher(pid: int) -> bool:

@@ -7,15 +7,7 @@ import time
 from collections.abc import Callable
 
 from mpistrat.errors import StallError
-from mpistrat.liveness.deadlines import (
-    RANK_SLEEPS_AT_LEAST,
-    RANK_SLEEPS_AT_MOST,
-    RANK_SPINS,
-    RANK_STOOD_STILL,
-    RANK_WAITS_FOR_LOOK_OF_OBSERVER,
-    RANK_WAITS_FOR_NOTICE_OF_OBSERVER,
-    RANK_YIELDS,
-)
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.records.job_folder import report_of
 from mpistrat.liveness.records.record import ENTRY, GROUP, RAISE, RankRecord
 from mpistrat.liveness.records.watch import CommunicatorWatch
@@ -38,7 +30,7 @@ def wait_until(
     """
     started = time.monotonic()
     if not watch.crowded:
-        spin_until = started + RANK_SPINS
+        spin_until = started + deadlines.RANK_SPINS
         while time.monotonic() < spin_until:
             if arrived():
                 return
@@ -46,14 +38,14 @@ def wait_until(
     timeout = watch.timeout
     limit = record.limit_of(timeout)
     # Where there are records, one of the ranks reports in its place.
-    patience = RANK_WAITS_FOR_LOOK_OF_OBSERVER * (1 + (record.path is not None))
+    patience = deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER * (1 + (record.path is not None))
     while not arrived():
         now = time.monotonic()
-        if now - looked > RANK_STOOD_STILL:
+        if now - looked > deadlines.RANK_STOOD_STILL:
             started += now - looked  # the job was suspended
         looked = now
         waited = now - started
-        if yields and waited < RANK_YIELDS:
+        if yields and waited < deadlines.RANK_YIELDS:
             os.sched_yield()
             continue
         raise_if_stalled(watch)
@@ -70,15 +62,17 @@ def wait_until(
                 f"rank {record.rank} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
                 f"{limit:g} s), and no observer runs on this node that could say which are missing"
             )
-        time.sleep(min(max(waited / 32, RANK_SLEEPS_AT_LEAST), RANK_SLEEPS_AT_MOST))
+        time.sleep(
+            min(max(waited / 32, deadlines.RANK_SLEEPS_AT_LEAST), deadlines.RANK_SLEEPS_AT_MOST)
+        )
 
 
 def _is_noticed(watch: CommunicatorWatch, late: float) -> bool:
     """Whether the observer has said for whom this rank waits, or will not: it is gone, or has had time enough."""
     record = watch.record
-    observed = time.monotonic() - record.looked / 1e9 < RANK_WAITS_FOR_LOOK_OF_OBSERVER
+    observed = time.monotonic() - record.looked / 1e9 < deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER
     noticed = record.noticed == record.words[watch.slot + ENTRY]
-    return noticed or not observed or late > RANK_WAITS_FOR_NOTICE_OF_OBSERVER
+    return noticed or not observed or late > deadlines.RANK_WAITS_FOR_NOTICE_OF_OBSERVER
 
 
 def raise_if_stalled(watch: CommunicatorWatch) -> None:

@@ -15,8 +15,8 @@ from types import FrameType
 import torch
 
 from mpistrat.communicators.communication_thread import CommunicationThread
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.call_site import SourceLine
-from mpistrat.liveness.deadlines import COMMUNICATION_THREAD_WAITS_FOR_BACKWARD
 
 
 def inside_backward() -> bool:
@@ -83,7 +83,7 @@ class CallsAfterBackward:
     def _make_late(self, earlier: threading.Event, made: threading.Event) -> None:
         earlier.set()
         # A thread that makes them makes all.
-        if not made.wait(COMMUNICATION_THREAD_WAITS_FOR_BACKWARD) and self._order.acquire(
+        if not made.wait(deadlines.COMMUNICATION_THREAD_WAITS_FOR_BACKWARD) and self._order.acquire(
             blocking=False
         ):
             try:

@@ -21,12 +21,8 @@ from mpi4py import MPI
 
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.errors import StallError
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.call_site import call_site
-from mpistrat.liveness.deadlines import (
-    PROGRESS_THREAD_SLEEPS_AT_LEAST,
-    PROGRESS_THREAD_SLEEPS_AT_MOST,
-    RANK_WAITS_FOR_BYTES_OF_ENDED_RANK,
-)
 from mpistrat.liveness.records.record import LEAVING, LEFT, STATE
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
@@ -124,7 +120,7 @@ class Messages:
                 alone_since = 0.0
             elif not alone_since:
                 alone_since = time.monotonic()
-            elif time.monotonic() - alone_since > RANK_WAITS_FOR_BYTES_OF_ENDED_RANK:
+            elif time.monotonic() - alone_since > deadlines.RANK_WAITS_FOR_BYTES_OF_ENDED_RANK:
                 peer = "another rank" if message.peer is None else f"rank {message.peer}"
                 left = peer.replace("another", "each other")
                 raise RuntimeError(
@@ -290,19 +286,19 @@ class _ProgressThread:
             self._thread.join()
 
     def _run(self) -> None:
-        pause = PROGRESS_THREAD_SLEEPS_AT_LEAST
+        pause = deadlines.PROGRESS_THREAD_SLEEPS_AT_LEAST
         while True:
             with self._added:
                 while not (self._messages or self._stopped):
                     self._added.wait()
-                    pause = PROGRESS_THREAD_SLEEPS_AT_LEAST
+                    pause = deadlines.PROGRESS_THREAD_SLEEPS_AT_LEAST
                 messages = list(self._messages)
             if self._stopped:
                 return
             ended = {message for message in messages if message.test()}
-            pause = min(2 * pause, PROGRESS_THREAD_SLEEPS_AT_MOST)
+            pause = min(2 * pause, deadlines.PROGRESS_THREAD_SLEEPS_AT_MOST)
             if ended:
-                pause = PROGRESS_THREAD_SLEEPS_AT_LEAST
+                pause = deadlines.PROGRESS_THREAD_SLEEPS_AT_LEAST
             with self._added:
                 self._messages = [message for message in self._messages if message not in ended]
             del messages, ended

@@ -24,8 +24,8 @@ from torch._C import _distributed_c10d as c10d
 from mpistrat.communicators.communication_thread import CommunicationThread, takes_a_core
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.call_site import outside
-from mpistrat.liveness.deadlines import PROGRAM_END_WAITS_FOR_CALLS
 from mpistrat.torch_distributed.after_backward import CallsAfterBackward, inside_backward
 from mpistrat.torch_distributed.collectives import Collectives
 from mpistrat.torch_distributed.compilation import not_compiled
@@ -362,7 +362,9 @@ class MpistratProcessGroup(dist.ProcessGroup):
             return self._collect(DoneWork(result))
         with self._order:
             if self._thread is None:
-                self._thread = CommunicationThread(self._communicator, PROGRAM_END_WAITS_FOR_CALLS)
+                self._thread = CommunicationThread(
+                    self._communicator, deadlines.PROGRAM_END_WAITS_FOR_CALLS
+                )
         after = self._after_backward
         cpus, threads = self._cpu_share, torch.get_num_threads()
         is_busy = takes_a_core(self._communicator.on_one_node, cpus, threads)

@@ -260,6 +260,7 @@ def test_a_rank_of_ddp_that_goes_astray(launcher: Launcher, tmp_path: Path, name
 WAITS = """
 import datetime, sys, time
 import torch, torch.distributed as dist
+from mpistrat.liveness import deadlines
 from mpistrat.liveness import processes
 from mpistrat.liveness.observer import observation
 from mpistrat.liveness.records.record import LIMIT
@@ -342,7 +343,7 @@ if dist.get_rank() == 0:
 else:
     dist.recv(value, 0)
     print("the first has come")
-    messages.RANK_WAITS_FOR_BYTES_OF_ENDED_RANK = 2.0
+    deadlines.RANK_WAITS_FOR_BYTES_OF_ENDED_RANK = 2.0
     try:
         dist.recv(value)
     except RuntimeError as error:

@@ -18,8 +18,7 @@ from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import StallError
-from mpistrat.liveness import waiting
-from mpistrat.liveness.observer import other_nodes
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.records.job_folder import report_of
 from mpistrat.liveness.records.record import ABORT, GROUP, RAISE, RING, SINCE, STALLED, WAITED
 from support.rank_errors import errors_of_ranks
@@ -83,7 +82,7 @@ def test_check_must_be_the_same_on_all_ranks():
 def test_who_left_a_collective_does_not_come_back(monkeypatch, make):
     """Its next call would be taken for the one that the others are in."""
     communicator = make()
-    monkeypatch.setattr(waiting, "RANK_SPINS", 0)
+    monkeypatch.setattr(deadlines, "RANK_SPINS", 0)
     if RANK == 0:
         record, board = communicator.contract.watch.record, communicator.contract.watch.slot
         record.words[STALLED] = record.words[board + GROUP]
@@ -199,7 +198,7 @@ def test_a_call_that_follows_another_is_not_compared(monkeypatch):
 @several
 def test_an_error_before_a_call_that_follows_ends_the_call(monkeypatch):
     """The ranks that wait there hear of the error, and all go on with the same number."""
-    monkeypatch.setattr(other_nodes, "RANK_STAYS_IN_LEFT_COLLECTIVE", 0.1)
+    monkeypatch.setattr(deadlines, "RANK_STAYS_IN_LEFT_COLLECTIVE", 0.1)
     communicator = communicator_for(WORLD.Dup())
     window = communicator.ways.transports[0]
     window.shared_blocks()

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from mpistrat.communicators.costs.observations import MOST, Observation, are_near
-from mpistrat.liveness.deadlines import COSTS_LIVE, COSTS_MAY_BE_AHEAD
+from mpistrat.liveness import deadlines
 from mpistrat.machine.private_files import make_folder
 
 # Increased when the cost of a way changes, so that what other versions measured is not used.
@@ -42,7 +42,10 @@ def read(folder: str, key: dict[str, Any]) -> list[Observation]:
         apart = [o.distance for o in found]
         if not all(0 < number < math.inf for number in numbers) or min(apart, default=0) < 0:
             return []
-        oldest, newest = time.time() - COSTS_LIVE, time.time() + COSTS_MAY_BE_AHEAD
+        oldest, newest = (
+            time.time() - deadlines.COSTS_LIVE,
+            time.time() + deadlines.COSTS_MAY_BE_AHEAD,
+        )
         return sorted((o for o in found if oldest < o.when < newest), key=lambda o: o.when)
     except Exception:  # of any class: somebody else may have written the file, or half of it
         return []
@@ -79,7 +82,7 @@ def _remove_old(folder: str) -> None:
         for entry in entries:
             if entry.name.startswith("costs-"):
                 with contextlib.suppress(OSError):  # another job has removed it
-                    if time.time() - entry.stat().st_mtime > COSTS_LIVE:
+                    if time.time() - entry.stat().st_mtime > deadlines.COSTS_LIVE:
                         os.unlink(entry.path)
 
 

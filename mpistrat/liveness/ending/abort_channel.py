@@ -11,10 +11,7 @@ from collections.abc import Iterable
 
 from mpi4py import MPI
 
-from mpistrat.liveness.deadlines import (
-    RANK_SLEEPS_BETWEEN_LOOKS_AT_ABORTS,
-    RANK_WAITS_FOR_ABORTS_OF_OTHERS,
-)
+from mpistrat.liveness import deadlines
 
 TAG = 4711  # on a communicator of ours, where no other message has this tag
 
@@ -41,10 +38,10 @@ class AbortChannel:
         """
         if not self._unsent:
             self.send(text)
-        until = time.monotonic() + RANK_WAITS_FOR_ABORTS_OF_OTHERS
+        until = time.monotonic() + deadlines.RANK_WAITS_FOR_ABORTS_OF_OTHERS
         while len(self._received) < self._comm.size - 1 and time.monotonic() < until:
             self._receive()
-            time.sleep(RANK_SLEEPS_BETWEEN_LOOKS_AT_ABORTS)
+            time.sleep(deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_ABORTS)
 
     def received(self) -> str | None:
         """What another rank has sent first; None while there is nothing."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpistrat.liveness.deadlines import RANK_IS_STUCK
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.ending.exit_coordinator import ExitCoordinator, Left, Waits
 from mpistrat.liveness.ending.lost_ranks import LostRanks
 from mpistrat.liveness.ending.program_exit import ProgramExit
@@ -78,7 +78,7 @@ class ExitGroup:
             call, collective = calls.calls, calls.waiting_in
             # Last: it begins anew with each call.
             since = calls.watch.record.words[calls.watch.slot + SINCE]
-            if collective is None or not since or now - since < RANK_IS_STUCK * 1e9:
+            if collective is None or not since or now - since < deadlines.RANK_IS_STUCK * 1e9:
                 continue
             if self._reported.get(calls.name) != call:
                 self._reported[calls.name], stuck = call, True

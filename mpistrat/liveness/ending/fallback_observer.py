@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from mpistrat.liveness.deadlines import RANK_WAITS_FOR_LOOK_OF_OBSERVER
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.observer import observation
 from mpistrat.liveness.observer.observer import Observer
 
@@ -27,7 +27,7 @@ class FallbackObserver:
             slot.since and 0 < record.limit_of(slot.timeout) < now - slot.since / 1e9
             for slot in record.slots()
         )
-        is_silent = now - record.looked / 1e9 > RANK_WAITS_FOR_LOOK_OF_OBSERVER
+        is_silent = now - record.looked / 1e9 > deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER
         self._silent = self._silent + 1 if waits and is_silent else 0
         if self._silent < SILENT_TIMES:
             return

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from mpistrat.liveness.deadlines import RANK_WAITS_FOR_MAIN_THREAD_TO_HEAR_INTERRUPT
+from mpistrat.liveness import deadlines
 
 
 class Interrupts:
@@ -47,7 +47,10 @@ class Interrupts:
             self._waiting_since = None
             self._reacted = False
             return False
-        return time.monotonic() - self._waiting_since > RANK_WAITS_FOR_MAIN_THREAD_TO_HEAR_INTERRUPT
+        return (
+            time.monotonic() - self._waiting_since
+            > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_HEAR_INTERRUPT
+        )
 
     def _react(self, number: int, frame: FrameType | None) -> None:
         self._reacted = True

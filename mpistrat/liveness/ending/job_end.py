@@ -23,14 +23,8 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.call_site import call_site
-from mpistrat.liveness.deadlines import (
-    RANK_SLEEPS_AT_ITS_END,
-    RANK_SLEEPS_AT_ITS_END_AT_MOST,
-    RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS,
-    RANK_WAITS_FOR_EXIT_HANDLERS_OF_OTHERS,
-    RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE,
-)
 from mpistrat.liveness.ending.exit_group import ExitGroup
 from mpistrat.liveness.ending.fallback_observer import FallbackObserver
 from mpistrat.liveness.ending.interrupts import Interrupts
@@ -144,7 +138,7 @@ class JobEnd:
 
     def _look_out(self) -> None:
         stand_in = FallbackObserver()
-        while not self._stop.wait(RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS):
+        while not self._stop.wait(deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS):
             action = self.records.record.abort
             if observation.has_lost_files():
                 self._end_without_files()
@@ -196,7 +190,7 @@ class JobEnd:
         if (
             inside
             and now - max(min(inside), self._raises_since)
-            > RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE * 1e9
+            > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE * 1e9
         ):
             waiting = (call for group in self._groups for call in group.calls() if call.waiting_in)
             site = next((call.called_at for call in waiting), "an unknown place")
@@ -266,12 +260,12 @@ class JobEnd:
                 return False
             return True
 
-        pause = RANK_SLEEPS_AT_ITS_END
+        pause = deadlines.RANK_SLEEPS_AT_ITS_END
         while groups := [group for group in groups if not is_over(group)]:
             if has_waited():
                 return
             time.sleep(pause)
-            pause = min(pause * 1.5, RANK_SLEEPS_AT_ITS_END_AT_MOST)
+            pause = min(pause * 1.5, deadlines.RANK_SLEEPS_AT_ITS_END_AT_MOST)
 
     def _end_here(self) -> NoReturn:
         """The work of Python's end, as far as a program can tell, and no MPI_Finalize.
@@ -284,7 +278,7 @@ class JobEnd:
         self._rank.flush()
         try:
             if self._watches and self._rank.is_running():
-                until = time.monotonic() + RANK_WAITS_FOR_EXIT_HANDLERS_OF_OTHERS
+                until = time.monotonic() + deadlines.RANK_WAITS_FOR_EXIT_HANDLERS_OF_OTHERS
                 with contextlib.suppress(MPI.Exception):  # one is lost now
                     waiting = [group for group in self._groups if not group.lost]
                     for group in waiting:

@@ -20,16 +20,8 @@ from typing import Any, NoReturn
 from mpistrat.cluster_resolver.launcher import certain_rank, why_not_fault_tolerant
 from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
 from mpistrat.errors import CollectiveMismatchError, DivergenceError, StallError, TopologyError
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.bounded_waits import soon, within
-from mpistrat.liveness.deadlines import (
-    RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
-    RANK_SLEEPS_UNTIL_JOINT_EXITS,
-    RANK_WAITS_FOR_ITS_STREAMS,
-    RANK_WAITS_FOR_JOINT_EXITS,
-    RANK_WAITS_FOR_LAUNCHER_TO_KILL,
-    RANK_WAITS_FOR_LAUNCHER_TO_READ,
-    RANK_WAITS_FOR_RANK_TO_PRINT,
-)
 from mpistrat.liveness.ending.interrupts import ignore_interrupts
 from mpistrat.liveness.ending.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.error_text import advice_for, of_the_program
@@ -136,7 +128,7 @@ class RankEnd:
                 log = FailureLog(observed.folder.path, self.rank, self._size, self.other_nodes)
                 word, is_common = _known_as(error, traceback, self.rank)
                 waits = word == OF_ANOTHER_RANK or (is_common and self.rank)
-                log.add(word, say_it, RANK_WAITS_FOR_RANK_TO_PRINT if waits else 0.0)
+                log.add(word, say_it, deadlines.RANK_WAITS_FOR_RANK_TO_PRINT if waits else 0.0)
                 self._is_ending()
                 summary = log.sum_up(summary)
         except (OSError, ValueError):  # no space, or half a line
@@ -157,7 +149,7 @@ class RankEnd:
         self._is_ending()
         self.flush()
         time.sleep(
-            RANK_WAITS_FOR_LAUNCHER_TO_READ
+            deadlines.RANK_WAITS_FOR_LAUNCHER_TO_READ
         )  # MPICH's launcher drops what it has not read by then
         observation.remember_mappings()  # of a program that has no strategy
         mpi = _running_mpi()
@@ -169,7 +161,9 @@ class RankEnd:
             os._exit(code or 1)
         elif _may_call(mpi):
             mpi.COMM_WORLD.Abort(code)
-            time.sleep(RANK_WAITS_FOR_LAUNCHER_TO_KILL)  # MPICH returns once the launcher knows
+            time.sleep(
+                deadlines.RANK_WAITS_FOR_LAUNCHER_TO_KILL
+            )  # MPICH returns once the launcher knows
         os._exit(code or 1)
 
     def is_running(self) -> bool:
@@ -187,7 +181,7 @@ class RankEnd:
         return launched(self._pid) == self._pid or _running_mpi() is not None
 
     def flush(self) -> None:
-        within(RANK_WAITS_FOR_ITS_STREAMS, self._flush)
+        within(deadlines.RANK_WAITS_FOR_ITS_STREAMS, self._flush)
 
     def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr, *self.streams):
@@ -217,8 +211,8 @@ class RankEnd:
         path = observed.folder.path
         return soon(
             lambda: sum(map(_is_gone, find_ranks(path))) == self._size,
-            RANK_WAITS_FOR_JOINT_EXITS,
-            pause=RANK_SLEEPS_UNTIL_JOINT_EXITS,
+            deadlines.RANK_WAITS_FOR_JOINT_EXITS,
+            pause=deadlines.RANK_SLEEPS_UNTIL_JOINT_EXITS,
         )
 
 
@@ -236,8 +230,8 @@ def announce_exits() -> None:
                 ranks = find_ranks(observed.folder.path)
                 soon(
                     lambda: all(r.record.exits == SEEN or _is_gone(r) for r in ranks),
-                    RANK_WAITS_FOR_JOINT_EXITS,
-                    pause=RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
+                    deadlines.RANK_WAITS_FOR_JOINT_EXITS,
+                    pause=deadlines.RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
                 )
         finally:
             original(status)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpistrat.liveness.deadlines import OBSERVER_STOOD_STILL, OBSERVER_WAITS_FOR_JOINT_DEATHS
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.processes import (
     DEAD,
     KILLED_BY_LAUNCHERS,
@@ -281,7 +281,7 @@ class FailureDetector:
     def wait(self, seconds: float) -> None:
         """Return after `seconds`, or once ranks have died: then with all that die in the same moment."""
         self._wait(seconds)
-        until = self.first_died + OBSERVER_WAITS_FOR_JOINT_DEATHS
+        until = self.first_died + deadlines.OBSERVER_WAITS_FOR_JOINT_DEATHS
         while self.deaths and not self.all_are_dead and (left := until - time.monotonic()) > 0:
             self._wait(left)
 
@@ -387,7 +387,9 @@ class Pauses:
         gap = time.monotonic() - self._looked
         self.restart()
         alive = [rank for rank in ranks if not rank.dead]
-        if gap > OBSERVER_STOOD_STILL or (alive and all(rank.stands_still for rank in alive)):
+        if gap > deadlines.OBSERVER_STOOD_STILL or (
+            alive and all(rank.stands_still for rank in alive)
+        ):
             self._pauses.append((self._looked, gap))
 
     def restart(self) -> None:

@@ -16,15 +16,8 @@ from dataclasses import dataclass
 
 from mpistrat.cluster_resolver import launcher
 from mpistrat.errors import TopologyError
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.bounded_waits import soon
-from mpistrat.liveness.deadlines import (
-    RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
-    RANK_SLEEPS_UNTIL_FIRST_LOOK,
-    RANK_WAITS_FOR_FIRST_LOOK_OF_OBSERVER,
-    RANK_WAITS_FOR_OBSERVER_TO_SEE_EXIT,
-    RANK_WAITS_FOR_START_OF_OBSERVER,
-    RANK_WAITS_FOR_WORDS_OF_OBSERVER,
-)
 from mpistrat.liveness.processes import DEAD, command_of, job_of, signals_of, state_of
 from mpistrat.liveness.records.job_folder import JobFolder, line_of, record_of, stacks_of, words_of
 from mpistrat.liveness.records.record import ANNOUNCED, LEFT, RUNNING, RankRecord
@@ -137,8 +130,8 @@ def wait_until_observed() -> None:
     if observed := _observed:
         soon(
             lambda: observed.record.looked > 0,
-            RANK_WAITS_FOR_FIRST_LOOK_OF_OBSERVER,
-            pause=RANK_SLEEPS_UNTIL_FIRST_LOOK,
+            deadlines.RANK_WAITS_FOR_FIRST_LOOK_OF_OBSERVER,
+            pause=deadlines.RANK_SLEEPS_UNTIL_FIRST_LOOK,
         )
 
 
@@ -161,7 +154,7 @@ def start_observer(folder: str) -> None:
                 stderr=nothing,
                 start_new_session=True,
                 env=environ,
-            ).wait(RANK_WAITS_FOR_START_OF_OBSERVER)  # it forks, and ends
+            ).wait(deadlines.RANK_WAITS_FOR_START_OF_OBSERVER)  # it forks, and ends
 
 
 def say(text: str) -> bool:
@@ -176,7 +169,7 @@ def say(text: str) -> bool:
         with create(words_of(_observed.folder.path, record.rank)) as file:
             file.write(text)
         record.say = 1
-        return soon(lambda: not record.say, RANK_WAITS_FOR_WORDS_OF_OBSERVER)
+        return soon(lambda: not record.say, deadlines.RANK_WAITS_FOR_WORDS_OF_OBSERVER)
     return False
 
 
@@ -196,8 +189,8 @@ def announce_exit() -> Observed | None:
         os.write(_observed.line, b"\n")
         soon(
             lambda: record.exits != ANNOUNCED,
-            RANK_WAITS_FOR_OBSERVER_TO_SEE_EXIT,
-            pause=RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
+            deadlines.RANK_WAITS_FOR_OBSERVER_TO_SEE_EXIT,
+            pause=deadlines.RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
         )
     return _observed
 

@@ -20,28 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.bounded_waits import soon, within
 from mpistrat.liveness.call_site import places_of
-from mpistrat.liveness.deadlines import (
-    OBSERVER_IS_NEW,
-    OBSERVER_REPORTS,
-    OBSERVER_SLEEPS,
-    OBSERVER_SLEEPS_AT_START,
-    OBSERVER_SLEEPS_UNTIL_OTHER_NODES,
-    OBSERVER_WAITS_FOR_ABSENT_RANKS,
-    OBSERVER_WAITS_FOR_ENDING_RANK,
-    OBSERVER_WAITS_FOR_FIRST_NODE,
-    OBSERVER_WAITS_FOR_FIRST_RANK,
-    OBSERVER_WAITS_FOR_JOINT_EXITS,
-    OBSERVER_WAITS_FOR_LATE_RANK,
-    OBSERVER_WAITS_FOR_LAUNCHER,
-    OBSERVER_WAITS_FOR_LAUNCHER_TO_READ,
-    OBSERVER_WAITS_FOR_OTHER_NODES,
-    OBSERVER_WAITS_FOR_REPORT_FILE,
-    OBSERVER_WAITS_FOR_REPORT_FILE_AT_END,
-    OBSERVER_WAITS_FOR_STDERR,
-    OBSERVER_WAITS_FOR_TOLD_RANKS,
-)
 from mpistrat.liveness.observer.failure_detector import (
     FailureDetector,
     ObservedRank,
@@ -99,8 +80,10 @@ class Observer:
             self._find_ranks()
             for rank in detector.ranks.values():
                 rank.record.observer = os.getpid()
-            starting = time.monotonic() - self._started < OBSERVER_IS_NEW
-            detector.wait(OBSERVER_SLEEPS_AT_START if starting else OBSERVER_SLEEPS)
+            starting = time.monotonic() - self._started < deadlines.OBSERVER_IS_NEW
+            detector.wait(
+                deadlines.OBSERVER_SLEEPS_AT_START if starting else deadlines.OBSERVER_SLEEPS
+            )
             self._pauses.notice(detector.ranks.values())
             self._speak_for_ranks()
             self._judge_starts()
@@ -109,11 +92,11 @@ class Observer:
             self._see_to_the_end()
             self._tell_who_waits_at_the_end()
             self._tell_where_the_report_is(0.0)
-        self._tell_where_the_report_is(OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
+        self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
         if self._reported and self._launcher and self._may_return_0():
             # It reads what is said there, and waits for the end of that.
             if self._stderr.owner != self._launcher:
-                time.sleep(OBSERVER_WAITS_FOR_LAUNCHER_TO_READ)
+                time.sleep(deadlines.OBSERVER_WAITS_FOR_LAUNCHER_TO_READ)
             end_launcher(self._launcher)
         self._stderr.give_back()
 
@@ -121,12 +104,14 @@ class Observer:
         """If there is one. Called by: a rank, where no observer runs."""
         self._find_ranks()
         self._judge_waits()
-        self._tell_where_the_report_is(OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
+        self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
 
     def _patience(self) -> float:
         """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked."""
         return (
-            OBSERVER_WAITS_FOR_LATE_RANK if self._detector.ranks else OBSERVER_WAITS_FOR_FIRST_RANK
+            deadlines.OBSERVER_WAITS_FOR_LATE_RANK
+            if self._detector.ranks
+            else deadlines.OBSERVER_WAITS_FOR_FIRST_RANK
         )
 
     def _find_ranks(self) -> None:
@@ -148,7 +133,9 @@ class Observer:
             dead.record.exits = SEEN
 
     def _say(self, text: str) -> None:
-        within(OBSERVER_WAITS_FOR_STDERR, lambda: self._stderr.say(text, self._speakers()))
+        within(
+            deadlines.OBSERVER_WAITS_FOR_STDERR, lambda: self._stderr.say(text, self._speakers())
+        )
 
     def _speak_for_ranks(self) -> None:
         """For those that have no stderr of their own."""
@@ -177,7 +164,7 @@ class Observer:
         ended_by_launcher = any(rank.dead for rank in waiting)
         if (
             ended_by_launcher
-            or time.monotonic() - self._absent_since > OBSERVER_WAITS_FOR_ABSENT_RANKS
+            or time.monotonic() - self._absent_since > deadlines.OBSERVER_WAITS_FOR_ABSENT_RANKS
         ):
             self._report(lambda: absence_report(absent, waiting), END, 1)
 
@@ -204,7 +191,8 @@ class Observer:
             missed = any(set(wait.missing) & set(unexplained) for wait in waits(ranks))
             if (
                 not missed
-                and time.monotonic() - detector.first_died < OBSERVER_WAITS_FOR_JOINT_EXITS
+                and time.monotonic() - detector.first_died
+                < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
             ):
                 return
         first = first_death(unexplained)
@@ -219,7 +207,7 @@ class Observer:
     def _is_reported_elsewhere(self) -> bool:
         """Whether another node has just asked about a stall: what happens now is its doing."""
         asked = max((r.record.asked for r in self._detector.ranks.values()), default=0) / 1e9
-        return asked > 0 and time.monotonic() - asked < OBSERVER_REPORTS
+        return asked > 0 and time.monotonic() - asked < deadlines.OBSERVER_REPORTS
 
     def _judge_waits(self) -> None:
         ranks = self._detector.going_on
@@ -228,7 +216,7 @@ class Observer:
         for wait in waits(ranks):
             grace = wait.first not in self._detector.ranks or self._is_reported_elsewhere()
             waited = self._pauses.seconds_since(wait.since / 1e9)
-            overdue = waited - OBSERVER_WAITS_FOR_FIRST_NODE * grace
+            overdue = waited - deadlines.OBSERVER_WAITS_FOR_FIRST_NODE * grace
             if wait.limit and overdue > wait.limit:
                 compose = functools.partial(self._stall_report, wait, waited)
                 self._report(compose, wait.waiting[0].record.on_stall, 1, wait)
@@ -267,8 +255,8 @@ class Observer:
         path = self._folder.path
         soon(
             lambda: find_accounts(path) is not None,
-            OBSERVER_WAITS_FOR_OTHER_NODES,
-            pause=OBSERVER_SLEEPS_UNTIL_OTHER_NODES,
+            deadlines.OBSERVER_WAITS_FOR_OTHER_NODES,
+            pause=deadlines.OBSERVER_SLEEPS_UNTIL_OTHER_NODES,
         )
         return find_accounts(path) or []
 
@@ -289,7 +277,7 @@ class Observer:
             rank.record.code, rank.record.stalled = code, wait.group if wait else 0
             rank.record.abort = action  # last: the rank acts on it
         self._report_file.write(f"{text}\n")
-        self._tell_where_the_report_is(OBSERVER_WAITS_FOR_REPORT_FILE)
+        self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE)
 
     def _may_return_0(self) -> bool:
         """Whether a rank may have, without a word: MPICH's launcher then returns what one of the ranks has."""
@@ -302,7 +290,7 @@ class Observer:
             self._say(f"mpistrat: This report is in {self._report_file.path}.\n")
         elif (
             self._reported
-            and time.monotonic() - self._reported < OBSERVER_WAITS_FOR_REPORT_FILE_AT_END
+            and time.monotonic() - self._reported < deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END
         ):
             return
         if not self._may_return_0():
@@ -310,7 +298,7 @@ class Observer:
 
     def _compose(self, compose: Callable[[], str]) -> str:
         """What `compose` returns, which may take a while: ranks are asked what they do."""
-        self._promise_to_look(OBSERVER_REPORTS)
+        self._promise_to_look(deadlines.OBSERVER_REPORTS)
         try:
             return compose()
         except Exception as error:  # the verdict stands, however little can be said
@@ -326,21 +314,23 @@ class Observer:
         if not self._ending_since and self._detector.in_state(ENDING):
             self._ending_since = now
         ending = now - self._ending_since if self._ending_since else 0.0
-        if ending > OBSERVER_WAITS_FOR_LAUNCHER:
+        if ending > deadlines.OBSERVER_WAITS_FOR_LAUNCHER:
             # Under fault tolerant MPI, MPI_Abort ends one rank only; and before MPI_Init, an exit code no other.
             for record in (rank.record for rank in ranks):
                 if not record.abort and record.state != ENDING:
                     record.code, record.abort = 1, END
         raised = any(rank.record.abort == RAISE for rank in ranks)
         unheard = (
-            self._reported and not raised and now - self._reported >= OBSERVER_WAITS_FOR_TOLD_RANKS
+            self._reported
+            and not raised
+            and now - self._reported >= deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS
         )
         # All that ended the job are dead, and the others were told.
         ended = all(rank.dead for rank in self._detector.in_state(ENDING))
         patience = (
-            OBSERVER_WAITS_FOR_TOLD_RANKS + OBSERVER_WAITS_FOR_LAUNCHER
+            deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS + deadlines.OBSERVER_WAITS_FOR_LAUNCHER
             if ended
-            else OBSERVER_WAITS_FOR_ENDING_RANK
+            else deadlines.OBSERVER_WAITS_FOR_ENDING_RANK
         )
         if self._killed or not (unheard or ending > patience):
             return

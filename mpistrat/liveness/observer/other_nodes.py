@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from mpistrat.liveness.deadlines import NODE_WAITS_FOR_OTHER_NODES, RANK_STAYS_IN_LEFT_COLLECTIVE
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.observer.failure_detector import find_ranks
 from mpistrat.liveness.observer.node_accounts import Account, leave_accounts
 from mpistrat.liveness.observer.report import account_of
@@ -121,7 +121,7 @@ class OtherNodes:
         inside = [b.since for b in slots if b.calls == message.call]
         if not any(inside):
             self._left = None
-        elif time.monotonic_ns() - max(inside) > RANK_STAYS_IN_LEFT_COLLECTIVE * 1e9:
+        elif time.monotonic_ns() - max(inside) > deadlines.RANK_STAYS_IN_LEFT_COLLECTIVE * 1e9:
             self._left = None
             self._raise(message)
 
@@ -143,7 +143,7 @@ class OtherNodes:
             self._send_all(Ask(self._rank), RANKS_TO_ASK)
         elif (
             len(self._accounts) == len(self._others)
-            or now - self._asked_at > NODE_WAITS_FOR_OTHER_NODES
+            or now - self._asked_at > deadlines.NODE_WAITS_FOR_OTHER_NODES
         ):
             record.ask, self._asked_at = 0, 0.0
             leave_accounts(record.folder, [self._accounts[node] for node in sorted(self._accounts)])

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from mpistrat.liveness.deadlines import OBSERVER_MEASURES_CPU_TIME, STRAGGLER_WAITED_LESS
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.observer.failure_detector import ObservedRank, Wait
 from mpistrat.liveness.processes import (
     KILLED_BY_LAUNCHERS,
@@ -126,7 +126,7 @@ def leaving_notice(ranks: list[ObservedRank], seconds: float) -> str:
 def straggler(ranks: list[ObservedRank]) -> list[str]:
     """A line about the rank that others waited for in the last minute: the one that waited least itself."""
     waited = sorted((rank.record.seconds_waited(), rank.number) for rank in ranks if not rank.dead)
-    if len(waited) < 2 or waited[-1][0] - waited[0][0] < STRAGGLER_WAITED_LESS:
+    if len(waited) < 2 or waited[-1][0] - waited[0][0] < deadlines.STRAGGLER_WAITED_LESS:
         return []
     (least, slowest), (most, other) = waited[0], waited[-1]
     return [
@@ -142,7 +142,7 @@ def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[s
     shown = ranks[:_MOST_RANKS]
     used = [cpu_seconds(rank.pid) for rank in shown]
     started = time.monotonic()
-    time.sleep(OBSERVER_MEASURES_CPU_TIME)
+    time.sleep(deadlines.OBSERVER_MEASURES_CPU_TIME)
     elapsed = time.monotonic() - started
     busy = [
         (cpu_seconds(rank.pid) - before) / elapsed for rank, before in zip(shown, used, strict=True)

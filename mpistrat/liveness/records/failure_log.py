@@ -16,17 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.bounded_waits import soon, within
-from mpistrat.liveness.deadlines import (
-    NOTED_FAILURE_COUNTS,
-    RANK_WAITS_FOR_ALL_FAILURES,
-    RANK_WAITS_FOR_FAILURES_OF_OTHER_NODES,
-    RANK_WAITS_FOR_FIRST_NODE_TO_PRINT,
-    RANK_WAITS_FOR_LAUNCHER_TO_PASS_ON,
-    RANK_WAITS_FOR_LOCK_OF_FAILURES,
-    RANK_WAITS_FOR_NEXT_FAILURE,
-    RANK_WAITS_FOR_SENDING_OF_FAILURE,
-)
 from mpistrat.liveness.records.job_folder import lock
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.machine.private_files import private
@@ -74,9 +65,9 @@ class FailureLog:
         self._path = os.path.join(folder, "failures")
         self._rank, self._size, self._nodes = rank, size, nodes
         follows = nodes is not None and not nodes.is_first_node
-        self._patience = RANK_WAITS_FOR_FIRST_NODE_TO_PRINT if follows else 0.0
-        self._pause = RANK_WAITS_FOR_NEXT_FAILURE + self._patience
-        self._pause += 0.0 if nodes is None else RANK_WAITS_FOR_FAILURES_OF_OTHER_NODES
+        self._patience = deadlines.RANK_WAITS_FOR_FIRST_NODE_TO_PRINT if follows else 0.0
+        self._pause = deadlines.RANK_WAITS_FOR_NEXT_FAILURE + self._patience
+        self._pause += 0.0 if nodes is None else deadlines.RANK_WAITS_FOR_FAILURES_OF_OTHER_NODES
 
     def note(self, failure: NotedFailure) -> None:
         """Note what another node tells. Raises: OSError."""
@@ -105,7 +96,7 @@ class FailureLog:
 
         Waits a moment for ranks that are about to fail. Raises: OSError.
         """
-        soon(self._is_complete, max(RANK_WAITS_FOR_ALL_FAILURES, 2 * self._pause))
+        soon(self._is_complete, max(deadlines.RANK_WAITS_FOR_ALL_FAILURES, 2 * self._pause))
         with self._locked() as file:
             if self._entries(_SUMMED_UP):
                 return ""
@@ -129,7 +120,7 @@ class FailureLog:
             return False
         # Launchers must have had the time to pass on all that other ranks have said.
         others = (entry.at for entry in self._entries(_SAID) if entry.rank != self._rank)
-        return now - max(others, default=0.0) > RANK_WAITS_FOR_LAUNCHER_TO_PASS_ON
+        return now - max(others, default=0.0) > deadlines.RANK_WAITS_FOR_LAUNCHER_TO_PASS_ON
 
     def _is_said(self, error: str) -> bool:
         said = (entry.error for entry in self._entries(_SAID))
@@ -140,20 +131,20 @@ class FailureLog:
         with open(self._path, encoding="utf-8") as file:
             found = (line.split() for line in file if line.endswith("\n"))
             entries = [_FailureEntry(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
-        since = time.monotonic() - NOTED_FAILURE_COUNTS
+        since = time.monotonic() - deadlines.NOTED_FAILURE_COUNTS
         return [entry for entry in entries if entry.kind == wanted and entry.at > since]
 
     def _note(self, file: Any, kind: str, error: str) -> None:
         failure, nodes = NotedFailure(kind, self._rank, error), self._nodes
         _write(file, failure)
         if nodes is not None:
-            within(RANK_WAITS_FOR_SENDING_OF_FAILURE, lambda: nodes.tell_failure(failure))
+            within(deadlines.RANK_WAITS_FOR_SENDING_OF_FAILURE, lambda: nodes.tell_failure(failure))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Any]:
         """The file, to append to. A rank that holds the lock for long is not waited for."""
         with open(self._path, "a", encoding="utf-8", opener=private) as file:
-            soon(lambda: lock(file), RANK_WAITS_FOR_LOCK_OF_FAILURES)
+            soon(lambda: lock(file), deadlines.RANK_WAITS_FOR_LOCK_OF_FAILURES)
             yield file
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpistrat.liveness.deadlines import CLEANER_WAITS_FOR_MAPPING
+from mpistrat.liveness import deadlines
 from mpistrat.machine.private_files import create, make_folder
 
 SHARED_MEMORY = "/dev/shm"
@@ -239,7 +239,7 @@ def _remove_unmapped() -> list[str]:
     """
     if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE:
         return []
-    old = time.time() - CLEANER_WAITS_FOR_MAPPING
+    old = time.time() - deadlines.CLEANER_WAITS_FOR_MAPPING
     left = {
         entry.inode(): entry.path
         for entry in os.scandir(SHARED_MEMORY)

@@ -20,7 +20,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from mpistrat.liveness.deadlines import OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.processes import began_at
 
 MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
@@ -223,7 +223,7 @@ class RankRecord:
         """How many seconds a call may last whose communicator has this timeout, or none (0); 0: no limit."""
         if not timeout or (self.limit_is_set and self.limit):
             return self.limit
-        return timeout + OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT
+        return timeout + deadlines.OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT
 
     @property
     def started(self) -> bool:

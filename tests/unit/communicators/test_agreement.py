@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mpistrat.communicators.contract.agreement import BoardAgreement
-from mpistrat.liveness import waiting
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.records.record import WORD, RankRecord
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from support.job_records import new_record
@@ -121,7 +121,7 @@ def wrong_sums(seed: int, missing: int | None = None) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_written_before_is_read_after(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "RANK_SLEEPS_AT_LEAST", 0.0)
+    monkeypatch.setattr(deadlines, "RANK_SLEEPS_AT_LEAST", 0.0)
     assert wrong_sums(seed) == 0
 
 
@@ -129,7 +129,7 @@ def test_what_is_written_before_is_read_after(seed: int, monkeypatch: pytest.Mon
 def test_the_processor_would_show_a_missing_fence(
     missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "RANK_SLEEPS_AT_LEAST", 0.0)
+    monkeypatch.setattr(deadlines, "RANK_SLEEPS_AT_LEAST", 0.0)
     assert wrong_sums(0, missing) > 0
 
 
@@ -154,7 +154,7 @@ def test_where_ranks_outnumber_cores_one_look_and_the_core_is_given_away(
         yielded = next(yields)
 
     monkeypatch.setattr("os.sched_yield", give_away)
-    monkeypatch.setattr(waiting, "RANK_YIELDS", 60.0)  # others may have the core meanwhile
+    monkeypatch.setattr(deadlines, "RANK_YIELDS", 60.0)  # others may have the core meanwhile
     words: Any = dict.fromkeys(range(100), 0)
     record = RecordIn(words)
     peers: Any = [(Late(), 0)]

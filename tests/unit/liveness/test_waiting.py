@@ -5,6 +5,7 @@ import time
 import pytest
 
 from mpistrat.errors import StallError
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.deadlines import OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT
 from mpistrat.liveness.records.record import (
     ABORT,
@@ -34,7 +35,7 @@ def test_a_stall_of_another_communicator_is_not_raised() -> None:
 
 
 def test_waiting_has_a_limit_where_nobody_observes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.liveness.waiting.RANK_WAITS_FOR_LOOK_OF_OBSERVER", 0.1)
+    monkeypatch.setattr(deadlines, "RANK_WAITS_FOR_LOOK_OF_OBSERVER", 0.1)
     record = RankRecord(None)
     record.start(1, 2, "node7", 0.2, 1)
     with pytest.raises(

@@ -17,11 +17,7 @@ from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.communicators.transports.accelerator.graph_capture import let_this_thread_query_events
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.errors import StallError
-from mpistrat.liveness.deadlines import (
-    RANK_SLEEPS_BETWEEN_LOOKS_AT_KERNELS,
-    RANK_WAITS_FOR_RECORD_OF_KERNEL,
-    RANK_WAITS_FOR_THREAD_IN_LIBRARY,
-)
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.ending.job_end import job_end
 from mpistrat.liveness.records.record import CALLS, SINCE
 from mpistrat.liveness.records.watch import CommunicatorWatch
@@ -120,7 +116,7 @@ class CallsUnderWay:
         """Say that this rank is in the oldest call, if it is so for a while."""
         oldest, record = self._calls[0], self._watch.record
         since = max(oldest.submitted, self._progress)
-        patience = RANK_WAITS_FOR_RECORD_OF_KERNEL
+        patience = deadlines.RANK_WAITS_FOR_RECORD_OF_KERNEL
         if record.limit:
             patience = min(patience, record.limit * SHARE_OF_THE_LIMIT)
         if self._is_recorded or time.monotonic_ns() - since < patience * 1e9:
@@ -151,7 +147,9 @@ class Lookout:
     def _run(self) -> None:
         make_own_current()
         let_this_thread_query_events()
-        while self.is_awake.wait() and not self._stop.wait(RANK_SLEEPS_BETWEEN_LOOKS_AT_KERNELS):
+        while self.is_awake.wait() and not self._stop.wait(
+            deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_KERNELS
+        ):
             self.is_awake.clear()
             for calls in list(self.watched):
                 try:
@@ -163,7 +161,7 @@ class Lookout:
     def _end(self) -> None:
         self._stop.set()
         self.is_awake.set()
-        self._thread.join(RANK_WAITS_FOR_THREAD_IN_LIBRARY)
+        self._thread.join(deadlines.RANK_WAITS_FOR_THREAD_IN_LIBRARY)
 
 
 @functools.cache

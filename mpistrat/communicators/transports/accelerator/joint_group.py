@@ -18,7 +18,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.errors import RankLostError, StallError
-from mpistrat.liveness.deadlines import RANK_WAITS_FOR_THREAD_IN_LIBRARY
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.ending.abort_channel import AbortChannel
 from mpistrat.liveness.ending.job_end import job_end
 from mpistrat.liveness.records.watch import CommunicatorWatch
@@ -91,7 +91,9 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
 
         thread = threading.Thread(target=run, name=f"mpistrat start of {self.name}", daemon=True)
         thread.start()
-        job_end().call_last(functools.partial(thread.join, RANK_WAITS_FOR_THREAD_IN_LIBRARY))
+        job_end().call_last(
+            functools.partial(thread.join, deadlines.RANK_WAITS_FOR_THREAD_IN_LIBRARY)
+        )
         limit = start_seconds() * SHARE_OF_THE_START  # 0: none
         until = time.monotonic() + (limit or math.inf)
 

@@ -27,7 +27,7 @@ from mpistrat.communicators.transports.accelerator.library import TorchLibrary
 from mpistrat.communicators.transports.accelerator.torch_groups import abort_group, make_group
 from mpistrat.communicators.transports.transport import Operands
 from mpistrat.errors import OpError
-from mpistrat.liveness.deadlines import RANK_WAITS_FOR_NATIVE_GROUP
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.ending.abort_channel import AbortChannel
 from mpistrat.liveness.ending.job_end import job_end
 from mpistrat.liveness.records.watch import CommunicatorWatch
@@ -45,7 +45,7 @@ DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "
 # So many elements at a time are copied to be summed in another dtype: the memory is not to count beside the buffer.
 MOST_COPIED = 1 << 22
 # Not torch's watchdog, which ends the process without a word about other ranks, but our observer tells of stalls.
-TIMEOUT = datetime.timedelta(seconds=RANK_WAITS_FOR_NATIVE_GROUP)
+TIMEOUT = datetime.timedelta(seconds=deadlines.RANK_WAITS_FOR_NATIVE_GROUP)
 
 
 class NativeTransport(DeviceTransport):
