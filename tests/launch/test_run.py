@@ -260,7 +260,6 @@ def test_a_rank_of_ddp_that_goes_astray(launcher: Launcher, tmp_path: Path, name
 WAITS = """
 import datetime, sys, time
 import torch, torch.distributed as dist
-from mpistrat.liveness import deadlines
 from mpistrat.liveness import processes
 from mpistrat.liveness.observer import observation
 from mpistrat.liveness.records.record import LIMIT
@@ -335,7 +334,7 @@ def test_a_call_that_nobody_waited_for_comes_to_its_end(launcher: Launcher, tmp_
 
 RECEIVES = """
 import torch, torch.distributed as dist
-from mpistrat.torch_distributed import messages
+from mpistrat.liveness import deadlines
 dist.init_process_group("gloo")
 value = torch.ones(1 << 20)
 if dist.get_rank() == 0:

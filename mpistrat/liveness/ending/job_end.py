@@ -47,7 +47,7 @@ class JobEnd:
     Attributes:
         end_job: as of `RankEnd`.
         records: this rank's record, and what it reads of the others of its node.
-        losses: of ranks that the others go on without.
+        losses: the ranks that the others go on without.
     """
 
     def __init__(self) -> None:
@@ -137,14 +137,14 @@ class JobEnd:
             atexit.register(action)
 
     def _look_out(self) -> None:
-        stand_in = FallbackObserver()
+        fallback = FallbackObserver()
         while not self._stop.wait(deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS):
             action = self.records.record.abort
             if observation.has_lost_files():
                 self._end_without_files()
             if action == END:  # the observer has reported a failure
                 self._end_as_reported()
-            stand_in.look()
+            fallback.look()
             for group in list(self._groups):
                 try:
                     if not group.lost:
@@ -208,35 +208,18 @@ class JobEnd:
             return
         self._has_left = True
         end = program_exit()
-        if self._leaves_together and not end.failed:
-            end = ProgramExit(0, end.how)
         if end.failed:
             self.end_job(f"ending the job: {self._rank.who} {end.how}", end.code)
+        if self._leaves_together:
+            end = ProgramExit(0, end.how)
         self._rank.flush()
         try:
             self._stop.set()
             self._thread.join()
-            record = self.records.record
-            record.end, record.state = end.how, LEAVING
-            waiting = [group for group in self._groups if not group.lost]
-            with self.losses.tolerated():
-                for group in waiting:
-                    group.leave(end)
-            since = time.monotonic()
-
-            def has_waited() -> bool:
-                # Others that caught a StallError may still be saving what they have.
-                patience = record.limit if record.abort == RAISE else 0.0
-                return record.abort != 0 and time.monotonic() - since > patience
-
-            self._wait_for(waiting, has_waited)
-            if record.abort:
-                self.end_job(
-                    f"ending the job: {self._rank.who} {end.how} after a stall", end.code or 1
-                )
+            self._leave_groups(end)
             for action in self._last_actions:
                 action()
-            record.state = LEFT
+            self.records.record.state = LEFT
             if not self.losses.happened and any(group.lost for group in self._groups):
                 os._exit(end.code)  # lost since: too late for `end_without_finalize`
         except KeyboardInterrupt:
@@ -247,6 +230,25 @@ class JobEnd:
             self.end_job(
                 f"ending the job: a rank failed while {self._rank.who} waited for all at its end", 1
             )
+
+    def _leave_groups(self, end: ProgramExit) -> None:
+        """Tell the groups that this rank is at its end, and wait until all their ranks are at theirs."""
+        record = self.records.record
+        record.end, record.state = end.how, LEAVING
+        waiting = [group for group in self._groups if not group.lost]
+        with self.losses.tolerated():
+            for group in waiting:
+                group.leave(end)
+        since = time.monotonic()
+
+        def has_waited() -> bool:
+            # Others that caught a StallError may still be saving what they have.
+            patience = record.limit if record.abort == RAISE else 0.0
+            return record.abort != 0 and time.monotonic() - since > patience
+
+        self._wait_for(waiting, has_waited)
+        if record.abort:
+            self.end_job(f"ending the job: {self._rank.who} {end.how} after a stall", end.code or 1)
 
     def _wait_for(self, groups: list[ExitGroup], has_waited: Callable[[], bool]) -> None:
         """Until all ranks of `groups` are at their ends, or `has_waited()`."""

@@ -26,9 +26,9 @@ from mpistrat.liveness.ending.interrupts import ignore_interrupts
 from mpistrat.liveness.ending.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.error_text import advice_for, of_the_program
 from mpistrat.liveness.observer import observation
-from mpistrat.liveness.observer.failure_detector import ObservedRank, find_ranks
+from mpistrat.liveness.observer.failure_detector import find_ranks
 from mpistrat.liveness.observer.stderr_proxy import say_on_launcher
-from mpistrat.liveness.processes import DEAD, launched
+from mpistrat.liveness.processes import launched
 from mpistrat.liveness.records.failure_log import OF_ANOTHER_RANK, FailureLog, Nodes, as_of_any_rank
 from mpistrat.liveness.records.record import ENDING, LEFT, SEEN
 from mpistrat.machine.notices import say
@@ -210,7 +210,7 @@ class RankEnd:
         observed.record.state = LEFT
         path = observed.folder.path
         return soon(
-            lambda: sum(map(_is_gone, find_ranks(path))) == self._size,
+            lambda: sum(rank.is_gone for rank in find_ranks(path)) == self._size,
             deadlines.RANK_WAITS_FOR_JOINT_EXITS,
             pause=deadlines.RANK_SLEEPS_UNTIL_JOINT_EXITS,
         )
@@ -229,7 +229,7 @@ def announce_exits() -> None:
                 # A launcher kills the others as soon as one has ended without MPI_Finalize.
                 ranks = find_ranks(observed.folder.path)
                 soon(
-                    lambda: all(r.record.exits == SEEN or _is_gone(r) for r in ranks),
+                    lambda: all(r.record.exits == SEEN or r.is_gone for r in ranks),
                     deadlines.RANK_WAITS_FOR_JOINT_EXITS,
                     pause=deadlines.RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
                 )
@@ -251,10 +251,6 @@ def _known_as(error: BaseException, traceback: str, own: int) -> tuple[str, bool
         return type(error).__name__, of_all  # by whatever way the ranks came to it
     # All ranks may name one of them, or each itself.
     return ".".join(as_of_any_rank(traceback, rank) for rank in (-1, own)), of_all
-
-
-def _is_gone(rank: ObservedRank) -> bool:
-    return rank.has_left or rank.letter in DEAD
 
 
 @functools.cache

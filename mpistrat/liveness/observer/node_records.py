@@ -44,9 +44,9 @@ class NodeRecords:
         while (slot := record.new_slot(_hash(name), comm.size, first)) is None:
             record = _start(RankRecord(None))  # the rank's own is full: nobody observes `comm`
         if node.size == comm.size and self.see_each_other(node, record):
-            everyone = node.allgather((record.path, slot))
-            del everyone[node.rank]
-            peers = [(self._read[path].words, slot) for path, slot in everyone]
+            slots = node.allgather((record.path, slot))
+            del slots[node.rank]
+            peers = [(self._read[path].words, peer_slot) for path, peer_slot in slots]
         cpus = os.sched_getaffinity(0)
         crowded = cpu_share(cpus, node.allgather(cpus)) < 1
         node.Free()
@@ -85,45 +85,56 @@ class NodeRecords:
 
         Collective over `node`, also where this process has joined already.
         """
-        observed, new = observation.observed(), False
-        folder = observed and observed.folder
-        if node.rank == 0 and not self._has_joined:
-            with contextlib.suppress(OSError):
-                remove_leftovers()
-                if folder is None:
-                    # The same for strategies over other ranks of the node: one observer watches them all.
-                    name = job_of(os.getpid()) or os.urandom(16).hex()
-                    folder, new = JobFolder.create(name)
+        folder, is_new = self._open_folder(node)
         held = node.allgather((folder and folder.path, process_namespace()))
         path, namespace = next((each for each in held if each[0]), (None, 0))
         if not self._has_joined:
-            with contextlib.suppress(OSError):
-                if path is not None and process_namespace() == namespace:
-                    if observed is None or observed.folder.path != path:
-                        held_folder = folder if folder and folder.path == path else JobFolder(path)
-                        world = MPI.COMM_WORLD
-                        observed = observation.join(held_folder, world.rank, world.size)
-                    observation.remember_mappings()
-                    self.record = observed.record
+            if path is not None and process_namespace() == namespace:
+                with contextlib.suppress(OSError):
+                    self._move_record_to(path, folder)
             _start(self.record)
             self._has_joined = True
         node.Barrier()
-        if new and path:
+        if is_new and path:
             observation.start_observer(path)
         if self.record.path:
             observation.wait_until_observed()
             if not self.record.looked and node.rank == 0:
                 observation.start_observer(self.record.folder)
                 observation.wait_until_observed()
-        unseen = node.gather(self.record.path is None)
-        if unseen and any(unseen):
+        unseen = sum(node.gather(self.record.path is None) or ())
+        if unseen:
             warnings.warn(
-                f"{sum(unseen)} of {node.size} ranks on {socket.gethostname()} have no record in /dev/shm or among the "
+                f"{unseen} of {node.size} ranks on {socket.gethostname()} have no record in /dev/shm or among the "
                 "temporary files (no space, or no right to write there; or their processes are numbered apart, in "
                 "containers): when ranks wait too long, a StallError cannot say for whom.",
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _open_folder(self, node: MPI.Intracomm) -> tuple[JobFolder | None, bool]:
+        """The job's folder that this process holds, and whether it is new: the first rank of a node makes it."""
+        observed = observation.observed()
+        folder = observed and observed.folder
+        if node.rank == 0 and not self._has_joined:
+            with contextlib.suppress(OSError):
+                remove_leftovers()
+                if folder is None:
+                    # The same for strategies over other ranks of the node: one observer watches them all.
+                    return JobFolder.create(job_of(os.getpid()) or os.urandom(16).hex())
+        return folder, False
+
+    def _move_record_to(self, path: str, held: JobFolder | None) -> None:
+        """Have this rank's record in a job's folder, unless it is there. Raises: OSError.
+
+        Args: held: the folder that this process holds, which may be another job's.
+        """
+        observed = observation.observed()
+        if observed is None or observed.folder.path != path:
+            folder = held if held and held.path == path else JobFolder(path)
+            observed = observation.join(folder, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+        observation.remember_mappings()
+        self.record = observed.record
 
 
 def _hash(name: str) -> int:

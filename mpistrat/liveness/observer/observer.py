@@ -29,7 +29,6 @@ from mpistrat.liveness.observer.failure_detector import (
     Pauses,
     Wait,
     absentees,
-    calls_differ,
     first_death,
     waits,
 )
@@ -43,7 +42,7 @@ from mpistrat.liveness.observer.report import (
 from mpistrat.liveness.observer.stderr_proxy import StderrProxy
 from mpistrat.liveness.processes import DEAD, describe_exit, end_launcher, exit_code, launcher_of
 from mpistrat.liveness.records.job_folder import JobFolder, report_of, words_of
-from mpistrat.liveness.records.record import ANNOUNCED, END, ENDING, LEAVING, LEFT, RAISE, SEEN
+from mpistrat.liveness.records.record import ANNOUNCED, END, ENDING, LEAVING, RAISE, SEEN
 from mpistrat.machine.private_files import create, private
 
 _RAISING = "Raising StallError on the ranks that wait."
@@ -77,21 +76,7 @@ class Observer:
                 alone_since = time.monotonic()
             elif detector.ranks and self._folder.remove_if_last():
                 break
-            self._find_ranks()
-            for rank in detector.ranks.values():
-                rank.record.observer = os.getpid()
-            starting = time.monotonic() - self._started < deadlines.OBSERVER_IS_NEW
-            detector.wait(
-                deadlines.OBSERVER_SLEEPS_AT_START if starting else deadlines.OBSERVER_SLEEPS
-            )
-            self._pauses.notice(detector.ranks.values())
-            self._speak_for_ranks()
-            self._judge_starts()
-            self._judge_deaths()
-            self._judge_waits()
-            self._see_to_the_end()
-            self._tell_who_waits_at_the_end()
-            self._tell_where_the_report_is(0.0)
+            self._look()
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
         if self._reported and self._launcher and self._may_return_0():
             # It reads what is said there, and waits for the end of that.
@@ -99,6 +84,23 @@ class Observer:
                 time.sleep(deadlines.OBSERVER_WAITS_FOR_LAUNCHER_TO_READ)
             end_launcher(self._launcher)
         self._stderr.give_back()
+
+    def _look(self) -> None:
+        self._find_ranks()
+        for rank in self._detector.ranks.values():
+            rank.record.observer = os.getpid()
+        is_new = time.monotonic() - self._started < deadlines.OBSERVER_IS_NEW
+        self._detector.wait(
+            deadlines.OBSERVER_SLEEPS_AT_START if is_new else deadlines.OBSERVER_SLEEPS
+        )
+        self._pauses.notice(self._detector.ranks.values())
+        self._speak_for_ranks()
+        self._judge_starts()
+        self._judge_deaths()
+        self._judge_waits()
+        self._see_to_the_end()
+        self._tell_who_waits_at_the_end()
+        self._tell_where_the_report_is(0.0)
 
     def report_stall(self) -> None:
         """If there is one. Called by: a rank, where no observer runs."""
@@ -151,58 +153,39 @@ class Observer:
         for rank in self._detector.ranks.values():
             rank.record.looked = time.monotonic_ns() + int(seconds * 1e9)
 
+    @property
+    def _is_explained(self) -> bool:
+        """Whether this observer, or a rank, has said why the job ends."""
+        return bool(self._reported or self._detector.in_state(ENDING))
+
     def _judge_starts(self) -> None:
         """Ranks that wait for all ranks to start wait in vain for those that have come to their ends."""
-        ranks = list(self._detector.ranks.values())
+        ranks = self._detector.ranks.values()
         absent = absentees(ranks)
-        if not absent or self._reported or self._detector.in_state(ENDING):
+        if not absent or self._is_explained:
             self._absent_since = 0.0
             return
         self._absent_since = self._absent_since or time.monotonic()
         waiting = [rank for rank in ranks if rank.record.starting]
         # Open MPI's launcher ends the job then, without a word about why the others die.
         ended_by_launcher = any(rank.dead for rank in waiting)
-        if (
-            ended_by_launcher
-            or time.monotonic() - self._absent_since > deadlines.OBSERVER_WAITS_FOR_ABSENT_RANKS
-        ):
+        absent_for = time.monotonic() - self._absent_since
+        if ended_by_launcher or absent_for > deadlines.OBSERVER_WAITS_FOR_ABSENT_RANKS:
             self._report(lambda: absence_report(absent, waiting), END, 1)
 
     def _judge_deaths(self) -> None:
         detector = self._detector
         unexplained = detector.unexplained()
-        if not unexplained or self._reported or detector.in_state(ENDING):
+        if not unexplained or self._is_explained or self._is_reported_elsewhere():
             return
-        if self._is_reported_elsewhere():
-            return
-        if self._others_went_on() and all(rank.record.expendable for rank in unexplained):
+        if detector.others_went_on() and all(rank.record.expendable for rank in unexplained):
             detector.let_go(unexplained)
             for rank in unexplained:  # the others say how many they are
                 how = describe_exit(rank.status)
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
-            return
-        ranks = list(detector.ranks.values())
-        # Before Linux 6.15 the exit status of a rank is forgotten as soon as its launcher has it. The launcher may kill
-        # a rank that had said that it is about to end.
-        may_be_0 = all(rank.record.exits or rank.status in (0, None) for rank in unexplained)
-        if detector.all_are_dead and may_be_0 and not calls_differ(ranks):
-            return  # they all ended by os._exit(0), after the same calls
-        if all(rank.status == 0 for rank in unexplained) and not detector.all_are_dead:
-            missed = any(set(wait.missing) & set(unexplained) for wait in waits(ranks))
-            if (
-                not missed
-                and time.monotonic() - detector.first_died
-                < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
-            ):
-                return
-        first = first_death(unexplained)
-        self._report(lambda: death_report(ranks, first), END, exit_code(first.status))
-
-    def _others_went_on(self) -> bool:
-        """Whether there are ranks that live, here or on other nodes, or have come to their end by now."""
-        ranks = list(self._detector.ranks.values())
-        elsewhere = len(ranks) < ranks[0].record.size
-        return elsewhere or any(not r.dead or r.record.state == LEFT for r in ranks)
+        elif not detector.exited_together(unexplained):
+            first, ranks = first_death(unexplained), list(detector.ranks.values())
+            self._report(lambda: death_report(ranks, first), END, exit_code(first.status))
 
     def _is_reported_elsewhere(self) -> bool:
         """Whether another node has just asked about a stall: what happens now is its doing."""
@@ -214,7 +197,7 @@ class Observer:
         if self._reported or any(r.record.state == ENDING or r.record.abort for r in ranks):
             return  # one says why; or a rank did in our place, or another node
         for wait in waits(ranks):
-            grace = wait.first not in self._detector.ranks or self._is_reported_elsewhere()
+            grace = wait.slot.first not in self._detector.ranks or self._is_reported_elsewhere()
             waited = self._pauses.seconds_since(wait.since / 1e9)
             overdue = waited - deadlines.OBSERVER_WAITS_FOR_FIRST_NODE * grace
             if wait.limit and overdue > wait.limit:
@@ -243,7 +226,9 @@ class Observer:
 
     def _stall_report(self, wait: Wait, waited: float) -> str:
         accounts = self._ask_other_nodes(wait)
-        missing = [n for a in accounts for n in a.missing(wait.group, wait.call, wait.members)]
+        missing = [
+            n for a in accounts for n in a.missing(wait.slot.group, wait.slot.calls, wait.members)
+        ]
         lines = [line for other in accounts for line in other.lines]
         return stall_report(self._detector.going_on, wait, waited, missing, lines)
 
@@ -274,7 +259,7 @@ class Observer:
                 file.write(text)
         self._reported = time.monotonic()
         for rank in self._detector.ranks.values():
-            rank.record.code, rank.record.stalled = code, wait.group if wait else 0
+            rank.record.code, rank.record.stalled = code, wait.slot.group if wait else 0
             rank.record.abort = action  # last: the rank acts on it
         self._report_file.write(f"{text}\n")
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE)
@@ -310,45 +295,44 @@ class Observer:
 
     def _see_to_the_end(self) -> None:
         """Kill the ranks that did not hear that the job ends, or could not end it."""
-        now, ranks = time.monotonic(), self._detector.ranks.values()
-        if not self._ending_since and self._detector.in_state(ENDING):
-            self._ending_since = now
-        ending = now - self._ending_since if self._ending_since else 0.0
+        now = time.monotonic()
+        if self._detector.in_state(ENDING):
+            self._ending_since = self._ending_since or now
+        ending = now - (self._ending_since or now)
         if ending > deadlines.OBSERVER_WAITS_FOR_LAUNCHER:
-            # Under fault tolerant MPI, MPI_Abort ends one rank only; and before MPI_Init, an exit code no other.
-            for record in (rank.record for rank in ranks):
-                if not record.abort and record.state != ENDING:
-                    record.code, record.abort = 1, END
-        raised = any(rank.record.abort == RAISE for rank in ranks)
-        unheard = (
-            self._reported
-            and not raised
-            and now - self._reported >= deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS
-        )
-        # All that ended the job are dead, and the others were told.
-        ended = all(rank.dead for rank in self._detector.in_state(ENDING))
-        patience = (
-            deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS + deadlines.OBSERVER_WAITS_FOR_LAUNCHER
-            if ended
-            else deadlines.OBSERVER_WAITS_FOR_ENDING_RANK
-        )
-        if self._killed or not (unheard or ending > patience):
-            return
-        self._killed = True
-        for rank in ranks:
-            if not rank.dead and rank.letter not in DEAD:
-                with contextlib.suppress(OSError):
-                    os.kill(rank.pid, signal.SIGKILL)
+            self._tell_others_to_end()
+        if not self._killed and (self._is_unheard(now) or ending > self._patience_with_ending()):
+            self._killed = True
+            for rank in self._detector.ranks.values():
+                if rank.letter not in DEAD:
+                    with contextlib.suppress(OSError):
+                        os.kill(rank.pid, signal.SIGKILL)
+
+    def _tell_others_to_end(self) -> None:
+        """Under fault tolerant MPI, MPI_Abort ends one rank only; and before MPI_Init, an exit code no other."""
+        for rank in self._detector.ranks.values():
+            if not rank.record.abort and rank.record.state != ENDING:
+                rank.record.code, rank.record.abort = 1, END
+
+    def _is_unheard(self, now: float) -> bool:
+        """Whether ranks have had the time to end since they were told to."""
+        raised = any(rank.record.abort == RAISE for rank in self._detector.ranks.values())
+        told_for = now - (self._reported or now)
+        return told_for >= deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS and not raised
+
+    def _patience_with_ending(self) -> float:
+        if all(rank.dead for rank in self._detector.in_state(ENDING)):  # the others were told
+            return deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS + deadlines.OBSERVER_WAITS_FOR_LAUNCHER
+        return deadlines.OBSERVER_WAITS_FOR_ENDING_RANK
 
     def _tell_who_waits_at_the_end(self) -> None:
         """Once. It may be right; or a rank waits, in an MPI call of the program's own, for one that is at its end."""
-        ranks = list(self._detector.ranks.values())
-        leaving = self._detector.in_state(LEAVING)
+        ranks, leaving = list(self._detector.ranks.values()), self._detector.in_state(LEAVING)
         if self._noticed_leaving or self._reported or not leaving:
             return
         self._leaving_since = self._leaving_since or time.monotonic()
         limit, waited = leaving[0].record.limit, self._pauses.seconds_since(self._leaving_since)
-        if limit and waited > limit and any(not rank.dead and not rank.has_left for rank in ranks):
+        if 0 < limit < waited and not all(rank.dead or rank.has_left for rank in ranks):
             self._noticed_leaving = True
             self._say(f"\nmpistrat: {self._compose(lambda: leaving_notice(ranks, waited))}\n")
 

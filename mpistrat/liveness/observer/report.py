@@ -35,39 +35,44 @@ def stall_report(
 
     Args: missing_elsewhere, lines_of_others: what other nodes answered, if they did.
     """
-    limit = wait.waiting[0].record.limit
-    if wait.limit != limit or 0 < wait.timeout <= limit:
-        allowed = f"the timeout of their group is {wait.timeout:g} s"
-        more = "a longer timeout= of the group"
-    else:
-        allowed = f"MPISTRAT_STALL_SECONDS allows {limit:g} s"
-        more = "MPISTRAT_STALL_SECONDS=N (0: no limit)"
-    head = f"ranks have waited {waited:.1f} s in a collective ({allowed})"
-    elsewhere = wait.elsewhere
+    group, elsewhere = wait.slot.group, wait.elsewhere
+    allowed, more = _limit_of(wait)
     # A rank inside MPI is not missing, and may yet be what the others wait for.
     suspects = wait.missing or [rank for rank in wait.waiting if rank.stands_still]
     missing = sorted([*missing_elsewhere, *(rank.number for rank in wait.missing)])
-    if missing:
-        head += f": {_numbers(missing)} {'has' if len(missing) == 1 else 'have'} not come to it"
-    elif suspects:
-        head += f": {_ranks(suspects)} entered it, and does not go on"
-    elif elsewhere and not lines_of_others:
-        head += ": all its ranks on this node have come to it, so some on other nodes have not"
+    if elsewhere and not lines_of_others:
+        lines_of_others = [f"  {elsewhere} of its {wait.slot.size} ranks are on other nodes."]
+        rest = "all its ranks on this node have come to it, so some on other nodes have not"
     else:
-        head += ": all ranks have come to it, but it does not end"
-    lines = [head, *_what_they_do(suspects, wait.group)]
-    lines += _in_calls([rank for rank in wait.waiting if rank not in suspects], wait.group)
+        rest = "all ranks have come to it, but it does not end"
+    why = _who_is_missing(missing, suspects) or rest
+    lines = [f"ranks have waited {waited:.1f} s in a collective ({allowed}): {why}"]
+    lines += _what_they_do(suspects, group)
+    lines += _in_calls([rank for rank in wait.waiting if rank not in suspects], group)
     if not suspects and not elsewhere:
         for rank, stack in _ask_for_stacks(wait.waiting[:_MOST_RANKS]):
             lines += [f"  {rank.who}", *_stack(rank, stack)]
     mentioned = (*suspects, *wait.waiting)
-    lines += _what_they_do([rank for rank in ranks if rank not in mentioned], wait.group)
+    lines += _what_they_do([rank for rank in ranks if rank not in mentioned], group)
     lines += lines_of_others
-    if elsewhere and not lines_of_others:
-        lines.append(f"  {elsewhere} of its {wait.size} ranks are on other nodes.")
     lines += straggler([*wait.waiting, *wait.missing])
     lines.append(f"Every rank must make the same calls. If one is only slow, allow more: {more}.")
     return "\n".join(lines)
+
+
+def _limit_of(wait: Wait) -> tuple[str, str]:
+    """The limit that has passed, and how to allow more."""
+    limit = wait.waiting[0].record.limit
+    if wait.limit != limit or 0 < wait.timeout <= limit:
+        return f"the timeout of their group is {wait.timeout:g} s", "a longer timeout= of the group"
+    return f"MPISTRAT_STALL_SECONDS allows {limit:g} s", "MPISTRAT_STALL_SECONDS=N (0: no limit)"
+
+
+def _who_is_missing(missing: list[int], suspects: list[ObservedRank]) -> str:
+    """Args: missing: the numbers of the ranks that have not come; suspects: those that may keep the others waiting."""
+    if missing:
+        return f"{_numbers(missing)} {'has' if len(missing) == 1 else 'have'} not come to it"
+    return f"{_ranks(suspects)} entered it, and does not go on" if suspects else ""
 
 
 def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:

@@ -20,7 +20,7 @@ def test_who_is_missing(folders: Path) -> None:
         if rank == 1:
             records[rank].words[slot + SINCE] = 0
     (wait,) = waits(find_ranks(folder.path))
-    assert wait.call == 3
+    assert wait.slot.calls == 3
     assert [rank.number for rank in wait.waiting] == [0, 2]
     assert [rank.number for rank in wait.missing] == [1]
     assert wait.elsewhere == 0
@@ -53,4 +53,4 @@ def test_who_has_never_come_to_a_group_that_was_noted(folders: Path) -> None:
     assert [rank.number for rank in wait.missing] == [1]
     assert wait.elsewhere == 2
     account = Account({"4": {}, "5": {"7": 1}, "6": {"8": 3}}, [])
-    assert account.missing(wait.group, wait.call, wait.members) == [6]
+    assert account.missing(wait.slot.group, wait.slot.calls, wait.members) == [6]
