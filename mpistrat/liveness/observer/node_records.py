@@ -115,7 +115,7 @@ class NodeRecords:
     def _open_folder(self, node: MPI.Intracomm) -> tuple[JobFolder | None, bool]:
         """The job's folder that this process holds, and whether it is new: the first rank of a node makes it."""
         observed = observation.observed()
-        folder = observed and observed.folder
+        folder = None if observed is None else observed.folder
         if node.rank == 0 and not self._has_joined:
             with contextlib.suppress(OSError):
                 remove_leftovers()
