@@ -20,7 +20,7 @@ from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.node.slots import LARGEST
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.liveness.record import RankRecord, text_of
+from mpistrat.liveness.records.record import RankRecord, text_of
 from mpistrat.tools.bench.comparison import ALONE, compare_training, training_contestants
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model
@@ -192,7 +192,7 @@ def agreement(num_rounds: int) -> list[dict[str, Any]]:
         num_rounds=num_rounds,
     )
     record, call = RankRecord(None), text_of("all_reduce(sum, float32, ())", "train.py:33 in step")
-    board: Any = record.new_board(0, 2)
+    board: Any = record.new_slot(0, 2)
     rounds |= calls_of(
         {"the ring entry alone": lambda: record.enter(board, 1, *call)},
         repeat=10000,

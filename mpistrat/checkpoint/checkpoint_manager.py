@@ -23,7 +23,7 @@ from mpistrat.checkpoint.shards import Assembly
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
 from mpistrat.context import cross_replica, require_cross_replica
-from mpistrat.liveness.unwaited import soon
+from mpistrat.liveness.bounded_waits import soon
 from mpistrat.machine.notices import tell
 
 SECONDS_TO_BE_SEEN = 5.0

@@ -14,8 +14,9 @@ from mpistrat.cluster_resolver import launcher
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.errors import TopologyError
-from mpistrat.liveness import observation, rank_end
-from mpistrat.liveness.start_deadline import init_deadline, start_deadline
+from mpistrat.liveness.ending import rank_end
+from mpistrat.liveness.ending.start_deadline import init_deadline, start_deadline
+from mpistrat.liveness.observer.observer import observation
 from mpistrat.machine.notices import say
 from mpistrat.settings import rank_pid
 from mpistrat.topology import Topology

@@ -13,7 +13,7 @@ from types import FrameType
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.liveness.call_site import SourceLine, instead
-from mpistrat.liveness.rank_end import rank_end
+from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.machine.devices import make_own_current
 
 _threads: dict[Communicator, CommunicationThread] = {}

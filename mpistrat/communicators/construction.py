@@ -24,9 +24,9 @@ from mpistrat.communicators.transports.pipelined import PipelinedTransport
 from mpistrat.communicators.transports.ring import RingTransport
 from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness.job_end import job_end
-from mpistrat.liveness.start_deadline import start_deadline
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.ending.job_end import job_end
+from mpistrat.liveness.ending.start_deadline import start_deadline
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 from mpistrat.settings import shared_bytes, trace_folder
 

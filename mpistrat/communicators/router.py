@@ -21,7 +21,7 @@ from mpistrat.communicators.operand_checks import check_arrived, check_contiguou
 from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
 from mpistrat.communicators.reduction.arithmetic import scale
 from mpistrat.communicators.transport import Exchange, Operands, Transport
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:

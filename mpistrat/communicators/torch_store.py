@@ -18,12 +18,13 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.liveness import observation
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.observer.observer import observation
 from mpistrat.machine.addresses import Answering, listen, own_addresses, reached
 from mpistrat.topology import Topology
 
 LOOPBACK = "127.0.0.1"
-TIMEOUT = datetime.timedelta(minutes=5)  # of who connects to a store
+TIMEOUT = datetime.timedelta(seconds=deadlines.RANK_WAITS_FOR_STORE)  # of who connects to a store
 WARNING, ERROR = 1, 2  # levels of torch's C++ log
 
 

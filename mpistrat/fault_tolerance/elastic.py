@@ -23,7 +23,7 @@ from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
 from mpistrat.context import leaving_what_is_entered
 from mpistrat.errors import TooFewReplicasError
 from mpistrat.fault_tolerance.committed_states import CommittedStates
-from mpistrat.liveness.program_exit import remember_raised
+from mpistrat.liveness.ending.program_exit import remember_raised
 from mpistrat.machine.notices import tell
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.torch_distributed.default_group import leave_default_group, move_default_group
@@ -225,7 +225,7 @@ class Elastic:
 
     def _recover(self, survivors: Survivors, noticed: float) -> None:
         """Called by: every rank that is left."""
-        from mpistrat.liveness.job_end import job_end
+        from mpistrat.liveness.ending.job_end import job_end
 
         job_end().end_without_finalize()
         size = survivors.comm.size

@@ -196,7 +196,7 @@ class PreemptionCheckpointHandler:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
         if self._communicator.size > 1:
-            from mpistrat.liveness.job_end import job_end
+            from mpistrat.liveness.ending.job_end import job_end
 
             job_end().leave_together()
         # All have said what they had to.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from mpistrat.liveness.rank_end import rank_end
+from mpistrat.liveness.ending.rank_end import rank_end
 
 
 class PreemptionWatcher:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from mpistrat.liveness import early_signals
-from mpistrat.liveness.interrupts import raises_keyboard_interrupt
-from mpistrat.liveness.rank_end import rank_end
+from mpistrat.liveness.ending import early_signals
+from mpistrat.liveness.ending.interrupts import raises_keyboard_interrupt
+from mpistrat.liveness.ending.rank_end import rank_end
 
 
 class SignalFlag:

@@ -13,10 +13,10 @@ from mpi4py import MPI
 
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.construction import communicator_for, discard
-from mpistrat.liveness.job_end import job_end
-from mpistrat.liveness.record import text_of
+from mpistrat.liveness.ending.job_end import job_end
+from mpistrat.liveness.ending.start_deadline import start_deadline
+from mpistrat.liveness.records.record import text_of
 from mpistrat.liveness.revocable_group import FaultTolerantComm, RevocableGroup, means_rank_lost
-from mpistrat.liveness.start_deadline import start_deadline
 
 # In the place of a step: this rank keeps none.
 _NONE = -1
@@ -121,7 +121,7 @@ class Survivors:
             yield
             return
         text, length = text_of(what, "run_elastic")
-        watch.record.enter(watch.board, call, text, length)
+        watch.record.enter(watch.slot, call, text, length)
         try:
             yield
         finally:

@@ -13,7 +13,8 @@ import time
 import zlib
 from collections.abc import Iterator
 
-SECONDS_FOR_A_STACK = 1.5  # less than SECONDS_FOR_OTHER_NODES in observer.py
+from mpistrat.liveness import deadlines
+
 _EXITING = 0x4  # PF_EXITING, <linux/sched.h>
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
 KILLED_BY_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)  # wait statuses
@@ -143,7 +144,7 @@ class StackRequest:
     def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:
         self._stacks, self._before = stacks, 0  # bytes that were there before
         self.sent = False
-        self._deadline = time.monotonic() + SECONDS_FOR_A_STACK
+        self._deadline = time.monotonic() + deadlines.OBSERVER_WAITS_FOR_STACK
         if stack_signal and state_of(pid) in RUNS and catches(pid, stack_signal):
             with contextlib.suppress(OSError):
                 self._before = os.path.getsize(stacks)
@@ -161,7 +162,7 @@ class StackRequest:
             # The deadline comes after a look: others may have been waited for until now.
             if time.monotonic() > self._deadline:
                 break
-            time.sleep(0.02)
+            time.sleep(deadlines.OBSERVER_SLEEPS_UNTIL_STACK)
         return _frames(answer)
 
     def _answer(self) -> str:
@@ -198,7 +199,7 @@ def end_launcher(pid: int) -> None:
             return
         with contextlib.suppress(OSError):
             os.kill(pid, number)
-        time.sleep(0.2)
+        time.sleep(deadlines.OBSERVER_SLEEPS_BETWEEN_SIGNALS)
 
 
 def _is_launcher(pid: int) -> bool:

@@ -18,8 +18,7 @@ from typing import Any, cast
 from mpi4py import MPI
 
 from mpistrat.errors import RankLostError
-
-SECONDS_BETWEEN_LOOKS = 0.01
+from mpistrat.liveness import deadlines
 
 _MEANS_LOST = frozenset(
     getattr(MPI, name)
@@ -123,7 +122,7 @@ class RevocableGroup:
             self.lost = True
 
     def _look_out(self) -> None:
-        while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
+        while not self._stop.wait(deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_FAILURES):
             if self.has_lost():
                 self.revoke()
                 return

@@ -7,19 +7,10 @@ import time
 from collections.abc import Callable
 
 from mpistrat.errors import StallError
-from mpistrat.liveness.job_folder import report_of
-from mpistrat.liveness.record import ENTRY, GROUP, RAISE, RankRecord
-from mpistrat.liveness.watch import CommunicatorWatch
-
-SPIN_SECONDS = 200e-6
-YIELD_SECONDS = 2e-3
-LONGEST_PAUSE = 1e-3
-SHORTEST_PAUSE = 50e-6
-# The observer reports at the limit, and looks twice a second: one that has not looked for so long is gone.
-SECONDS_FOR_THE_OBSERVER = 5.0
-SECONDS_OF_A_PAUSE = 1.0
-# After a timeout, until the observer has said for whom this rank waits; it may have to ask other nodes.
-SECONDS_TO_BE_NOTICED = 8.0
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.records.job_folder import report_of
+from mpistrat.liveness.records.record import ENTRY, GROUP, RAISE, RankRecord
+from mpistrat.liveness.records.watch import CommunicatorWatch
 
 
 def wait_until(
@@ -39,7 +30,7 @@ def wait_until(
     """
     started = time.monotonic()
     if not watch.crowded:
-        spin_until = started + SPIN_SECONDS
+        spin_until = started + deadlines.RANK_SPINS
         while time.monotonic() < spin_until:
             if arrived():
                 return
@@ -47,14 +38,14 @@ def wait_until(
     timeout = watch.timeout
     limit = record.limit_of(timeout)
     # Where there are records, one of the ranks reports in its place.
-    patience = SECONDS_FOR_THE_OBSERVER * (1 + (record.path is not None))
+    patience = deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER * (1 + (record.path is not None))
     while not arrived():
         now = time.monotonic()
-        if now - looked > SECONDS_OF_A_PAUSE:
+        if now - looked > deadlines.RANK_STOOD_STILL:
             started += now - looked  # the job was suspended
         looked = now
         waited = now - started
-        if yields and waited < YIELD_SECONDS:
+        if yields and waited < deadlines.RANK_YIELDS:
             os.sched_yield()
             continue
         raise_if_stalled(watch)
@@ -71,21 +62,23 @@ def wait_until(
                 f"rank {record.rank} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
                 f"{limit:g} s), and no observer runs on this node that could say which are missing"
             )
-        time.sleep(min(max(waited / 32, SHORTEST_PAUSE), LONGEST_PAUSE))
+        time.sleep(
+            min(max(waited / 32, deadlines.RANK_SLEEPS_AT_LEAST), deadlines.RANK_SLEEPS_AT_MOST)
+        )
 
 
 def _is_noticed(watch: CommunicatorWatch, late: float) -> bool:
     """Whether the observer has said for whom this rank waits, or will not: it is gone, or has had time enough."""
     record = watch.record
-    observed = time.monotonic() - record.looked / 1e9 < SECONDS_FOR_THE_OBSERVER
-    noticed = record.noticed == record.words[watch.board + ENTRY]
-    return noticed or not observed or late > SECONDS_TO_BE_NOTICED
+    observed = time.monotonic() - record.looked / 1e9 < deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER
+    noticed = record.noticed == record.words[watch.slot + ENTRY]
+    return noticed or not observed or late > deadlines.RANK_WAITS_FOR_NOTICE_OF_OBSERVER
 
 
 def raise_if_stalled(watch: CommunicatorWatch) -> None:
     """Raises: StallError when the observer has decided so for this communicator."""
     record = watch.record
-    if record.abort == RAISE and record.stalled == record.words[watch.board + GROUP]:
+    if record.abort == RAISE and record.stalled == record.words[watch.slot + GROUP]:
         raise StallError(_report(record))
 
 

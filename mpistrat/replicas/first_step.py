@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mpistrat.liveness import early_signals
+from mpistrat.liveness.ending import early_signals
 from mpistrat.machine.notices import tell
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import StepExamples

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
 from mpistrat.cross_device_ops import CrossDeviceOps
-from mpistrat.liveness.start_deadline import start_deadline
+from mpistrat.liveness.ending.start_deadline import start_deadline
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import strategy_parts

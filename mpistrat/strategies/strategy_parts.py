@@ -12,7 +12,7 @@ from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness import early_signals
+from mpistrat.liveness.ending import early_signals
 from mpistrat.options import implementation_of
 from mpistrat.pytorch.metrics import warn_of_metrics_of
 from mpistrat.replicas.cross_replica_ops import CrossReplicaOps

@@ -15,10 +15,8 @@ from types import FrameType
 import torch
 
 from mpistrat.communicators.communication_thread import CommunicationThread
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.call_site import SourceLine
-
-# Seconds that the communication thread leaves the calls to backward(), which may wait for the future of one.
-PATIENCE = 2.0
 
 
 def inside_backward() -> bool:
@@ -85,7 +83,9 @@ class CallsAfterBackward:
     def _make_late(self, earlier: threading.Event, made: threading.Event) -> None:
         earlier.set()
         # A thread that makes them makes all.
-        if not made.wait(PATIENCE) and self._order.acquire(blocking=False):
+        if not made.wait(deadlines.COMMUNICATION_THREAD_WAITS_FOR_BACKWARD) and self._order.acquire(
+            blocking=False
+        ):
             try:
                 self.is_worth_it = False
                 self.make()

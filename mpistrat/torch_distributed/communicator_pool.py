@@ -24,9 +24,9 @@ from mpistrat.communicators.contract.call_signature import signature_of
 from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.liveness.job_end import job_end
+from mpistrat.liveness.ending.job_end import job_end
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.torch_distributed.messages import Messages, Traffic
 
 _LARGEST_TAG = 32767  # that every MPI has

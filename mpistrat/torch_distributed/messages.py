@@ -22,16 +22,13 @@ from torch import Tensor
 
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.errors import StallError
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.call_site import call_site
-from mpistrat.liveness.record import LEAVING, LEFT, STATE
+from mpistrat.liveness.records.record import LEAVING, LEFT, STATE
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.torch_distributed.tensors import read, room_for
 from mpistrat.torch_distributed.work import UnfinishedWork
-
-SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3
-# For what a rank has sent before it came to its end.
-SECONDS_TO_ARRIVE = 10.0
 
 
 class Traffic(NamedTuple):
@@ -120,7 +117,7 @@ class Messages:
                 alone_since = 0.0
             elif not alone_since:
                 alone_since = time.monotonic()
-            elif time.monotonic() - alone_since > SECONDS_TO_ARRIVE:
+            elif time.monotonic() - alone_since > deadlines.RANK_WAITS_FOR_BYTES_OF_ENDED_RANK:
                 peer = "another rank" if message.peer is None else f"rank {message.peer}"
                 left = peer.replace("another", "each other")
                 raise RuntimeError(
@@ -286,17 +283,19 @@ class _ProgressThread:
             self._thread.join()
 
     def _run(self) -> None:
-        pause = SHORTEST_PAUSE
+        pause = deadlines.PROGRESS_THREAD_SLEEPS_AT_LEAST
         while True:
             with self._added:
                 while not (self._messages or self._stopped):
                     self._added.wait()
-                    pause = SHORTEST_PAUSE
+                    pause = deadlines.PROGRESS_THREAD_SLEEPS_AT_LEAST
                 messages = list(self._messages)
             if self._stopped:
                 return
             ended = {message for message in messages if message.test()}
-            pause = SHORTEST_PAUSE if ended else min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, deadlines.PROGRESS_THREAD_SLEEPS_AT_MOST)
+            if ended:
+                pause = deadlines.PROGRESS_THREAD_SLEEPS_AT_LEAST
             with self._added:
                 self._messages = [message for message in self._messages if message not in ended]
             del messages, ended

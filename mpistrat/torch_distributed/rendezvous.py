@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.communicators.torch_store import Ranks, store_at
-from mpistrat.liveness.start_deadline import start_deadline
+from mpistrat.liveness.ending.start_deadline import start_deadline
 from mpistrat.machine.addresses import listen
 from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.torch_distributed import next_group

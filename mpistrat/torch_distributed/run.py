@@ -15,8 +15,8 @@ from typing import NoReturn
 
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.cluster_resolver.torchrun import have_accelerate_use_cpus, set_torchrun_environment
-from mpistrat.liveness.program_exit import remember_raised
-from mpistrat.liveness.start_deadline import start_deadline
+from mpistrat.liveness.ending.program_exit import remember_raised
+from mpistrat.liveness.ending.start_deadline import start_deadline
 from mpistrat.machine.cpu_share import intra_op_threads, user_set_threads
 from mpistrat.torch_distributed import default_group
 

@@ -21,12 +21,10 @@ from mpistrat.communicators.communication_thread import CommunicationThread, tak
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all
 from mpistrat.errors import StallError
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.call_site import outside
-from mpistrat.liveness.rank_end import rank_end
+from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.torch_distributed.after_backward import CallsAfterBackward, inside_backward
-
-# At the program's end, for the other ranks to take part in calls that it has not waited for.
-SECONDS_FOR_OTHERS = 5.0
 
 
 class DoneWork(dist.Work):
@@ -213,7 +211,7 @@ class GroupCalls:
     ) -> UnfinishedWork:
         with self._order:
             if self._thread is None:
-                self._thread = CommunicationThread(self._communicator, SECONDS_FOR_OTHERS)
+                self._thread = CommunicationThread(self._communicator, deadlines.PROGRAM_END_WAITS_FOR_CALLS)
         after, cpus, threads = self._after_backward, self._cpu_share, torch.get_num_threads()
         is_busy = takes_a_core(self._communicator.on_one_node, cpus, threads)
         holds = after.is_worth_it and is_busy and inside_backward()

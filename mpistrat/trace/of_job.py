@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.errors import TopologyError
-from mpistrat.liveness.job_end import job_end
+from mpistrat.liveness.ending.job_end import job_end
 from mpistrat.machine.private_files import create
 from mpistrat.trace import clocks, of_process
 from mpistrat.trace.timeline import Timeline, header_of, part_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpistrat.liveness.rank_end import rank_end
+from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.machine.notices import tell
 from mpistrat.xla.runtime import Runtime
 from mpistrat.xla.topology.logical_devices import check_logical_device, check_split

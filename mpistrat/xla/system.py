@@ -17,7 +17,7 @@ from mpistrat.cluster_resolver.tpu.pjrt import (
 )
 from mpistrat.communicators import Communicator
 from mpistrat.errors import NotFoundError, TopologyError
-from mpistrat.liveness.start_deadline import start_deadline
+from mpistrat.liveness.ending.start_deadline import start_deadline
 from mpistrat.strategies.strategy_parts import communicator_of
 from mpistrat.topology import Topology
 from mpistrat.xla.runtime import Runtime, check_versions

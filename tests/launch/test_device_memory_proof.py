@@ -25,6 +25,7 @@ class accelerator:
 REFUSED = "cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable"
 PROGRAM = """
 import os, sys
+from mpistrat.liveness import deadlines
 from mpistrat.cluster_resolver.mpi import start_mpi
 start_mpi()
 from mpistrat.communicators.transports.accelerator import device_memory_proof as proof
@@ -33,7 +34,7 @@ for name in ("taken", "read", "simulated", "none", "exclusive", "hangs"):
     library = "torch" if name in ("simulated", "none") else "cupy"
     os.environ["PYTHONPATH"] = f"{sys.argv[1]}/{name}"
     if name == "hangs":
-        proof.SECONDS_TO_TRY = 2
+        deadlines.RANK_WAITS_FOR_TRIAL_OF_DEVICE = 2
     proof.reason_against.cache_clear()
     print(name, repr(proof.reason_against(library, 0)), flush=True)
 

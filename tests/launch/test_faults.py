@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from launch.fault_jobs import HOST_AND_PID, KERNEL, LIMIT, SECONDS_TO_END, reports_in
+from support.fault_table import fault_table
 from support.harness.mpi_launcher import Job, Launcher
 
 pytestmark = pytest.mark.waits
 
 PROGRAM = Path(__file__).parent / "programs" / "faults.py"
+TABLE = {row.name: row for row in fault_table()}
 SLOW_TRAINING = PROGRAM.with_name("slow_training.py")
 BOTH_MPIS = pytest.mark.both_mpis("faults")
 # The first place is tried under both MPIs; at the others the MPIs take turns.
@@ -63,7 +65,10 @@ def inject(launcher: Launcher, folder: Path, name: str, seed: int) -> Fault:
     ranks = random.Random(f"{name} {seed} ranks").choice((2, 3, 4))
     began = time.time()
     job = start(launcher, folder, ranks, name, seed)
-    return judged(job, folder, ranks, began)
+    fault = judged(job, folder, ranks, began)
+    if name in TABLE:
+        fault.says(TABLE[name].printed)
+    return fault
 
 
 def judged(job: Job, folder: Path, ranks: int, began: float, *, caught: bool = False) -> Fault:

@@ -14,7 +14,8 @@ PROGRAM = """
 import io, os, sys
 import torch.distributed
 import mpistrat as ms
-from mpistrat.liveness import rank_end
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.ending import rank_end
 from mpi4py import MPI
 
 def wrapped_by_torch():
@@ -39,7 +40,7 @@ def without_descriptor():
 def with_full_descriptor():
     os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 
-rank_end.SECONDS_TO_BE_READ = 3.0
+deadlines.RANK_WAITS_FOR_LAUNCHER_TO_READ = 3.0
 ms.MultiWorkerMirroredStrategy()
 states = [wrapped_by_torch, none, closed, in_memory, full, without_descriptor, with_full_descriptor]
 state = states[MPI.COMM_WORLD.rank]

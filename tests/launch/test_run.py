@@ -260,8 +260,9 @@ def test_a_rank_of_ddp_that_goes_astray(launcher: Launcher, tmp_path: Path, name
 WAITS = """
 import datetime, sys, time
 import torch, torch.distributed as dist
-from mpistrat.liveness import observation, processes
-from mpistrat.liveness.record import LIMIT
+from mpistrat.liveness import processes
+from mpistrat.liveness.observer.observer import observation
+from mpistrat.liveness.records.record import LIMIT
 processes.job_of = lambda pid: ""  # else the ranks of nodes that MPICH makes up would have one observer
 timeout, pause, limit = map(float, sys.argv[1:])
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
@@ -333,7 +334,7 @@ def test_a_call_that_nobody_waited_for_comes_to_its_end(launcher: Launcher, tmp_
 
 RECEIVES = """
 import torch, torch.distributed as dist
-from mpistrat.torch_distributed import messages
+from mpistrat.liveness import deadlines
 dist.init_process_group("gloo")
 value = torch.ones(1 << 20)
 if dist.get_rank() == 0:
@@ -341,7 +342,7 @@ if dist.get_rank() == 0:
 else:
     dist.recv(value, 0)
     print("the first has come")
-    messages.SECONDS_TO_ARRIVE = 2.0
+    deadlines.RANK_WAITS_FOR_BYTES_OF_ENDED_RANK = 2.0
     try:
         dist.recv(value)
     except RuntimeError as error:

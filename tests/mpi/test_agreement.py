@@ -18,9 +18,9 @@ from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import StallError
-from mpistrat.liveness import other_nodes, waiting
-from mpistrat.liveness.job_folder import report_of
-from mpistrat.liveness.record import ABORT, GROUP, RAISE, RING, SINCE, STALLED, WAITED
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.records.job_folder import report_of
+from mpistrat.liveness.records.record import ABORT, GROUP, RAISE, RING, SINCE, STALLED, WAITED
 from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
@@ -82,16 +82,16 @@ def test_check_must_be_the_same_on_all_ranks():
 def test_who_left_a_collective_does_not_come_back(monkeypatch, make):
     """Its next call would be taken for the one that the others are in."""
     communicator = make()
-    monkeypatch.setattr(waiting, "SPIN_SECONDS", 0)
+    monkeypatch.setattr(deadlines, "RANK_SPINS", 0)
     if RANK == 0:
-        record, board = communicator.contract.watch.record, communicator.contract.watch.board
+        record, board = communicator.contract.watch.record, communicator.contract.watch.slot
         record.words[STALLED] = record.words[board + GROUP]
         record.words[ABORT] = RAISE
         with pytest.raises(StallError):
             communicator.barrier()
         record.words[ABORT] = 0
         assert communicator.contract.waiting_in is None
-        assert not any(board.since for board in record.boards())
+        assert not any(board.since for board in record.slots())
         with pytest.raises(RuntimeError, match=r"rank 0: barrier\(\) cannot be called any more"):
             communicator.barrier()
     kept = weakref.ref(communicator.contract)
@@ -119,7 +119,7 @@ def test_an_error_inside_a_collective_ends_it():
     finally:
         del communicator.mpi.broadcast
     assert communicator.contract.waiting_in is None
-    assert not any(board.since for board in communicator.contract.watch.record.boards())
+    assert not any(board.since for board in communicator.contract.watch.record.slots())
     communicator.broadcast(np.ones(1))
 
 
@@ -198,7 +198,7 @@ def test_a_call_that_follows_another_is_not_compared(monkeypatch):
 @several
 def test_an_error_before_a_call_that_follows_ends_the_call(monkeypatch):
     """The ranks that wait there hear of the error, and all go on with the same number."""
-    monkeypatch.setattr(other_nodes, "SECONDS_TO_LEAVE_TOO", 0.1)
+    monkeypatch.setattr(deadlines, "RANK_STAYS_IN_LEFT_COLLECTIVE", 0.1)
     communicator = communicator_for(WORLD.Dup())
     window = communicator.transports.preferred[0]
     window.shared_blocks()

@@ -14,6 +14,7 @@ from mpistrat.communicators import Reduction, reducing
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_transports
 from mpistrat.communicators.transports.accelerator import staging as device_staging
+from mpistrat.liveness.deadlines import RANK_WAITS_FOR_TRIAL_OF_DEVICE
 from mpistrat.machine import gpu_advice
 from support import stand_in_cupy
 from support.memory_for_mpi import cupy_with
@@ -462,7 +463,7 @@ def test_a_trial_that_does_not_end():
     sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert device_memory_proof.run(sleeping, dict(os.environ), 0.5) == (
         False,
-        f"no end within {device_memory_proof.SECONDS_TO_TRY} s",
+        f"no end within {RANK_WAITS_FOR_TRIAL_OF_DEVICE} s",
     )
 
 

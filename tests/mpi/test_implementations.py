@@ -15,7 +15,7 @@ from mpistrat.communicators.transports import pipelined
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.pipelined import PipelinedTransport
 from mpistrat.communicators.transports.ring import RingTransport
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from support.rank_errors import assert_all_raise, assert_usable, errors_of_ranks
 
 pytestmark = pytest.mark.time_limit(120)

@@ -66,7 +66,7 @@ def test_a_group_without_calls_leaves_what_others_say_to_its_start(
     heard: list[str] = []
     joint: Any = SimpleNamespace(hear=lambda: heard.append("failure"), group="made")
     record = SimpleNamespace(words=[0] * 8)
-    watch: Any = SimpleNamespace(record=record, board=0)
+    watch: Any = SimpleNamespace(record=record, slot=0)
     contract: Any = SimpleNamespace(name="numbers", calls=1, recorded=(b"all_reduce", 4))
     library: Any = SimpleNamespace(
         current_stream=lambda: None, record=lambda stream: "event", is_done=lambda event: True

@@ -13,7 +13,7 @@ from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_transports
 from mpistrat.communicators.transports.accelerator.staging import CHUNK, StagedTransport
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.machine.devices import seen_accelerators
 
 pytestmark = pytest.mark.gpu

@@ -19,7 +19,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators.contract.unchecked import UNCHECKED
 from mpistrat.fault_tolerance import PreemptionCheckpointHandler, TerminationConfig
-from mpistrat.liveness.job_end import job_end
+from mpistrat.liveness.ending.job_end import job_end
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -15,7 +15,7 @@ import mpistrat as ms
 from mpistrat.compat import v1
 from mpistrat.coordinator import ClusterCoordinator
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness.record import LIMIT
+from mpistrat.liveness.records.record import LIMIT
 from mpistrat.topology import Topology
 from support.rank_errors import assert_usable, errors_of_ranks
 

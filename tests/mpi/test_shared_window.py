@@ -22,7 +22,7 @@ from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transport import Operands
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.window import WindowTransport
-from mpistrat.liveness.record import RankRecord
+from mpistrat.liveness.records.record import RankRecord
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.time_limit(120)]
 
@@ -422,12 +422,12 @@ def test_memory_is_given_back():
 
 def test_more_communicators_than_a_record_has_room_for(monkeypatch):
     """They go through MPI, unobserved."""
-    record, new_board = communicator_for(WORLD).contract.watch.record, RankRecord.new_board
+    record, new_slot = communicator_for(WORLD).contract.watch.record, RankRecord.new_slot
 
     def full(self, *args):
-        return None if self is record else new_board(self, *args)
+        return None if self is record else new_slot(self, *args)
 
-    monkeypatch.setattr(RankRecord, "new_board", full)
+    monkeypatch.setattr(RankRecord, "new_slot", full)
     comm = WORLD.Dup()
     checked = communicator_for(comm)
     buffer = np.full(1 << 17, RANK)

@@ -15,7 +15,7 @@ from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.node.small_calls import largest_combined
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError, StallError
-from mpistrat.liveness.record import ABORT, GROUP, RAISE, STALLED
+from mpistrat.liveness.records.record import ABORT, GROUP, RAISE, STALLED
 from support.rank_errors import errors_of_ranks
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -274,7 +274,7 @@ def test_a_stall_is_raised_in_a_small_sum():
     """And the rank does not come back: its slot may be read by the others."""
     communicator = communicator_for(WORLD.Dup())
     if RANK == 0:
-        record, board = communicator.contract.watch.record, communicator.contract.watch.board
+        record, board = communicator.contract.watch.record, communicator.contract.watch.slot
         record.words[STALLED] = record.words[board + GROUP]
         record.words[ABORT] = RAISE
         with pytest.raises(StallError):

@@ -14,8 +14,8 @@ from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transports.compressed import CompressedTransport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.fault_tolerance.committed_states import CommittedStates
-from mpistrat.liveness.job_end import job_end
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.ending.job_end import job_end
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.pytorch.gradients.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
 

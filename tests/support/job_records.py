@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mpistrat.liveness.record import (
+from mpistrat.liveness.records.record import (
     RankRecord,
 )
 
@@ -17,7 +17,7 @@ def new_record(path: str | None, rank: int = 0) -> RankRecord:
 
 OTHER_PROCESS = """
 import os, sys, tempfile
-from mpistrat.liveness import job_folder
+from mpistrat.liveness.records import job_folder
 job_folder.SHARED_MEMORY = tempfile.tempdir = sys.argv[1]
 folder, new = job_folder.JobFolder.create(sys.argv[2])
 print(folder.path, "new" if new else "old", flush=True)

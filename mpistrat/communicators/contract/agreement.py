@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.communicators.node.shared_memory import FENCE
-from mpistrat.liveness.record import WORD
+from mpistrat.liveness.records.record import WORD
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 
 if TYPE_CHECKING:
     from mpistrat.communicators.transports.mpi import MpiTransport
@@ -42,7 +42,7 @@ class SharedMemoryAgreement(CallAgreement):
     def __init__(self, watch: CommunicatorWatch, fence: Callable[[], None] | None = FENCE) -> None:
         self._watch, self._fence = watch, fence
         self._words = watch.record.words
-        self._position = watch.board + WORD
+        self._position = watch.slot + WORD
         self._peers = [(words, board + WORD) for words, board in watch.peers or ()]
         self._reads = range(1 if watch.crowded else _READS_BEFORE_WAITING)
 

@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness.record import text_of
+from mpistrat.liveness.records.record import text_of
 
 # The rest of a word of 64 bits is the call's number.
 DIGEST_BITS = 56

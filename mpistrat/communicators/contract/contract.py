@@ -21,9 +21,9 @@ from mpistrat.communicators.contract.joint_errors import is_raised_by_all, mark_
 from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.call_site import SourceLine, call_site, message_of, outside, raised_at
-from mpistrat.liveness.record import ABORT, GROUP, SINCE
+from mpistrat.liveness.records.record import ABORT, GROUP, SINCE
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import raise_if_stalled
-from mpistrat.liveness.watch import CommunicatorWatch
 
 if TYPE_CHECKING:
     from mpistrat.communicators.contract.collective_spans import CollectiveSpans
@@ -70,7 +70,7 @@ class Contract(Unchecked):
         self.waiting_in = None
         self._mpi = mpi
         self._record = self.watch.record
-        self._board = self.watch.board
+        self._board = self.watch.slot
         if check == "always" and self.watch.peers is None:
             self.agreement = MessageAgreement(mpi, self.watch)
         elif check == "always":

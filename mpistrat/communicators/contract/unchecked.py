@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mpistrat.communicators.contract.call_signature import CallSignature
     from mpistrat.communicators.node.slots import Slot
     from mpistrat.communicators.transports.mpi import MpiTransport
-    from mpistrat.liveness.watch import CommunicatorWatch
+    from mpistrat.liveness.records.watch import CommunicatorWatch
     from mpistrat.trace.timeline import Timeline
 
 _NOTHING = contextlib.nullcontext()

@@ -15,12 +15,11 @@ from operator import attrgetter
 from typing import Any
 
 from mpistrat.communicators.costs.observations import MOST, Observation, are_near
+from mpistrat.liveness import deadlines
 from mpistrat.machine.private_files import make_folder
 
 # Increased when the cost of a way changes, so that what other versions measured is not used.
 FORMAT = 3
-SECONDS_TO_LIVE = 7 * 86400.0  # so that what was measured on a busy machine is forgotten
-_SECONDS_AHEAD = 3600.0  # the clock of the node that wrote the file may be so far ahead
 
 
 def path_of(folder: str, key: dict[str, Any]) -> str:
@@ -40,7 +39,8 @@ def read(folder: str, key: dict[str, Any]) -> list[Observation]:
         found = [Observation(**fields) for fields in content["observations"]]
         if not all(observation.is_possible() for observation in found):
             return []
-        oldest, newest = time.time() - SECONDS_TO_LIVE, time.time() + _SECONDS_AHEAD
+        oldest = time.time() - deadlines.COSTS_LIVE
+        newest = time.time() + deadlines.COSTS_MAY_BE_AHEAD
         return sorted((o for o in found if oldest < o.when < newest), key=attrgetter("when"))
     except Exception:  # of any class: somebody else may have written the file, or half of it
         return []
@@ -77,7 +77,7 @@ def _remove_old(folder: str) -> None:
         for entry in entries:
             if entry.name.startswith("costs-"):
                 with contextlib.suppress(OSError):  # another job has removed it
-                    if time.time() - entry.stat().st_mtime > SECONDS_TO_LIVE:
+                    if time.time() - entry.stat().st_mtime > deadlines.COSTS_LIVE:
                         os.unlink(entry.path)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.node.shared_memory import share
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 
 if TYPE_CHECKING:
     from mpi4py import MPI

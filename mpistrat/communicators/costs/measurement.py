@@ -27,6 +27,7 @@ from mpistrat.communicators.costs.observations import (
     least_of,
     suffice,
 )
+from mpistrat.liveness import deadlines
 from mpistrat.machine.cpu_model import cpu_model
 from mpistrat.machine.network_links import network_links
 from mpistrat.machine.shared_caches import caches_of
@@ -40,11 +41,9 @@ SIZES_ON_NODE = tuple(1 << power for power in range(15, 26))
 SIZES_ON_DEVICE = (1 << 17, 1 << 19, 1 << 21, 1 << 23)
 # Rounds that are timed, after a first in which pages and connections are missing.
 ROUNDS = 9
-# A way is called so often with a buffer in a round, or as often as so many seconds allow.
-_CALLS, _SECONDS_OF_CALLS = 8, 4e-3
+# A way is called so often with a buffer in a round, or as often as deadlines.RANK_MEASURES_CALLS allows.
+_CALLS = 8
 _ONCE = 1 << 23  # Buffers of more bytes are timed in one round only.
-SECONDS = 0.3  # for all rounds on a node; a call that has begun ends, too
-SECONDS_BETWEEN_NODES = 0.2  # for the routes of each slice, and as long for those of all ranks
 # Ranks spin while they wait. If one had less of its core, other programs, or ranks without a core, disturbed it.
 LEAST_CPU_SHARE = 0.9
 # From so many bytes on a way is taken if time ran out.
@@ -315,8 +314,8 @@ def _calls(nbytes: int, before: Sequence[np.ndarray]) -> int:
     """How often each way is called with a buffer in a round. Args: before: the rounds before it."""
     if nbytes > _ONCE:
         return int(len(before) < 2)
-    longest = before[-1].max() if before else _SECONDS_OF_CALLS
-    return int(max(1, min(_CALLS, _SECONDS_OF_CALLS // longest)))
+    longest = before[-1].max() if before else deadlines.RANK_MEASURES_CALLS
+    return int(max(1, min(_CALLS, deadlines.RANK_MEASURES_CALLS // longest)))
 
 
 def _joined(
@@ -360,7 +359,11 @@ def _fitted(observations: Sequence[Observation], key: dict[str, Any], origin: st
 
 
 def _limit(key: dict[str, Any]) -> float:
-    return SECONDS if len(key["ranks_of_nodes"]) == 1 else SECONDS_BETWEEN_NODES
+    return (
+        deadlines.RANK_MEASURES_ON_NODE
+        if len(key["ranks_of_nodes"]) == 1
+        else deadlines.RANK_MEASURES_BETWEEN_NODES
+    )
 
 
 def _read(kept: Sequence[Observation], key: dict[str, Any]) -> str:

@@ -15,7 +15,6 @@ from mpistrat.communicators.reduction.arithmetic import Arithmetic, share_of
 from mpistrat.communicators.reduction.tree import how_to_combine
 from mpistrat.communicators.transport import Exchange, Operands, Unbroken
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 
 PAGE = 4096
 # Of each rank: blocks in flight, bytes of a block, and the bytes of it that one rank combines. A larger block goes

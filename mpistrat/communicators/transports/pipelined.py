@@ -28,7 +28,6 @@ from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transport import Operands, Transport, Unbroken
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 
 # Below, pieces gain nothing.
 SMALLEST = 1 << 16

@@ -36,7 +36,7 @@ from mpistrat.communicators.reduction.tree import ReductionTree
 from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transport import Exchange, Operands, Transport
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.settings import shared_bytes
 
 # Below, MPI is always faster: two meetings in Python cost more than its whole message.

@@ -136,7 +136,7 @@ class Worker:
         try:
             self._return_what_waits()
         except Exception as error:  # nobody else would hear of it, and closures may be lost
-            from mpistrat.liveness.job_end import job_end  # here, because it starts MPI
+            from mpistrat.liveness.ending.job_end import job_end  # here, because it starts MPI
 
             who = self._rpc.name_of(self._rpc.rank)
             what = f"{type(error).__name__}: {error}"

@@ -14,9 +14,9 @@ from mpi4py import MPI
 
 from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
 from mpistrat.cluster_resolver.roles.job_roles import JobRoles
-from mpistrat.liveness import interrupts
-from mpistrat.liveness.job_end import job_end
-from mpistrat.liveness.start_deadline import start_deadline
+from mpistrat.liveness.ending import interrupts
+from mpistrat.liveness.ending.job_end import job_end
+from mpistrat.liveness.ending.start_deadline import start_deadline
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.client.client import Client
 from mpistrat.parameter_server.protocol.routes import backups_of
@@ -167,7 +167,7 @@ class ServerJob:
     def serve(self) -> None:
         """Do a server's work; return when all ranks that use it are done. Called by: servers."""
         if self.server is not None and not self.is_done:
-            with interrupts.unheeded():
+            with interrupts.ignore_interrupts():
                 self.server.serve()
             self._leave()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.input.input_context import InputContext
-from mpistrat.liveness import interrupts
+from mpistrat.liveness.ending import interrupts
 from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import InputOptions, RunOptions
 from mpistrat.parameter_server.coordinator.cluster_coordinator import UnbuiltDataset
@@ -119,7 +119,7 @@ class ParameterServerStrategy(Strategy):
         seed_for_worker(job.roles.task_id)
         chief, references = job.roles.ranks["chief"][0], ObjectReferences(self, job)
         worker = Worker(job.rpc, chief, job.roles.task_id, references, self._in_closure)
-        with interrupts.unheeded():
+        with interrupts.ignore_interrupts():
             worker.serve(lambda: job.ended)
         job.done()
 

@@ -32,7 +32,7 @@ from mpistrat.communicators.graph_capture import is_capturing
 from mpistrat.context import AnyReplicaContext, per_thread
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness import early_signals
+from mpistrat.liveness.ending import early_signals
 from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward, StepAgreement

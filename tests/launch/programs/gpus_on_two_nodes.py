@@ -35,7 +35,7 @@ from mpistrat.communicators.transports.accelerator.device_memory_proof import ( 
 )
 from mpistrat.communicators.transports.accelerator.library import TorchLibrary  # noqa: E402
 from mpistrat.communicators.transports.mpi import MpiTransport  # noqa: E402
-from mpistrat.liveness.watch import CommunicatorWatch  # noqa: E402
+from mpistrat.liveness.records.watch import CommunicatorWatch  # noqa: E402
 from mpistrat.machine.addresses import own_addresses  # noqa: E402
 
 WORLD = MPI.COMM_WORLD

@@ -30,11 +30,11 @@ def at(this: str) -> None:
 # Moments inside of mpistrat: when it first calls this function
 CALLS = {
     "resolver": ("cluster_resolver/mpi.py", "start_mpi"),
-    "init": ("liveness/start_deadline.py", "init_deadline"),
+    "init": ("liveness/ending/start_deadline.py", "init_deadline"),
     "topology": ("topology.py", "from_lowest_ranks"),
-    "job_end": ("liveness/job_end.py", "__init__"),
+    "job_end": ("liveness/ending/job_end.py", "__init__"),
     "communicator": ("communicators/construction.py", "communicator_for"),
-    "records": ("liveness/node_records.py", "watch_of"),
+    "records": ("liveness/observer/node_records.py", "watch_of"),
     "window": ("communicators/node/blocks.py", "__init__"),
 }
 

@@ -34,8 +34,8 @@ from mpistrat.communicators.transports.accelerator.library import CupyLibrary, T
 from mpistrat.communicators.transports.accelerator.library_dispatcher import LibraryDispatcher
 from mpistrat.communicators.transports.accelerator.nccl import NcclTransport
 from mpistrat.input.device_copies import DeviceCopies
-from mpistrat.liveness.abort_channel import AbortChannel
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.ending.abort_channel import AbortChannel
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.tools.bench.device import Device
 from mpistrat.tools.bench.peers import raw_mpi
 

@@ -25,7 +25,7 @@ def without_job_folders(path: str, mode: int = 0o777) -> None:
 if scenario == "no_record":
     os.mkdir = without_job_folders  # type: ignore[assignment]
 import mpistrat as ms  # noqa: E402 - it makes the record
-from mpistrat.liveness import observation  # noqa: E402
+from mpistrat.liveness.observer import observation  # noqa: E402
 
 LIMIT = float(os.environ["MPISTRAT_STALL_SECONDS"])
 world = MPI.COMM_WORLD

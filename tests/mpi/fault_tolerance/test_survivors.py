@@ -7,7 +7,7 @@ import pytest
 
 from mpistrat.fault_tolerance import survivors as survivors_module
 from mpistrat.fault_tolerance.survivors import Survivors
-from mpistrat.liveness.job_end import job_end
+from mpistrat.liveness.ending.job_end import job_end
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from mpistrat.torch_distributed import after_backward
+from mpistrat.liveness import deadlines
 from mpistrat.torch_distributed.process_group import MpistratProcessGroup
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("default_group", "busy_cores")]
@@ -132,7 +132,7 @@ def test_a_future_that_backward_waits_for(
     callers: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The communication thread completes it; from then on, no call of the group waits."""
-    monkeypatch.setattr(after_backward, "PATIENCE", 0.1)
+    monkeypatch.setattr(deadlines, "COMMUNICATION_THREAD_WAITS_FOR_BACKWARD", 0.1)
     size = dist.get_world_size()
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_a_future_that_backward_waits_for(
         return total
 
     assert a_gradient(summed).tolist() == [2.0 * size] * 3
-    monkeypatch.setattr(after_backward, "PATIENCE", 3600.0)
+    monkeypatch.setattr(deadlines, "COMMUNICATION_THREAD_WAITS_FOR_BACKWARD", 3600.0)
     assert a_gradient(summed).tolist() == [2.0 * size] * 3
     assert [thread.name for thread in callers] == ["mpistrat communication"] * 2
 
@@ -195,7 +195,7 @@ def test_calls_in_callbacks_are_in_one_order(
         dist.destroy_process_group(group)
         return [parameter.detach() for parameter in module.parameters()]
 
-    monkeypatch.setattr(after_backward, "PATIENCE", 0.05)
+    monkeypatch.setattr(deadlines, "COMMUNICATION_THREAD_WAITS_FOR_BACKWARD", 0.05)
     without = trained(False)
     for free, slow in ((True, False), (last, False), (False, True)):
         torch.testing.assert_close(trained(free, slow), without, rtol=0, atol=0)

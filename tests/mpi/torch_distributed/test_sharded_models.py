@@ -27,7 +27,7 @@ from mpistrat.fault_tolerance import (
     TerminationConfig,
 )
 from mpistrat.fault_tolerance.mirrored_state import mirrored_state
-from mpistrat.liveness.job_end import job_end
+from mpistrat.liveness.ending.job_end import job_end
 from support.training.plain_training import (
     EXAMPLES,
     FEATURES,

@@ -15,8 +15,8 @@ import pytest
 
 from mpistrat.communicators.contract.agreement import SharedMemoryAgreement
 from mpistrat.liveness import waiting
-from mpistrat.liveness.record import WORD, RankRecord
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.record import WORD, RankRecord
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from support.job_records import new_record
 
 RANKS, CALLS = 3, 300
@@ -121,7 +121,7 @@ def wrong_sums(seed: int, missing: int | None = None) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_written_before_is_read_after(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 0.0)
+    monkeypatch.setattr(deadlines, "RANK_SLEEPS_AT_LEAST", 0.0)
     assert wrong_sums(seed) == 0
 
 
@@ -129,7 +129,7 @@ def test_what_is_written_before_is_read_after(seed: int, monkeypatch: pytest.Mon
 def test_the_processor_would_show_a_missing_fence(
     missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 0.0)
+    monkeypatch.setattr(deadlines, "RANK_SLEEPS_AT_LEAST", 0.0)
     assert wrong_sums(0, missing) > 0
 
 
@@ -154,7 +154,7 @@ def test_where_ranks_outnumber_cores_one_look_and_the_core_is_given_away(
         yielded = next(yields)
 
     monkeypatch.setattr("os.sched_yield", give_away)
-    monkeypatch.setattr(waiting, "YIELD_SECONDS", 60.0)  # others may have the core meanwhile
+    monkeypatch.setattr(deadlines, "RANK_YIELDS", 60.0)  # others may have the core meanwhile
     words: Any = dict.fromkeys(range(100), 0)
     record = RecordIn(words)
     peers: Any = [(Late(), 0)]
@@ -167,7 +167,7 @@ def test_where_ranks_outnumber_cores_one_look_and_the_core_is_given_away(
 def of_the_second(word: int) -> SharedMemoryAgreement:
     """Rank 1's agreement with rank 0, which has written `word`."""
     first, second = (new_record(None, rank) for rank in range(2))
-    theirs, mine = first.new_board(7, 2), second.new_board(7, 2)
+    theirs, mine = first.new_slot(7, 2), second.new_slot(7, 2)
     assert theirs is not None
     assert mine is not None
     first.words[theirs + WORD] = word

@@ -11,7 +11,7 @@ import torch
 from mpistrat.communicators.node.blocks import PAGE, Blocks
 from mpistrat.communicators.reduction import SUM
 from mpistrat.communicators.transport import Operands
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 
 
 def test_buffers_that_are_not_contiguous_are_refused() -> None:

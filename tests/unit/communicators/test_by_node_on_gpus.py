@@ -22,7 +22,7 @@ from mpistrat.communicators.transports.accelerator.hierarchical import (
     takes,
     why_not_by_node,
 )
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation as Way
 
 ALONE = LocalCommunicator()

@@ -11,6 +11,7 @@ import pytest
 
 from mpistrat.communicators.costs import cache as cost_cache
 from mpistrat.communicators.costs.observations import MOST, Observation
+from mpistrat.liveness.deadlines import COSTS_LIVE
 
 KEY: dict[str, Any] = {"mpi": "MPICH 5.0.2", "cpus": [("a processor", 4, 2)]}
 DAY = 86400.0
@@ -113,7 +114,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_old_files_are_removed(tmp_path: Path) -> None:
     """And only ours."""
-    long_ago = time.time() - cost_cache.SECONDS_TO_LIVE - 60
+    long_ago = time.time() - COSTS_LIVE - 60
     for name in ("costs-0123.json", "costs-xyz.part", "somebody's.json"):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (long_ago, long_ago))

@@ -13,7 +13,7 @@ from mpistrat.communicators.transports.accelerator import buffers as device_buff
 from mpistrat.communicators.transports.accelerator import staging as device_staging
 from mpistrat.communicators.transports.accelerator.library import TorchLibrary
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 
 SUM = reducing()
 STREAM, EVENT = torch.cuda.Stream, torch.cuda.Event

@@ -108,7 +108,7 @@ def test_a_handler_outside_python_is_left_alone(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("handled_by", ["Python", "Interrupts"])
 def test_ctrl_c_raises_nothing_while_somebody_listens(handled_by: str) -> None:
     program = """
-from mpistrat.liveness.interrupts import Interrupts
+from mpistrat.liveness.ending.interrupts import Interrupts
 ours = Interrupts() if "WHAT" == "Interrupts" else None
 flag = SignalFlag([2])
 signal.raise_signal(2)
@@ -159,7 +159,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 100)
 
 
 EARLY = """
-from mpistrat.liveness import early_signals
+from mpistrat.liveness.ending import early_signals
 early_signals.keep()
 signal.raise_signal(10)
 """
@@ -179,7 +179,7 @@ def test_signals_that_came_before_there_was_a_flag() -> None:
 def test_handlers_of_others_stay() -> None:
     program = """
 import faulthandler
-from mpistrat.liveness import early_signals
+from mpistrat.liveness.ending import early_signals
 signal.signal(10, signal.SIG_IGN)
 faulthandler.register(12)
 early_signals.keep()

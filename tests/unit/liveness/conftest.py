@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.liveness import job_folder
+from mpistrat.liveness.records import job_folder
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """When a job is over because a rank has left."""
 
-from mpistrat.liveness.exit_coordinator import (
-    SECONDS_TO_LEAVE_TOGETHER,
+from mpistrat.liveness.deadlines import COORDINATOR_WAITS_FOR_JOINT_EXITS
+from mpistrat.liveness.ending.exit_coordinator import (
     ExitCoordinator,
     Left,
     Waits,
@@ -78,8 +78,8 @@ def test_a_failing_exit_is_a_reason_unless_all_leave() -> None:
     exit_coordinator = ExitCoordinator(3)
     exit_coordinator.receive(left(0, {"a": 4}), 0.0)
     exit_coordinator.receive(left(1, {"a": 4}, code=3), 1.0)
-    assert exit_coordinator.verdict(1.0 + SECONDS_TO_LEAVE_TOGETHER / 2) is None
-    assert exit_coordinator.verdict(1.1 + SECONDS_TO_LEAVE_TOGETHER) == (
+    assert exit_coordinator.verdict(1.0 + COORDINATOR_WAITS_FOR_JOINT_EXITS / 2) is None
+    assert exit_coordinator.verdict(1.1 + COORDINATOR_WAITS_FOR_JOINT_EXITS) == (
         "rank 1 of 3 called sys.exit(3) while 1 of 3 ranks still worked",
         3,
     )

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.liveness import failure_log
-from mpistrat.liveness.failure_log import FailureLog, NotedFailure, as_of_any_rank
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.records import failure_log
+from mpistrat.liveness.records.failure_log import FailureLog, NotedFailure, as_of_any_rank
 
 
 @pytest.fixture(autouse=True)
 def _on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_log, "SECONDS_BETWEEN_FAILURES", 0.6)
-    monkeypatch.setattr(failure_log, "SECONDS_FOR_ALL", 3.0)
+    monkeypatch.setattr(deadlines, "RANK_WAITS_FOR_NEXT_FAILURE", 0.6)
+    monkeypatch.setattr(deadlines, "RANK_WAITS_FOR_ALL_FAILURES", 3.0)
 
 
 class OtherNode:
@@ -109,7 +110,7 @@ def test_what_failed_long_ago_is_another_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others have gone on without that rank."""
-    monkeypatch.setattr(failure_log, "SECONDS_TO_LAST", 0.3)
+    monkeypatch.setattr(deadlines, "NOTED_FAILURE_COUNTS", 0.3)
     assert ended(tmp_path, 4, {2: "a"}) == ([2], [])
     time.sleep(0.3)
     assert ended(tmp_path, 4, {1: "a"}) == ([1], [])
@@ -118,7 +119,7 @@ def test_what_failed_long_ago_is_another_error(
 def test_a_rank_that_hangs_while_it_speaks_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure_log, "SECONDS_TO_LOCK", 0.1)
+    monkeypatch.setattr(deadlines, "RANK_WAITS_FOR_LOCK_OF_FAILURES", 0.1)
     hangs, said = threading.Event(), []
     first = FailureLog(str(tmp_path), 0, 2)
     thread = threading.Thread(target=first.add, args=["a", hangs.wait])

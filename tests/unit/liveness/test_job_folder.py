@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.liveness.job_folder import JobFolder, remove_leftovers
+from mpistrat.liveness.records.job_folder import JobFolder, remove_leftovers
 from support.job_records import other_process
 
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>

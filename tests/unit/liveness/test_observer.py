@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.liveness.job_folder import JobFolder, record_of
-from mpistrat.liveness.record import RankRecord
+from mpistrat.liveness.records.job_folder import JobFolder, record_of
+from mpistrat.liveness.records.record import RankRecord
 from support.job_records import other_process
 
 RANK = """
 import os, sys
-from mpistrat.liveness.job_folder import record_of
-from mpistrat.liveness.record import EXPENDABLE, RankRecord
+from mpistrat.liveness.records.job_folder import record_of
+from mpistrat.liveness.records.record import EXPENDABLE, RankRecord
 rank, size, expendable = map(int, sys.argv[2:])
 record = RankRecord(record_of(sys.argv[1], rank), create=True)
 record.start(rank, size, "node7", 60.0, 1)
@@ -24,7 +24,7 @@ input()
 """
 OBSERVER = """
 import errno, os, sys
-from mpistrat.liveness import observer
+from mpistrat.liveness.observer.observer import observer
 observer.launcher_of = lambda pid: os.getppid()  # whose stderr is used once the ranks are dead
 if sys.argv[1] == "kernel without":
     def pidfd_open(pid):

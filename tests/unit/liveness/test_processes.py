@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.liveness import processes
+from mpistrat.liveness import deadlines, processes
 
 
 def test_how_a_process_died() -> None:
@@ -64,8 +64,8 @@ def test_exits_in_words(status: int | None, words: str) -> None:
 
 BUSY_THREADS = """
 import sys, threading, time
-from mpistrat.liveness.observation import speak_on_signal
-from mpistrat.liveness.record import STACK_SIGNAL, RankRecord
+from mpistrat.liveness.observer.observation import speak_on_signal
+from mpistrat.liveness.records.record import STACK_SIGNAL, RankRecord
 record = RankRecord(None)
 speak_on_signal(record, sys.argv[1])
 def deep(n):
@@ -88,7 +88,7 @@ def test_a_stack_that_came_in_time_is_read_late(
     stacks = tmp_path / "stacks"
     stacks.touch()
     asked: list[int] = []
-    monkeypatch.setattr(processes, "SECONDS_FOR_A_STACK", 0.0)
+    monkeypatch.setattr(deadlines, "OBSERVER_WAITS_FOR_STACK", 0.0)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(processes, "catches", lambda pid, number: True)
         patched.setattr(processes.os, "kill", lambda pid, number: asked.append(number))
@@ -115,7 +115,7 @@ def test_asking_for_a_stack_does_no_harm(tmp_path: Path, monkeypatch: pytest.Mon
             time.sleep(0.002)
         time.sleep(0.5)  # for the last of its answers
         monkeypatch.setattr(
-            processes, "SECONDS_FOR_A_STACK", 30.0
+            deadlines, "OBSERVER_WAITS_FOR_STACK", 30.0
         )  # it may have no core for a while
         request = processes.StackRequest(process.pid, number, str(stacks))
         here = BUSY_THREADS.splitlines().index("time.sleep(60)  # the main thread stands here") + 1

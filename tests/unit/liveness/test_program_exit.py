@@ -8,7 +8,7 @@ import pytest
 
 HEADER = """
 import atexit, contextlib, sys, threading
-from mpistrat.liveness.program_exit import program_exit, remember_exits
+from mpistrat.liveness.ending.program_exit import program_exit, remember_exits
 remember_exits()
 remember_exits()
 atexit.register(lambda: print(program_exit()))

@@ -3,7 +3,8 @@ import sys
 
 PROGRAM = """
 import os
-from mpistrat.liveness import observation, rank_end
+from mpistrat.liveness.ending import rank_end
+from mpistrat.liveness.observer.observer import observation
 
 def no_descriptors_are_left():
     raise OSError("Too many open files")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.liveness.record import (
-    MAX_BOARDS,
+from mpistrat.liveness.records.record import (
     MAX_SITE,
+    MAX_SLOTS,
     RING,
     RankRecord,
     text_of,
@@ -24,16 +24,16 @@ def test_a_record_is_read_after_its_process_was_killed(tmp_path: Path) -> None:
     path = str(tmp_path / "rank-0")
     program = f"""
 import os
-from mpistrat.liveness.record import SINCE, RankRecord, text_of
+from mpistrat.liveness.records.record import SINCE, RankRecord, text_of
 record = RankRecord({path!r}, create=True)
 record.start(0, 2, "node7", 60.0, 1)
-board = record.new_board(5, 2)
+slot = record.new_slot(5, 2)
 for call in range(1, 101):
-    record.enter(board, call, *text_of(f"all_reduce({{call}})", "train.py:33 in step"))
-    record.waited(board)
+    record.enter(slot, call, *text_of(f"all_reduce({{call}})", "train.py:33 in step"))
+    record.waited(slot)
     if call == 100:
         os.kill(os.getpid(), 9)
-    record.words[board + SINCE] = 0
+    record.words[slot + SINCE] = 0
 """
     assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
     record = RankRecord(path)
@@ -44,8 +44,8 @@ for call in range(1, 101):
     ]
     assert entries[0].site == "train.py:33 in step"
     assert entries[0].waited >= 0
-    (board,) = record.boards()
-    assert (board.calls, board.size, board.since > 0) == (100, 2, True)
+    (slot,) = record.slots()
+    assert (slot.calls, slot.size, slot.since > 0) == (100, 2, True)
 
 
 def test_without_room_there_is_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,19 +81,19 @@ def test_how_a_rank_ended() -> None:
 
 def test_boards_are_limited() -> None:
     record = new_record(None)
-    assert all(record.new_board(i, 2) is not None for i in range(MAX_BOARDS))
-    assert record.new_board(0, 2) is None
+    assert all(record.new_slot(i, 2) is not None for i in range(MAX_SLOTS))
+    assert record.new_slot(0, 2) is None
 
 
 def test_seconds_waited_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     record = new_record(None)
-    board = record.new_board(0, 2)
-    assert board is not None
+    slot = record.new_slot(0, 2)
+    assert slot is not None
     now = 1_000_000_000_000
     monkeypatch.setattr(time, "monotonic_ns", lambda: now)
-    record.enter(board, 1, *text_of("barrier()", "x.py:1 in f"))
+    record.enter(slot, 1, *text_of("barrier()", "x.py:1 in f"))
     now += 2_500_000_000
-    record.waited(board)
+    record.waited(slot)
     assert record.seconds_waited() == 2.5
     now += 59_000_000_000
     assert record.seconds_waited() == 2.5

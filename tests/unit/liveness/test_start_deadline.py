@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mpistrat.errors import TopologyError
-from mpistrat.liveness.start_deadline import init_deadline, start_deadline
+from mpistrat.liveness.ending.start_deadline import init_deadline, start_deadline
 from mpistrat.settings import start_seconds
 
 
@@ -46,7 +46,7 @@ def test_a_block_that_ends_in_time_goes_on(monkeypatch, deadline, seconds, size)
 )
 def test_a_block_that_takes_too_long_ends_the_process_with_a_message(monkeypatch, block, what):
     monkeypatch.setenv("MPISTRAT_START_SECONDS", "0.3")
-    program = "import ctypes, time\nfrom mpistrat.liveness.start_deadline import *\n" + block
+    program = "import ctypes, time\nfrom mpistrat.liveness.ending.start_deadline import *\n" + block
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
     )

@@ -5,16 +5,17 @@ import time
 import pytest
 
 from mpistrat.errors import StallError
-from mpistrat.liveness.record import (
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.deadlines import OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT
+from mpistrat.liveness.records.record import (
     ABORT,
     ENTRY,
     RAISE,
-    SECONDS_TO_RAISE_ALONE,
     STALLED,
     RankRecord,
 )
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 from support.job_records import new_record
 
 
@@ -34,7 +35,7 @@ def test_a_stall_of_another_communicator_is_not_raised() -> None:
 
 
 def test_waiting_has_a_limit_where_nobody_observes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.liveness.waiting.SECONDS_FOR_THE_OBSERVER", 0.1)
+    monkeypatch.setattr(deadlines, "RANK_WAITS_FOR_LOOK_OF_OBSERVER", 0.1)
     record = RankRecord(None)
     record.start(1, 2, "node7", 0.2, 1)
     with pytest.raises(
@@ -47,11 +48,11 @@ def test_waiting_has_a_limit_where_nobody_observes(monkeypatch: pytest.MonkeyPat
     ("limit", "is_set", "timeout", "expected"),
     [
         (60, False, 0, 60),
-        (60, False, 1800, 1800 + SECONDS_TO_RAISE_ALONE),
-        (60, False, 5, 5 + SECONDS_TO_RAISE_ALONE),
+        (60, False, 1800, 1800 + OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT),
+        (60, False, 5, 5 + OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT),
         (60, True, 1800, 60),
         (0, True, 0, 0),
-        (0, True, 1800, 1800 + SECONDS_TO_RAISE_ALONE),
+        (0, True, 1800, 1800 + OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT),
     ],
 )
 def test_the_limit_of_a_group_with_a_timeout(
@@ -62,9 +63,9 @@ def test_the_limit_of_a_group_with_a_timeout(
     record.start(1, 2, "node7", limit, limit_is_set=is_set)
     watch = CommunicatorWatch(record)
     watch.timeout = timeout
-    (board,) = record.boards()
-    assert watch.timeout == board.timeout == timeout
-    assert record.limit_of(board.timeout) == expected
+    (slot,) = record.slots()
+    assert watch.timeout == slot.timeout == timeout
+    assert record.limit_of(slot.timeout) == expected
 
 
 def test_a_timeout_waits_for_the_observer() -> None:
@@ -72,13 +73,13 @@ def test_a_timeout_waits_for_the_observer() -> None:
     watch = CommunicatorWatch(new_record(None))
     watch.timeout = 0.05
     record = watch.record
-    record.enter(watch.board, 1, b"", 0)
+    record.enter(watch.slot, 1, b"", 0)
     record.looked = time.monotonic_ns()
     began = time.monotonic()
 
     def arrived() -> bool:
         if time.monotonic() - began > 0.3:
-            record.noticed = record.words[watch.board + ENTRY]
+            record.noticed = record.words[watch.slot + ENTRY]
         return False
 
     with pytest.raises(StallError, match=r"rank 0 waited 0\.[3-9] s .* timeout of its group is"):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.liveness import job_folder, observer
+from mpistrat.liveness.observer.observer import observer
+from mpistrat.liveness.records import job_folder
 from mpistrat.machine.private_files import create, make_folder, private
 
 FOLDER = Path(__file__).parents[3] / "mpistrat"

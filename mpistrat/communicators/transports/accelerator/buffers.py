@@ -11,7 +11,6 @@ from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transport import Exchange, Operands, Transport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary, library_of
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
 

@@ -18,10 +18,11 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.errors import RankLostError, StallError
-from mpistrat.liveness.abort_channel import AbortChannel
-from mpistrat.liveness.job_end import SECONDS_TO_LEAVE_A_LIBRARY, job_end
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.ending.abort_channel import AbortChannel
+from mpistrat.liveness.ending.job_end import job_end
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import make_own_current
 from mpistrat.settings import start_seconds
 
@@ -110,7 +111,9 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
 
         thread = threading.Thread(target=run, name=f"mpistrat start of {self.name}", daemon=True)
         thread.start()
-        job_end().call_last(functools.partial(thread.join, SECONDS_TO_LEAVE_A_LIBRARY))
+        job_end().call_last(
+            functools.partial(thread.join, deadlines.RANK_WAITS_FOR_THREAD_IN_LIBRARY)
+        )
         limit = start_seconds() * SHARE_OF_THE_START  # 0: none
         is_late = not self._is_settled_within(limit or math.inf, outcome)
         start = _RankStart("".join(outcome), is_late, bool(outcome))

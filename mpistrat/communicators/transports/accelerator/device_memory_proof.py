@@ -26,8 +26,8 @@ from mpi4py import MPI
 from mpistrat.cluster_resolver.mpi import library_path
 from mpistrat.cluster_resolver.pair_of_processes import commands
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.liveness import deadlines
 
-SECONDS_TO_TRY = 90  # importing torch and starting an accelerator take their time
 MET, PROVEN = "mpistrat: two processes", "mpistrat: device memory went through MPI"
 UNUSABLE = "no accelerator can be used"  # begins the error of a process that sends nothing
 # A line of what a launcher or Python writes that says what happened.
@@ -70,9 +70,10 @@ def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str
         hosts: of the two processes; none: both run on this node.
     """
     between = f"between {' and '.join(hosts)}" if hosts else "on its node"
-    words = [library, str(index), str(SECONDS_TO_TRY), MET, PROVEN, UNUSABLE]
+    limits = deadlines.RANK_WAITS_FOR_TRIAL_OF_DEVICE, deadlines.TRIAL_WAITS_FOR_LAUNCHER_TO_READ
+    words = [library, str(index), *map(str, limits), MET, PROVEN, UNUSABLE]
     program = [sys.executable, "-c", TRIAL.read_text(), *words]
-    deadline = time.monotonic() + SECONDS_TO_TRY
+    deadline = time.monotonic() + deadlines.RANK_WAITS_FOR_TRIAL_OF_DEVICE
     reason = "there is neither mpiexec nor srun"
     for command, environment in commands(MPI.Get_library_version(), library_path(), hosts):
         met, failure = run([*command, *program], environment, deadline - time.monotonic())
@@ -106,7 +107,7 @@ def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> 
     try:
         stdout, stderr = process.communicate(timeout=max(seconds, 0))
     except subprocess.TimeoutExpired:
-        failure = f"no end within {SECONDS_TO_TRY} s"
+        failure = f"no end within {deadlines.RANK_WAITS_FOR_TRIAL_OF_DEVICE} s"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()

@@ -1,8 +1,9 @@
 """Two processes send each other memory of an accelerator through MPI. A program of its own: see `device_memory_proof`.
 
 It may crash or hang, for MPI may take the pointers for pointers to host memory. Its arguments are the library of arrays
-("torch" or "cupy"), the accelerator's number, the seconds after which it ends itself, and what it prints when the two
-processes have met, when all has gone well, and where it can use no accelerator.
+("torch" or "cupy"), the accelerator's number, the seconds after which it ends itself, the seconds that the launcher has
+to read its error, and what it prints when the two processes have met, when all has gone well, and where it can use no
+accelerator.
 """
 
 import signal
@@ -17,14 +18,13 @@ from mpi4py import MPI
 
 # Elements, 4 bytes each: of a message that is sent at once, and of one for which both sides meet first.
 LENGTHS = (256, 1 << 21)
-SECONDS_TO_BE_READ = 0.5  # MPICH's launcher drops words that it has not read when a process aborts
 
 # Makes an array of the host's, gives the address of an array, and waits for the accelerator.
 _Library = tuple[Callable[[np.ndarray], Any], Callable[[Any], int], Callable[[], None]]
 
 
 def main() -> None:
-    library, number, seconds, met, proven, unusable = sys.argv[1:]
+    library, number, seconds, _, met, proven, unusable = sys.argv[1:]
     signal.alarm(int(seconds))  # ends the process also where it waits in MPI
     world = MPI.COMM_WORLD
     if world.size != 2:
@@ -102,5 +102,5 @@ if __name__ == "__main__":
         main()
     except Exception:
         sys.stderr.write(traceback.format_exc())
-        time.sleep(SECONDS_TO_BE_READ)
+        time.sleep(float(sys.argv[4]))
         MPI.COMM_WORLD.Abort(1)  # the other process would wait for this one

@@ -36,10 +36,10 @@ from mpistrat.communicators.transports.accelerator.library_dispatcher import (
 )
 from mpistrat.communicators.transports.accelerator.pending_calls import PendingCalls
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport
-from mpistrat.liveness.abort_channel import AbortChannel
-from mpistrat.liveness.job_end import job_end
-from mpistrat.liveness.start_deadline import start_deadline
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.ending.abort_channel import AbortChannel
+from mpistrat.liveness.ending.job_end import job_end
+from mpistrat.liveness.ending.start_deadline import start_deadline
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.machine.devices import torch_accelerator
 from mpistrat.machine.gpu_advice import tell_of_way
 from mpistrat.options import CommunicationImplementation

@@ -25,7 +25,7 @@ from mpistrat.communicators.reduction.arithmetic import scale
 from mpistrat.communicators.transport import Exchange, Operands, combined_as_float32
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
 # Below, a second library costs more than the network saves.

@@ -27,9 +27,10 @@ from mpistrat.communicators.transports.accelerator.library import TorchLibrary
 from mpistrat.communicators.transports.accelerator.pending_calls import PendingCalls
 from mpistrat.communicators.transports.accelerator.torch_groups import abort_group, make_group
 from mpistrat.errors import OpError
-from mpistrat.liveness.abort_channel import AbortChannel
-from mpistrat.liveness.job_end import job_end
-from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.ending.abort_channel import AbortChannel
+from mpistrat.liveness.ending.job_end import job_end
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.machine.devices import nccl_that_outlives_errors
 from mpistrat.settings import start_seconds
 
@@ -44,7 +45,7 @@ DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "
 # So many elements at a time are copied to be summed in another dtype: the memory is not to count beside the buffer.
 MOST_COPIED = 1 << 22
 # Not torch's watchdog, which ends the process without a word about other ranks, but our observer tells of stalls.
-TIMEOUT = datetime.timedelta(days=30)
+TIMEOUT = datetime.timedelta(seconds=deadlines.RANK_WAITS_FOR_NATIVE_GROUP)
 
 
 class NativeTransport(DeviceTransport):

@@ -16,7 +16,7 @@ from mpistrat.communicators.transport import combined_as_float32
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.collective_group import CollectiveGroup
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
-from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.ending.abort_channel import AbortChannel
 
 OPS = ("sum", "max", "min", "prod")
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")

@@ -17,18 +17,17 @@ from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.communicators.graph_capture import let_this_thread_query_events
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.errors import StallError
-from mpistrat.liveness.job_end import SECONDS_TO_LEAVE_A_LIBRARY, job_end
-from mpistrat.liveness.record import CALLS, SINCE
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.ending.job_end import job_end
+from mpistrat.liveness.records.record import CALLS, SINCE
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import raise_if_stalled
-from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import make_own_current
 
 if TYPE_CHECKING:
     from mpistrat.communicators.transports.accelerator.collective_group import CollectiveGroup
 
-SECONDS_BETWEEN_LOOKS = 0.25
-# A call that lasts so long is recorded; sooner if the limit is short.
-SECONDS_TO_BE_RECORDED = 1.0
+# A call is recorded after this share of the limit, if that is short.
 SHARE_OF_THE_LIMIT = 0.25
 
 
@@ -117,7 +116,7 @@ class PendingCalls:
         """Say that this rank is in the oldest call, if it is so for a while."""
         oldest, record = self._calls[0], self._watch.record
         since = max(oldest.submitted, self._progress)
-        patience = SECONDS_TO_BE_RECORDED
+        patience = deadlines.RANK_WAITS_FOR_RECORD_OF_KERNEL
         if record.limit:
             patience = min(patience, record.limit * SHARE_OF_THE_LIMIT)
         if self._is_recorded or time.monotonic_ns() - since < patience * 1e9:
@@ -148,7 +147,9 @@ class EventWatcher:
     def _run(self) -> None:
         make_own_current()
         let_this_thread_query_events()
-        while self.is_awake.wait() and not self._stop.wait(SECONDS_BETWEEN_LOOKS):
+        while self.is_awake.wait() and not self._stop.wait(
+            deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_KERNELS
+        ):
             self.is_awake.clear()
             for calls in list(self.watched):
                 try:
@@ -160,7 +161,7 @@ class EventWatcher:
     def _end(self) -> None:
         self._stop.set()
         self.is_awake.set()
-        self._thread.join(SECONDS_TO_LEAVE_A_LIBRARY)
+        self._thread.join(deadlines.RANK_WAITS_FOR_THREAD_IN_LIBRARY)
 
 
 @functools.cache

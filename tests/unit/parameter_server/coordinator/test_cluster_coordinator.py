@@ -390,7 +390,7 @@ def test_a_worker_that_cannot_read_while_it_executes_ends_the_job(
     ended: list[tuple[str, int]] = []
     job_end = SimpleNamespace(end_job=lambda text, code: ended.append((text, code)))
     module = SimpleNamespace(job_end=lambda: job_end)
-    monkeypatch.setitem(sys.modules, "mpistrat.liveness.job_end", module)  # it needs MPI
+    monkeypatch.setitem(sys.modules, "mpistrat.liveness.ending.job_end", module)  # it needs MPI
     threads = start(1)
     waiting = Waiting(threads, "waiting")
     value = threads.coordinator.schedule(waiting)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Ranks that all leave with a failing sys.exit do so a moment apart.
-SECONDS_TO_LEAVE_TOGETHER = 1.0
+from mpistrat.liveness import deadlines
 
 _ADVICE = (
     "Every rank must make the same calls. Did it skip some: another number of batches, a `return` or sys.exit()"
@@ -80,7 +79,7 @@ class ExitCoordinator:
                 return _never_comes(missing, waits), next((m.code for m in missing if m.code), 1)
         if self._first_failure is not None:
             since, left = self._first_failure
-            if now - since > SECONDS_TO_LEAVE_TOGETHER:
+            if now - since > deadlines.COORDINATOR_WAITS_FOR_JOINT_EXITS:
                 text = f"{left.who} {left.how} while {self._size - len(self._left)} of {self._size} ranks still worked"
                 return text, left.code
         return None

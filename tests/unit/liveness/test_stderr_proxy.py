@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.liveness.borrowed_stderr import BorrowedStderr
+from mpistrat.liveness.observer.stderr_proxy import StderrProxy
 from support.open_files import descriptors
 
 
@@ -30,7 +30,7 @@ def other(stderr: Any) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def test_words_go_to_the_first_that_can_be_written() -> None:
-    stderr = BorrowedStderr()
+    stderr = StderrProxy()
     reader, writer = os.pipe()
     with (
         open("/dev/full", "w") as full,
@@ -52,7 +52,7 @@ def test_words_are_kept_by_who_writes_to_the_same_file(tmp_path: Any) -> None:
     """The launcher writes on behind them: a file opened anew would have had an offset of its own."""
     with open(tmp_path / "log", "w", buffering=1) as file, other(file) as process:
         print("before", file=file)
-        stderr = BorrowedStderr()
+        stderr = StderrProxy()
         if not stderr.say("words\n", [process.pid]):
             pytest.skip("descriptors of other processes cannot be had here")
         stderr.give_back()
@@ -63,7 +63,7 @@ def test_words_are_kept_by_who_writes_to_the_same_file(tmp_path: Any) -> None:
 def test_a_socket() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, other(theirs) as process:
-        stderr = BorrowedStderr()
+        stderr = StderrProxy()
         assert stderr.say("words\n", [process.pid])
         assert ours.recv(100) == b"words\n"
         stderr.give_back()
@@ -73,5 +73,5 @@ def test_who_is_gone_leaves_nothing_open() -> None:
     before = descriptors("")
     with other(subprocess.PIPE) as process:
         pass
-    assert not BorrowedStderr().say("words\n", [process.pid])
+    assert not StderrProxy().say("words\n", [process.pid])
     assert descriptors("") == before

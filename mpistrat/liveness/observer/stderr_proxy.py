@@ -17,7 +17,7 @@ _SILENT = ("/dev/null", "/dev/full")
 _WITHOUT_OFFSET = ("pipe:", "/dev/")
 
 
-class BorrowedStderr:
+class StderrProxy:
     """That of one process, the owner, at a time."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class BorrowedStderr:
 def say_on_launcher(pid: int, text: str) -> bool:
     """On stderr of what started the process on this node; returns whether it was written."""
     launcher = launcher_of(pid)
-    return launcher is not None and BorrowedStderr().say(text, (launcher,))
+    return launcher is not None and StderrProxy().say(text, (launcher,))
 
 
 def _stderr_of(pid: int) -> int | None:

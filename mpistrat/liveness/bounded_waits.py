@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from mpistrat.liveness import deadlines
+
 
 def within(seconds: float, action: Callable[[], object]) -> None:
     """Do it in a thread, and wait for it so long at most."""
@@ -18,7 +20,9 @@ def within(seconds: float, action: Callable[[], object]) -> None:
         thread.join(seconds)
 
 
-def soon(condition: Callable[[], bool], seconds: float, pause: float = 0.01) -> bool:
+def soon(
+    condition: Callable[[], bool], seconds: float, pause: float = deadlines.SOON_SLEEPS
+) -> bool:
     """Wait until `condition()`, for so long at most; whether it has come true."""
     until = time.monotonic() + seconds
     while not condition():

@@ -20,43 +20,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from mpistrat.liveness.borrowed_stderr import BorrowedStderr
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.bounded_waits import soon, within
 from mpistrat.liveness.call_site import places_of
-from mpistrat.liveness.failure_detector import (
+from mpistrat.liveness.observer.failure_detector import (
     FailureDetector,
     ObservedRank,
     Pauses,
     Wait,
     absentees,
-    calls_differ,
     first_death,
     waits,
 )
-from mpistrat.liveness.job_folder import JobFolder, report_of, words_of
-from mpistrat.liveness.other_accounts import Account, find_accounts, forget_accounts
+from mpistrat.liveness.observer.node_accounts import Account, find_accounts, forget_accounts
+from mpistrat.liveness.observer.report import (
+    absence_report,
+    death_report,
+    leaving_notice,
+    stall_report,
+)
+from mpistrat.liveness.observer.stderr_proxy import StderrProxy
 from mpistrat.liveness.processes import DEAD, describe_exit, end_launcher, exit_code, launcher_of
-from mpistrat.liveness.record import ANNOUNCED, END, ENDING, LEAVING, LEFT, RAISE, SEEN
-from mpistrat.liveness.report import absence_report, death_report, leaving_notice, stall_report
-from mpistrat.liveness.unwaited import soon, within
+from mpistrat.liveness.records.job_folder import JobFolder, report_of, words_of
+from mpistrat.liveness.records.record import ANNOUNCED, END, ENDING, LEAVING, RAISE, SEEN
 from mpistrat.machine.private_files import create, private
 
-SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_BETWEEN_FIRST_LOOKS = 0.05  # ranks are there in a moment, and wait to be seen
-SECONDS_OF_THE_START = 10.0
-SECONDS_TO_BE_READ = 0.2
-SECONDS_TO_SPEAK = 2.0  # stderr may be a file
-SECONDS_TO_WRITE = 0.1  # the report; more only when no rank is left that could end meanwhile
-SECONDS_TO_WRITE_AT_THE_END = 2.0
-SECONDS_TO_LEAVE_TOGETHER = 1.0  # ranks that all end with os._exit(0) have finished
-SECONDS_TO_START_AFTER_ALL = 1.0
-SECONDS_FOR_OTHER_NODES = 3.0
-SECONDS_TO_END_THE_JOB = 2.0
-SECONDS_TO_END_BY_ITSELF = 10.0  # a rank that says that it ends the job
-SECONDS_FOR_THE_LAUNCHER = 1.0  # to kill the others, when a rank has ended the job
-SECONDS_FOR_THE_FIRST_NODE = 4.0  # its report speaks for the job
-SECONDS_TO_REPORT = 15.0
-SECONDS_TO_START = 60.0
-SECONDS_FOR_A_LATE_RANK = 2.0
 _RAISING = "Raising StallError on the ranks that wait."
 
 
@@ -69,7 +57,7 @@ class Observer:
         self._detector = FailureDetector(folder.path, self._be_ready_to_speak)
         self._pauses = Pauses()
         self._launcher: int | None = None  # where none is found
-        self._stderr = BorrowedStderr()
+        self._stderr = StderrProxy()
         self._report_file = ReportFile()
         self._reported = 0.0  # when; 0.0: nothing was reported
         self._ending_since = 0.0  # when a rank was seen to end the job
@@ -88,36 +76,45 @@ class Observer:
                 alone_since = time.monotonic()
             elif detector.ranks and self._folder.remove_if_last():
                 break
-            self._find_ranks()
-            for rank in detector.ranks.values():
-                rank.record.observer = os.getpid()
-            starting = time.monotonic() - self._started < SECONDS_OF_THE_START
-            detector.wait(SECONDS_BETWEEN_FIRST_LOOKS if starting else SECONDS_BETWEEN_LOOKS)
-            self._pauses.notice(detector.ranks.values())
-            self._speak_for_ranks()
-            self._judge_starts()
-            self._judge_deaths()
-            self._judge_waits()
-            self._see_to_the_end()
-            self._tell_who_waits_at_the_end()
-            self._tell_where_the_report_is(0.0)
-        self._tell_where_the_report_is(SECONDS_TO_WRITE_AT_THE_END)
+            self._look()
+        self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
         if self._reported and self._launcher and self._may_return_0():
             # It reads what is said there, and waits for the end of that.
             if self._stderr.owner != self._launcher:
-                time.sleep(SECONDS_TO_BE_READ)
+                time.sleep(deadlines.OBSERVER_WAITS_FOR_LAUNCHER_TO_READ)
             end_launcher(self._launcher)
         self._stderr.give_back()
+
+    def _look(self) -> None:
+        self._find_ranks()
+        for rank in self._detector.ranks.values():
+            rank.record.observer = os.getpid()
+        is_new = time.monotonic() - self._started < deadlines.OBSERVER_IS_NEW
+        self._detector.wait(
+            deadlines.OBSERVER_SLEEPS_AT_START if is_new else deadlines.OBSERVER_SLEEPS
+        )
+        self._pauses.notice(self._detector.ranks.values())
+        self._speak_for_ranks()
+        self._judge_starts()
+        self._judge_deaths()
+        self._judge_waits()
+        self._see_to_the_end()
+        self._tell_who_waits_at_the_end()
+        self._tell_where_the_report_is(0.0)
 
     def report_stall(self) -> None:
         """If there is one. Called by: a rank, where no observer runs."""
         self._find_ranks()
         self._judge_waits()
-        self._tell_where_the_report_is(SECONDS_TO_WRITE_AT_THE_END)
+        self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
 
     def _patience(self) -> float:
         """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked."""
-        return SECONDS_FOR_A_LATE_RANK if self._detector.ranks else SECONDS_TO_START
+        return (
+            deadlines.OBSERVER_WAITS_FOR_LATE_RANK
+            if self._detector.ranks
+            else deadlines.OBSERVER_WAITS_FOR_FIRST_RANK
+        )
 
     def _find_ranks(self) -> None:
         for rank in self._detector.find():
@@ -138,7 +135,9 @@ class Observer:
             dead.record.exits = SEEN
 
     def _say(self, text: str) -> None:
-        within(SECONDS_TO_SPEAK, lambda: self._stderr.say(text, self._speakers()))
+        within(
+            deadlines.OBSERVER_WAITS_FOR_STDERR, lambda: self._stderr.say(text, self._speakers())
+        )
 
     def _speak_for_ranks(self) -> None:
         """For those that have no stderr of their own."""
@@ -154,65 +153,53 @@ class Observer:
         for rank in self._detector.ranks.values():
             rank.record.looked = time.monotonic_ns() + int(seconds * 1e9)
 
+    @property
+    def _is_explained(self) -> bool:
+        """Whether this observer, or a rank, has said why the job ends."""
+        return bool(self._reported or self._detector.in_state(ENDING))
+
     def _judge_starts(self) -> None:
         """Ranks that wait for all ranks to start wait in vain for those that have come to their ends."""
-        ranks = list(self._detector.ranks.values())
+        ranks = self._detector.ranks.values()
         absent = absentees(ranks)
-        if not absent or self._reported or self._detector.in_state(ENDING):
+        if not absent or self._is_explained:
             self._absent_since = 0.0
             return
         self._absent_since = self._absent_since or time.monotonic()
         waiting = [rank for rank in ranks if rank.record.starting]
         # Open MPI's launcher ends the job then, without a word about why the others die.
         ended_by_launcher = any(rank.dead for rank in waiting)
-        if ended_by_launcher or time.monotonic() - self._absent_since > SECONDS_TO_START_AFTER_ALL:
+        absent_for = time.monotonic() - self._absent_since
+        if ended_by_launcher or absent_for > deadlines.OBSERVER_WAITS_FOR_ABSENT_RANKS:
             self._report(lambda: absence_report(absent, waiting), END, 1)
 
     def _judge_deaths(self) -> None:
         detector = self._detector
         unexplained = detector.unexplained()
-        if not unexplained or self._reported or detector.in_state(ENDING):
+        if not unexplained or self._is_explained or self._is_reported_elsewhere():
             return
-        if self._is_reported_elsewhere():
-            return
-        if self._others_went_on() and all(rank.record.expendable for rank in unexplained):
+        if detector.others_went_on() and all(rank.record.expendable for rank in unexplained):
             detector.let_go(unexplained)
             for rank in unexplained:  # the others say how many they are
                 how = describe_exit(rank.status)
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
-            return
-        ranks = list(detector.ranks.values())
-        # Before Linux 6.15 the exit status of a rank is forgotten as soon as its launcher has it. The launcher may kill
-        # a rank that had said that it is about to end.
-        may_be_0 = all(rank.record.exits or rank.status in (0, None) for rank in unexplained)
-        if detector.all_are_dead and may_be_0 and not calls_differ(ranks):
-            return  # they all ended by os._exit(0), after the same calls
-        if all(rank.status == 0 for rank in unexplained) and not detector.all_are_dead:
-            missed = any(set(wait.missing) & set(unexplained) for wait in waits(ranks))
-            if not missed and time.monotonic() - detector.first_died < SECONDS_TO_LEAVE_TOGETHER:
-                return
-        first = first_death(unexplained)
-        self._report(lambda: death_report(ranks, first), END, exit_code(first.status))
-
-    def _others_went_on(self) -> bool:
-        """Whether there are ranks that live, here or on other nodes, or have come to their end by now."""
-        ranks = list(self._detector.ranks.values())
-        elsewhere = len(ranks) < ranks[0].record.size
-        return elsewhere or any(not r.dead or r.record.state == LEFT for r in ranks)
+        elif not detector.exited_together(unexplained):
+            first, ranks = first_death(unexplained), list(detector.ranks.values())
+            self._report(lambda: death_report(ranks, first), END, exit_code(first.status))
 
     def _is_reported_elsewhere(self) -> bool:
         """Whether another node has just asked about a stall: what happens now is its doing."""
         asked = max((r.record.asked for r in self._detector.ranks.values()), default=0) / 1e9
-        return asked > 0 and time.monotonic() - asked < SECONDS_TO_REPORT
+        return asked > 0 and time.monotonic() - asked < deadlines.OBSERVER_REPORTS
 
     def _judge_waits(self) -> None:
         ranks = self._detector.going_on
         if self._reported or any(r.record.state == ENDING or r.record.abort for r in ranks):
             return  # one says why; or a rank did in our place, or another node
         for wait in waits(ranks):
-            grace = wait.first not in self._detector.ranks or self._is_reported_elsewhere()
+            grace = wait.slot.first not in self._detector.ranks or self._is_reported_elsewhere()
             waited = self._pauses.seconds_since(wait.since / 1e9)
-            overdue = waited - SECONDS_FOR_THE_FIRST_NODE * grace
+            overdue = waited - deadlines.OBSERVER_WAITS_FOR_FIRST_NODE * grace
             if wait.limit and overdue > wait.limit:
                 compose = functools.partial(self._stall_report, wait, waited)
                 self._report(compose, wait.waiting[0].record.on_stall, 1, wait)
@@ -239,7 +226,9 @@ class Observer:
 
     def _stall_report(self, wait: Wait, waited: float) -> str:
         accounts = self._ask_other_nodes(wait)
-        missing = [n for a in accounts for n in a.missing(wait.group, wait.call, wait.members)]
+        missing = [
+            n for a in accounts for n in a.missing(wait.slot.group, wait.slot.calls, wait.members)
+        ]
         lines = [line for other in accounts for line in other.lines]
         return stall_report(self._detector.going_on, wait, waited, missing, lines)
 
@@ -249,7 +238,11 @@ class Observer:
         forget_accounts(self._folder.path)
         wait.waiting[0].record.ask = 1
         path = self._folder.path
-        soon(lambda: find_accounts(path) is not None, SECONDS_FOR_OTHER_NODES, pause=0.05)
+        soon(
+            lambda: find_accounts(path) is not None,
+            deadlines.OBSERVER_WAITS_FOR_OTHER_NODES,
+            pause=deadlines.OBSERVER_SLEEPS_UNTIL_OTHER_NODES,
+        )
         return find_accounts(path) or []
 
     def _report(
@@ -266,10 +259,10 @@ class Observer:
                 file.write(text)
         self._reported = time.monotonic()
         for rank in self._detector.ranks.values():
-            rank.record.code, rank.record.stalled = code, wait.group if wait else 0
+            rank.record.code, rank.record.stalled = code, wait.slot.group if wait else 0
             rank.record.abort = action  # last: the rank acts on it
         self._report_file.write(f"{text}\n")
-        self._tell_where_the_report_is(SECONDS_TO_WRITE)
+        self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE)
 
     def _may_return_0(self) -> bool:
         """Whether a rank may have, without a word: MPICH's launcher then returns what one of the ranks has."""
@@ -280,14 +273,17 @@ class Observer:
         """Once it is written; until then, but not for long, the launcher is kept: to the end, if it would return 0."""
         if self._report_file.is_written(seconds):
             self._say(f"mpistrat: This report is in {self._report_file.path}.\n")
-        elif self._reported and time.monotonic() - self._reported < SECONDS_TO_WRITE_AT_THE_END:
+        elif (
+            self._reported
+            and time.monotonic() - self._reported < deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END
+        ):
             return
         if not self._may_return_0():
             self._stderr.give_back()
 
     def _compose(self, compose: Callable[[], str]) -> str:
         """What `compose` returns, which may take a while: ranks are asked what they do."""
-        self._promise_to_look(SECONDS_TO_REPORT)
+        self._promise_to_look(deadlines.OBSERVER_REPORTS)
         try:
             return compose()
         except Exception as error:  # the verdict stands, however little can be said
@@ -299,39 +295,44 @@ class Observer:
 
     def _see_to_the_end(self) -> None:
         """Kill the ranks that did not hear that the job ends, or could not end it."""
-        now, ranks = time.monotonic(), self._detector.ranks.values()
-        if not self._ending_since and self._detector.in_state(ENDING):
-            self._ending_since = now
-        ending = now - self._ending_since if self._ending_since else 0.0
-        if ending > SECONDS_FOR_THE_LAUNCHER:
-            # Under fault tolerant MPI, MPI_Abort ends one rank only; and before MPI_Init, an exit code no other.
-            for record in (rank.record for rank in ranks):
-                if not record.abort and record.state != ENDING:
-                    record.code, record.abort = 1, END
-        raised = any(rank.record.abort == RAISE for rank in ranks)
-        unheard = self._reported and not raised and now - self._reported >= SECONDS_TO_END_THE_JOB
-        # All that ended the job are dead, and the others were told.
-        ended = all(rank.dead for rank in self._detector.in_state(ENDING))
-        patience = (
-            SECONDS_TO_END_THE_JOB + SECONDS_FOR_THE_LAUNCHER if ended else SECONDS_TO_END_BY_ITSELF
-        )
-        if self._killed or not (unheard or ending > patience):
-            return
-        self._killed = True
-        for rank in ranks:
-            if not rank.dead and rank.letter not in DEAD:
-                with contextlib.suppress(OSError):
-                    os.kill(rank.pid, signal.SIGKILL)
+        now = time.monotonic()
+        if self._detector.in_state(ENDING):
+            self._ending_since = self._ending_since or now
+        ending = now - (self._ending_since or now)
+        if ending > deadlines.OBSERVER_WAITS_FOR_LAUNCHER:
+            self._tell_others_to_end()
+        if not self._killed and (self._is_unheard(now) or ending > self._patience_with_ending()):
+            self._killed = True
+            for rank in self._detector.ranks.values():
+                if rank.letter not in DEAD:
+                    with contextlib.suppress(OSError):
+                        os.kill(rank.pid, signal.SIGKILL)
+
+    def _tell_others_to_end(self) -> None:
+        """Under fault tolerant MPI, MPI_Abort ends one rank only; and before MPI_Init, an exit code no other."""
+        for rank in self._detector.ranks.values():
+            if not rank.record.abort and rank.record.state != ENDING:
+                rank.record.code, rank.record.abort = 1, END
+
+    def _is_unheard(self, now: float) -> bool:
+        """Whether ranks have had the time to end since they were told to."""
+        raised = any(rank.record.abort == RAISE for rank in self._detector.ranks.values())
+        told_for = now - (self._reported or now)
+        return told_for >= deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS and not raised
+
+    def _patience_with_ending(self) -> float:
+        if all(rank.dead for rank in self._detector.in_state(ENDING)):  # the others were told
+            return deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS + deadlines.OBSERVER_WAITS_FOR_LAUNCHER
+        return deadlines.OBSERVER_WAITS_FOR_ENDING_RANK
 
     def _tell_who_waits_at_the_end(self) -> None:
         """Once. It may be right; or a rank waits, in an MPI call of the program's own, for one that is at its end."""
-        ranks = list(self._detector.ranks.values())
-        leaving = self._detector.in_state(LEAVING)
+        ranks, leaving = list(self._detector.ranks.values()), self._detector.in_state(LEAVING)
         if self._noticed_leaving or self._reported or not leaving:
             return
         self._leaving_since = self._leaving_since or time.monotonic()
         limit, waited = leaving[0].record.limit, self._pauses.seconds_since(self._leaving_since)
-        if limit and waited > limit and any(not rank.dead and not rank.has_left for rank in ranks):
+        if 0 < limit < waited and not all(rank.dead or rank.has_left for rank in ranks):
             self._noticed_leaving = True
             self._say(f"\nmpistrat: {self._compose(lambda: leaving_notice(ranks, waited))}\n")
 

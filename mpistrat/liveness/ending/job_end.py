@@ -23,27 +23,22 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from mpistrat.liveness import observation
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.call_site import call_site
+from mpistrat.liveness.ending.exit_group import ExitGroup
+from mpistrat.liveness.ending.fallback_observer import FallbackObserver
+from mpistrat.liveness.ending.interrupts import Interrupts
+from mpistrat.liveness.ending.lost_ranks import LostRanks
+from mpistrat.liveness.ending.program_exit import ProgramExit, program_exit, remember_exits
+from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.liveness.error_text import told_of
-from mpistrat.liveness.exit_group import ExitGroup
-from mpistrat.liveness.interrupts import Interrupts
-from mpistrat.liveness.job_folder import report_of
-from mpistrat.liveness.node_records import NodeRecords
-from mpistrat.liveness.other_nodes import Raise
-from mpistrat.liveness.program_exit import ProgramExit, program_exit, remember_exits
-from mpistrat.liveness.rank_end import rank_end
-from mpistrat.liveness.rank_losses import RankLosses
-from mpistrat.liveness.record import END, ENDING, LEAVING, LEFT, RAISE
+from mpistrat.liveness.observer import observation
+from mpistrat.liveness.observer.node_records import NodeRecords
+from mpistrat.liveness.observer.other_nodes import Raise
+from mpistrat.liveness.records.job_folder import report_of
+from mpistrat.liveness.records.record import END, ENDING, LEAVING, LEFT, RAISE
+from mpistrat.liveness.records.watch import WatchedCalls
 from mpistrat.liveness.revocable_group import means_rank_lost
-from mpistrat.liveness.stand_in import StandIn
-from mpistrat.liveness.watch import WatchedCalls
-
-SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_TO_RAISE = 2.0
-SECONDS_FOR_EXIT_HANDLERS = 60.0
-# Python must not end while its thread is in a library; but a library may not come back, not even from an abort.
-SECONDS_TO_LEAVE_A_LIBRARY = 5.0
 
 
 class JobEnd:
@@ -52,7 +47,7 @@ class JobEnd:
     Attributes:
         end_job: as of `RankEnd`.
         records: this rank's record, and what it reads of the others of its node.
-        losses: of ranks that the others go on without.
+        losses: the ranks that the others go on without.
     """
 
     def __init__(self) -> None:
@@ -60,7 +55,7 @@ class JobEnd:
         self._rank.catch_exceptions()
         self.end_job = self._rank.end_job
         self.records = NodeRecords()
-        self.losses = RankLosses(self.records)
+        self.losses = LostRanks(self.records)
         self._groups: list[ExitGroup] = []
         self._last_actions: list[Callable[[], None]] = []
         self._leaves_together = self._has_left = self._has_warned = False
@@ -97,7 +92,7 @@ class JobEnd:
         self._groups = [group for group in self._groups if not group.lost]
         group = next((group for group in self._groups if group.covers(comm)), None)
         if group is None:
-            group = ExitGroup(comm, self._rank.who, self.records.own, self.losses)
+            group = ExitGroup(comm, self._rank.who, self.records.record, self.losses)
             self._groups.append(group)
         nodes = (group.other_nodes for group in self._groups if group.other_nodes.are_some)
         self._rank.other_nodes = next(nodes, None)
@@ -142,14 +137,14 @@ class JobEnd:
             atexit.register(action)
 
     def _look_out(self) -> None:
-        stand_in = StandIn()
-        while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
-            action = self.records.own.abort
+        fallback = FallbackObserver()
+        while not self._stop.wait(deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS):
+            action = self.records.record.abort
             if observation.has_lost_files():
                 self._end_without_files()
             if action == END:  # the observer has reported a failure
                 self._end_as_reported()
-            stand_in.look()
+            fallback.look()
             for group in list(self._groups):
                 try:
                     if not group.lost:
@@ -175,11 +170,11 @@ class JobEnd:
             for error in filter(None, [call.raising for call in group.calls()]):
                 text = told_of(error, self._rank.rank)
                 self._rank.say_last(f"{self._rank.who} failed\n{text}")
-        self._rank.abort(self.records.own.code)
+        self._rank.abort(self.records.record.code)
 
     def _end_without_files(self) -> NoReturn:
         """MPI has lost its launcher: it may write about that for ever, and MPI_Abort cannot be heard."""
-        self.records.own.state = ENDING
+        self.records.record.state = ENDING
         self._rank.say_last(
             f"ending the job: {self._rank.who} has closed files that it had not opened, MPI's among them, as "
             "os.closerange() does in programs that leave their terminal. Close only what you have opened."
@@ -188,11 +183,15 @@ class JobEnd:
 
     def _end_if_stuck_in_mpi(self) -> None:
         """No error can be raised in a thread that does not come back from MPI."""
-        record = self.records.own
-        inside = [b.since for b in record.boards() if b.since and b.group == record.stalled]
+        record = self.records.record
+        inside = [b.since for b in record.slots() if b.since and b.group == record.stalled]
         now = time.monotonic_ns()
         self._raises_since = self._raises_since or now
-        if inside and now - max(min(inside), self._raises_since) > SECONDS_TO_RAISE * 1e9:
+        if (
+            inside
+            and now - max(min(inside), self._raises_since)
+            > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE * 1e9
+        ):
             waiting = (call for group in self._groups for call in group.calls() if call.waiting_in)
             site = next((call.called_at for call in waiting), "an unknown place")
             why = ""
@@ -209,35 +208,18 @@ class JobEnd:
             return
         self._has_left = True
         end = program_exit()
-        if self._leaves_together and not end.failed:
-            end = ProgramExit(0, end.how)
         if end.failed:
             self.end_job(f"ending the job: {self._rank.who} {end.how}", end.code)
+        if self._leaves_together:
+            end = ProgramExit(0, end.how)
         self._rank.flush()
         try:
             self._stop.set()
             self._thread.join()
-            record = self.records.own
-            record.end, record.state = end.how, LEAVING
-            waiting = [group for group in self._groups if not group.lost]
-            with self.losses.tolerated():
-                for group in waiting:
-                    group.leave(end)
-            since = time.monotonic()
-
-            def has_waited() -> bool:
-                # Others that caught a StallError may still be saving what they have.
-                patience = record.limit if record.abort == RAISE else 0.0
-                return record.abort != 0 and time.monotonic() - since > patience
-
-            self._wait_for(waiting, has_waited)
-            if record.abort:
-                self.end_job(
-                    f"ending the job: {self._rank.who} {end.how} after a stall", end.code or 1
-                )
+            self._leave_groups(end)
             for action in self._last_actions:
                 action()
-            record.state = LEFT
+            self.records.record.state = LEFT
             if not self.losses.happened and any(group.lost for group in self._groups):
                 os._exit(end.code)  # lost since: too late for `end_without_finalize`
         except KeyboardInterrupt:
@@ -248,6 +230,25 @@ class JobEnd:
             self.end_job(
                 f"ending the job: a rank failed while {self._rank.who} waited for all at its end", 1
             )
+
+    def _leave_groups(self, end: ProgramExit) -> None:
+        """Tell the groups that this rank is at its end, and wait until all their ranks are at theirs."""
+        record = self.records.record
+        record.end, record.state = end.how, LEAVING
+        waiting = [group for group in self._groups if not group.lost]
+        with self.losses.tolerated():
+            for group in waiting:
+                group.leave(end)
+        since = time.monotonic()
+
+        def has_waited() -> bool:
+            # Others that caught a StallError may still be saving what they have.
+            patience = record.limit if record.abort == RAISE else 0.0
+            return record.abort != 0 and time.monotonic() - since > patience
+
+        self._wait_for(waiting, has_waited)
+        if record.abort:
+            self.end_job(f"ending the job: {self._rank.who} {end.how} after a stall", end.code or 1)
 
     def _wait_for(self, groups: list[ExitGroup], has_waited: Callable[[], bool]) -> None:
         """Until all ranks of `groups` are at their ends, or `has_waited()`."""
@@ -261,12 +262,12 @@ class JobEnd:
                 return False
             return True
 
-        pause = 0.001
+        pause = deadlines.RANK_SLEEPS_AT_ITS_END
         while groups := [group for group in groups if not is_over(group)]:
             if has_waited():
                 return
             time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
+            pause = min(pause * 1.5, deadlines.RANK_SLEEPS_AT_ITS_END_AT_MOST)
 
     def _end_here(self) -> NoReturn:
         """The work of Python's end, as far as a program can tell, and no MPI_Finalize.
@@ -279,7 +280,7 @@ class JobEnd:
         self._rank.flush()
         try:
             if self._watches and self._rank.is_running():
-                until = time.monotonic() + SECONDS_FOR_EXIT_HANDLERS
+                until = time.monotonic() + deadlines.RANK_WAITS_FOR_EXIT_HANDLERS_OF_OTHERS
                 with contextlib.suppress(MPI.Exception):  # one is lost now
                     waiting = [group for group in self._groups if not group.lost]
                     for group in waiting:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-SECONDS_TO_REACT = 3.0
+from mpistrat.liveness import deadlines
 
 
 class Interrupts:
@@ -47,7 +47,10 @@ class Interrupts:
             self._waiting_since = None
             self._reacted = False
             return False
-        return time.monotonic() - self._waiting_since > SECONDS_TO_REACT
+        return (
+            time.monotonic() - self._waiting_since
+            > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_HEAR_INTERRUPT
+        )
 
     def _react(self, number: int, frame: FrameType | None) -> None:
         self._reacted = True
@@ -60,7 +63,7 @@ class Interrupts:
 
 
 @contextlib.contextmanager
-def unheeded() -> Iterator[None]:
+def ignore_interrupts() -> Iterator[None]:
     """Inside, Ctrl-C ends nothing: launchers send it to all ranks, and those that this one works for decide.
 
     It changes nothing outside the main thread, nor where the user has set a handler.

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from mpi4py import MPI
 
-SECONDS_BETWEEN_LOOKS = 0.005
-SECONDS_TO_HEAR = 0.75  # a rank listens four times a second while its GPU works for others, and not at all otherwise
+from mpistrat.liveness import deadlines
+
 TAG = 4711  # on a communicator of ours, where no other message has this tag
 
 
@@ -38,10 +38,10 @@ class AbortChannel:
         """
         if not self._unsent:
             self.send(text)
-        until = time.monotonic() + SECONDS_TO_HEAR
+        until = time.monotonic() + deadlines.RANK_WAITS_FOR_ABORTS_OF_OTHERS
         while len(self._received) < self._comm.size - 1 and time.monotonic() < until:
             self._receive()
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_ABORTS)
 
     def received(self) -> str | None:
         """What another rank has sent first; None while there is nothing."""

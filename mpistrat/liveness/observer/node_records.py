@@ -12,12 +12,12 @@ from typing import cast
 
 from mpi4py import MPI
 
-from mpistrat.liveness import observation
-from mpistrat.liveness.job_folder import JobFolder, note_members, remove_leftovers
+from mpistrat.liveness.observer import observation
 from mpistrat.liveness.processes import job_of, process_namespace
-from mpistrat.liveness.record import END, RAISE, RankRecord
+from mpistrat.liveness.records.job_folder import JobFolder, note_members, remove_leftovers
+from mpistrat.liveness.records.record import END, RAISE, RankRecord
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.revocable_group import revocable_group_of
-from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.settings import raises_on_stall, stall_seconds
 
@@ -25,11 +25,11 @@ from mpistrat.settings import raises_on_stall, stall_seconds
 class NodeRecords:
     """This rank's record, and those of other ranks of its node that it reads.
 
-    Attributes: own: this rank's. Nobody else sees it until the first `watch_of`, nor later if it finds no folder.
+    Attributes: record: this rank's. Nobody else sees it until the first `watch_of`, nor later if it finds no folder.
     """
 
     def __init__(self) -> None:
-        self.own = RankRecord(None)
+        self.record = RankRecord(None)
         self._has_joined = False
         self._read: dict[str, RankRecord] = {}  # by path
 
@@ -40,17 +40,17 @@ class NodeRecords:
         """
         node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
         self._join(node)
-        record, first, peers = self.own, comm.bcast(MPI.COMM_WORLD.rank), None
-        while (board := record.new_board(_hash(name), comm.size, first)) is None:
+        record, first, peers = self.record, comm.bcast(MPI.COMM_WORLD.rank), None
+        while (slot := record.new_slot(_hash(name), comm.size, first)) is None:
             record = _start(RankRecord(None))  # the rank's own is full: nobody observes `comm`
         if node.size == comm.size and self.see_each_other(node, record):
-            everyone = node.allgather((record.path, board))
-            del everyone[node.rank]
-            peers = [(self._read[path].words, board) for path, board in everyone]
+            slots = node.allgather((record.path, slot))
+            del slots[node.rank]
+            peers = [(self._read[path].words, peer_slot) for path, peer_slot in slots]
         cpus = os.sched_getaffinity(0)
         crowded = cpu_share(cpus, node.allgather(cpus)) < 1
         node.Free()
-        return CommunicatorWatch(record, board, peers, crowded, revocable_group_of(comm))
+        return CommunicatorWatch(record, slot, peers, crowded, revocable_group_of(comm))
 
     def watch_of_members(
         self, watch: CommunicatorWatch, ranks: Sequence[int], name: str
@@ -59,12 +59,12 @@ class NodeRecords:
 
         Args: ranks: the group's, by their numbers in the job.
         """
-        board = self.own.new_board(_hash(name), len(ranks), ranks[0])
-        if board is None:  # the record is full: nobody observes the group
-            return dataclasses.replace(watch, record=_start(RankRecord(None)), board=-1, peers=None)
+        slot = self.record.new_slot(_hash(name), len(ranks), ranks[0])
+        if slot is None:  # the record is full: nobody observes the group
+            return dataclasses.replace(watch, record=_start(RankRecord(None)), slot=-1, peers=None)
         with contextlib.suppress(OSError):  # nobody else sees the record
-            note_members(self.own.folder, _hash(name), ranks)
-        return dataclasses.replace(watch, record=self.own, board=board, peers=None)
+            note_members(self.record.folder, _hash(name), ranks)
+        return dataclasses.replace(watch, record=self.record, slot=slot, peers=None)
 
     def see_each_other(self, node: MPI.Intracomm, record: RankRecord) -> bool:
         """Whether all ranks of `node` can read each other's `record`. Collective."""
@@ -85,45 +85,56 @@ class NodeRecords:
 
         Collective over `node`, also where this process has joined already.
         """
-        observed, new = observation.observed(), False
-        folder = observed and observed.folder
-        if node.rank == 0 and not self._has_joined:
-            with contextlib.suppress(OSError):
-                remove_leftovers()
-                if folder is None:
-                    # The same for strategies over other ranks of the node: one observer watches them all.
-                    name = job_of(os.getpid()) or os.urandom(16).hex()
-                    folder, new = JobFolder.create(name)
+        folder, is_new = self._open_folder(node)
         held = node.allgather((folder and folder.path, process_namespace()))
         path, namespace = next((each for each in held if each[0]), (None, 0))
         if not self._has_joined:
-            with contextlib.suppress(OSError):
-                if path is not None and process_namespace() == namespace:
-                    if observed is None or observed.folder.path != path:
-                        held_folder = folder if folder and folder.path == path else JobFolder(path)
-                        world = MPI.COMM_WORLD
-                        observed = observation.join(held_folder, world.rank, world.size)
-                    observation.remember_mappings()
-                    self.own = observed.record
-            _start(self.own)
+            if path is not None and process_namespace() == namespace:
+                with contextlib.suppress(OSError):
+                    self._move_record_to(path, folder)
+            _start(self.record)
             self._has_joined = True
         node.Barrier()
-        if new and path:
+        if is_new and path:
             observation.start_observer(path)
-        if self.own.path:
+        if self.record.path:
             observation.wait_until_observed()
-            if not self.own.looked and node.rank == 0:
-                observation.start_observer(self.own.folder)
+            if not self.record.looked and node.rank == 0:
+                observation.start_observer(self.record.folder)
                 observation.wait_until_observed()
-        unseen = node.gather(self.own.path is None)
-        if unseen and any(unseen):
+        unseen = sum(node.gather(self.record.path is None) or ())
+        if unseen:
             warnings.warn(
-                f"{sum(unseen)} of {node.size} ranks on {socket.gethostname()} have no record in /dev/shm or among the "
+                f"{unseen} of {node.size} ranks on {socket.gethostname()} have no record in /dev/shm or among the "
                 "temporary files (no space, or no right to write there; or their processes are numbered apart, in "
                 "containers): when ranks wait too long, a StallError cannot say for whom.",
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _open_folder(self, node: MPI.Intracomm) -> tuple[JobFolder | None, bool]:
+        """The job's folder that this process holds, and whether it is new: the first rank of a node makes it."""
+        observed = observation.observed()
+        folder = None if observed is None else observed.folder
+        if node.rank == 0 and not self._has_joined:
+            with contextlib.suppress(OSError):
+                remove_leftovers()
+                if folder is None:
+                    # The same for strategies over other ranks of the node: one observer watches them all.
+                    return JobFolder.create(job_of(os.getpid()) or os.urandom(16).hex())
+        return folder, False
+
+    def _move_record_to(self, path: str, held: JobFolder | None) -> None:
+        """Have this rank's record in a job's folder, unless it is there. Raises: OSError.
+
+        Args: held: the folder that this process holds, which may be another job's.
+        """
+        observed = observation.observed()
+        if observed is None or observed.folder.path != path:
+            folder = held if held and held.path == path else JobFolder(path)
+            observed = observation.join(folder, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+        observation.remember_mappings()
+        self.record = observed.record
 
 
 def _hash(name: str) -> int:

@@ -16,20 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mpistrat.liveness.job_folder import lock
-from mpistrat.liveness.unwaited import soon, within
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.bounded_waits import soon, within
+from mpistrat.liveness.records.job_folder import lock
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.machine.private_files import private
 
-# Ranks that all fail do so a moment apart: so long after the last one no other is waited for, and at most.
-SECONDS_BETWEEN_FAILURES = 0.25
-SECONDS_FOR_ALL = 0.8
-SECONDS_TO_HEAR = 0.3  # of other nodes, for which a rank listens five times a second
-SECONDS_FOR_FIRST_NODE = 0.4
-SECONDS_TO_TELL = 0.2
-SECONDS_TO_BE_PASSED_ON = 0.1  # Open MPI's launcher reads ranks in no order
-SECONDS_TO_LOCK = 0.5  # one may hang while it prints
-SECONDS_TO_LAST = 5.0  # under a fault tolerant MPI, the job and its folder outlive a rank
 _FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
 OF_ANOTHER_RANK = "-"  # in place of an error: any that was said explains it
 # "on rank 3", "PMI_RANK=3"
@@ -73,9 +65,9 @@ class FailureLog:
         self._path = os.path.join(folder, "failures")
         self._rank, self._size, self._nodes = rank, size, nodes
         follows = nodes is not None and not nodes.is_first_node
-        self._patience = SECONDS_FOR_FIRST_NODE if follows else 0.0
-        self._pause = SECONDS_BETWEEN_FAILURES + self._patience
-        self._pause += 0.0 if nodes is None else SECONDS_TO_HEAR
+        self._patience = deadlines.RANK_WAITS_FOR_FIRST_NODE_TO_PRINT if follows else 0.0
+        self._pause = deadlines.RANK_WAITS_FOR_NEXT_FAILURE + self._patience
+        self._pause += 0.0 if nodes is None else deadlines.RANK_WAITS_FOR_FAILURES_OF_OTHER_NODES
 
     def note(self, failure: NotedFailure) -> None:
         """Note what another node tells. Raises: OSError."""
@@ -104,7 +96,7 @@ class FailureLog:
 
         Waits a moment for ranks that are about to fail. Raises: OSError.
         """
-        soon(self._is_complete, max(SECONDS_FOR_ALL, 2 * self._pause))
+        soon(self._is_complete, max(deadlines.RANK_WAITS_FOR_ALL_FAILURES, 2 * self._pause))
         with self._locked() as file:
             if self._entries(_SUMMED_UP):
                 return ""
@@ -128,7 +120,7 @@ class FailureLog:
             return False
         # Launchers must have had the time to pass on all that other ranks have said.
         others = (entry.at for entry in self._entries(_SAID) if entry.rank != self._rank)
-        return now - max(others, default=0.0) > SECONDS_TO_BE_PASSED_ON
+        return now - max(others, default=0.0) > deadlines.RANK_WAITS_FOR_LAUNCHER_TO_PASS_ON
 
     def _is_said(self, error: str) -> bool:
         said = (entry.error for entry in self._entries(_SAID))
@@ -139,20 +131,20 @@ class FailureLog:
         with open(self._path, encoding="utf-8") as file:
             found = (line.split() for line in file if line.endswith("\n"))
             entries = [_FailureEntry(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
-        since = time.monotonic() - SECONDS_TO_LAST
+        since = time.monotonic() - deadlines.NOTED_FAILURE_COUNTS
         return [entry for entry in entries if entry.kind == wanted and entry.at > since]
 
     def _note(self, file: Any, kind: str, error: str) -> None:
         failure, nodes = NotedFailure(kind, self._rank, error), self._nodes
         _write(file, failure)
         if nodes is not None:
-            within(SECONDS_TO_TELL, lambda: nodes.tell_failure(failure))
+            within(deadlines.RANK_WAITS_FOR_SENDING_OF_FAILURE, lambda: nodes.tell_failure(failure))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Any]:
         """The file, to append to. A rank that holds the lock for long is not waited for."""
         with open(self._path, "a", encoding="utf-8", opener=private) as file:
-            soon(lambda: lock(file), SECONDS_TO_LOCK)
+            soon(lambda: lock(file), deadlines.RANK_WAITS_FOR_LOCK_OF_FAILURES)
             yield file
 
 

@@ -7,7 +7,7 @@ and in the machine's byte order: a reader sees an old or a new one, never half o
     1024   host name, UTF-8, ends at a zero byte
     1280   how the rank came to its end, likewise
     3072   64 sums of ns spent waiting, by second (modulo 64); at 3584 the seconds they belong to
-    4096   256 boards of 64 bytes, one for each communicator
+    4096   256 slots of 64 bytes, one for each communicator
     20480  64 ring entries of 256 bytes
 """
 
@@ -20,6 +20,7 @@ import struct
 import time
 from dataclasses import dataclass
 
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.processes import began_at
 
 MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
@@ -34,7 +35,7 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     ABORT,
     CODE,  # the exit code to end with; written before ABORT
     ENTRIES,
-    BOARDS,
+    SLOTS,
     LIMIT,
     ON_STALL,
     STALLED,  # with ABORT: the hash of the stalled communicator's name; written before it
@@ -57,19 +58,17 @@ RUNNING, LEAVING, LEFT, ENDING = range(4)
 ANNOUNCED, SEEN = 1, 2
 # ON_STALL, and ABORT once it is decided: what the ranks do after a stall was reported
 END, RAISE = 1, 2
-# Words of a board: what this rank's current call is (see `agreement`), its number, when it was entered (0: in none),
+# Words of a slot: what this rank's current call is (see `agreement`), its number, when it was entered (0: in none),
 # the communicator's size, the hash of its name, its first rank's number in the job, the call's entry in the ring, and
 # after how many ns the rank itself raises an error (0: never)
 WORD, CALLS, SINCE, GROUP_SIZE, GROUP, FIRST, ENTRY, TIMEOUT = range(8)
-# After a timeout the ranks raise an error; those that cannot, in MPI for one, have so long until the job is ended.
-SECONDS_TO_RAISE_ALONE = 15.0
 
 WAITED, _WAITED_SECOND = 3072 // 8, 3584 // 8
-_FIRST_BOARD, _BOARD_WORDS, MAX_BOARDS = 4096 // 8, 8, 256
-_FIRST_ENTRY, _ENTRY_BYTES, RING = 4096 + 64 * MAX_BOARDS, 256, 64
+_FIRST_SLOT, _SLOT_WORDS, MAX_SLOTS = 4096 // 8, 8, 256
+_FIRST_ENTRY, _ENTRY_BYTES, RING = 4096 + 64 * MAX_SLOTS, 256, 64
 BYTES = _FIRST_ENTRY + RING * _ENTRY_BYTES
 
-# Number, entered, waited, board, bytes of the call, bytes of its site; then the text, which is filled up with zeros.
+# Number, entered, waited, slot, bytes of the call, bytes of its site; then the text, which is filled up with zeros.
 _TEXT_BYTES = _ENTRY_BYTES - struct.calcsize("=QqqIHH")
 _ENTRY = struct.Struct(f"=QqqIHH{_TEXT_BYTES}s")
 _FIRST_WAITED, _ENTRY_WORDS = (_FIRST_ENTRY + 16) // 8, _ENTRY_BYTES // 8
@@ -157,39 +156,39 @@ class RankRecord:
         self.host = host
         self.words[VERSION] = MAGIC
 
-    def new_board(self, name_hash: int, size: int, first: int = 0) -> int | None:
-        """The index in `words` of a new communicator's board; None when all are taken.
+    def new_slot(self, name_hash: int, size: int, first: int = 0) -> int | None:
+        """The index in `words` of a new communicator's slot; None when all are taken.
 
         `first` is the number in the job of the communicator's rank 0.
         """
-        number = self.words[BOARDS]
-        if number == MAX_BOARDS:
+        number = self.words[SLOTS]
+        if number == MAX_SLOTS:
             return None
-        board: int = _FIRST_BOARD + number * _BOARD_WORDS
-        self.words[board + GROUP_SIZE] = size
-        self.words[board + GROUP] = name_hash
-        self.words[board + FIRST] = first
-        self.words[BOARDS] = number + 1
-        return board
+        slot: int = _FIRST_SLOT + number * _SLOT_WORDS
+        self.words[slot + GROUP_SIZE] = size
+        self.words[slot + GROUP] = name_hash
+        self.words[slot + FIRST] = first
+        self.words[SLOTS] = number + 1
+        return slot
 
-    def enter(self, board: int, calls: int, text: bytes, call_bytes: int) -> None:
-        """This rank enters its `calls`-th collective on `board`; `text` is the call, then its site."""
+    def enter(self, slot: int, calls: int, text: bytes, call_bytes: int) -> None:
+        """This rank enters its `calls`-th collective on `slot`; `text` is the call, then its site."""
         words = self.words
         number = next(self._numbers)
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
         now = time.monotonic_ns()
         site_bytes = len(text) - call_bytes
-        _ENTRY.pack_into(self.map, offset, calls, now, -1, board, call_bytes, site_bytes, text)
-        words[ENTRIES] = words[board + ENTRY] = number
-        words[board + CALLS] = calls
-        words[board + SINCE] = now
+        _ENTRY.pack_into(self.map, offset, calls, now, -1, slot, call_bytes, site_bytes, text)
+        words[ENTRIES] = words[slot + ENTRY] = number
+        words[slot + CALLS] = calls
+        words[slot + SINCE] = now
 
-    def waited(self, board: int) -> None:
-        """All ranks have entered the collective that this rank entered last on `board`."""
+    def waited(self, slot: int) -> None:
+        """All ranks have entered the collective that this rank entered last on `slot`."""
         words = self.words
         now = time.monotonic_ns()
-        nanoseconds = now - words[board + SINCE]
-        words[_FIRST_WAITED + words[board + ENTRY] % RING * _ENTRY_WORDS] = nanoseconds
+        nanoseconds = now - words[slot + SINCE]
+        words[_FIRST_WAITED + words[slot + ENTRY] % RING * _ENTRY_WORDS] = nanoseconds
         second = now // 1_000_000_000
         bucket = second % RING
         if words[_WAITED_SECOND + bucket] != second:
@@ -209,9 +208,9 @@ class RankRecord:
             if now // 1_000_000_000 - self.words[_WAITED_SECOND + bucket] <= last
         )
         waiting = [
-            now - board.since
-            for board in self.boards()
-            if board.since and (entry := self.entry_of(board)) and entry.waited < 0
+            now - slot.since
+            for slot in self.slots()
+            if slot.since and (entry := self.entry_of(slot)) and entry.waited < 0
         ]
         return (ended + min(max(waiting, default=0), last * 1_000_000_000)) / 1e9
 
@@ -224,7 +223,7 @@ class RankRecord:
         """How many seconds a call may last whose communicator has this timeout, or none (0); 0: no limit."""
         if not timeout or (self.limit_is_set and self.limit):
             return self.limit
-        return timeout + SECONDS_TO_RAISE_ALONE
+        return timeout + deadlines.OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT
 
     @property
     def started(self) -> bool:
@@ -235,12 +234,12 @@ class RankRecord:
         """The job's folder, in which this record lies; "" if nobody else sees it."""
         return os.path.dirname(self.path or "")
 
-    def boards(self) -> list[Board]:
+    def slots(self) -> list[CommunicatorSlot]:
         words = self.words
-        end = _FIRST_BOARD + words[BOARDS] * _BOARD_WORDS
+        end = _FIRST_SLOT + words[SLOTS] * _SLOT_WORDS
         return [
-            Board(base, *words[base + CALLS : base + _BOARD_WORDS])
-            for base in range(_FIRST_BOARD, end, _BOARD_WORDS)
+            CommunicatorSlot(base, *words[base + CALLS : base + _SLOT_WORDS])
+            for base in range(_FIRST_SLOT, end, _SLOT_WORDS)
         ]
 
     def last(self, count: int = RING) -> list[CallEntry]:
@@ -248,28 +247,28 @@ class RankRecord:
         written = self.words[ENTRIES]
         return [self._entry(n) for n in range(written, max(0, written - min(count, RING)), -1)]
 
-    def entry_of(self, board: Board) -> CallEntry | None:
+    def entry_of(self, slot: CommunicatorSlot) -> CallEntry | None:
         """The last call of a communicator; None when it made none, or the ring has forgotten it."""
-        if not board.entry or self.words[ENTRIES] - board.entry >= RING:
+        if not slot.entry or self.words[ENTRIES] - slot.entry >= RING:
             return None
-        entry = self._entry(board.entry)
-        return entry if entry.board == board.base else None
+        entry = self._entry(slot.entry)
+        return entry if entry.slot == slot.base else None
 
     def _entry(self, number: int) -> CallEntry:
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
-        calls, entered, waited, board, *ends, text = _ENTRY.unpack_from(self.map, offset)
+        calls, entered, waited, slot, *ends, text = _ENTRY.unpack_from(self.map, offset)
         call, site = (
             part.decode(errors="replace") for part in (text[: ends[0]], text[ends[0] : sum(ends)])
         )
-        return CallEntry(calls, entered, waited, board, call, site)
+        return CallEntry(calls, entered, waited, slot, call, site)
 
 
 @dataclass(frozen=True)
-class Board:
+class CommunicatorSlot:
     """A rank's place in one communicator.
 
     Attributes:
-        base: the board's index in `words`.
+        base: the slot's index in `words`.
         calls: the number of the last call.
         since: when the rank entered it, in ns; 0: it has returned.
         size: of the communicator.
@@ -302,13 +301,13 @@ class CallEntry:
         number: on its communicator.
         entered: when, in ns.
         waited: for how many ns other ranks were missing; -1: they still are, or it was not measured.
-        board: of its communicator.
+        slot: of its communicator.
     """
 
     number: int
     entered: int
     waited: int
-    board: int
+    slot: int
     call: str
     site: str
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from mpistrat.liveness.record import SINCE, TIMEOUT, RankRecord
+from mpistrat.liveness.records.record import SINCE, TIMEOUT, RankRecord
 
 if TYPE_CHECKING:
     from mpistrat.liveness.revocable_group import RevocableGroup
@@ -20,8 +20,8 @@ class CommunicatorWatch:
 
     Attributes:
         record: where this rank writes what it does.
-        board: this communicator's board in it.
-        peers: the other ranks' words and the board of this communicator in them, if all of them are on this node and
+        slot: this communicator's slot in it.
+        peers: the other ranks' words and the slot of this communicator in them, if all of them are on this node and
             can be read by all; else None.
         crowded: the communicator has more ranks on this node than the node has cores for them.
         revocable_group: of the communicator, where it outlives its ranks; else None.
@@ -29,18 +29,18 @@ class CommunicatorWatch:
     """
 
     record: RankRecord = field(default_factory=lambda: RankRecord(None))
-    board: int = -1
+    slot: int = -1
     peers: list[tuple[memoryview, int]] | None = None
     crowded: bool = False
     revocable_group: RevocableGroup | None = None
     tell_others: Callable[[str, int, int], object] = lambda *_: None
 
     def __post_init__(self) -> None:
-        if self.board < 0:
-            board = self.record.new_board(0, 1)
-            if board is None:
-                raise ValueError("the record has no board left for another communicator")
-            self.board = board
+        if self.slot < 0:
+            slot = self.record.new_slot(0, 1)
+            if slot is None:
+                raise ValueError("the record has no slot left for another communicator")
+            self.slot = slot
 
     @property
     def timeout(self) -> float:
@@ -49,15 +49,15 @@ class CommunicatorWatch:
         0: never, and the settings say how long a call may last. Where the user has set nothing, a timeout takes the
         place of that limit (`RankRecord.limit_of`).
         """
-        return self.record.words[self.board + TIMEOUT] / 1e9
+        return self.record.words[self.slot + TIMEOUT] / 1e9
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self.record.words[self.board + TIMEOUT] = int(seconds * 1e9)
+        self.record.words[self.slot + TIMEOUT] = int(seconds * 1e9)
 
     def stay_inside(self, stays: bool) -> None:
         """Whether this rank is still inside the collective that it has left: a callback of the program may hang."""
-        self.record.words[self.board + SINCE] = time.monotonic_ns() if stays else 0
+        self.record.words[self.slot + SINCE] = time.monotonic_ns() if stays else 0
 
     @contextlib.contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:

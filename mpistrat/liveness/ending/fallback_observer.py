@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from mpistrat.liveness import observation
-from mpistrat.liveness.observer import Observer
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.observer import observation
+from mpistrat.liveness.observer.observer import Observer
 
-SECONDS_OF_SILENCE = 5.0  # the observer looks twice a second, and says so when it is to take longer
 SILENT_TIMES = 10  # in a row that find it silent: when a job that was suspended goes on, the observer needs a moment
 
 
-class StandIn:
+class FallbackObserver:
     """Called by: the thread of each rank that looks a few times a second."""
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class StandIn:
             return
         record, now = observed.record, time.monotonic()
         waits = any(
-            board.since and 0 < record.limit_of(board.timeout) < now - board.since / 1e9
-            for board in record.boards()
+            slot.since and 0 < record.limit_of(slot.timeout) < now - slot.since / 1e9
+            for slot in record.slots()
         )
-        is_silent = now - record.looked / 1e9 > SECONDS_OF_SILENCE
+        is_silent = now - record.looked / 1e9 > deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER
         self._silent = self._silent + 1 if waits and is_silent else 0
         if self._silent < SILENT_TIMES:
             return

@@ -20,24 +20,20 @@ from typing import Any, NoReturn
 from mpistrat.cluster_resolver.launcher import certain_rank, why_not_fault_tolerant
 from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
 from mpistrat.errors import CollectiveMismatchError, DivergenceError, StallError, TopologyError
-from mpistrat.liveness import observation
-from mpistrat.liveness.borrowed_stderr import say_on_launcher
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.bounded_waits import soon, within
+from mpistrat.liveness.ending.interrupts import ignore_interrupts
+from mpistrat.liveness.ending.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.error_text import advice_for, of_the_program
-from mpistrat.liveness.failure_detector import ObservedRank, find_ranks
-from mpistrat.liveness.failure_log import OF_ANOTHER_RANK, FailureLog, Nodes, as_of_any_rank
-from mpistrat.liveness.interrupts import unheeded
-from mpistrat.liveness.processes import DEAD, launched
-from mpistrat.liveness.program_exit import exit_status, program_exit, remember_exits
-from mpistrat.liveness.record import ENDING, LEFT, SEEN
-from mpistrat.liveness.unwaited import soon, within
+from mpistrat.liveness.observer import observation
+from mpistrat.liveness.observer.failure_detector import find_ranks
+from mpistrat.liveness.observer.stderr_proxy import say_on_launcher
+from mpistrat.liveness.processes import launched
+from mpistrat.liveness.records.failure_log import OF_ANOTHER_RANK, FailureLog, Nodes, as_of_any_rank
+from mpistrat.liveness.records.record import ENDING, LEFT, SEEN
 from mpistrat.machine.notices import say
 
 _OF_ALL_RANKS = (CollectiveMismatchError, DivergenceError, TopologyError)
-SECONDS_FOR_RANK_0 = 0.7  # to speak for those
-SECONDS_TO_FLUSH = 1.0  # into files that may hang
-SECONDS_TO_BE_READ = 0.2
-SECONDS_TO_BE_KILLED = 2.0
-SECONDS_TO_EXIT_TOGETHER = 1.0
 
 
 class RankEnd:
@@ -87,7 +83,7 @@ class RankEnd:
                 text = io.StringIO()
                 with contextlib.redirect_stderr(text):
                     previous(kind, error, trace)
-                with unheeded():  # a launcher may pass on Ctrl-C twice
+                with ignore_interrupts():  # a launcher may pass on Ctrl-C twice
                     self.end_job_for(error, text.getvalue(), code)
             # It may end the process, or the job, itself.
             self._is_ending()
@@ -132,7 +128,7 @@ class RankEnd:
                 log = FailureLog(observed.folder.path, self.rank, self._size, self.other_nodes)
                 word, is_common = _known_as(error, traceback, self.rank)
                 waits = word == OF_ANOTHER_RANK or (is_common and self.rank)
-                log.add(word, say_it, SECONDS_FOR_RANK_0 if waits else 0.0)
+                log.add(word, say_it, deadlines.RANK_WAITS_FOR_RANK_TO_PRINT if waits else 0.0)
                 self._is_ending()
                 summary = log.sum_up(summary)
         except (OSError, ValueError):  # no space, or half a line
@@ -152,7 +148,9 @@ class RankEnd:
         """End all processes of the job with exit code `code`."""
         self._is_ending()
         self.flush()
-        time.sleep(SECONDS_TO_BE_READ)  # MPICH's launcher drops what it has not read by then
+        time.sleep(
+            deadlines.RANK_WAITS_FOR_LAUNCHER_TO_READ
+        )  # MPICH's launcher drops what it has not read by then
         observation.remember_mappings()  # of a program that has no strategy
         mpi = _running_mpi()
         if mpi is None:
@@ -163,7 +161,9 @@ class RankEnd:
             os._exit(code or 1)
         elif _may_call(mpi):
             mpi.COMM_WORLD.Abort(code)
-            time.sleep(SECONDS_TO_BE_KILLED)  # MPICH returns once the launcher knows
+            time.sleep(
+                deadlines.RANK_WAITS_FOR_LAUNCHER_TO_KILL
+            )  # MPICH returns once the launcher knows
         os._exit(code or 1)
 
     def is_running(self) -> bool:
@@ -181,7 +181,7 @@ class RankEnd:
         return launched(self._pid) == self._pid or _running_mpi() is not None
 
     def flush(self) -> None:
-        within(SECONDS_TO_FLUSH, self._flush)
+        within(deadlines.RANK_WAITS_FOR_ITS_STREAMS, self._flush)
 
     def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr, *self.streams):
@@ -210,9 +210,9 @@ class RankEnd:
         observed.record.state = LEFT
         path = observed.folder.path
         return soon(
-            lambda: sum(map(_is_gone, find_ranks(path))) == self._size,
-            SECONDS_TO_EXIT_TOGETHER,
-            pause=0.05,
+            lambda: sum(rank.is_gone for rank in find_ranks(path)) == self._size,
+            deadlines.RANK_WAITS_FOR_JOINT_EXITS,
+            pause=deadlines.RANK_SLEEPS_UNTIL_JOINT_EXITS,
         )
 
 
@@ -229,9 +229,9 @@ def announce_exits() -> None:
                 # A launcher kills the others as soon as one has ended without MPI_Finalize.
                 ranks = find_ranks(observed.folder.path)
                 soon(
-                    lambda: all(r.record.exits == SEEN or _is_gone(r) for r in ranks),
-                    SECONDS_TO_EXIT_TOGETHER,
-                    pause=0.001,
+                    lambda: all(r.record.exits == SEEN or r.is_gone for r in ranks),
+                    deadlines.RANK_WAITS_FOR_JOINT_EXITS,
+                    pause=deadlines.RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
                 )
         finally:
             original(status)
@@ -251,10 +251,6 @@ def _known_as(error: BaseException, traceback: str, own: int) -> tuple[str, bool
         return type(error).__name__, of_all  # by whatever way the ranks came to it
     # All ranks may name one of them, or each itself.
     return ".".join(as_of_any_rank(traceback, rank) for rank in (-1, own)), of_all
-
-
-def _is_gone(rank: ObservedRank) -> bool:
-    return rank.has_left or rank.letter in DEAD
 
 
 @functools.cache

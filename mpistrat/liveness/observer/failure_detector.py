@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import os
 import select
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from mpistrat.liveness.job_folder import line_of, members_of, ranks_in, record_of, stacks_of
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.processes import (
     DEAD,
     KILLED_BY_LAUNCHERS,
@@ -26,12 +27,15 @@ from mpistrat.liveness.processes import (
     open_pidfd,
     state_of,
 )
-from mpistrat.liveness.record import ENDING, LEAVING, LEFT, RUNNING, Board, RankRecord
-
-# A launcher kills the others while the first may still write its core.
-SECONDS_TO_DIE_TOGETHER = 0.4
-# Longer than this between two looks, and the machine or this process stood still.
-SECONDS_OF_A_PAUSE = 2.0
+from mpistrat.liveness.records.job_folder import line_of, members_of, ranks_in, record_of, stacks_of
+from mpistrat.liveness.records.record import (
+    ENDING,
+    LEAVING,
+    LEFT,
+    RUNNING,
+    CommunicatorSlot,
+    RankRecord,
+)
 
 
 @dataclass(eq=False)
@@ -87,12 +91,12 @@ class ObservedRank:
     def ended_well(self) -> bool:
         """Whether the dead rank had said that it leaves, or ends the job, or had nothing to say."""
         state, status = self.record.state, self.status
-        if self.script is not None and not self.record.boards():
+        if self.script is not None and not self.record.slots():
             return not self._script_has_failed
         if state == LEFT:  # it may be killed all the same, in MPI_Finalize for one
             was_killed = status is not None and os.WIFSIGNALED(status)
             return not (was_killed and os.path.exists(self.record.path or ""))
-        never_joined = state == RUNNING and not self.record.boards()
+        never_joined = state == RUNNING and not self.record.slots()
         return state == ENDING or (never_joined and status == 0)
 
     @property
@@ -108,7 +112,12 @@ class ObservedRank:
     @property
     def inside(self) -> bool:
         """Whether it is, or was when it died, in a collective."""
-        return any(board.since for board in self.record.boards())
+        return any(slot.since for slot in self.record.slots())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is dead, or has come to the end of its program."""
+        return self.has_left or self.letter in DEAD
 
     @property
     def stands_still(self) -> bool:
@@ -132,17 +141,29 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
 class Wait:
     """The collective that some ranks wait in, seen from all ranks of its communicator on this node."""
 
-    call: int
-    size: int
-    since: int  # when the first of the waiting ranks entered it
-    waiting: list[ObservedRank]
-    entries: list[int]  # of the waiting ranks: the call's entries in their rings
+    inside: dict[ObservedRank, CommunicatorSlot]  # the ranks that wait, by their slots
     missing: list[ObservedRank]
-    group: int  # the hash of its communicator's name
-    first: int  # the number in the job of its communicator's rank 0
-    timeout: float  # after so many seconds the waiting ranks raise an error; 0: never
     elsewhere: int  # how many of its communicator's ranks are on other nodes
     members: set[int]  # by numbers in the job; empty where they were not numbers
+
+    @property
+    def slot(self) -> CommunicatorSlot:
+        """Of one of the waiting ranks: the call's number, and what is said of the communicator, are the same in all."""
+        return next(iter(self.inside.values()))
+
+    @property
+    def waiting(self) -> list[ObservedRank]:
+        return [*self.inside]
+
+    @property
+    def since(self) -> int:
+        """When the first of the waiting ranks entered it."""
+        return min(slot.since for slot in self.inside.values())
+
+    @property
+    def timeout(self) -> float:
+        """After so many seconds the waiting ranks raise an error; 0: never."""
+        return min((s.timeout for s in self.inside.values() if s.timeout), default=0.0)
 
     @property
     def limit(self) -> float:
@@ -152,19 +173,19 @@ class Wait:
     @property
     def noticed(self) -> bool:
         """Whether it was said, after the timeout, for whom all of the waiting ranks wait."""
-        pairs = zip(self.waiting, self.entries, strict=True)
-        return all(rank.record.noticed == entry for rank, entry in pairs)
+        return all(rank.record.noticed == slot.entry for rank, slot in self.inside.items())
 
     def set_noticed(self) -> None:
-        for rank, entry in zip(self.waiting, self.entries, strict=True):
-            rank.record.noticed = entry
+        for rank, slot in self.inside.items():
+            rank.record.noticed = slot.entry
 
     def lasts(self) -> bool:
         """Whether the ranks still wait in it."""
+        call = self.slot.group, self.slot.calls
         return any(
-            board.group == self.group and board.calls == self.call and board.since
-            for rank in self.waiting
-            for board in rank.record.boards()
+            (slot.group, slot.calls) == call and slot.since
+            for rank in self.inside
+            for slot in rank.record.slots()
         )
 
 
@@ -173,45 +194,37 @@ def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[W
 
     With `of_the_dead`, also those that a rank died in.
     """
-    groups: dict[int, list[tuple[ObservedRank, Board]]] = {}
+    groups: dict[int, list[tuple[ObservedRank, CommunicatorSlot]]] = {}
     for rank in ranks:
-        for board in rank.record.boards():
-            groups.setdefault(board.group, []).append((rank, board))
-    found = []
-    for group, members in groups.items():
-        alive = [(rank, board) for rank, board in members if of_the_dead or not rank.dead]
-        call = max((board.calls for _, board in alive if board.since), default=0)
-        inside = {rank: board for rank, board in alive if board.since and board.calls == call}
-        if inside:
-            found.append(_wait_of(group, call, inside, dict(members), ranks))
-    return sorted(found, key=lambda wait: wait.since)
+        for slot in rank.record.slots():
+            groups.setdefault(slot.group, []).append((rank, slot))
+    found = [_wait_of(members, ranks, of_the_dead) for members in groups.values()]
+    return sorted(filter(None, found), key=operator.attrgetter("since"))
 
 
 def _wait_of(
-    group: int,
-    call: int,
-    inside: Mapping[ObservedRank, Board],
-    members: Mapping[ObservedRank, Board],
+    pairs: Sequence[tuple[ObservedRank, CommunicatorSlot]],
     ranks: Sequence[ObservedRank],
-) -> Wait:
-    """Args: inside: members that are in collective number `call`. members: ranks whose records have the group."""
-    first, board = next(iter(members.items()))
-    numbers = members_of(first.record.folder, group)
+    of_the_dead: bool,
+) -> Wait | None:
+    """The last collective of a communicator that some of its ranks wait in. Args: pairs: ranks with their slots."""
+    waiting = [(r, slot) for r, slot in pairs if slot.since and (of_the_dead or not r.dead)]
+    if not waiting:
+        return None
+    call = max(slot.calls for _, slot in waiting)
+    inside = {rank: slot for rank, slot in waiting if slot.calls == call}
+    members = dict(pairs)
+    slot = waiting[0][1]
+    numbers = members_of(ranks[0].record.folder, slot.group)
     strangers = [rank for rank in ranks if rank.number in numbers and rank not in members]
-    boards = inside.values()
-    return Wait(
-        call,
-        board.size,
-        min(each.since for each in boards),
-        [*inside],
-        [each.entry for each in boards],
-        [rank for rank, each in members.items() if each.calls < call] + strangers,
-        group,
-        board.first,
-        min((each.timeout for each in boards if each.timeout), default=0.0),
-        board.size - len(members) - len(strangers),
-        numbers,
-    )
+    late = [rank for rank, last in members.items() if last.calls < call]
+    elsewhere = slot.size - len(members) - len(strangers)
+    return Wait(inside, late + strangers, elsewhere, numbers)
+
+
+def awaited(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> set[ObservedRank]:
+    """The ranks that others wait for in a collective; with `of_the_dead`, also those that a dead rank waited for."""
+    return {rank for wait in waits(ranks, of_the_dead=of_the_dead) for rank in wait.missing}
 
 
 def absentees(ranks: Collection[ObservedRank]) -> list[ObservedRank]:
@@ -278,7 +291,7 @@ class FailureDetector:
     def wait(self, seconds: float) -> None:
         """Return after `seconds`, or once ranks have died: then with all that die in the same moment."""
         self._wait(seconds)
-        until = self.first_died + SECONDS_TO_DIE_TOGETHER
+        until = self.first_died + deadlines.OBSERVER_WAITS_FOR_JOINT_DEATHS
         while self.deaths and not self.all_are_dead and (left := until - time.monotonic()) > 0:
             self._wait(left)
 
@@ -303,6 +316,25 @@ class FailureDetector:
             return rank.status in KILLED_BY_LAUNCHERS and (by_itself or had_left)
 
         return [r for r in self.deaths if not (r.ended_well or r.lost or killed_in_turn(r))]
+
+    def others_went_on(self) -> bool:
+        """Whether there are ranks that live, here or on other nodes, or have come to their end by now."""
+        ranks = list(self.ranks.values())
+        elsewhere = len(ranks) < ranks[0].record.size
+        return elsewhere or any(not r.dead or r.record.state == LEFT for r in ranks)
+
+    def exited_together(self, unexplained: Collection[ObservedRank]) -> bool:
+        """Whether all ranks have ended by os._exit(0) after the same calls, or may do so in a moment."""
+        ranks = list(self.ranks.values())
+        if self.all_are_dead:
+            # Before Linux 6.15 the exit status of a rank is forgotten as soon as its launcher has it. The launcher may
+            # kill a rank that had said that it is about to end.
+            may_be_0 = all(rank.record.exits or rank.status in (0, None) for rank in unexplained)
+            return may_be_0 and not calls_differ(ranks)
+        died_for = time.monotonic() - self.first_died
+        returned_0 = all(rank.status == 0 for rank in unexplained)
+        is_early = died_for < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
+        return returned_0 and is_early and awaited(ranks).isdisjoint(unexplained)
 
     def in_state(self, state: int) -> list[ObservedRank]:
         return [rank for rank in self.ranks.values() if rank.record.state == state]
@@ -355,20 +387,20 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
     """
     if all(rank.closed for rank in deaths):
         deaths = sorted(deaths, key=lambda rank: rank.closed)
-    own_end = [
+    ended_themselves = [
         r for r in deaths if r.status is not None and r.status & 0x7F not in KILLED_BY_LAUNCHERS
     ]
-    late = {rank for wait in waits(deaths, of_the_dead=True) for rank in wait.missing}
+    late = awaited(deaths, of_the_dead=True)
     missing = [rank for rank in deaths if rank in late]
-    return (own_end or missing or deaths)[0]
+    return (ended_themselves or missing or deaths)[0]
 
 
 def calls_differ(ranks: Collection[ObservedRank]) -> bool:
     """Whether ranks made different numbers of calls on a communicator, or one is, or died, in a call."""
     calls: dict[int, set[int]] = {}
     for rank in ranks:
-        for board in rank.record.boards():
-            calls.setdefault(board.group, set()).add(board.calls)
+        for slot in rank.record.slots():
+            calls.setdefault(slot.group, set()).add(slot.calls)
     return any(rank.inside for rank in ranks) or any(len(made) > 1 for made in calls.values())
 
 
@@ -384,7 +416,9 @@ class Pauses:
         gap = time.monotonic() - self._looked
         self.restart()
         alive = [rank for rank in ranks if not rank.dead]
-        if gap > SECONDS_OF_A_PAUSE or (alive and all(rank.stands_still for rank in alive)):
+        if gap > deadlines.OBSERVER_STOOD_STILL or (
+            alive and all(rank.stands_still for rank in alive)
+        ):
             self._pauses.append((self._looked, gap))
 
     def restart(self) -> None:

@@ -13,17 +13,16 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.ending.exit_coordinator import ExitCoordinator, Left, Waits
+from mpistrat.liveness.ending.lost_ranks import LostRanks
+from mpistrat.liveness.ending.program_exit import ProgramExit
 from mpistrat.liveness.error_text import told_of
-from mpistrat.liveness.exit_coordinator import ExitCoordinator, Left, Waits
-from mpistrat.liveness.failure_log import NotedFailure
-from mpistrat.liveness.other_nodes import Answer, Ask, OtherNodes, Raise
-from mpistrat.liveness.program_exit import ProgramExit
-from mpistrat.liveness.rank_losses import RankLosses
-from mpistrat.liveness.record import SINCE, RankRecord
+from mpistrat.liveness.observer.other_nodes import Answer, Ask, OtherNodes, Raise
+from mpistrat.liveness.records.failure_log import NotedFailure
+from mpistrat.liveness.records.record import SINCE, RankRecord
+from mpistrat.liveness.records.watch import WatchedCalls
 from mpistrat.liveness.revocable_group import revocable_group_of
-from mpistrat.liveness.watch import WatchedCalls
-
-SECONDS_UNTIL_STUCK = 0.5
 
 
 class ExitGroup:
@@ -37,7 +36,7 @@ class ExitGroup:
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, who: str, record: RankRecord, losses: RankLosses
+        self, comm: MPI.Intracomm, who: str, record: RankRecord, losses: LostRanks
     ) -> None:
         self._revocable_group = revocable_group_of(comm)
         self._members = comm.Get_group()
@@ -78,8 +77,8 @@ class ExitGroup:
         for calls in self.calls():
             call, collective = calls.calls, calls.waiting_in
             # Last: it begins anew with each call.
-            since = calls.watch.record.words[calls.watch.board + SINCE]
-            if collective is None or not since or now - since < SECONDS_UNTIL_STUCK * 1e9:
+            since = calls.watch.record.words[calls.watch.slot + SINCE]
+            if collective is None or not since or now - since < deadlines.RANK_IS_STUCK * 1e9:
                 continue
             if self._reported.get(calls.name) != call:
                 self._reported[calls.name], stuck = call, True

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mpistrat.liveness import deadlines
 from mpistrat.machine.private_files import create, make_folder
 
 SHARED_MEMORY = "/dev/shm"
@@ -79,7 +80,6 @@ _OF_MPI = re.compile(
     r"fi_shm_|psm2_shm\.|psm3_shm\."  # libfabric and PSM
     r")"
 )
-SECONDS_TO_BE_MAPPED = 60.0
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
 _INIT = "1"  # of that namespace: never a rank
 _OF_A_JOB = re.compile(r"[0-9A-Za-z-]{8,80}")
@@ -239,7 +239,7 @@ def _remove_unmapped() -> list[str]:
     """
     if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE:
         return []
-    old = time.time() - SECONDS_TO_BE_MAPPED
+    old = time.time() - deadlines.CLEANER_WAITS_FOR_MAPPING
     left = {
         entry.inode(): entry.path
         for entry in os.scandir(SHARED_MEMORY)
@@ -248,22 +248,29 @@ def _remove_unmapped() -> list[str]:
         and entry.stat(follow_symlinks=False).st_uid == os.getuid()
         and entry.stat(follow_symlinks=False).st_mtime < old
     }
-    for pid in os.listdir("/proc") if left else ():
-        if pid.isdigit():
-            try:
-                mapped = _shared_mappings(pid)
-            except PermissionError:
-                if pid != _INIT and _is_process_of_ours(pid):  # it does not show what it maps
-                    return []
-            except OSError:  # it has ended
-                continue
-            else:
-                for inode, _ in mapped:
-                    left.pop(inode, None)
-    for path in left.values():
+    try:
+        mapped = _mapped_by_any() if left else set()
+    except PermissionError:  # a process of ours does not show its mappings
+        return []
+    abandoned = [path for inode, path in left.items() if inode not in mapped]
+    for path in abandoned:
         with contextlib.suppress(OSError):
             os.unlink(path)
-    return list(left.values())
+    return abandoned
+
+
+def _mapped_by_any() -> set[int]:
+    """The inodes of MPI's files that processes map. Raises: PermissionError where one of this user does not say so."""
+    inodes: set[int] = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            inodes.update(inode for inode, _ in _shared_mappings(pid))
+        except PermissionError:
+            if pid != _INIT and _is_process_of_ours(pid):
+                raise
+        except OSError:  # it has ended
+            continue
+    return inodes
 
 
 def _is_process_of_ours(pid: str) -> bool:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 from mpi4py import MPI
 
-from mpistrat.liveness.node_records import NodeRecords
+from mpistrat.liveness.observer.node_records import NodeRecords
 from mpistrat.liveness.revocable_group import means_rank_lost, revocable_group_of
 
 
-class RankLosses:
+class LostRanks:
     """What this process knows of ranks that were lost.
 
     Attributes: happened: whether a rank was lost and the others went on without it.
@@ -25,7 +25,7 @@ class RankLosses:
 
     def expect(self, expected: bool) -> None:
         """Whether the others go on if this rank dies."""
-        self._records.own.expendable = expected
+        self._records.record.expendable = expected
 
     def go_on(self, has_lost: Callable[[], bool]) -> None:
         """From now on, the death of a rank does not end this program, not even while it waits for all at its end.

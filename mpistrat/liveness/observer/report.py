@@ -6,7 +6,8 @@ import re
 import time
 from collections.abc import Sequence
 
-from mpistrat.liveness.failure_detector import ObservedRank, Wait
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.observer.failure_detector import ObservedRank, Wait
 from mpistrat.liveness.processes import (
     KILLED_BY_LAUNCHERS,
     StackRequest,
@@ -14,11 +15,10 @@ from mpistrat.liveness.processes import (
     describe_exit,
     describe_state,
 )
-from mpistrat.liveness.record import LEAVING, CallEntry
+from mpistrat.liveness.records.record import LEAVING, CallEntry
 
 _MOST_FRAMES = 12
 _MOST_RANKS = 24  # that are described one by one
-_SECONDS_OF_CPU = 0.3
 _BUSY = 0.1  # of a core, which it may have to share
 _STARTS_PROGRAMS = "_run_as_main"  # of `mpistrat run`, through runpy
 _RUNPY = re.compile(r"\brunpy(\.py)?>?:\d+ in ")
@@ -35,39 +35,44 @@ def stall_report(
 
     Args: missing_elsewhere, lines_of_others: what other nodes answered, if they did.
     """
-    limit = wait.waiting[0].record.limit
-    if wait.limit != limit or 0 < wait.timeout <= limit:
-        allowed = f"the timeout of their group is {wait.timeout:g} s"
-        more = "a longer timeout= of the group"
-    else:
-        allowed = f"MPISTRAT_STALL_SECONDS allows {limit:g} s"
-        more = "MPISTRAT_STALL_SECONDS=N (0: no limit)"
-    head = f"ranks have waited {waited:.1f} s in a collective ({allowed})"
-    elsewhere = wait.elsewhere
+    group, elsewhere = wait.slot.group, wait.elsewhere
+    allowed, more = _limit_of(wait)
     # A rank inside MPI is not missing, and may yet be what the others wait for.
     suspects = wait.missing or [rank for rank in wait.waiting if rank.stands_still]
     missing = sorted([*missing_elsewhere, *(rank.number for rank in wait.missing)])
-    if missing:
-        head += f": {_numbers(missing)} {'has' if len(missing) == 1 else 'have'} not come to it"
-    elif suspects:
-        head += f": {_ranks(suspects)} entered it, and does not go on"
-    elif elsewhere and not lines_of_others:
-        head += ": all its ranks on this node have come to it, so some on other nodes have not"
+    if elsewhere and not lines_of_others:
+        lines_of_others = [f"  {elsewhere} of its {wait.slot.size} ranks are on other nodes."]
+        rest = "all its ranks on this node have come to it, so some on other nodes have not"
     else:
-        head += ": all ranks have come to it, but it does not end"
-    lines = [head, *_what_they_do(suspects, wait.group)]
-    lines += _in_calls([rank for rank in wait.waiting if rank not in suspects], wait.group)
+        rest = "all ranks have come to it, but it does not end"
+    why = _who_is_missing(missing, suspects) or rest
+    lines = [f"ranks have waited {waited:.1f} s in a collective ({allowed}): {why}"]
+    lines += _what_they_do(suspects, group)
+    lines += _in_calls([rank for rank in wait.waiting if rank not in suspects], group)
     if not suspects and not elsewhere:
         for rank, stack in _ask_for_stacks(wait.waiting[:_MOST_RANKS]):
             lines += [f"  {rank.who}", *_stack(rank, stack)]
     mentioned = (*suspects, *wait.waiting)
-    lines += _what_they_do([rank for rank in ranks if rank not in mentioned], wait.group)
+    lines += _what_they_do([rank for rank in ranks if rank not in mentioned], group)
     lines += lines_of_others
-    if elsewhere and not lines_of_others:
-        lines.append(f"  {elsewhere} of its {wait.size} ranks are on other nodes.")
     lines += straggler([*wait.waiting, *wait.missing])
     lines.append(f"Every rank must make the same calls. If one is only slow, allow more: {more}.")
     return "\n".join(lines)
+
+
+def _limit_of(wait: Wait) -> tuple[str, str]:
+    """The limit that has passed, and how to allow more."""
+    limit = wait.waiting[0].record.limit
+    if wait.limit != limit or 0 < wait.timeout <= limit:
+        return f"the timeout of their group is {wait.timeout:g} s", "a longer timeout= of the group"
+    return f"MPISTRAT_STALL_SECONDS allows {limit:g} s", "MPISTRAT_STALL_SECONDS=N (0: no limit)"
+
+
+def _who_is_missing(missing: list[int], suspects: list[ObservedRank]) -> str:
+    """Args: missing: the numbers of the ranks that have not come; suspects: those that may keep the others waiting."""
+    if missing:
+        return f"{_numbers(missing)} {'has' if len(missing) == 1 else 'have'} not come to it"
+    return f"{_ranks(suspects)} entered it, and does not go on" if suspects else ""
 
 
 def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
@@ -126,7 +131,7 @@ def leaving_notice(ranks: list[ObservedRank], seconds: float) -> str:
 def straggler(ranks: list[ObservedRank]) -> list[str]:
     """A line about the rank that others waited for in the last minute: the one that waited least itself."""
     waited = sorted((rank.record.seconds_waited(), rank.number) for rank in ranks if not rank.dead)
-    if len(waited) < 2 or waited[-1][0] - waited[0][0] < 1.0:
+    if len(waited) < 2 or waited[-1][0] - waited[0][0] < deadlines.STRAGGLER_WAITED_LESS:
         return []
     (least, slowest), (most, other) = waited[0], waited[-1]
     return [
@@ -142,7 +147,7 @@ def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[s
     shown = ranks[:_MOST_RANKS]
     used = [cpu_seconds(rank.pid) for rank in shown]
     started = time.monotonic()
-    time.sleep(_SECONDS_OF_CPU)
+    time.sleep(deadlines.OBSERVER_MEASURES_CPU_TIME)
     elapsed = time.monotonic() - started
     busy = [
         (cpu_seconds(rank.pid) - before) / elapsed for rank, before in zip(shown, used, strict=True)
@@ -179,20 +184,20 @@ def _state(rank: ObservedRank, busy: float) -> str:
 
 def _last_words(rank: ObservedRank, group: int | None = None) -> str:
     """Its last collective of the group, or of any, and those of other groups that it is in."""
-    record, boards = rank.record, rank.record.boards()
-    last = next((record.entry_of(board) for board in boards if board.group == group), None)
+    record, slots = rank.record, rank.record.slots()
+    last = next((record.entry_of(slot) for slot in slots if slot.group == group), None)
     if last is None:
         last = next(iter(record.last(1)), None)
     words = "has not entered a collective" if last is None else _describe(rank, last)
-    for board in boards:
-        entry = record.entry_of(board)
-        if board.since and entry and entry != last:
+    for slot in slots:
+        entry = record.entry_of(slot)
+        if slot.since and entry and entry != last:
             words += f"\n    of another communicator it {_describe(rank, entry)}"
     return words
 
 
 def _describe(rank: ObservedRank, entry: CallEntry) -> str:
-    inside = any(board.base == entry.board and board.since for board in rank.record.boards())
+    inside = any(slot.base == entry.slot and slot.since for slot in rank.record.slots())
     ago = (time.monotonic_ns() - entry.entered) / 1e9
     verb = "is in" if inside and not rank.dead else "was in" if inside else "had finished"
     return f"{verb} collective number {entry.number}, entered {ago:.1f} s ago: {entry.call}\n      at {entry.site}"
@@ -231,12 +236,12 @@ def _in_calls(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
     """The collectives, of the group or of any, that ranks are in; those in the same one together."""
     calls: dict[str, list[ObservedRank]] = {}
     for rank in ranks:
-        for board in rank.record.boards():
-            if not board.since or group not in (None, board.group):
+        for slot in rank.record.slots():
+            if not slot.since or group not in (None, slot.group):
                 continue
-            entry = rank.record.entry_of(board)  # None when other threads made many calls since
+            entry = rank.record.entry_of(slot)  # None when other threads made many calls since
             call = f": {entry.call}\n      at {entry.site}" if entry else ""
-            calls.setdefault(f"in collective number {board.calls}{call}", []).append(rank)
+            calls.setdefault(f"in collective number {slot.calls}{call}", []).append(rank)
     return [f"  {_ranks(those)} {_verb(those, 'wait')} {text}" for text, those in calls.items()]
 
 

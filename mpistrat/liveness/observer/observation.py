@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from mpistrat.cluster_resolver import launcher
 from mpistrat.errors import TopologyError
-from mpistrat.liveness.job_folder import JobFolder, line_of, record_of, stacks_of, words_of
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.bounded_waits import soon
 from mpistrat.liveness.processes import DEAD, command_of, job_of, signals_of, state_of
-from mpistrat.liveness.record import ANNOUNCED, LEFT, RUNNING, RankRecord
-from mpistrat.liveness.unwaited import soon
+from mpistrat.liveness.records.job_folder import JobFolder, line_of, record_of, stacks_of, words_of
+from mpistrat.liveness.records.record import ANNOUNCED, LEFT, RUNNING, RankRecord
 from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.machine.private_files import create, private
 from mpistrat.settings import rank_pid
@@ -30,13 +31,9 @@ import os
 if os.fork():
     os._exit(0)
 {IMPORT_WITHOUT_INIT}
-from mpistrat.liveness.observer import main
+from mpistrat.liveness.observer.observer import main
 main(sys.argv[1])
 """
-
-SECONDS_TO_START = 10.0
-SECONDS_TO_BE_SEEN = 1.0
-SECONDS_TO_BE_SAID = 1.5
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,11 @@ def remember_mappings() -> None:
 def wait_until_observed() -> None:
     """Return once an observer watches this process, or after a while: it could not tell how one died before."""
     if observed := _observed:
-        soon(lambda: observed.record.looked > 0, SECONDS_TO_BE_SEEN, pause=0.005)
+        soon(
+            lambda: observed.record.looked > 0,
+            deadlines.RANK_WAITS_FOR_FIRST_LOOK_OF_OBSERVER,
+            pause=deadlines.RANK_SLEEPS_UNTIL_FIRST_LOOK,
+        )
 
 
 def start_observer(folder: str) -> None:
@@ -153,7 +154,7 @@ def start_observer(folder: str) -> None:
                 stderr=nothing,
                 start_new_session=True,
                 env=environ,
-            ).wait(SECONDS_TO_START)  # it forks, and ends
+            ).wait(deadlines.RANK_WAITS_FOR_START_OF_OBSERVER)  # it forks, and ends
 
 
 def say(text: str) -> bool:
@@ -168,7 +169,7 @@ def say(text: str) -> bool:
         with create(words_of(_observed.folder.path, record.rank)) as file:
             file.write(text)
         record.say = 1
-        return soon(lambda: not record.say, SECONDS_TO_BE_SAID)
+        return soon(lambda: not record.say, deadlines.RANK_WAITS_FOR_WORDS_OF_OBSERVER)
     return False
 
 
@@ -181,12 +182,16 @@ def announce_exit() -> Observed | None:
     if _observed is None or os.getpid() != _observed.record.pid:
         return None
     record = _observed.record
-    if record.state != RUNNING or not record.boards():
+    if record.state != RUNNING or not record.slots():
         return None
     record.exits = ANNOUNCED
     with contextlib.suppress(OSError):
         os.write(_observed.line, b"\n")
-        soon(lambda: record.exits != ANNOUNCED, SECONDS_TO_BE_SEEN, pause=0.001)
+        soon(
+            lambda: record.exits != ANNOUNCED,
+            deadlines.RANK_WAITS_FOR_OBSERVER_TO_SEE_EXIT,
+            pause=deadlines.RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
+        )
     return _observed
 
 
@@ -210,7 +215,7 @@ def has_lost_files() -> bool:
 def _leave(record: RankRecord) -> None:
     """The program ends. Whoever is in a strategy has said so (`JobEnd`); the others end as they like."""
     if os.getpid() == record.pid:
-        if record.state == RUNNING and not record.boards():
+        if record.state == RUNNING and not record.slots():
             record.state = LEFT
         wake_observer(record)
 

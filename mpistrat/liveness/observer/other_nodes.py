@@ -15,16 +15,15 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from mpistrat.liveness.failure_detector import find_ranks
-from mpistrat.liveness.failure_log import FailureLog, NotedFailure
-from mpistrat.liveness.job_folder import report_of
-from mpistrat.liveness.other_accounts import Account, leave_accounts
-from mpistrat.liveness.record import RAISE, RankRecord
-from mpistrat.liveness.report import account_of
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.observer.failure_detector import find_ranks
+from mpistrat.liveness.observer.node_accounts import Account, leave_accounts
+from mpistrat.liveness.observer.report import account_of
+from mpistrat.liveness.records.failure_log import FailureLog, NotedFailure
+from mpistrat.liveness.records.job_folder import report_of
+from mpistrat.liveness.records.record import RAISE, RankRecord
 from mpistrat.machine.private_files import create
 
-SECONDS_TO_ANSWER = 2.0
-SECONDS_TO_LEAVE_TOO = 1.0  # a collective that another rank has left for an error
 RANKS_TO_ASK = 2  # of each node, in case the first cannot speak
 
 
@@ -116,13 +115,13 @@ class OtherNodes:
         message = self._left
         if message is None:
             return
-        boards = [b for b in self._record.boards() if b.group == message.group]
-        if any(b.calls < message.call for b in boards):
+        slots = [b for b in self._record.slots() if b.group == message.group]
+        if any(b.calls < message.call for b in slots):
             return  # the collective comes next
-        inside = [b.since for b in boards if b.calls == message.call]
+        inside = [b.since for b in slots if b.calls == message.call]
         if not any(inside):
             self._left = None
-        elif time.monotonic_ns() - max(inside) > SECONDS_TO_LEAVE_TOO * 1e9:
+        elif time.monotonic_ns() - max(inside) > deadlines.RANK_STAYS_IN_LEFT_COLLECTIVE * 1e9:
             self._left = None
             self._raise(message)
 
@@ -142,7 +141,10 @@ class OtherNodes:
             self._asked_at, self._has_asked = now, True
             self._accounts.clear()
             self._send_all(Ask(self._rank), RANKS_TO_ASK)
-        elif len(self._accounts) == len(self._others) or now - self._asked_at > SECONDS_TO_ANSWER:
+        elif (
+            len(self._accounts) == len(self._others)
+            or now - self._asked_at > deadlines.NODE_WAITS_FOR_OTHER_NODES
+        ):
             record.ask, self._asked_at = 0, 0.0
             leave_accounts(record.folder, [self._accounts[node] for node in sorted(self._accounts)])
 
@@ -157,7 +159,7 @@ def _account_of_node(folder: str) -> Account:
     """Of the ranks whose records lie in `folder`; takes up to two seconds if ranks do not answer."""
     ranks = find_ranks(folder)
     calls = {
-        str(rank.number): {str(board.group): board.calls for board in rank.record.boards()}
+        str(rank.number): {str(slot.group): slot.calls for slot in rank.record.slots()}
         for rank in ranks
     }
     return Account(calls, account_of(ranks))

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
-from mpistrat.liveness import observation
 from mpistrat.liveness.call_site import call_site
-from mpistrat.liveness.rank_end import rank_end
-from mpistrat.liveness.record import RankRecord
+from mpistrat.liveness.ending import rank_end
+from mpistrat.liveness.observer import observation
+from mpistrat.liveness.records.record import RankRecord
 from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.settings import start_seconds
 
@@ -24,7 +24,7 @@ parent, seconds, message = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 if select.select([0], [], [], seconds)[0] or os.getppid() != parent:
     os._exit(0)
 {IMPORT_WITHOUT_INIT}
-from mpistrat.liveness.borrowed_stderr import say_on_launcher
+from mpistrat.liveness.observer.stderr_proxy import say_on_launcher
 from mpistrat.machine.notices import say
 say(message, last=True) or say_on_launcher(parent, message)
 os.kill(parent, 9)
@@ -45,7 +45,7 @@ def start_deadline(
         yield
         return
     message = _message(what, seconds, rank, size)
-    timer = threading.Timer(seconds, lambda: rank_end().end_job(message, 1))
+    timer = threading.Timer(seconds, lambda: rank_end.rank_end().end_job(message, 1))
     timer.daemon = True
     timer.start()
     try:

@@ -1,0 +1,35 @@
+"""The table of faults: the page docs/faults.md has it, and the tests of real jobs hold it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+TABLE = Path(__file__).parents[1] / "data" / "faults.json"
+
+
+@dataclass(frozen=True)
+class FaultRow:
+    """A fault of one rank.
+
+    Attributes:
+        name: the word by which `tests/launch/programs/faults.py` provokes it.
+        after: the seconds until it is seen, in words.
+        printed: a regular expression for the message.
+    """
+
+    name: str
+    fault: str
+    seen_by: str
+    after: str
+    printed: str
+    exit_code: str
+
+    @property
+    def line(self) -> str:
+        """Its line in the page."""
+        printed = self.printed.replace("\\n", " … ").replace("\\", "").replace("|", " or ")
+        return f"| {self.fault} | {self.seen_by} | {self.after} | `{printed}` | {self.exit_code} |"
+
+
+def fault_table() -> list[FaultRow]:
+    return [FaultRow(**row) for row in json.loads(TABLE.read_text(encoding="utf-8"))]

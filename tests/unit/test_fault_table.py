@@ -1,0 +1,20 @@
+"""The page on faults shows the table that the tests of real jobs hold."""
+
+from pathlib import Path
+
+from support.fault_table import fault_table
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_has_the_table() -> None:
+    lines = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("| ")]
+    assert rows[2:] == [row.line for row in fault_table()]
+
+
+def test_every_fault_of_the_table_has_a_program() -> None:
+    program = (ROOT / "tests" / "launch" / "programs" / "faults.py").read_text(encoding="utf-8")
+    names = [row.name for row in fault_table()]
+    assert len(set(names)) == len(names)
+    assert [name for name in names if name not in program] == []
