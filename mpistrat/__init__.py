@@ -1,7 +1,7 @@
 """The model of `tf.distribute.Strategy` for PyTorch, NumPy and CuPy programs that MPI starts."""
 
 from mpistrat.liveness.ending import rank_end
-from mpistrat.liveness.observer.observer import observation
+from mpistrat.liveness.observer import observation
 
 rank_end.begin()  # before anything else can fail
 

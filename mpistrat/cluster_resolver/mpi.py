@@ -16,7 +16,7 @@ from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.errors import TopologyError
 from mpistrat.liveness.ending import rank_end
 from mpistrat.liveness.ending.start_deadline import init_deadline, start_deadline
-from mpistrat.liveness.observer.observer import observation
+from mpistrat.liveness.observer import observation
 from mpistrat.machine.notices import say
 from mpistrat.settings import rank_pid
 from mpistrat.topology import Topology

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.liveness import deadlines
-from mpistrat.liveness.observer.observer import observation
+from mpistrat.liveness.observer import observation
 from mpistrat.machine.addresses import Answering, listen, own_addresses, reached
 from mpistrat.topology import Topology
 

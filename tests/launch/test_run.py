@@ -261,7 +261,7 @@ WAITS = """
 import datetime, sys, time
 import torch, torch.distributed as dist
 from mpistrat.liveness import processes
-from mpistrat.liveness.observer.observer import observation
+from mpistrat.liveness.observer import observation
 from mpistrat.liveness.records.record import LIMIT
 processes.job_of = lambda pid: ""  # else the ranks of nodes that MPICH makes up would have one observer
 timeout, pause, limit = map(float, sys.argv[1:])

@@ -14,6 +14,7 @@ from mpistrat.communicators.node.shared_memory import FENCE
 from mpistrat.communicators.reduction.arithmetic import Arithmetic, share_of
 from mpistrat.communicators.reduction.tree import how_to_combine
 from mpistrat.communicators.transport import Exchange, Operands, Unbroken
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
 
 PAGE = 4096

@@ -27,6 +27,7 @@ from mpistrat.communicators.reduction.arithmetic import (
 from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transport import Operands, Transport, Unbroken
 from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
 
 # Below, pieces gain nothing.

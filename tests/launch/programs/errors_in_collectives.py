@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.ending import job_end
-from mpistrat.liveness.observer.observer import other_nodes
+from mpistrat.liveness.observer import other_nodes
 
 
 def left_by_an_error() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mpistrat.communicators.contract.agreement import SharedMemoryAgreement
-from mpistrat.liveness import waiting
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.records.record import WORD, RankRecord
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from support.job_records import new_record

@@ -24,7 +24,7 @@ input()
 """
 OBSERVER = """
 import errno, os, sys
-from mpistrat.liveness.observer.observer import observer
+from mpistrat.liveness.observer import observer
 observer.launcher_of = lambda pid: os.getppid()  # whose stderr is used once the ranks are dead
 if sys.argv[1] == "kernel without":
     def pidfd_open(pid):

@@ -4,7 +4,7 @@ import sys
 PROGRAM = """
 import os
 from mpistrat.liveness.ending import rank_end
-from mpistrat.liveness.observer.observer import observation
+from mpistrat.liveness.observer import observation
 
 def no_descriptors_are_left():
     raise OSError("Too many open files")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.liveness.observer.observer import observer
+from mpistrat.liveness.observer import observer
 from mpistrat.liveness.records import job_folder
 from mpistrat.machine.private_files import create, make_folder, private
 

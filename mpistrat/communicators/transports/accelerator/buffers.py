@@ -10,6 +10,7 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transport import Exchange, Operands, Transport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary, library_of
+from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.options import CommunicationImplementation
 

@@ -65,7 +65,7 @@ class PendingCalls:
         self._progress = 0  # when one was last seen to have ended
         self._is_recorded = False
         self._number = 0
-        self._words, self._board = watch.record.words, watch.board
+        self._words, self._board = watch.record.words, watch.slot
         self._event_watcher = event_watcher()
         self._event_watcher.watched.add(self)
 
