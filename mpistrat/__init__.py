@@ -1,66 +1,67 @@
 """The model of `tf.distribute.Strategy` for PyTorch, NumPy and CuPy programs that MPI starts."""
 
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.context import below_all
 from mpistrat.liveness.ending import rank_end
 from mpistrat.liveness.observer import observation
+from mpistrat.machine.first_use import load_on_first_use
 
-rank_end.begin()  # before anything else can fail
-
-from mpistrat import (
-    checkpoint,
-    cluster_resolver,
-    compat,
-    coordinator,
-    errors,
-    experimental,
-    fault_tolerance,
-    input,
-    tpu,
-    wire_formats,
-)
-from mpistrat.context import has_strategy, in_cross_replica_context
-from mpistrat.cross_device_ops import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    MpiAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.input.distributed_dataset import DistributedDataset, DistributedIterator
-from mpistrat.input.input_context import InputContext, ValueContext
-from mpistrat.options import (
-    AutoShardPolicy,
-    CommunicationImplementation,
-    CommunicationOptions,
-    InputOptions,
-    InputReplicationMode,
-    RunOptions,
-)
-from mpistrat.parameter_server.strategies.coordinated_strategy import ParameterServerStrategy
-from mpistrat.parameter_server.strategies.server_task import Server
-from mpistrat.pytorch.conversion import convert_sync_batchnorm
-from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
-from mpistrat.replicas.losses import compute_average_loss, scale_regularization_loss
-from mpistrat.replicas.replica_context import ReplicaContext, get_replica_context
-from mpistrat.replicas.strategy_extended import StrategyExtended
-from mpistrat.strategies import (
-    CentralStorageStrategy,
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-)
-from mpistrat.strategies.default import make_default
-from mpistrat.strategy import Strategy, experimental_set_strategy, get_strategy
-from mpistrat.topology import Topology
-from mpistrat.values import DistributedValues, Mirrored, PerReplica
-from mpistrat.variables.sharded import ShardedVariable
-from mpistrat.variables.variable import Variable
-from mpistrat.xla.strategy import TPUStrategy
+if TYPE_CHECKING:
+    from mpistrat import (
+        checkpoint,
+        cluster_resolver,
+        compat,
+        coordinator,
+        errors,
+        experimental,
+        fault_tolerance,
+        input,
+        tpu,
+        wire_formats,
+    )
+    from mpistrat.context import has_strategy, in_cross_replica_context
+    from mpistrat.cross_device_ops import (
+        CrossDeviceOps,
+        HierarchicalCopyAllReduce,
+        MpiAllReduce,
+        NcclAllReduce,
+        ReductionToOneDevice,
+    )
+    from mpistrat.indexed_slices import IndexedSlices
+    from mpistrat.input.distributed_dataset import DistributedDataset, DistributedIterator
+    from mpistrat.input.input_context import InputContext, ValueContext
+    from mpistrat.options import (
+        AutoShardPolicy,
+        CommunicationImplementation,
+        CommunicationOptions,
+        InputOptions,
+        InputReplicationMode,
+        RunOptions,
+    )
+    from mpistrat.parameter_server.strategies.coordinated_strategy import ParameterServerStrategy
+    from mpistrat.parameter_server.strategies.server_task import Server
+    from mpistrat.pytorch.conversion import convert_sync_batchnorm
+    from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+    from mpistrat.replicas.losses import compute_average_loss, scale_regularization_loss
+    from mpistrat.replicas.replica_context import ReplicaContext, get_replica_context
+    from mpistrat.replicas.strategy_extended import StrategyExtended
+    from mpistrat.strategies import (
+        CentralStorageStrategy,
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        OneDeviceStrategy,
+    )
+    from mpistrat.strategy import Strategy, experimental_set_strategy, get_strategy
+    from mpistrat.topology import Topology
+    from mpistrat.values import DistributedValues, Mirrored, PerReplica
+    from mpistrat.variables.sharded import ShardedVariable
+    from mpistrat.variables.variable import Variable
+    from mpistrat.xla.strategy import TPUStrategy
+else:
+    __getattr__ = load_on_first_use(__name__)
 
 __version__ = "0.1.0.dev0"
-
-make_default()
-observation.wait_until_observed()
 
 __all__ = [
     "AutoShardPolicy",
@@ -122,3 +123,14 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _default_mode() -> Any:
+    from mpistrat.strategies.default import default_mode
+
+    return default_mode()
+
+
+below_all.make = _default_mode
+rank_end.begin()
+observation.wait_until_observed()

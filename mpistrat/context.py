@@ -9,8 +9,9 @@ stack lies the default strategy in its replica context.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 _NOTHING = contextlib.nullcontext()
@@ -76,9 +77,17 @@ per_thread = _PerThread()
 
 
 class _BelowAll:
-    """What is in force below every thread's stack: the default strategy puts it here when the package is imported."""
+    """What is in force below every thread's stack: the default strategy, from its first use on.
 
-    mode: Mode
+    Attributes:
+        make: makes that strategy; the package has put it here.
+    """
+
+    make: Callable[[], Mode]
+
+    @functools.cached_property
+    def mode(self) -> Mode:
+        return self.make()
 
 
 below_all = _BelowAll()

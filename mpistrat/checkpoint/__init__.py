@@ -1,7 +1,14 @@
 """Saving what a training program needs to go on, and restoring it, on any number of ranks."""
 
-from mpistrat.checkpoint.checkpoint import Checkpoint
-from mpistrat.checkpoint.checkpoint_manager import CheckpointManager
+from typing import TYPE_CHECKING
+
+from mpistrat.machine.first_use import load_on_first_use
+
+if TYPE_CHECKING:
+    from mpistrat.checkpoint.checkpoint import Checkpoint
+    from mpistrat.checkpoint.checkpoint_manager import CheckpointManager
+else:
+    __getattr__ = load_on_first_use(__name__)
 
 __all__ = ["Checkpoint", "CheckpointManager"]
 

@@ -1,13 +1,19 @@
 """The coordinator of a ParameterServerStrategy: functions that any worker executes, in no order of theirs."""
 
-from mpistrat.parameter_server.coordinator.cluster_coordinator import ClusterCoordinator
-from mpistrat.parameter_server.coordinator.per_worker import PerWorkerValues
-from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
-from mpistrat.parameter_server.coordinator.worker import (
-    experimental_get_current_worker_index,
-)
+from typing import TYPE_CHECKING
 
-PerWorkerValue = PerWorkerValues
+from mpistrat.machine.first_use import load_on_first_use
+
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.coordinator.cluster_coordinator import ClusterCoordinator
+    from mpistrat.parameter_server.coordinator.per_worker import PerWorkerValues
+    from mpistrat.parameter_server.coordinator.per_worker import PerWorkerValues as PerWorkerValue
+    from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
+    from mpistrat.parameter_server.coordinator.worker import (
+        experimental_get_current_worker_index,
+    )
+else:
+    __getattr__ = load_on_first_use(__name__)
 
 __all__ = [
     "ClusterCoordinator",

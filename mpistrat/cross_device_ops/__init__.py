@@ -1,9 +1,19 @@
 """Policies over values: how the components of distributed values become one."""
 
-from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
-from mpistrat.cross_device_ops.all_reduce_of_rank import HierarchicalCopyAllReduce, NcclAllReduce
-from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps
-from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+from typing import TYPE_CHECKING
+
+from mpistrat.machine.first_use import load_on_first_use
+
+if TYPE_CHECKING:
+    from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
+    from mpistrat.cross_device_ops.all_reduce_of_rank import (
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+    )
+    from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps
+    from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+else:
+    __getattr__ = load_on_first_use(__name__)
 
 __all__ = [
     "CrossDeviceOps",

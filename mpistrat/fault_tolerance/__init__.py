@@ -1,10 +1,17 @@
 """Services for long jobs: what notices that something goes wrong or that the end is near, and what goes on after."""
 
-from mpistrat.fault_tolerance.divergence_sentinel import DivergenceSentinel
-from mpistrat.fault_tolerance.elastic import Elastic, run_elastic
-from mpistrat.fault_tolerance.preemption_checkpoint_handler import PreemptionCheckpointHandler
-from mpistrat.fault_tolerance.preemption_watcher import PreemptionWatcher
-from mpistrat.fault_tolerance.termination_config import TerminationConfig
+from typing import TYPE_CHECKING
+
+from mpistrat.machine.first_use import load_on_first_use
+
+if TYPE_CHECKING:
+    from mpistrat.fault_tolerance.divergence_sentinel import DivergenceSentinel
+    from mpistrat.fault_tolerance.elastic import Elastic, run_elastic
+    from mpistrat.fault_tolerance.preemption_checkpoint_handler import PreemptionCheckpointHandler
+    from mpistrat.fault_tolerance.preemption_watcher import PreemptionWatcher
+    from mpistrat.fault_tolerance.termination_config import TerminationConfig
+else:
+    __getattr__ = load_on_first_use(__name__)
 
 __all__ = [
     "DivergenceSentinel",

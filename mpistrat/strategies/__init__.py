@@ -1,9 +1,16 @@
 """The strategies whose replicas keep variables themselves, one file each, and the parts that they are made of."""
 
-from mpistrat.strategies.central_storage import CentralStorageStrategy
-from mpistrat.strategies.mirrored import MirroredStrategy
-from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from mpistrat.strategies.one_device import OneDeviceStrategy
+from typing import TYPE_CHECKING
+
+from mpistrat.machine.first_use import load_on_first_use
+
+if TYPE_CHECKING:
+    from mpistrat.strategies.central_storage import CentralStorageStrategy
+    from mpistrat.strategies.mirrored import MirroredStrategy
+    from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+    from mpistrat.strategies.one_device import OneDeviceStrategy
+else:
+    __getattr__ = load_on_first_use(__name__)
 
 __all__ = [
     "CentralStorageStrategy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any, NoReturn
 
 from mpistrat.context import Mode, below_all, has_strategy
@@ -47,7 +48,7 @@ class _DefaultStrategy(Strategy):
     is_default = True
 
     def __init__(self) -> None:
-        if hasattr(below_all, "mode"):
+        if "mode" in vars(below_all):
             raise RuntimeError("there is one default strategy; get it with get_strategy()")
         context = DefaultReplicaContext(self, 0)
         parts = one_replica(self, "cpu:0", context)
@@ -69,6 +70,12 @@ class _DefaultStrategy(Strategy):
         return dataset_fn(InputContext())
 
 
-def make_default() -> None:
-    """Put the default strategy in force where a program enters none. Called by: the package, once."""
-    _DefaultStrategy()
+_being_made = threading.Lock()
+
+
+def default_mode() -> Mode:
+    """What is in force where a program enters no strategy. Called by: `context`, when it is first asked for it."""
+    with _being_made:
+        if "mode" not in vars(below_all):
+            _DefaultStrategy()
+        return below_all.mode

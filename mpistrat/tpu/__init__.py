@@ -1,8 +1,15 @@
 """The names that `tf.tpu.experimental` keeps."""
 
-from mpistrat.xla.system import initialize_tpu_system, shutdown_tpu_system
-from mpistrat.xla.topology.device_assignment import DeviceAssignment, DeviceOrderMode
-from mpistrat.xla.topology.topology import TpuTopology as Topology
+from typing import TYPE_CHECKING
+
+from mpistrat.machine.first_use import load_on_first_use
+
+if TYPE_CHECKING:
+    from mpistrat.xla.system import initialize_tpu_system, shutdown_tpu_system
+    from mpistrat.xla.topology.device_assignment import DeviceAssignment, DeviceOrderMode
+    from mpistrat.xla.topology.topology import TpuTopology as Topology
+else:
+    __getattr__ = load_on_first_use(__name__)
 
 __all__ = [
     "DeviceAssignment",

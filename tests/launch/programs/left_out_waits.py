@@ -34,6 +34,7 @@ from mpistrat.communicators.transports.accelerator.library import CupyLibrary, T
 from mpistrat.communicators.transports.accelerator.library_dispatcher import LibraryDispatcher
 from mpistrat.communicators.transports.accelerator.nccl import NcclTransport
 from mpistrat.input.device_copies import DeviceCopies
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.ending.abort_channel import AbortChannel
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.tools.bench.device import Device

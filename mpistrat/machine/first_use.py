@@ -1,0 +1,46 @@
+"""Names of a package that are loaded when a program first uses them.
+
+The package writes its imports under `if TYPE_CHECKING:`, where type checkers and readers find them. They are compiled,
+too, but do not run. `load_on_first_use` finds them in the compiled code, which also programs without sources have.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+
+def load_on_first_use(package: str) -> Callable[[str], Any]:
+    """The function `__getattr__` of `package`. Called by: the package's own code, while it runs."""
+    imports = _imports_in(sys._getframe(1).f_code)
+
+    def load(name: str) -> Any:
+        if name not in imports:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
+        origin, original = imports[name]
+        if origin == package:
+            return importlib.import_module(f"{package}.{original}")
+        value = getattr(importlib.import_module(origin), original)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load
+
+
+def _imports_in(code: CodeType) -> dict[str, tuple[str, str]]:
+    """By the names that `from … import …` gives in `code`: the module, and the name there."""
+    imports, origin, original = {}, "", ""
+    for instruction in dis.get_instructions(code):
+        match instruction.opname:
+            case "IMPORT_NAME":
+                origin = instruction.argval
+            case "IMPORT_FROM":
+                original = instruction.argval
+            case "STORE_NAME" if original:
+                imports[instruction.argval] = origin, original
+                original = ""
+    return imports
