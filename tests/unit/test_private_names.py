@@ -22,6 +22,13 @@ ALLOWED = {
         "_execute": "a traceback must not have it"
     },
     "unit/parameter_server/test_server_optimizers.py": {"_values": "torch's"},
+    "unit/test_replaced_functions.py": {
+        "_compiled_call_impl": "torch's",
+        "_replace_reductions": "each replacement is to be made",
+        "_replace_state_dict": "each replacement is to be made",
+        "_see_metrics": "each replacement is to be made",
+        "_watch_registrations": "each replacement is to be made",
+    },
 }
 
 # In a program, or a path to what is replaced, that is text: `x._name`, `x()._name`, `x[0]._name`.
