@@ -99,7 +99,7 @@ class ServerJob:
         self.coordinator: int | None = None
         self.ended = self.is_done = False
         self.checkpoint = ""
-        lost_ranks = LostRanks(self)
+        lost_ranks = LossPolicy(self)
         self.rpc.describe_death = lost_ranks.describe
         self.rpc.on_lost(lost_ranks.lost)  # before the server's
         self.server: ParameterServer | None = None
@@ -207,7 +207,7 @@ class ServerJob:
         self.ended = True
 
 
-class LostRanks:
+class LossPolicy:
     """Decides whether the job goes on after the death of a rank, and who says so. Args: job: as this rank sees it."""
 
     def __init__(self, job: ServerJob) -> None:
