@@ -7,12 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpistrat.checkpoint.lazy_mapping import LazyMapping
-from mpistrat.checkpoint.object_states import (
-    has_common_state,
-    has_state_of_rank,
-    stateful,
-    stays_with_rank,
-)
+from mpistrat.checkpoint.object_states import has_common_state, has_state_of_rank, stateful
 from mpistrat.checkpoint.random_states import RandomStates
 from mpistrat.checkpoint.replica_states import state_of_some_rank
 from mpistrat.checkpoint.residuals import Residuals
@@ -88,7 +83,8 @@ class Checkpoint:
         staying: dict[str, Any] = {}
         for name, value in self.stateful_objects().items():
             if has_state_of_rank(value):
-                (staying if stays_with_rank(value) else shared)[name] = value.rank_state_dict()
+                stays = getattr(value, "stays_with_rank", False) is True
+                (staying if stays else shared)[name] = value.rank_state_dict()
         return shared, staying
 
     def check_alike(self, purpose: Literal["save", "restore"]) -> None:
@@ -122,21 +118,18 @@ class Checkpoint:
         Raises: KeyError when the state of an object is missing; what an object's `load_state_dict` raises; ValueError
             on all ranks, before anything is loaded, where an optimizer has other parameters on another rank.
         """
-        with merge_call(self.strategy):
-            self.check_alike("restore")
-            self._load(state)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
         common, ranks, staying = state["common"], state["ranks"], state.get("own", {})
         rank = self.strategy.extended.communicator.rank
-        objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **staying})
-        for name, value in objects.items():
-            if has_common_state(value):
-                value.load_state_dict(common[name])
-        for name, value in objects.items():
-            if has_state_of_rank(value):
-                states = {rank: staying[name]} if name in staying else _of_object(ranks, name)
-                value.load_rank_state_dicts(states)
+        with merge_call(self.strategy):
+            self.check_alike("restore")
+            objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **staying})
+            for name, value in objects.items():
+                if has_common_state(value):
+                    value.load_state_dict(common[name])
+            for name, value in objects.items():
+                if has_state_of_rank(value):
+                    states = {rank: staying[name]} if name in staying else _of_object(ranks, name)
+                    value.load_rank_state_dicts(states)
 
     def _objects_of(self, common: Mapping[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:
         """Those whose states are there; of the others each must be one that may be absent."""

@@ -129,33 +129,27 @@ class CheckpointManager:
         Raises: ValueError where optimizers, torch's schedulers or gradient scalers differ between ranks.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.save"):
-            return self._save(step, wait)
-
-    def _save(self, step: int | None, wait: bool) -> str:
-        began = time.monotonic()
-        communicator = self._communicator
-        if not self._role.saves:
-            return self.latest_checkpoint or self.directory
-        self.wait()
-        self.claim()
-        self.checkpoint.check_alike("save")
-        # Some states are collective.
-        with communicator.raising_together(), self._role.unchanging():
-            state = self.checkpoint.state_dict()
-        checkpoint, files = self._begin(step, state)
-        del state
-        if self._open is None:
-            self._saving = SavingOfRank(checkpoint, files, began, communicator)
-        else:
-            done = self._role.completed
-            self._saving = SavingOfAll(
-                checkpoint, files, began, communicator, self._open, self._keep, done
-            )
-        self._saving.start()
-        if wait:
+            began = time.monotonic()
+            if not self._role.saves:
+                return self.latest_checkpoint or self.directory
             self.wait()
-            self._snapshots.forget()
-        return checkpoint.path
+            self.claim()
+            self.checkpoint.check_alike("save")
+            # Some states are collective.
+            with self._communicator.raising_together(), self._role.unchanging():
+                state = self.checkpoint.state_dict()
+            checkpoint, files = self._begin(step, state)
+            del state
+            of_rank = checkpoint, files, began, self._communicator
+            if self._open is None:
+                self._saving = SavingOfRank(*of_rank)
+            else:
+                self._saving = SavingOfAll(*of_rank, self._open, self._keep, self._role.completed)
+            self._saving.start()
+            if wait:
+                self.wait()
+                self._snapshots.forget()
+            return checkpoint.path
 
     def _begin(
         self, step: int | None, state: Mapping[str, Any]
@@ -215,9 +209,8 @@ class CheckpointManager:
         pause = 0.001
         while True:
             progress = saving.progress()
-            reports: list[SavingProgress] = self._communicator.all_gather_object(
-                progress, label="whether a checkpoint is written"
-            )
+            label = "whether a checkpoint is written"
+            reports = self._communicator.all_gather_object(progress, label=label)
             if all(report.is_finished for report in reports):
                 return reports
             if not all(report.is_well for report in reports):
@@ -321,8 +314,7 @@ class CheckpointManager:
     @contextlib.contextmanager
     def _naming_rank(self, what: str) -> Iterator[None]:
         """As `RaisingOnAll`; an error about a file names its rank, too."""
-        rank = self._communicator.rank
-        with RaisingOnAll(self._communicator, what), on_rank(rank):
+        with RaisingOnAll(self._communicator, what), on_rank(self._communicator.rank):
             yield
 
     def _load(self, stored: StoredCheckpoint) -> dict[str, Any] | None:

@@ -15,11 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpistrat import arrays
-from mpistrat.checkpoint.replica_states import (
-    StatesOfReplicas,
-    replicas_of_rank,
-    schema_of_replicas,
-)
+from mpistrat.checkpoint.replica_states import StatesOfReplicas, local_replicas, schema_of_replicas
 from mpistrat.checkpoint.schema import Schema
 from mpistrat.reduce_op import VariableAggregation
 from mpistrat.variables.variable import SyncOnReadVariable, Variable
@@ -56,7 +52,7 @@ class _OfCopies(_OfVariable):
 
     def rank_state_dict(self) -> dict[str, Any]:
         copies = [component.state() for component in self._variable.values]
-        return {**replicas_of_rank(self._variable.strategy.extended), "copies": copies}
+        return {**local_replicas(self._variable.strategy.extended), "copies": copies}
 
     def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
         return schema_of_replicas(state, "copies", check_array)
@@ -108,10 +104,6 @@ def has_common_state(value: Any) -> bool:
 
 def has_state_of_rank(value: Any) -> bool:
     return _has(value, _OF_RANK)
-
-
-def stays_with_rank(value: Any) -> bool:
-    return getattr(value, "stays_with_rank", False) is True
 
 
 def _has(value: Any, methods: tuple[str, ...]) -> bool:

@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.checkpoint.replica_states import (
-    StatesOfReplicas,
-    replicas_of_rank,
-    schema_of_replicas,
-)
+from mpistrat.checkpoint.replica_states import StatesOfReplicas, local_replicas, schema_of_replicas
 from mpistrat.checkpoint.schema import Schema, check
 from mpistrat.input import generator_states
 
@@ -42,7 +38,7 @@ class RandomStates:
             torch_states = generators_of(extended.replicas, extended.num_local_replicas)
         version, words, gauss = random.getstate()  # 625 words, which would be long as JSON
         return {
-            **replicas_of_rank(extended),
+            **local_replicas(extended),
             "torch": torch_states,
             "device": extended.replicas.device_random_state,
             "python": (version, np.array(words, np.uint32), gauss),

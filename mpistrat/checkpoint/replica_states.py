@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mpistrat.replicas.strategy_extended import StrategyExtended
 
 
-def replicas_of_rank(extended: StrategyExtended) -> dict[str, int]:
+def local_replicas(extended: StrategyExtended) -> dict[str, int]:
     """What a rank's state says of its replicas, so that `StatesOfReplicas` finds them: part of the state."""
     return {
         "first_replica": extended.first_replica_id,
@@ -21,7 +21,7 @@ def replicas_of_rank(extended: StrategyExtended) -> dict[str, int]:
 
 
 def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> dict[str, Schema]:
-    """That of a rank's `state` with `replicas_of_rank` and, under `name`, one entry for each of its replicas."""
+    """That of a rank's `state` with `local_replicas` and, under `name`, one entry for each of its replicas."""
     first, count = state.get("first_replica"), state.get("replicas")
     least = first + count if type(first) is int and type(count) is int else 1
 

@@ -83,10 +83,6 @@ class Saving(abc.ABC):
         is_finished = self.finished.is_set()  # first: then the rest does not change any more
         return SavingProgress(is_finished, self.error is None, self.written, self.seconds)
 
-    def has_lost_a_rank(self) -> bool:
-        """Then the checkpoint cannot be completed."""
-        return self.communicator.contract.has_lost_a_rank()
-
     def _run(self) -> None:
         try:
             with on_rank(self.communicator.rank):
@@ -124,7 +120,7 @@ class SavingOfRank(Saving):
         """Rank 0 makes the folder: then one that was given up is not made again."""
         since = time.monotonic()
         while not os.path.isdir(self.checkpoint.folder):
-            if self.abandoned.is_set() or self.has_lost_a_rank():
+            if self.abandoned.is_set() or self.communicator.contract.has_lost_a_rank():
                 raise _Abandoned
             waited = time.monotonic() - since
             if waited > SECONDS_WITHOUT_PROGRESS:
@@ -167,12 +163,10 @@ class SavingOfAll(Saving):
         note, folder = self._note(rank), self.checkpoint.folder
         progress: Any = None
         since = time.monotonic()
-        while not os.path.exists(note):
-            if rank in self.heard:
-                break
+        while rank not in self.heard and not os.path.exists(note):
             if self.abandoned.is_set():
                 raise _Abandoned
-            if self.has_lost_a_rank():
+            if self.communicator.contract.has_lost_a_rank():  # it cannot be completed
                 self.directory.give_up(self.checkpoint)
                 raise _Abandoned
             now, seen = time.monotonic(), _sizes(folder)

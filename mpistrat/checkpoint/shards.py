@@ -217,8 +217,7 @@ class Assembly:
             return self._want(name, value, layout(path, value.shape, True))
         if arrays.is_torch(value) and (like := layout(path, tuple(value.shape), False)) is not None:
             part = value[_region(like).within(TensorRegion.whole(value.shape))]
-            local = part.to(like.device, copy=True)
-            return _as_part(local, like)
+            return _as_part(part.to(like.device, copy=True), like)
         return value
 
     def _want(self, name: str, stored: ShardedArray, like: Any) -> Any:
@@ -234,16 +233,14 @@ class Assembly:
 
     def _read(self, parts: Callable[[int], Mapping[str, Mapping[str, Any]]], ranks: int) -> None:
         """Read ranks' files, the likeliest first, until all is there."""
-        missing = self._missing()
         near = sorted(range(ranks), key=lambda saver: abs(saver * self._size - self._rank * ranks))
-        for saver in near:
-            if not missing:
-                return
+        savers = iter(near)
+        while missing := self._missing():
+            saver = next(savers, None)
+            if saver is None:
+                name, key = min(missing)
+                raise ValueError(f"no rank has saved all of {name}'s {key}")
             self._fill(missing, parts(saver))
-            missing = self._missing()
-        if missing:
-            name, key = min(missing)
-            raise ValueError(f"no rank has saved all of {name}'s {key}")
 
     def _missing(self) -> list[tuple[str, str]]:
         """Object and name of each tensor of which values are not there yet."""
@@ -355,9 +352,5 @@ def _as_part(local: Any, like: Any) -> Any:
         like.placements,
         run_check=False,
         shape=like.shape,
-        stride=_contiguous_strides(like.shape),
+        stride=tuple(math.prod(like.shape[i + 1 :]) for i in range(like.ndim)),  # contiguous
     )
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

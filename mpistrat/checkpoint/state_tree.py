@@ -127,8 +127,7 @@ def _encoded_of_torch(value: Any) -> Json | None:
     torch = sys.modules.get("torch")
     if torch is None:
         return None
-    kinds = {torch.Size: "size", torch.dtype: "dtype", torch.device: "device"}
-    kind = kinds.get(type(value))
+    kind = {torch.Size: "size", torch.dtype: "dtype", torch.device: "device"}.get(type(value))
     if kind is None:
         return None
     return {kind: list(value) if kind == "size" else str(value).removeprefix("torch.")}

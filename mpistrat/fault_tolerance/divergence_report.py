@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.errors import DivergenceError
-from mpistrat.fault_tolerance.difference import Difference, difference
+from mpistrat.fault_tolerance.difference import difference
 from mpistrat.fault_tolerance.digests import bits, describe, digest
 from mpistrat.fault_tolerance.mirrored_state import Key, MirroredThing, mirrored_state
 
@@ -129,9 +129,7 @@ def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
     reference = flats[copy].copy() if communicator.rank == root else np.empty_like(flats[0])
     communicator.broadcast(reference.view(np.uint8), root, label="one copy of what differs")
     found = [difference(flat, reference, like) for flat, like in zip(flats, things, strict=True)]
-    by_rank: list[list[Difference | None]] = communicator.all_gather_object(
-        found, label="differences from it"
-    )
+    by_rank = communicator.all_gather_object(found, label="differences from it")
     kind = copies._by_rank[root].descriptions[copy]
     return [
         f"{copies.name_of(rank, i)}: {each} on {copies.name_of(root, copy)} ({kind})"

@@ -35,18 +35,14 @@ def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
     found: dict[Key, MirroredThing] = {}
     modules = strategy.extended.modules.made
     if modules is not None:
-        found.update(_parameters(modules))
+        for index, slot, parameter in _slots(modules):
+            found[_PARAMETER, index] = MirroredThing(slot.name, [parameter])
         found.update(_buffers(modules))
         found.update(_optimizers(modules))
     for number, variable in sorted(strategy.extended.variables.mirrored.items()):
         copies = [component.read_value() for component in variable.values]
         found[_VARIABLE, number] = MirroredThing(f"variable {variable.name!r}", copies)
     return found
-
-
-def _parameters(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
-    for index, slot, parameter in _slots(modules):
-        yield (_PARAMETER, index), MirroredThing(slot.name, [parameter])
 
 
 def _slots(modules: StrategyModules) -> Iterator[tuple[int, ParameterSlot, Any]]:
@@ -62,24 +58,17 @@ def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
     from mpistrat.pytorch.virtual_replicas import copies_of_buffers
 
     slots = modules.registry.buffers
-    copies = copies_of_buffers(modules.parts.replicas, slots)
+    buffers = [*zip(slots, *copies_of_buffers(modules.parts.replicas, slots), strict=True)]
     # Batch norm does not count its writes to some of its buffers (`mpistrat.pytorch.modules.buffers.snapshot`).
-    written = {
-        slot.module
-        for buffers in copies
-        for slot, tensor in zip(slots, buffers, strict=True)
-        if slot.changed(tensor)
-    }
-    for index, slot in enumerate(slots):
-        tensors = [buffers[index] for buffers in copies]
+    written = {slot.module for slot, *tensors in buffers if any(map(slot.changed, tensors))}
+    for index, (slot, *tensors) in enumerate(buffers):
         if slot.module not in written and all(tensor is not None for tensor in tensors):
             yield (_BUFFER, index), MirroredThing(slot.name, tensors)
 
 
 def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
     slots = {id(p): (index, slot.name) for index, slot, p in _slots(modules)}
-    optimizers = sorted(modules.reducer.optimizers.items())
-    for number, optimizer in optimizers:
+    for number, optimizer in sorted(modules.reducer.optimizers.items()):
         name = type(optimizer).__name__ + (f" number {number + 1}" if number else "")
         for place, owner, state in _states_of(optimizer, slots):
             for key, value in state.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -69,39 +70,32 @@ class TerminationConfig:
 
 class _Defaults(NamedTuple):
     watcher: Callable[[], bool] | None
-    exit_code: int | None  # None: the program goes on
+    exit_fn: Callable[[], Any] | None  # None: the program goes on
     grace_period: float
 
 
 # As TensorFlow has them.
+_EXIT, _EXIT_OF_GCE = functools.partial(sys.exit, 42), functools.partial(sys.exit, 143)
 _DEFAULTS = {
-    PlatformDevice.INTERNAL_CPU: _Defaults(None, 42, 0),
-    PlatformDevice.INTERNAL_GPU: _Defaults(None, 42, 0),
+    PlatformDevice.INTERNAL_CPU: _Defaults(None, _EXIT, 0),
+    PlatformDevice.INTERNAL_GPU: _Defaults(None, _EXIT, 0),
     PlatformDevice.INTERNAL_TPU: _Defaults(None, None, 0),
-    PlatformDevice.GCE_CPU: _Defaults(maintenance_is_near, 143, 0),
-    PlatformDevice.GCE_GPU: _Defaults(maintenance_is_near, 143, 3600),
-    PlatformDevice.GCE_TPU: _Defaults(maintenance_is_near, 143, 0),
+    PlatformDevice.GCE_CPU: _Defaults(maintenance_is_near, _EXIT_OF_GCE, 0),
+    PlatformDevice.GCE_GPU: _Defaults(maintenance_is_near, _EXIT_OF_GCE, 3600),
+    PlatformDevice.GCE_TPU: _Defaults(maintenance_is_near, _EXIT_OF_GCE, 0),
 }
 
 
 def completed(config: TerminationConfig | None, platform: PlatformDevice) -> TerminationConfig:
     """`config` with the defaults of `platform` for what is None."""
     config = config or TerminationConfig()
-    watcher, exit_code, grace_period = _DEFAULTS[platform]
+    watcher, exit_fn, grace_period = _DEFAULTS[platform]
     return dataclasses.replace(
         config,
         termination_watcher_fn=config.termination_watcher_fn or watcher,
-        exit_fn=config.exit_fn or _exit_with(exit_code),
+        exit_fn=config.exit_fn or exit_fn,
         grace_period=grace_period if config.grace_period is None else config.grace_period,
     )
-
-
-def _exit_with(code: int | None) -> Callable[[], None]:
-    def leave() -> None:
-        if code is not None:
-            sys.exit(code)
-
-    return leave
 
 
 def _number(name: str | int) -> int:
