@@ -120,13 +120,9 @@ def _check_names(files: Mapping[str, Any], ranks: int) -> None:
     missing = needed - files.keys()
     if missing:
         raise ValueError(f"of {ranks} ranks there is no {min(missing)}")
-    of_ranks = {
-        prefix(rank) + suffix
-        for rank in range(ranks)
-        for prefix in (of_rank, parts_of)
-        for suffix in (".json", ARRAYS)
-    }
-    for name in files.keys() - {STATE} - of_ranks:
+    of_ranks = {prefix(rank) for rank in range(ranks) for prefix in (of_rank, parts_of)}
+    for name in files.keys() - {STATE}:
         stem, suffix = os.path.splitext(name)
-        if suffix != ARRAYS or not stem.isidentifier():
+        is_of_object = suffix == ARRAYS and stem.isidentifier()
+        if not is_of_object and (stem not in of_ranks or suffix not in (".json", ARRAYS)):
             raise ValueError(f"{name!r:.80} is no file of a checkpoint")

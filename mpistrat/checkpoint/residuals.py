@@ -53,9 +53,5 @@ class Residuals:
         some = state_of_some_rank(states, rank)
         if mirroring is None or not some:
             return
-        taken = [
-            state
-            for saver, state in states.items()
-            if saver == rank or (rank == 0 and saver >= size)
-        ]
-        mirroring.reducer.hold_back(some, taken)
+        savers = [saver for saver in states if saver == rank or (rank == 0 and saver >= size)]
+        mirroring.reducer.hold_back(some, [states[saver] for saver in savers])

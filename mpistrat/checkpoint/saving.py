@@ -26,7 +26,6 @@ from mpistrat.communicators import Communicator
 
 SECONDS_WITHOUT_PROGRESS = 300.0
 _SECONDS_BETWEEN_LOOKS = 0.005, 0.25
-_WRITTEN = "written-by-rank-"
 
 Written = Mapping[str, tuple[int, int]]
 # By name, what is written one after the other; it may be made when it is asked for, on the thread that writes.
@@ -110,7 +109,7 @@ class Saving(abc.ABC):
         """This rank's files are on disk."""
 
     def _note(self, rank: int) -> str:
-        return os.path.join(self.checkpoint.folder, f"{_WRITTEN}{rank}")
+        return os.path.join(self.checkpoint.folder, f"written-by-rank-{rank}")
 
 
 class SavingOfRank(Saving):

@@ -188,7 +188,7 @@ def parse(content: np.ndarray) -> dict[str, StoredArray]:
     check(entries, _ENTRIES, "its header")
     foreign = parsed(metadata.get(_FOREIGN, "{}").encode())
     check(foreign, {str: _foreign}, _FOREIGN)
-    end = 0
+    stored, end = {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         begin, size = end, math.prod(entry["shape"]) * _BYTES[entry["dtype"]]
         end += size
@@ -196,14 +196,10 @@ def parse(content: np.ndarray) -> dict[str, StoredArray]:
             raise ValueError(
                 f"{name!r:.80} is at {entry['data_offsets']}: byte {begin} follows, and it has {size} bytes"
             )
+        dtype, shape = foreign.get(name) or (_DTYPES[entry["dtype"]], entry["shape"])
+        stored[name] = StoredArray(dtype, tuple(shape), content[start + begin : start + end])
     if start + end != len(content):
         raise ValueError(f"its arrays end at byte {start + end} of {len(content)}")
-    stored = {}
-    for name, entry in entries.items():
-        first, end = entry["data_offsets"]
-        data = content[start + first : start + end]
-        dtype, shape = foreign.get(name) or (_DTYPES[entry["dtype"]], entry["shape"])
-        stored[name] = StoredArray(dtype, tuple(shape), data)
     return stored
 
 

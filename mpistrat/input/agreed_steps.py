@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +26,28 @@ _FAILED = _NEVER = 1 << 30
 _STEPS_READ_AHEAD = 4
 
 
+@dataclass
+class IteratorProgress:
+    """How far an iterator has come: what a state is made of.
+
+    The dataset keeps it in place of the iterator. If each kept the other alive, an iteration that is left early would
+    leave a DataLoader's workers to the garbage collector, which ends their queues before it waits for them: 5 s.
+    """
+
+    epoch: int
+    steps: int = 0  # that were handed out
+    position: Any = None  # where the last of them has left the reader
+    unread: dict[str, Any] | None = None  # the state before a step was read that nobody has yet
+    ended: bool = False
+
+    def begin(self, epoch: int, steps: int) -> None:
+        self.epoch, self.steps = epoch, steps
+        self.position = self.unread = None
+        self.ended = False
+
+
 class AgreedSteps(Iterator[ReplicaPieces]):
-    """The steps of an epoch from number `start` on, as long as any rank has data (`partial`), or all ranks have.
+    """The steps of an epoch after those of `progress`, as long as any rank has data (`partial`), or all ranks have.
 
     Ranks that may have different numbers of steps ask each other at the first, and then when no rank is known to have
     another, unless all know how many theirs are. Every rank must go through it, inside `raising_together`.
@@ -40,21 +60,20 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         extended: StrategyExtended,
         options: InputOptions,
         partial: bool,
-        epoch: int,
-        start: int,
+        progress: IteratorProgress,
     ) -> None:
         self._reader, self._communicator = reader, extended.communicator
         self._num_local_replicas = extended.num_local_replicas
         self._partial = partial
         self._asks_nobody = reader.ends_together or self._communicator.size == 1
-        self._source: Iterator[ReplicaPieces] = reader.steps(epoch, start)
+        self._source: Iterator[ReplicaPieces] = reader.steps(progress.epoch, progress.steps)
         if reader.reads_ahead:
             if not self._asks_nobody:
                 self._source = knowing_what_follows(self._source)
             depth = max(options.experimental_per_replica_buffer_size, _STEPS_READ_AHEAD)
             self._source = Prefetcher(self._source, depth)
         self._position: Any = None  # where the last step has left the reader
-        self._steps_done = start
+        self._steps_done = progress.steps
         self._steps_left: int | None = None  # None: not known
         self._sure = 0  # steps that some rank has
         self._has_asked = False

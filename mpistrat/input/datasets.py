@@ -129,11 +129,9 @@ class BatchedDataset(_Batching):
     def fetch(self, indices: list[int]) -> Any:
         """The examples `indices`, one or more, of which `collate` makes a batch."""
         if self.of_arrays:
-            first, last = indices[0], indices[-1]
             # Consecutive examples are not copied.
-            where: Any = (
-                slice(first, last + 1) if indices == list(range(first, last + 1)) else indices
-            )
+            span = range(indices[0], indices[-1] + 1)
+            where: Any = slice(span.start, span.stop) if indices == [*span] else indices
             return nest.map_structure(lambda leaf: leaf[where], self._dataset)
         return fetch(self._dataset, indices)
 

@@ -13,7 +13,7 @@ from mpistrat import nest
 from mpistrat.arrays import gradients_are_on
 from mpistrat.context import require_iteration
 from mpistrat.errors import OutOfRangeError
-from mpistrat.input.agreed_steps import AgreedSteps
+from mpistrat.input.agreed_steps import AgreedSteps, IteratorProgress
 from mpistrat.input.batches import spec_of
 from mpistrat.input.device_copies import DeviceCopies
 from mpistrat.input.element_spec import PerReplicaSpec
@@ -26,26 +26,6 @@ from mpistrat.values import regroup
 
 if TYPE_CHECKING:
     from mpistrat.replicas.strategy_extended import StrategyExtended
-
-
-@dataclass
-class IteratorProgress:
-    """How far an iterator has come: what a state is made of.
-
-    The dataset keeps it in place of the iterator. If each kept the other alive, an iteration that is left early would
-    leave a DataLoader's workers to the garbage collector, which ends their queues before it waits for them: 5 s.
-    """
-
-    epoch: int
-    steps: int = 0  # that were handed out
-    position: Any = None  # where the last of them has left the reader
-    unread: dict[str, Any] | None = None  # the state before a step was read that nobody has yet
-    ended: bool = False
-
-    def begin(self, epoch: int, steps: int) -> None:
-        self.epoch, self.steps = epoch, steps
-        self.position = self.unread = None
-        self.ended = False
 
 
 @dataclass
@@ -350,12 +330,7 @@ class DistributedIterator(Iterator[Any]):
         with self._together:
             if self._steps is None:
                 self._steps = AgreedSteps(
-                    dataset._reader,
-                    self._extended,
-                    dataset._options,
-                    dataset.partial,
-                    progress.epoch,
-                    progress.steps,
+                    dataset._reader, self._extended, dataset._options, dataset.partial, progress
                 )
             step = next(self._steps, None)
             if step is None:

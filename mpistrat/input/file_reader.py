@@ -6,20 +6,16 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mpistrat.communicators import Communicator
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.input import splitting
 from mpistrat.input.datasets import FileDataset
 from mpistrat.input.dropped_examples import DroppedExamples
 from mpistrat.input.readers import Reader
-from mpistrat.input.splitting import (
-    Lists,
-    ReplicaPieces,
-    pieces_of_each,
-    pieces_of_examples,
-    steps_of_stream,
-)
+from mpistrat.input.splitting import Lists, ReplicaPieces
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 
@@ -48,17 +44,10 @@ class _FilePosition:
     finished: int = 0
     count: int = 0
 
-    @property
-    def done(self) -> list[int]:
-        return self.files[: self.finished]
-
-    @property
-    def partly(self) -> dict[int, int]:
-        return {self.files[self.finished]: self.count} if self.count else {}
-
-    @property
-    def left(self) -> list[int]:
-        return self.files[self.finished :]
+    def progress(self) -> tuple[list[int], dict[int, int], list[int]]:
+        """The files that are read whole, how many examples of another, and the files that are left, that one too."""
+        left = self.files[self.finished :]
+        return self.files[: self.finished], {left[0]: self.count} if self.count else {}, left
 
 
 class FileReader(Reader):
@@ -95,18 +84,15 @@ class FileReader(Reader):
             files = restart.left[share.worker]
         place = _FilePosition(restart, files)
         examples = self._examples(place)
+        pieces_of = partial(splitting.pieces_of_examples, examples, drop_last=dataset.drop_last)
         if self._splits_each:
-            batches = pieces_of_examples(
-                examples, [dataset.batch_size], drop_last=dataset.drop_last
-            )
-            pieces = pieces_of_each(batches, Lists(), share.pieces, share.num_replicas)
-            steps: Iterator[ReplicaPieces] = iter(pieces)
+            batches = pieces_of([dataset.batch_size])
+            steps = splitting.pieces_of_each(batches, Lists(), share.pieces, share.num_replicas)
         else:
             sizes = share.sizes(dataset.batch_size)
             begun = start * share.replicas_per_worker % len(sizes) if self._by_file else 0
             sizes = sizes[begun:] + sizes[:begun]
-            kept = pieces_of_examples(examples, sizes, drop_last=dataset.drop_last)
-            steps = steps_of_stream(kept, share, drop_last=dataset.drop_last)
+            steps = splitting.steps_of_stream(pieces_of(sizes), share, drop_last=dataset.drop_last)
         if not self._by_file:
             steps = itertools.islice(steps, start, None)
         collate = self.dropped or dataset.collate
@@ -128,7 +114,7 @@ class FileReader(Reader):
         """By file, so that other ranks can go on, each with other files."""
         if not self._by_file:
             return {}
-        progress = None if position is None else (position.done, position.partly, position.left)
+        progress = None if position is None else position.progress()
         by_rank = communicator.all_gather_object((self._share.worker, progress), label="files read")
         restart = self._restart if position is None else position.restart
         finished, partly, left = set(restart.finished), dict(restart.partly), dict(restart.left)

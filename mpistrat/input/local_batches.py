@@ -7,17 +7,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpistrat.communicators import Communicator
-from mpistrat.input.readers import (
-    UNKNOWN_CARDINALITY,
-    FunctionReader,
-    check_all_have_some,
-    length_of,
-)
+from mpistrat.input import readers
 from mpistrat.input.splitting import ReplicaPieces
 from mpistrat.machine.notices import tell
 
 
-class LocalReader(FunctionReader):
+class LocalReader(readers.FunctionReader):
     """Of an iterable that gives this rank's part: it is read as it is, until the shortest rank's ends.
 
     Made by every rank: they tell each other how many steps they have. Where one cannot know, they ask each other at
@@ -28,14 +23,14 @@ class LocalReader(FunctionReader):
         self, batches: Iterable[Any], num_replicas: int, communicator: Communicator
     ) -> None:
         super().__init__([batches], num_replicas)
-        length = length_of(batches)
-        steps = None if length == UNKNOWN_CARDINALITY else length // num_replicas
+        length = readers.length_of(batches)
+        steps = None if length == readers.UNKNOWN_CARDINALITY else length // num_replicas
         self._rank, self._has_spoken = communicator.rank, False
         by_rank = communicator.all_gather_object(steps, label="steps of local batches")
         self._steps = None if None in by_rank else min(by_rank)
         self.steps_agreed = self._steps is not None
         if self.steps_agreed:
-            check_all_have_some(by_rank)
+            readers.check_all_have_some(by_rank)
             self._tell([f"rank {rank}: {steps}" for rank, steps in enumerate(by_rank)], by_rank)
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:

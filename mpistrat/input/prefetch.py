@@ -28,13 +28,12 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._ended = False
         for _ in range(depth):
             self._room.put(True)
-        thread = threading.Thread(
+        threading.Thread(
             target=_make,
             args=(iterator, self._made, self._room, default_device()),
             name="mpistrat input",
             daemon=True,
-        )
-        thread.start()
+        ).start()
 
     def __next__(self) -> T:
         if self._ended:

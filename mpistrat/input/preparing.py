@@ -18,8 +18,7 @@ def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) 
     extended = strategy.extended
     with extended.communicator.raising_together():
         are_batches = [_are_batches(value, strategy) for value in objects]
-        modules, optimizers = _of_torch(objects)
-        new = _new_modules(strategy, modules, optimizers)
+        new = _new_modules(strategy, objects)
     if new:
         extended.modules.get().mirror(new)
     if "torch" in sys.modules:
@@ -40,10 +39,13 @@ def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) 
     ]
 
 
-def _new_modules(
-    strategy: AnyStrategy, modules: Sequence[Any], optimizers: Sequence[Any]
-) -> list[Any]:
+def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
     """The modules that are to be mirrored. Raises: ValueError: an optimizer has parameters of none."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    modules = [value for value in objects if isinstance(value, torch.nn.Module)]
+    optimizers = [value for value in objects if isinstance(value, torch.optim.Optimizer)]
     if not modules and not optimizers:
         return []
     from mpistrat.pytorch.modules.preparing import check_optimizers, not_mirrored
@@ -51,15 +53,6 @@ def _new_modules(
     owner = strategy.extended.modules.get()
     check_optimizers(owner, optimizers, modules)
     return not_mirrored(owner, modules)
-
-
-def _of_torch(objects: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Torch modules, and optimizers."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return [], []
-    modules = [value for value in objects if isinstance(value, torch.nn.Module)]
-    return modules, [value for value in objects if isinstance(value, torch.optim.Optimizer)]
 
 
 def _are_batches(value: Any, strategy: AnyStrategy) -> bool:

@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING, Any
 from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator
 from mpistrat.errors import NotFoundError
+from mpistrat.input import splitting
 from mpistrat.input.batches import Batches
 from mpistrat.input.datasets import BatchedDataset
 from mpistrat.input.dropped_examples import DroppedExamples, batch_of_one
-from mpistrat.input.splitting import (
-    MISSING,
-    Kind,
-    Lists,
-    ReplicaPieces,
-    pieces_of_each,
-    pieces_of_stream,
-    steps_of_stream,
-)
+from mpistrat.input.splitting import MISSING, Kind, Lists, ReplicaPieces
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
@@ -185,12 +178,12 @@ class GlobalReader(Reader):
         if self._policy in SHARED or self.batch_size is None or n == 1:
             if not self._reads_all:
                 batches = itertools.islice(batches, start, None)
-                return pieces_of_each(batches, kind, share.pieces, n)
-            all_pieces = pieces_of_each(batches, kind, range(n), n)
+                return splitting.pieces_of_each(batches, kind, share.pieces, n)
+            all_pieces = splitting.pieces_of_each(batches, kind, range(n), n)
             pieces: Iterator[Any] = itertools.chain.from_iterable(all_pieces)
         else:
-            pieces = pieces_of_stream(batches, kind, share.sizes(self.batch_size))
-        return itertools.islice(steps_of_stream(pieces, share), start, None)
+            pieces = splitting.pieces_of_stream(batches, kind, share.sizes(self.batch_size))
+        return itertools.islice(splitting.steps_of_stream(pieces, share), start, None)
 
 
 class IndexReader(GlobalReader):

@@ -22,19 +22,12 @@ import torch.utils.data as data
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from mpistrat.communicators import Communicator
+from mpistrat.input import readers
 from mpistrat.input.batches import collate
 from mpistrat.input.datasets import fetch
 from mpistrat.input.dropped_examples import DroppedExamples, batch_of, batch_of_one
 from mpistrat.input.random_state import RandomState, samplers_of
-from mpistrat.input.readers import (
-    SHARED,
-    GlobalReader,
-    Restartable,
-    check_alike,
-    length_of,
-    number_of,
-    set_epoch,
-)
+from mpistrat.input.readers import GlobalReader, Restartable
 from mpistrat.input.splitting import Lists, ReplicaPieces
 from mpistrat.input.worker_processes import WorkerInit, guarded, starting_workers, worker_context
 from mpistrat.machine.notices import tell
@@ -153,7 +146,7 @@ class WholeLoader(Restartable):
         """Of all parts; but a DistributedSampler whose epoch the program has set is left to it."""
         for part in _parts_of(self._loader):
             if id(part) not in self._known_epochs:
-                set_epoch(part, epoch)
+                readers.set_epoch(part, epoch)
             elif part.epoch == self._known_epochs[id(part)]:
                 part.set_epoch(epoch)
                 self._known_epochs[id(part)] = epoch
@@ -279,11 +272,11 @@ class LoaderReader(GlobalReader):
         self._loader: data.DataLoader[Any] | None = None
         self._fetch = functools.partial(fetch, loader.dataset)
         self._collate = loader.collate_fn
-        self._may_drop = policy in SHARED and loader.collate_fn not in _OF_ALL_EXAMPLES
+        self._may_drop = policy in readers.SHARED and loader.collate_fn not in _OF_ALL_EXAMPLES
         self._template: Any = None
         self._random = RandomState(loader)
         self._batch_sampler = cast("Iterable[Any]", loader.batch_sampler)
-        self.batch_size = loader.batch_size or number_of(loader.batch_sampler, "batch_size")
+        self.batch_size = loader.batch_size or readers.number_of(loader.batch_sampler, "batch_size")
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
         self._steps_of((), Lists(), 0)  # raises for what cannot be
 
@@ -292,7 +285,7 @@ class LoaderReader(GlobalReader):
         if self.ends_together:
             self._agree()  # before there are workers: an error would end them while they start
         for part in _parts_of(self._user):
-            set_epoch(part, epoch)
+            readers.set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
             # In the order of the pieces, for `_Pieces.read` goes with them.
             how = {"batch_sampler": _Pieces(), "collate_fn": self._collate, "in_order": True}
@@ -375,15 +368,15 @@ class LoaderReader(GlobalReader):
     def _agree(self) -> None:
         """Compare the lengths of the datasets. All ranks count the examples that came, if one of them has to."""
         by_rank = self._communicator.all_gather_object(
-            (length_of(self._user.dataset), self._may_drop), label=_SAMPLER
+            (readers.length_of(self._user.dataset), self._may_drop), label=_SAMPLER
         )
         lengths, may_drop = zip(*by_rank, strict=True)
-        check_alike("examples", lengths)
+        readers.check_alike("examples", lengths)
         if self.dropped is None and True in may_drop:
             self._collate = self.dropped = DroppedExamples(self._user.collate_fn)
 
     def cardinality(self) -> int:
-        return length_of(self._user)
+        return readers.length_of(self._user)
 
     def template(self) -> Any:
         if self._template is None and self._loader is not None:
