@@ -118,10 +118,10 @@ class Checkpoint:
         Raises: KeyError when the state of an object is missing; what an object's `load_state_dict` raises; ValueError
             on all ranks, before anything is loaded, where an optimizer has other parameters on another rank.
         """
-        common, ranks, staying = state["common"], state["ranks"], state.get("own", {})
-        rank = self.strategy.extended.communicator.rank
         with merge_call(self.strategy):
             self.check_alike("restore")
+            common, ranks, staying = state["common"], state["ranks"], state.get("own", {})
+            rank = self.strategy.extended.communicator.rank
             objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **staying})
             for name, value in objects.items():
                 if has_common_state(value):
