@@ -106,11 +106,8 @@ def anonymous_file() -> int:
 
 
 def _opened(path: str, nbytes: int) -> np.ndarray:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return mapped(descriptor, nbytes)
-    finally:
-        os.close(descriptor)
+    with open(path, "r+b", buffering=0) as file:
+        return mapped(file.fileno(), nbytes)
 
 
 def mapped(descriptor: int, nbytes: int, *, counted: int = 0, private: bool = False) -> np.ndarray:
