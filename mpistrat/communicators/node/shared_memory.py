@@ -106,8 +106,11 @@ def anonymous_file() -> int:
 
 
 def _opened(path: str, nbytes: int) -> np.ndarray:
-    with open(path, "r+b", buffering=0) as file:
-        return mapped(file.fileno(), nbytes)
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mapped(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
 
 
 def mapped(descriptor: int, nbytes: int, *, counted: int = 0, private: bool = False) -> np.ndarray:
