@@ -52,13 +52,8 @@ def map_structure(fn: Callable[[Any], Any], structure: Any) -> Any:
     """`structure` with `fn` applied to every leaf, in the order of `flatten`."""
     if not is_structure(structure):
         return fn(structure)
-    if not isinstance(structure, Mapping):
-        return rebuild(
-            structure,
-            [map_structure(fn, child) if is_structure(child) else fn(child) for child in structure],
-        )
-    mapped = {key: map_structure(fn, structure[key]) for key in sorted_keys(structure)}
-    return rebuild(structure, [mapped[key] for key in structure])
+    leaves, _, arrange = take_apart(structure)
+    return arrange([fn(leaf) for leaf in leaves])
 
 
 def leaves(structure: Any) -> Iterator[Any]:

@@ -79,25 +79,20 @@ class CommunicationOptions:
             raise TypeError(f"bytes_per_pack must be an integer, got {self.bytes_per_pack!r:.60}")
         if self.bytes_per_pack < 0:
             raise ValueError(f"bytes_per_pack must be >= 0, got {self.bytes_per_pack}")
-        if isinstance(self.timeout_seconds, bool) or not isinstance(
-            self.timeout_seconds, (int, float, type(None))
-        ):
-            raise TypeError(
-                f"timeout_seconds must be a number or None, got {self.timeout_seconds!r:.60}"
-            )
-        if self.timeout_seconds is not None and not self.timeout_seconds >= 0:
-            raise ValueError(f"timeout_seconds must be >= 0, got {self.timeout_seconds}")
+        seconds, wire_format = self.timeout_seconds, self.wire_format
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float, type(None))):
+            raise TypeError(f"timeout_seconds must be a number or None, got {seconds!r:.60}")
+        if seconds is not None and not seconds >= 0:
+            raise ValueError(f"timeout_seconds must be >= 0, got {seconds}")
         implementation = _member(CommunicationImplementation, self.implementation, "implementation")
         object.__setattr__(self, "implementation", implementation)
         if not isinstance(self.overlap, (bool, type(None))):
             raise TypeError(f"overlap must be True, False or None, got {self.overlap!r:.60}")
         if self.wire_dtype is not None:
             object.__setattr__(self, "wire_dtype", self._name_of_wire_dtype())
-        if self.wire_format is not None and not callable(
-            getattr(self.wire_format, "combine", None)
-        ):
+        if wire_format is not None and not callable(getattr(wire_format, "combine", None)):
             raise TypeError(
-                f"wire_format must have a method combine(communicator, values, residual), got {self.wire_format!r:.60}"
+                f"wire_format must have a method combine(communicator, values, residual), got {wire_format!r:.60}"
             )
 
     def _name_of_wire_dtype(self) -> str:

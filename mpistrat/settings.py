@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
@@ -65,7 +64,7 @@ def _bytes_of_megabytes(text: str) -> float:
     megabytes = float(text)
     if not megabytes >= 0:
         raise ValueError
-    return math.inf if math.isinf(megabytes) else megabytes * 1e6
+    return megabytes * 1e6
 
 
 def _is_raise(text: str) -> bool:

@@ -28,12 +28,10 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("rank", "size"):
             object.__setattr__(self, name, _as_int(name, getattr(self, name)))
-        nodes = tuple(
-            _as_int("node_of_rank", node)
-            for node in _as_sequence("node_of_rank", self.node_of_rank)
-        )
+        nodes = _as_sequence("node_of_rank", self.node_of_rank)
+        nodes = tuple(_as_int("node_of_rank", node) for node in nodes)
         object.__setattr__(self, "node_of_rank", nodes)
-        object.__setattr__(self, "hosts", tuple(_as_sequence("hosts", self.hosts)))
+        object.__setattr__(self, "hosts", _as_sequence("hosts", self.hosts))
         if self.size < 1:
             raise ValueError(f"Topology: size={self.size}, expected at least 1")
         if not 0 <= self.rank < self.size:
@@ -119,11 +117,10 @@ class Topology:
     @classmethod
     def from_hosts(cls, rank: int, hosts_of_ranks: Sequence[str], launcher: str) -> Topology:
         """Ranks on the same host are on the same node: ["n9", "n10", "n9"] is node_of_rank (0, 1, 0)."""
-        hosts_of_ranks = tuple(_as_sequence("hosts_of_ranks", hosts_of_ranks))
-        hosts = tuple(dict.fromkeys(hosts_of_ranks))
-        number = {host: node for node, host in enumerate(hosts)}
-        nodes = tuple(number[host] for host in hosts_of_ranks)
-        return cls(rank, len(nodes), nodes, hosts, launcher)
+        hosts_of_ranks = _as_sequence("hosts_of_ranks", hosts_of_ranks)
+        lowest: dict[str, int] = {}
+        leaders = [lowest.setdefault(host, i) for i, host in enumerate(hosts_of_ranks)]
+        return cls.from_lowest_ranks(rank, leaders, hosts_of_ranks, launcher)
 
     @classmethod
     def from_lowest_ranks(

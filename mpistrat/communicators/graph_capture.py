@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
@@ -19,9 +20,7 @@ _EXCHANGES = (
 
 def is_capturing(buffer: Array) -> bool:
     """Whether the current stream of the buffer's device captures a graph."""
-    if not is_torch(buffer) or buffer.is_cpu:
-        return False
-    return bool(_question_of(buffer.device.type)())
+    return is_torch(buffer) and not buffer.is_cpu and bool(_question_of(buffer.device.type)())
 
 
 @functools.cache
@@ -45,7 +44,5 @@ def let_this_thread_query_events() -> None:
     """While a thread captures a graph, CUDA lets others query events only if they have said that they know of it."""
     mode = ctypes.c_int(_RELAXED)
     for library, function in _EXCHANGES:
-        try:
+        with contextlib.suppress(OSError, AttributeError):  # not this kind of accelerator
             getattr(ctypes.CDLL(library), function)(ctypes.byref(mode))
-        except (OSError, AttributeError):  # not this kind of accelerator
-            continue

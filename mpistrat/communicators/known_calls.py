@@ -118,19 +118,16 @@ def _check(call: str, operands: Operands, agreed: Agreed, size: int) -> None:
 def words_of(call: str, operands: Operands, agreed: Agreed) -> tuple[Any, ...]:
     """The words of a call's signature."""
     op, buffer = agreed[0], operands.buffer
-    words: list[Any] = [call]
-    if op:
-        words.append(op)
+    words: list[Any] = [call, op] if op else [call]
     if call in ("reduce", "broadcast"):
         words.append(operands.root)
-    words.append(kind_of(buffer))
     if call == "all_gather":
-        words.append(f"{buffer.ndim} dimensions")
+        shape: Any = f"{buffer.ndim} dimensions"
     elif call == "all_to_all":
-        words.append(f"rows of {tuple(buffer.shape[1:])}")
+        shape = f"rows of {tuple(buffer.shape[1:])}"
     else:
-        words.append(tuple(buffer.shape))
-    return *words, *words_of_label(agreed)
+        shape = tuple(buffer.shape)
+    return *words, kind_of(buffer), shape, *words_of_label(agreed)
 
 
 def words_of_label(agreed: Agreed) -> tuple[str, ...]:

@@ -39,9 +39,8 @@ class LocalCommunicator(Communicator):
         check_reduction(reduction.op, reduction.scale, buffer)
         if out is not None:
             out[...] = buffer
-        factor = reduction.scale
-        if factor is not None:
-            target *= factor
+        if reduction.scale is not None:
+            target *= reduction.scale
 
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM

@@ -41,11 +41,7 @@ class RecycledBuffers:
 
     def like(self, array: Array) -> Array:
         """An array of the shape and dtype of `array`, a C-contiguous NumPy array or CPU tensor."""
-        if array.nbytes >= SMALLEST:
-            return self.empty(array.shape, array.dtype)
-        if isinstance(array, np.ndarray):
-            return np.empty_like(array)
-        return sys.modules["torch"].empty_like(array)
+        return self.empty(array.shape, array.dtype)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         """A C-contiguous NumPy array, or a CPU tensor, whose dtype it is. Arrays made of it keep its memory in use."""

@@ -66,8 +66,6 @@ class Contract(Unchecked):
         self.check = check
         self.timeline = timeline
         self.parts: list[Contract] = []
-        self.calls = self.agreed = 0
-        self.waiting_in = None
         self._mpi = mpi
         self._record = self.watch.record
         self._board = self.watch.slot

@@ -102,17 +102,14 @@ class Costs:
             return [max(floor, UNMEASURED)]
         found: list[float] = []
         smaller = 0
-        for size, this, that in zip(
-            self.sizes, self.seconds[way], self.seconds[other], strict=False
-        ):
+        times = self.seconds[way], self.seconds[other]
+        for size, this, that in zip(self.sizes, *times, strict=False):
             if (this <= that) == (len(found) % 2 == 0):
                 found.append(max(floor, math.sqrt(smaller * size)))
             smaller = size
-        later = (
-            self.routes[way].cheaper_from(self.routes[other])
-            if smaller < self.sizes[-1]
-            else math.inf
-        )
+        later = math.inf
+        if smaller < self.sizes[-1]:
+            later = self.routes[way].cheaper_from(self.routes[other])
         if self.jobs < ENOUGH:
             later = min(later, self.sizes[-1])
         if len(found) % 2 == 0 and later < math.inf:
@@ -130,10 +127,9 @@ class Costs:
             return "once something large has been combined"
         starts = [f"from {border:.0f} " for border in borders[::2] if border < math.inf]
         ends = [f"to {border:.0f} bytes" for border in borders[1::2]]
-        ranges = map("".join, itertools.zip_longest(starts, ends, fillvalue="bytes on"))
-        return (
-            f"{' and '.join(ranges) or 'never'}; of S bytes an all-reduce takes\n{self.explain()}"
-        )
+        pairs = itertools.zip_longest(starts, ends, fillvalue="bytes on")
+        ranges = " and ".join(map("".join, pairs)) or "never"
+        return f"{ranges}; of S bytes an all-reduce takes\n{self.explain()}"
 
 
 NOT_MEASURED = Costs()
@@ -351,19 +347,15 @@ def _joined(
 def _fitted(observations: Sequence[Observation], key: dict[str, Any], origin: str) -> Costs:
     """Lines through the least times."""
     least, sizes = least_of(observations), key["memory"][1:]
-    few = max(
-        2, sum(size <= SIZES[-1] for size in sizes)
-    )  # one line does not fit caches and memory
+    # One line does not fit caches and memory.
+    few = max(2, sum(size <= SIZES[-1] for size in sizes))
     lines = {way: fitted(sizes[: len(times)][:few], times[:few]) for way, times in least.items()}
     return Costs(lines, origin, jobs=len(observations), sizes=sizes, seconds=least)
 
 
 def _limit(key: dict[str, Any]) -> float:
-    return (
-        deadlines.RANK_MEASURES_ON_NODE
-        if len(key["ranks_of_nodes"]) == 1
-        else deadlines.RANK_MEASURES_BETWEEN_NODES
-    )
+    one_node = len(key["ranks_of_nodes"]) == 1
+    return deadlines.RANK_MEASURES_ON_NODE if one_node else deadlines.RANK_MEASURES_BETWEEN_NODES
 
 
 def _read(kept: Sequence[Observation], key: dict[str, Any]) -> str:

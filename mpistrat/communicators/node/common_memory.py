@@ -76,13 +76,9 @@ class View:
     def written(self) -> np.ndarray:
         """Which pages were written here, as booleans."""
         pages = len(self.memory) // PAGE
-        descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            entries = np.frombuffer(
-                os.pread(descriptor, 8 * pages, 8 * (self.address // PAGE)), np.uint64
-            )
-        finally:
-            os.close(descriptor)
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            pagemap.seek(8 * (self.address // PAGE))
+            entries = np.frombuffer(pagemap.read(8 * pages), np.uint64)
         return ((entries & _PRESENT_OR_SWAPPED) != 0) & ((entries & _OF_FILE) == 0)
 
     def renew(self, pages: np.ndarray) -> None:
@@ -124,14 +120,13 @@ class CommonMemory:
         blocks: Blocks,
         across: Callable[[Array], None] | None,
     ) -> None:
-        rank = blocks.rank
         self.first, self.end = bounds
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor).atexit = False
         self.shared = mapped(descriptor, nbytes, counted=self.end - self.first)
         self.contributions = contributions
         self._blocks, self._across = blocks, across
-        self.contribution = contributions[rank] if contributions else None
+        self.contribution = contributions[blocks.rank] if contributions else None
 
     @staticmethod
     def make(

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 class NodeMemory:
-    """The interface; ranks that share no memory have this one. Every method is collective."""
+    """The interface; ranks that share no memory have this one. Every method is collective.
 
-    @property
-    def window_capacity(self) -> int:
-        """Up to so many bytes `window_buffer` is not collective, for all ranks have the window."""
-        return 0
+    Attributes:
+        window_capacity: up to so many bytes `window_buffer` is not collective, for all ranks have the window.
+    """
+
+    window_capacity = 0
 
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
         """Memory in which `all_reduce` need not copy, `nbytes` uninitialized bytes; None where there is none.
@@ -73,7 +74,7 @@ class CheckedMemory(NodeMemory):
         self._memory, self._enter = memory, enter
 
     @property
-    def window_capacity(self) -> int:
+    def window_capacity(self) -> int:  # type: ignore[override]
         return self._memory.window_capacity
 
     def window_buffer(self, nbytes: int) -> np.ndarray | None:

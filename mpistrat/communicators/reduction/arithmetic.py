@@ -110,7 +110,8 @@ class _Quiet(threading.local):
 
     def __init__(self) -> None:
         self.call: Callable[..., Any] = self._in_errstate
-        if _settings_belong_to_a_context():
+        # Since then its settings belong to a context, and not to a thread.
+        if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
             context = contextvars.Context()  # an empty one, that keeps nothing of the program alive
             context.run(np.seterr, all="ignore")
             self.call = context.run  # a fifth of what entering np.errstate takes
@@ -119,16 +120,6 @@ class _Quiet(threading.local):
     def _in_errstate(ufunc: Callable[..., Any], *args: Any, out: Any) -> Any:
         with np.errstate(all="ignore"):
             return ufunc(*args, out=out)
-
-
-def _settings_belong_to_a_context() -> bool:
-    """Whether NumPy keeps its settings in a context, as since version 2, and not in a thread."""
-    before = np.geterr()
-    other: Any = "warn" if before["invalid"] == "ignore" else "ignore"
-    contextvars.copy_context().run(np.seterr, invalid=other)
-    belong = np.geterr() == before
-    np.seterr(**before)
-    return belong
 
 
 _quiet = _Quiet()

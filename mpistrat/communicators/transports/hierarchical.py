@@ -67,7 +67,6 @@ class HierarchicalTransport(Transport, NodeMemory):
         self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
         self._shared: bool | None = None
-        self._capacity = 0
         self._within = Router(Transports(node.mpi, [node]))
         self._parts: dict[ReductionTree, tuple[ReductionTree, ReductionTree]] = {}
         # By rank: the first rank of its node, and its place there.
@@ -75,14 +74,11 @@ class HierarchicalTransport(Transport, NodeMemory):
         self._places: list[tuple[int, int]] = mpi.comm.allgather((first, node.rank))
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
-        nbytes, op, dtype = operands.buffer.nbytes, operands.reduction.op, operands.buffer.dtype
-        if (
-            nbytes < SMALLEST
-            or call not in _CALLS
-            or not are_sliced(call, op, dtype, operands.tree)
-        ):
+        buffer, op, tree = operands.buffer, operands.reduction.op, operands.tree
+        if buffer.nbytes < SMALLEST or call not in _CALLS:
             return None
-        return self if self._by_node(nbytes) else None
+        is_sliced = are_sliced(call, op, buffer.dtype, tree)
+        return self if is_sliced and self._by_node(buffer.nbytes) else None
 
     def _by_node(self, nbytes: int) -> bool:
         """Whether a buffer goes by node. Collective."""
@@ -119,16 +115,12 @@ class HierarchicalTransport(Transport, NodeMemory):
         self.costs = Costs(known, costs.origin, costs.disturbed, jobs=jobs)
         self.smallest = self.costs.cheaper_from(BY_NODE, MPI, SMALLEST)
 
-    @property
-    def window_capacity(self) -> int:
-        return self._capacity
-
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
         if nbytes < SMALLEST or not self._by_node(nbytes):
             return None
         memory = self.node.window_buffer(nbytes)
-        if nbytes > self._capacity:
-            self._capacity = min(self.mpi.comm.allgather(self.node.window_capacity))
+        if nbytes > self.window_capacity:
+            self.window_capacity = min(self.mpi.comm.allgather(self.node.window_capacity))
         return memory
 
     def common_memory(
@@ -180,10 +172,8 @@ class HierarchicalTransport(Transport, NodeMemory):
         here = self._places[self.rank][0] == node
         if here:
             self._within.broadcast(memory, place)
-        slices = [
-            memory[start:stop]
-            for start, stop in share_of(len(memory), 1, self.node.size, self.senders)
-        ]
+        bounds = share_of(len(memory), 1, self.node.size, self.senders)
+        slices = [memory[start:stop] for start, stop in bounds]
         own_slice = slices[self.node.rank]
         if self.across is not None:
             self.across.broadcast(own_slice, self._peers().index(node))

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from mpistrat.arrays import Array, dtype_name, is_torch, itemsize, num_elements
 from mpistrat.cluster_resolver.launcher import library_name
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, parts_with_own, view_of
+from mpistrat.communicators.reduction import OPS as NAMES_OF_OPS
 from mpistrat.communicators.reduction.arithmetic import (
     KNOWN_TO_MPI,
     SUMMED_AS_FLOAT32,
@@ -26,15 +27,7 @@ from mpistrat.communicators.reduction.arithmetic import (
 from mpistrat.communicators.reduction.tree import ReductionTree, tree_sum_of
 from mpistrat.communicators.transport import Operands, Transport, reduce_in_place
 
-OPS = {
-    "sum": MPI.SUM,
-    "max": MPI.MAX,
-    "min": MPI.MIN,
-    "prod": MPI.PROD,
-    "band": MPI.BAND,
-    "bor": MPI.BOR,
-    "bxor": MPI.BXOR,
-}
+OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in NAMES_OF_OPS}
 # From so many bytes of short floats on, two exchanges of them are cheaper than one reduction of float32.
 _SMALLEST_IN_SLICES = 1 << 15
 # Bytes that all ranks hold together: up to here, a second message costs more than it saves.

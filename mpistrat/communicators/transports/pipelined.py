@@ -70,9 +70,8 @@ class PipelinedTransport(Transport):
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
         buffer = operands.buffer
-        if call != "all_reduce" or operands.tree is not None or buffer.nbytes < SMALLEST:
-            return None
-        if not can_combine(buffer.dtype, operands.reduction.op):
+        is_large = buffer.nbytes >= SMALLEST and can_combine(buffer.dtype, operands.reduction.op)
+        if call != "all_reduce" or operands.tree is not None or not is_large:
             return None
         self.settle()
         return self if buffer.nbytes >= self.smallest else None

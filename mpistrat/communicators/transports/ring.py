@@ -32,10 +32,6 @@ from mpistrat.communicators.transports.mpi import MpiTransport
 _TAG = 1
 
 
-# A reduction to one rank is MPI's, as broadcasts are.
-_REDUCTIONS = ("all_reduce", "reduce_scatter")
-
-
 class RingTransport(Transport):
     """Sends numbers from rank to rank, in a ring.
 
@@ -50,7 +46,8 @@ class RingTransport(Transport):
     def choose(self, call: str, operands: Operands) -> Transport | None:
         if call in ("all_gather", "all_gather_into"):
             return self
-        goes_round = call in _REDUCTIONS and operands.tree is None
+        # A reduction to one rank is MPI's, as broadcasts are.
+        goes_round = call in ("all_reduce", "reduce_scatter") and operands.tree is None
         known = goes_round and can_combine(operands.buffer.dtype, operands.reduction.op)
         return self if known else None
 

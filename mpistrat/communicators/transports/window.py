@@ -74,10 +74,6 @@ class WindowTransport(Transport, NodeMemory):
 
     # Memory
 
-    @property
-    def window_capacity(self) -> int:
-        return 0 if self.window is None else self.window.capacity
-
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
         blocks = self.shared_blocks() if nbytes >= SMALLEST else None
         if blocks is None:
@@ -92,6 +88,7 @@ class WindowTransport(Transport, NodeMemory):
                     self._limit = 0  # asked for no more
                 return None
             self.window = Window(segments, self.rank, blocks)
+            self.window_capacity = self.window.capacity
         return self.window.take(nbytes)
 
     def shared_blocks(self) -> Blocks | None:
@@ -185,10 +182,8 @@ class WindowTransport(Transport, NodeMemory):
     def choose(self, call: str, operands: Operands) -> Exchange | None:
         if call in ("all_gather", "all_to_all"):
             return self  # the ranks compare the sizes of their parts first
-        buffer, nbytes = operands.buffer, operands.buffer.nbytes
-        if nbytes < SMALLEST or not are_sliced(
-            call, operands.reduction.op, buffer.dtype, operands.tree
-        ):
+        buffer, op, nbytes = operands.buffer, operands.reduction.op, operands.buffer.nbytes
+        if nbytes < SMALLEST or not are_sliced(call, op, buffer.dtype, operands.tree):
             return None
         blocks = self._blocks or self.shared_blocks()
         if blocks is None:

@@ -88,7 +88,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
                 lambda: self.abort(RankLostError("a rank of this communicator has failed"))
             )
 
-    def start(self, make: Callable[[], T], try_out: Callable[[], str]) -> str:
+    def start(self, make: Callable[[], T], sum_of_ones: Callable[[T], float]) -> str:
         """Make the group and try it out. Collective.
 
         A library waits for the other ranks in calls that nothing interrupts; so this rank leaves them to a thread, and
@@ -96,7 +96,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
 
         Args:
             make: returns the group; it waits for the other ranks.
-            try_out: uses it. Returns: what is wrong, "" if nothing is.
+            sum_of_ones: uses it, to add up a 1 of each rank.
         Returns: why the group cannot be used, with the number of a rank; "" if it can. The same on all ranks.
         """
         outcome: list[str] = []  # of the thread: empty until it ends
@@ -105,7 +105,12 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
             make_own_current()
             try:
                 self._adopt(make())
-                outcome.append(try_out())
+                group, size = self.group, self._host.size
+                if group is None:
+                    outcome.append("it was aborted")
+                    return
+                total = sum_of_ones(group)
+                outcome.append("" if total == size else f"its sum of {size} ones is {total}")
             except BaseException as error:
                 outcome.append(f"{type(error).__name__}: {error}")
 
@@ -119,7 +124,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         start = _RankStart("".join(outcome), is_late, bool(outcome))
         if start.tells_others:
             self._channel.send(start.error)
-        starts = [_RankStart(*fields) for fields in self._host.all_gather_object((*start,))]
+        starts: list[_RankStart] = self._host.all_gather_object(start)
         self._channel.settle(rank for rank, start in enumerate(starts) if start.tells_others)
         reason = _why_not_started(self.name, starts, limit)
         if reason:

@@ -26,6 +26,7 @@ from mpi4py import MPI
 from mpistrat.cluster_resolver.mpi import library_path
 from mpistrat.cluster_resolver.pair_of_processes import commands
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.node.shared_memory import first_failure
 from mpistrat.liveness import deadlines
 
 MET, PROVEN = "mpistrat: two processes", "mpistrat: device memory went through MPI"
@@ -54,8 +55,7 @@ def why_not_proven(host: Communicator, node: int, library: str, index: int) -> s
         if host.rank == 0 and not reason and len(first) > 1:
             hosts = [places[rank][1] for rank in sorted(first.values())[:2]]
             reason = reason_against(library, index, tuple(hosts))
-    reasons = host.all_gather_object(reason)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
+    return first_failure(host.all_gather_object(reason and f"rank {host.rank}: {reason}"))
 
 
 @functools.cache

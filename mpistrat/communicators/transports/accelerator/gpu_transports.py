@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.node.shared_memory import first_failure
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.accelerator import nccl
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
@@ -159,7 +160,7 @@ class _TransportChoice:
         apart = ungrouped or self._not_by_node
         if not apart:
             within, why = start(self._here, self._channel_here, through)
-            apart = next((text for text in self._host.all_gather_object(why) if text), "")
+            apart = first_failure(self._host.all_gather_object(why))
             if apart:
                 self._tell(f"{through} between all ranks, large ones not by node", apart)
         if apart:

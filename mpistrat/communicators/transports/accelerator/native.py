@@ -94,24 +94,19 @@ class NativeTransport(DeviceTransport):
 
         def make() -> Any:
             store = open_store()
-            seconds = start_seconds()
-            if seconds:
+            if seconds := start_seconds():
                 store.set_timeout(datetime.timedelta(seconds=seconds))
             name = f"mpistrat {self._pending.name}"
             with self._library_of_device.device(), nccl_that_outlives_errors():
                 return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)
 
-        def try_out() -> str:
+        def sum_of_ones(group: Any) -> float:
             with self._library_of_device.device():
                 ones = torch.ones(1, dtype=torch.float32, device=self._device)
-                group = self._group.group
-                if group is None:
-                    return "it was aborted"
                 group.allreduce([ones], dist.AllreduceOptions()).wait()
-                total = ones.item()
-            return "" if total == self.size else f"its sum of {self.size} ones is {total}"
+                return ones.item()
 
-        why_not = self._group.start(make, try_out)
+        why_not = self._group.start(make, sum_of_ones)
         if not why_not:
             job_end().call_last(self._shut_down)
         return why_not
@@ -178,14 +173,12 @@ class NativeTransport(DeviceTransport):
         numbers = _numbers_of(summed, operands.reduction)
         if numbers is None or not _are_on(self._device, buffer):
             super().reduce(operands)
-            return
-        if not buffer.numel():
-            return
-        options = dist.ReduceOptions()
-        options.reduceOp, options.rootRank = OPS[operands.reduction.op], root
-        self._submit(lambda group: group.reduce([numbers], options))
-        if summed.dtype != buffer.dtype and self.rank == root:
-            buffer.copy_(summed)
+        elif buffer.numel():
+            options = dist.ReduceOptions()
+            options.reduceOp, options.rootRank = OPS[operands.reduction.op], root
+            self._submit(lambda group: group.reduce([numbers], options))
+            if summed.dtype != buffer.dtype and self.rank == root:
+                buffer.copy_(summed)
 
     def reduce_scatter(self, operands: Operands) -> None:
         buffer, out = operands.buffer, operands.target
@@ -195,14 +188,12 @@ class NativeTransport(DeviceTransport):
         result = _numbers_of(summed, operands.reduction)
         if numbers is None or result is None or not _are_on(self._device, buffer, out):
             super().reduce_scatter(operands)
-            return
-        if not buffer.numel():
-            return
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = OPS[operands.reduction.op]
-        self._submit(lambda group: group._reduce_scatter_base(result, numbers, options))
-        if summed is not out:
-            out.copy_(summed)
+        elif buffer.numel():
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = OPS[operands.reduction.op]
+            self._submit(lambda group: group._reduce_scatter_base(result, numbers, options))
+            if summed is not out:
+                out.copy_(summed)
 
     def all_gather_into(self, operands: Operands) -> None:
         buffer, out = operands.buffer, operands.target
@@ -216,13 +207,11 @@ class NativeTransport(DeviceTransport):
     def all_to_all(self, operands: Operands) -> None:
         if not _are_on(self._device, operands.buffer, operands.target):
             super().all_to_all(operands)
-            return
-        if not operands.row_bytes:
-            return
-        rows, received = _rows_of(operands.buffer), _rows_of(operands.target)
-        counts = list(operands.received), list(operands.sent)
-        options = dist.AllToAllOptions()
-        self._submit(lambda group: group.alltoall_base(received, rows, *counts, options))
+        elif operands.row_bytes:
+            rows, received = _rows_of(operands.buffer), _rows_of(operands.target)
+            counts = list(operands.received), list(operands.sent)
+            options = dist.AllToAllOptions()
+            self._submit(lambda group: group.alltoall_base(received, rows, *counts, options))
 
     # Parts of these transports
 
