@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import array_api_compat as api
 import numpy as np
 
 from mpistrat import arrays
@@ -162,7 +163,7 @@ class Packer:
         """
         dtype = like.dtype if dtype is None else dtype
         if arrays.is_on_accelerator(like):  # whose allocator recycles
-            return _empty_on_device(length, like, dtype)
+            return api.array_namespace(like).empty(length, dtype=dtype, device=api.device(like))
         memory = None
         if communicator is not None:
             nbytes = length * dtype.itemsize
@@ -207,14 +208,6 @@ def _new_plan(key: tuple[Any, ...], like: Any, indices: Sequence[int]) -> PackPl
     # The largest first: all others then lie in the window that it has asked for.
     plan.packs.sort(key=lambda pack: -sum([like[i].nbytes for i in pack[0]]))
     return plan
-
-
-def _empty_on_device(length: int, like: Array, dtype: Any) -> Array:
-    if arrays.is_cupy(like):
-        import cupy
-
-        return cupy.empty(length, dtype)
-    return sys.modules["torch"].empty(length, dtype=dtype, device=like.device)
 
 
 def layouts(tensors: Iterable[Any]) -> list[Any]:
