@@ -262,8 +262,8 @@ def concat_and_split(values: Sequence[Array], num_packs: int) -> list[Array]:
     """All elements of `values` as `num_packs` flat arrays of equal length; the last takes the rest."""
     flat = concatenated(values)
     length = arrays.num_elements(flat) // num_packs
-    cuts = [*range(0, length * num_packs, length)] if length else [0] * num_packs
-    return [flat[a:b] for a, b in zip(cuts, [*cuts[1:], None], strict=True)]
+    starts = [i * length for i in range(num_packs)]
+    return [*(flat[start : start + length] for start in starts[:-1]), flat[starts[-1] :]]
 
 
 def concatenated(values: Sequence[Array]) -> Array:
@@ -278,12 +278,10 @@ def unpack(flat: Array, like: Sequence[Array]) -> list[Array]:
 
         # As DistributedDataParallel does it: a loop in C++, where one in Python takes as long as the message.
         return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
-    unpacked = []
-    start = 0
+    unpacked, end = [], 0
     for value in like:
-        end = start + value.size
-        unpacked.append(flat[start:end].reshape(value.shape))
-        start = end
+        end += value.size
+        unpacked.append(flat[end - value.size : end].reshape(value.shape))
     return unpacked
 
 
@@ -383,11 +381,10 @@ def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
     dense: Sequence[int] = range(len(values))
     if not _WITHOUT.isdisjoint(map(type, values)):
         dense = [i for i in dense if type(values[i]) not in _WITHOUT]
+    if not bytes_per_pack:
+        return alike(values, dense)
     found = []
     for group in alike(values, dense):
-        if not bytes_per_pack:
-            found.append(group)
-            continue
         rest = iter(group)
         for part in group_by_size([values[i] for i in group], bytes_per_pack):
             found.append(list(itertools.islice(rest, len(part))))

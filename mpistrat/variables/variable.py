@@ -22,7 +22,7 @@ from mpistrat.values import ActsAsArray, DistributedValues, PassedWhole
 from mpistrat.variables.updates import fitting, updated
 
 _REDUCING = (VariableAggregation.SUM, VariableAggregation.MEAN)
-_REDUCIBLE_SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div")
+_IRREDUCIBLE_SCATTERS = ("scatter_min", "scatter_max", "scatter_update")
 
 
 class _CreatedByStrategy(type):
@@ -259,13 +259,13 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         return ops.aggregate(self.aggregation, values, f"{what} {self.name!r}")
 
     def _update_all(self, method: str, operand: Any) -> None:
-        if isinstance(operand, DistributedValues) and not isinstance(operand, Variable):
+        if isinstance(operand, Variable):
+            operand = operand.read_value()
+        elif isinstance(operand, DistributedValues):
             raise ValueError(
                 f"variable {self.name!r}: {method} outside run takes one value for all replicas, "
                 f"got a {type(operand).__name__}, with which the copies would differ; reduce it first"
             )
-        if isinstance(operand, Variable):
-            operand = operand.read_value()
         for component in self._values:
             component._update(method, operand)
 
@@ -359,11 +359,7 @@ def check_strategy(variable: Any) -> None:
 
 
 def check_scatter(variable: Variable, method: str) -> None:
-    if (
-        method.startswith("scatter_")
-        and method not in _REDUCIBLE_SCATTERS
-        and variable.aggregation in _REDUCING
-    ):
+    if method in _IRREDUCIBLE_SCATTERS and variable.aggregation in _REDUCING:
         raise NotImplementedError(
             f"variable {variable.name!r}: {method} cannot be combined over replicas by "
             f"{variable.aggregation.name}; use aggregation NONE or ONLY_FIRST_REPLICA"
