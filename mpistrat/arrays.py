@@ -170,8 +170,7 @@ def is_floating(array: Array) -> bool:
 
 
 def is_integer(array: Array) -> bool:
-    name = dtype_name(array)
-    return name.startswith(("int", "uint"))
+    return dtype_name(array).startswith(("int", "uint"))
 
 
 def is_bool(array: Array) -> bool:
@@ -346,9 +345,7 @@ def to_host(array: Array) -> Array:
         if kind is not None:
             return kind.fetch([array.detach()])[0]
         return array.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    if is_cupy(array):
-        return array.get()
-    return np.asarray(array, order="C")
+    return array.get() if is_cupy(array) else np.asarray(array, order="C")
 
 
 def to_numpy(array: Array) -> np.ndarray:

@@ -34,9 +34,6 @@ class AnyStrategy(Protocol):
 
     runs: int
 
-    @property
-    def step_examples(self) -> tuple[int, int] | None: ...
-
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any: ...
 
 
@@ -51,8 +48,6 @@ class AnyReplicaContext(Protocol):
     def own_component(self, value: Any) -> Any: ...
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any: ...
-
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any: ...
 
 
 class Mode(NamedTuple):
@@ -213,31 +208,22 @@ def require_iteration(strategy: AnyStrategy) -> bool:
 
 def require_replica(context: AnyReplicaContext, call: str) -> None:
     """Raise RuntimeError unless this thread runs the replica that `context` belongs to."""
-    if per_thread.modes and per_thread.modes[-1].replica_context is context:
-        return
-    mode = current_mode()
-    if mode.replica_context is context:
-        return
-    where = (
-        f"{mode.replica_context} of {mode.strategy}"
-        if mode.replica_context is not None
-        else f"the cross-replica context of {mode.strategy}"
-    )
-    raise RuntimeError(
-        f"{call} was called on the context of {context} of "
-        f"{context.strategy}, but this thread is in {where}; a replica context is valid only inside "
-        "the run that made it: ask get_replica_context() again"
-    )
+    mode = per_thread.modes[-1] if per_thread.modes else below_all.mode
+    if mode.replica_context is not context:
+        where = mode.replica_context or "the cross-replica context"
+        raise RuntimeError(
+            f"{call} was called on the context of {context} of {context.strategy}, but this thread is in {where} of "
+            f"{mode.strategy}; a replica context is valid only inside the run that made it: ask get_replica_context() "
+            "again"
+        )
 
 
 def current_local_replica() -> int | None:
     """Index among this rank's replicas of the one that runs, or is updated, here; None if none."""
     if per_thread.updated_replica is not None:
         return per_thread.updated_replica
-    modes = per_thread.modes
-    if not modes or modes[-1].replica_context is None:
-        return None
-    return modes[-1].replica_context.local_index
+    context = per_thread.modes[-1].replica_context if per_thread.modes else None
+    return None if context is None else context.local_index
 
 
 def check_call(call: str, fn: Any, args: Any, kwargs: Any) -> None:

@@ -159,7 +159,7 @@ class PerReplica(DistributedValues):
 
 
 def _forward(name: str) -> Any:
-    function = getattr(operator, name, None) or {"__divmod__": divmod}[name]
+    function = getattr(operator, name)
 
     def forwarded(self: Any, *args: Any) -> Any:
         return function(self._read(), *args)

@@ -74,18 +74,13 @@ class NcclAllReduce(_PackedAllReduce):
     between_ranks = CommunicationImplementation.NCCL
 
     def add(self, values: Sequence[Any]) -> Any:
-        if not _on_gpus_of_their_own(values):
+        on_gpus = all(arrays.is_torch(value) and value.is_cuda for value in values)
+        if not on_gpus or len({value.get_device() for value in values}) < len(values):
             return super().add(values)
         from torch.nn.parallel import comm
 
         accumulation.check_summable(values)
         return comm.reduce_add([v.contiguous() for v in values], values[0].get_device())
-
-
-def _on_gpus_of_their_own(values: Sequence[Any]) -> bool:
-    if not all(arrays.is_torch(value) and value.is_cuda for value in values):
-        return False
-    return len({value.get_device() for value in values}) == len(values)
 
 
 class HierarchicalCopyAllReduce(_PackedAllReduce):

@@ -19,17 +19,15 @@ def check_destinations(destinations: Any) -> None:
     """ValueError unless `destinations` names devices: a string, an array, a distributed value."""
     if isinstance(destinations, str):
         check_device(destinations)
-        return
-    if (
+    elif not (
         isinstance(destinations, (DistributedValues, IndexedSlices))
         or arrays.is_array(destinations)
         or hasattr(destinations, "assign")  # a variable
     ):
-        return
-    raise ValueError(
-        "destinations must be a distributed value, a variable, an array or the name of a device; got "
-        f"{destinations!r:.60}"
-    )
+        raise ValueError(
+            "destinations must be a distributed value, a variable, an array or the name of a device; got "
+            f"{destinations!r:.60}"
+        )
 
 
 def check_pairs(value_destination_pairs: Any) -> None:

@@ -40,10 +40,16 @@ class OrderedAllReduce(MpiAllReduce):
         options: CommunicationOptions | None = None,
         label: str = "",
     ) -> list[Any]:
+        rank = self.communicator.rank
+        expected = self._components_of_ranks[rank]
         with self.communicator.raising_together():
             merged = self.merged(options)
             for components in values:
-                self._check_number(components)
+                if len(components) != expected:
+                    raise ValueError(
+                        f"a value with {expected} components was expected on rank {rank}, one per replica, got "
+                        f"{len(components)}"
+                    )
         name = name_of(reduce_op, label)
         if reduce_op is ReduceOp.PRODUCT:
             totals = [self._product(components, merged, name) for components in values]
@@ -74,8 +80,8 @@ class OrderedAllReduce(MpiAllReduce):
             like = [firsts[i] for i in group]
             of_replicas = list(zip(*[operands[i] for i in group], strict=True))
             reduction = reducing(label=packing.name_of(name, like))
-            flat = self._sum(self._packer, None, like, of_replicas, reduction, packing.unpack)
-            totals.update(zip(group, packing.unpack(flat, like), strict=True))
+            sums = self._sum(self._packer, None, like, of_replicas, reduction, packing.unpack)
+            totals.update(zip(group, sums, strict=True))
         return [totals[i] for i in range(len(values))]
 
     def _count_on_all_ranks(self, components: Sequence[Any]) -> int:
@@ -94,9 +100,9 @@ class OrderedAllReduce(MpiAllReduce):
             parameters = [like[i] for i in group]
             of_replicas = [[gradients[i] for i in group] for gradients in contributions]
             reduction = reduction_of(group)
-            cut = packing.pieces_of
-            flat = self._sum(packer, self.communicator, parameters, of_replicas, reduction, cut)
-            sums.update(zip(group, cut(flat, parameters), strict=True))
+            cut, window = packing.pieces_of, self.communicator
+            pieces = self._sum(packer, window, parameters, of_replicas, reduction, cut)
+            sums.update(zip(group, pieces, strict=True))
         return sums
 
     def _product(
@@ -108,14 +114,6 @@ class OrderedAllReduce(MpiAllReduce):
         gathered = self.all_gather([factor[None] for factor in factors], 0, name, options)
         return extrema.product(gathered)
 
-    def _check_number(self, components: Sequence[Any]) -> None:
-        expected = self._components_of_ranks[self.communicator.rank]
-        if len(components) != expected:
-            raise ValueError(
-                f"a value with {expected} components was expected on rank {self.communicator.rank}, one per replica, "
-                f"got {len(components)}"
-            )
-
     def _sum(
         self,
         packer: packing.Packer,
@@ -124,13 +122,13 @@ class OrderedAllReduce(MpiAllReduce):
         values: Sequence[Sequence[Array | None]],
         reduction: Reduction,
         cut: Callable[[Array, Sequence[Any]], list[Array]],
-    ) -> Array:
-        """The sums over all replicas of arrays of one dtype and device, side by side, in one message.
+    ) -> list[Array]:
+        """The sums over all replicas of arrays of one dtype and device, in one message.
 
         Args:
             window: in whose window the sums are, where there is room.
             values: for each replica of this rank one for each of `like`; None counts as zero.
-            cut: how the result will be cut into arrays.
+            cut: cuts the message into arrays.
         """
         counted = self._components_of_ranks
         first = sum(counted[: self.communicator.rank])
@@ -152,7 +150,7 @@ class OrderedAllReduce(MpiAllReduce):
             rounded = packer.memory(length, like[0])
             rounded[...] = total
             total = rounded
-        return total
+        return cut(total, like)
 
 
 def _add_up(

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import array_api_compat as api
 import numpy as np
 
 from mpistrat import arrays
@@ -162,7 +163,7 @@ class Packer:
         """
         dtype = like.dtype if dtype is None else dtype
         if arrays.is_on_accelerator(like):  # whose allocator recycles
-            return _empty_on_device(length, like, dtype)
+            return api.array_namespace(like).empty(length, dtype=dtype, device=api.device(like))
         memory = None
         if communicator is not None:
             nbytes = length * dtype.itemsize
@@ -207,14 +208,6 @@ def _new_plan(key: tuple[Any, ...], like: Any, indices: Sequence[int]) -> PackPl
     # The largest first: all others then lie in the window that it has asked for.
     plan.packs.sort(key=lambda pack: -sum([like[i].nbytes for i in pack[0]]))
     return plan
-
-
-def _empty_on_device(length: int, like: Array, dtype: Any) -> Array:
-    if arrays.is_cupy(like):
-        import cupy
-
-        return cupy.empty(length, dtype)
-    return sys.modules["torch"].empty(length, dtype=dtype, device=like.device)
 
 
 def layouts(tensors: Iterable[Any]) -> list[Any]:
@@ -269,8 +262,8 @@ def concat_and_split(values: Sequence[Array], num_packs: int) -> list[Array]:
     """All elements of `values` as `num_packs` flat arrays of equal length; the last takes the rest."""
     flat = concatenated(values)
     length = arrays.num_elements(flat) // num_packs
-    cuts = [*range(0, length * num_packs, length)] if length else [0] * num_packs
-    return [flat[a:b] for a, b in zip(cuts, [*cuts[1:], None], strict=True)]
+    starts = [i * length for i in range(num_packs)]
+    return [*(flat[start : start + length] for start in starts[:-1]), flat[starts[-1] :]]
 
 
 def concatenated(values: Sequence[Array]) -> Array:
@@ -285,12 +278,10 @@ def unpack(flat: Array, like: Sequence[Array]) -> list[Array]:
 
         # As DistributedDataParallel does it: a loop in C++, where one in Python takes as long as the message.
         return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
-    unpacked = []
-    start = 0
+    unpacked, end = [], 0
     for value in like:
-        end = start + value.size
-        unpacked.append(flat[start:end].reshape(value.shape))
-        start = end
+        end += value.size
+        unpacked.append(flat[end - value.size : end].reshape(value.shape))
     return unpacked
 
 
@@ -390,11 +381,10 @@ def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
     dense: Sequence[int] = range(len(values))
     if not _WITHOUT.isdisjoint(map(type, values)):
         dense = [i for i in dense if type(values[i]) not in _WITHOUT]
+    if not bytes_per_pack:
+        return alike(values, dense)
     found = []
     for group in alike(values, dense):
-        if not bytes_per_pack:
-            found.append(group)
-            continue
         rest = iter(group)
         for part in group_by_size([values[i] for i in group], bytes_per_pack):
             found.append(list(itertools.islice(rest, len(part))))

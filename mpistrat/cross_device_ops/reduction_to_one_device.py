@@ -42,9 +42,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> Any:
         values = per_replica_value.values
-        if len(values) == 1:
-            return place(values[0], destinations)
-        return place(self.combine(reduce_op, values), destinations)
+        total = values[0] if len(values) == 1 else self.combine(reduce_op, values)
+        return place(total, destinations)
 
     def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
         """The sum or mean of two or more components of one value."""

@@ -42,12 +42,7 @@ def fixed_threads(environ: Mapping[str, str] = os.environ) -> int:
     return max(1, int(first)) if re.fullmatch("[0-9]{1,5}", first) else 1
 
 
-def user_set_threads(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user chose the number of threads, in which case nobody else should."""
-    return bool(users_threads(environ))
-
-
 def users_threads(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What the user set: {"OMP_NUM_THREADS": "8"}."""
+    """What the user set: {"OMP_NUM_THREADS": "8"}. Where that is anything, nobody else chooses a number of threads."""
     texts = {name: environ.get(name, "").strip() for name in THREAD_COUNTS}
     return {name: text for name, text in texts.items() if text}

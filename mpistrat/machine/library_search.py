@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import site
@@ -60,8 +61,6 @@ def _in_folder(folder: str, pattern: str = _NAMES) -> list[str]:
 
 
 def _is_library(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(_ELF)) == _ELF
-    except OSError:
-        return False
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(len(_ELF)) == _ELF
+    return False

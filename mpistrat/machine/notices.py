@@ -82,8 +82,7 @@ def say(text: str, *, last: bool = False) -> bool:
 
 def _is_stderr(place: Any) -> bool:
     """False for a descriptor 2 that was closed, and may by now be a file that the program has opened."""
-    descriptor = _descriptor_of(place)
-    if descriptor != 2:
+    if _descriptor_of(place) != 2:
         return True
     with contextlib.suppress(OSError):
         return not fcntl.fcntl(2, fcntl.F_GETFD) & fcntl.FD_CLOEXEC  # children inherit a stderr

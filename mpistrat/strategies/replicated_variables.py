@@ -70,8 +70,8 @@ class CopyPerReplica(VariableStore):
             for i, device in enumerate(self.devices[: self._num_copies])
         ]
         if synchronization is VariableSynchronization.ON_READ:
-            return SyncOnReadVariable(self._strategy, components, synchronization, aggregation)
-        variable = MirroredVariable(self._strategy, components, synchronization, aggregation)
+            return SyncOnReadVariable(self._strategy, components)
+        variable = MirroredVariable(self._strategy, components)
         self.mirrored[self._made] = variable
         self._made += 1
         return variable
@@ -133,7 +133,7 @@ class CopyPerNode(VariableStore):
         if self._ops.num_replicas == 1:
             component.strategy = self._strategy
             return component
-        return AggregatingVariable(self._strategy, [component], *how)
+        return AggregatingVariable(self._strategy, [component])
 
     def copies(self, variable: Any) -> Sequence[Any]:
         return variable.values[:1] if isinstance(variable, DistributedValues) else (variable,)

@@ -7,7 +7,7 @@ import sys
 
 from mpistrat.communicators import Communicator
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.machine.cpu_share import fixed_threads, intra_op_threads, user_set_threads
+from mpistrat.machine.cpu_share import fixed_threads, intra_op_threads, users_threads
 from mpistrat.machine.notices import tell
 from mpistrat.topology import Topology
 
@@ -38,7 +38,7 @@ def share_cores(
     if fixed is not None:
         _set_threads(fixed)
         return fixed
-    if communicator.size == 1 or user_set_threads():  # on this rank; others may differ
+    if communicator.size == 1 or users_threads():  # on this rank; others may differ
         return None
     local = [set(cpus) for node, cpus, _ in affinities if node == topology.node]
     threads = intra_op_threads(affinity, local)

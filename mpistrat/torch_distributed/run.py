@@ -17,7 +17,7 @@ from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.cluster_resolver.torchrun import have_accelerate_use_cpus, set_torchrun_environment
 from mpistrat.liveness.ending.program_exit import remember_raised
 from mpistrat.liveness.ending.start_deadline import start_deadline
-from mpistrat.machine.cpu_share import intra_op_threads, user_set_threads
+from mpistrat.machine.cpu_share import intra_op_threads, users_threads
 from mpistrat.torch_distributed import default_group
 
 
@@ -101,7 +101,7 @@ def _share_cores() -> None:
     topology = MPIClusterResolver(comm).topology()
     affinity = os.sched_getaffinity(0)
     affinities = comm.allgather((topology.node, affinity))
-    if not user_set_threads():
+    if not users_threads():
         local = [cpus for node, cpus in affinities if node == topology.node]
         os.environ["OMP_NUM_THREADS"] = str(intra_op_threads(affinity, local))
 

@@ -155,12 +155,11 @@ _MOVE = '"name":"move bytes","cat":"moving"'
 
 
 def _valid_header(path: str, rank: int) -> dict[str, Any] | None:
-    try:
-        header = json.loads(header_of(path))
-        is_valid = header["trace"] == HEADER_VERSION and header["rank"] == rank
-    except (ValueError, KeyError, TypeError):
-        return None
-    return header if is_valid else None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        header: dict[str, Any] = json.loads(header_of(path))
+        if header["trace"] == HEADER_VERSION and header["rank"] == rank:
+            return header
+    return None
 
 
 class _EventKind:
@@ -191,7 +190,7 @@ class _RankTrace:
         self.kinds: dict[int, _EventKind] = {}
         self.tracks: dict[int, str] = {}
         self.comparisons: list[tuple[str, Comparison]] = []
-        for line in self._lines("{"):
+        for line in self.lines("{"):
             if "kind" in line:
                 self.kinds[line["kind"]] = _EventKind(line["name"], line["category"], line["told"])
             elif "track" in line:
@@ -201,9 +200,6 @@ class _RankTrace:
                 self.comparisons.append((line["reference"], found))
             elif "end" in line:
                 self.has_end = True
-
-    def events(self) -> Iterator[list[int]]:
-        return self._lines("[")
 
     def trace_events(
         self, beginning: int, last: dict[_Collective, tuple[int, int, int]]
@@ -220,7 +216,7 @@ class _RankTrace:
             times = f'"ts":{_us(start - beginning)},"dur":{_us(end - start)}'
             return f'{{"ph":"X","pid":{pid},"tid":{track},{times},{rest}}}'
 
-        for kind, track, *times in self.events():
+        for kind, track, *times in self.lines("["):
             about = self.kinds[kind]
             if not about.is_collective:
                 start, end = map(self.aligned, times)
@@ -237,7 +233,8 @@ class _RankTrace:
                 yield complete(track, entered, together, _WAIT)
                 yield complete(track, together, left, _MOVE)
 
-    def _lines(self, first: str) -> Iterator[Any]:
+    def lines(self, first: str) -> Iterator[Any]:
+        """As of a part: with "{" the objects, with "[" the events."""
         with open(self.path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 # The last line of a rank that was killed may be cut off.
@@ -272,7 +269,7 @@ def _last_to_enter(parts: list[_RankTrace]) -> dict[_Collective, tuple[int, int,
     """Of each collective: how many ranks' calls are known, the latest entering and whose it is."""
     last: dict[_Collective, tuple[int, int, int]] = {}
     for part in parts:
-        for event in part.events():
+        for event in part.lines("["):
             about = part.kinds[event[0]]
             if about.is_collective:
                 key = (about.communicator, event[5])

@@ -31,11 +31,9 @@ def part_of(folder: str, rank: int) -> str:
 
 def header_of(part: str) -> str:
     """The first line; "" where there is no such file."""
-    try:
-        with open(part, encoding="utf-8", errors="replace") as file:
-            return file.readline().rstrip("\n")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), open(part, encoding="utf-8", errors="replace") as file:
+        return file.readline().rstrip("\n")
+    return ""
 
 
 class Timeline:
@@ -109,9 +107,8 @@ class Timeline:
     def close(self) -> None:
         """Write all, and that it is all; nothing is recorded from here on."""
         with self._lock:
-            if self._file is not None:
-                self._tell({"end": self.now()})
-                self._write()
+            self._tell({"end": self.now()})
+            self._write()
             self._stop()
 
     def _track(self) -> int:
@@ -131,18 +128,14 @@ class Timeline:
         with self._lock:
             if self._file is None:
                 return
-            lines = self._lines
-            lines.append(line)
-            if (
-                len(lines) >= EVENTS_TOGETHER
-                or not 0 <= now - self._written_at < NANOSECONDS_TOGETHER
-            ):
+            self._lines.append(line)
+            is_time = not 0 <= now - self._written_at < NANOSECONDS_TOGETHER
+            if is_time or len(self._lines) >= EVENTS_TOGETHER:
                 self._written_at = now
                 self._write()
 
     def _write(self) -> None:
         if self._file is None:
-            self._lines.clear()
             return
         data = memoryview("".join(f"{line}\n" for line in self._lines).encode())
         self._lines.clear()

@@ -68,10 +68,10 @@ class ShardedVariable(Variable):
         return self.variables[0].dtype
 
     def read_value(self) -> Array:
-        return _joined([variable.read_value() for variable in self.variables])
+        return self._joined([variable.read_value() for variable in self.variables])
 
     def state(self) -> Array:
-        return _joined([variable.state() for variable in self.variables])
+        return self._joined([variable.state() for variable in self.variables])
 
     def load_state(self, state: Any) -> None:
         for variable, rows in zip(self.variables, self._rows_of_shards(state), strict=True):
@@ -85,15 +85,11 @@ class ShardedVariable(Variable):
         positions = _positions(indices)
         owners = self._owners(positions)
         _check_division(self, "sparse_read")
-        return _joined(
+        return self._joined(
             [
-                variable.sparse_read(positions[owners == shard] - offset)
-                for shard, (variable, offset) in enumerate(
-                    zip(self.variables, self.offsets, strict=True)
-                )
-                if np.any(owners == shard)
+                self.variables[shard].sparse_read(positions[owners == shard] - self.offsets[shard])
+                for shard in np.unique(owners)
             ]
-            or [self.variables[0].read_value()[:0]]
         )
 
     def __iter__(self) -> Iterator[Variable]:
@@ -105,10 +101,9 @@ class ShardedVariable(Variable):
             _check_index(part)
         if not keys:
             return self.read_value()
-        first, rest = keys[0], tuple(keys[1:])
+        first, rest = keys[0], keys[1:]
         if isinstance(first, slice):
-            found = self._slice(first)
-            return found[(slice(None), *rest)] if rest else found
+            return self._slice(first)[(slice(None), *rest)]
         if isinstance(first, (int, np.integer)):
             row, size = int(first), self.shape[0]
             if not -size <= row < size:
@@ -126,10 +121,14 @@ class ShardedVariable(Variable):
             begin, stop = rising.start + steps * rising.step, min(end, rising.stop)
             if begin < stop:
                 parts.append(variable.read_value()[begin - offset : stop - offset : rising.step])
-        if not parts:
-            return self.variables[0].read_value()[:0]
-        found = _joined(parts)
+        found = self._joined(parts)
         return found if wanted.step > 0 else arrays.flipped(found)
+
+    def _joined(self, parts: list[Array]) -> Array:
+        """The rows of all `parts`; without any, an array of no rows."""
+        if len(parts) > 1:
+            return arrays.concatenate(parts)
+        return parts[0] if parts else self.variables[0].read_value()[:0]
 
     def _owners(self, positions: np.ndarray) -> np.ndarray:
         """The shard that has each row."""
@@ -167,11 +166,10 @@ class ShardedVariable(Variable):
         return parts
 
     def _rows_of_shards(self, value: Any) -> list[Array]:
-        value = arrays.detach_read(value)
-        whole = value
-        if not arrays.is_array(value):
+        whole = arrays.detach_read(value)
+        if not arrays.is_array(whole):
             try:
-                whole = arrays.cast_like(arrays.as_array(value), self.variables[0].read_value())
+                whole = arrays.cast_like(arrays.as_array(whole), self.variables[0].read_value())
             except TypeError as error:
                 raise TypeError(f"variable {self.name!r}: {error}") from None
         if tuple(whole.shape) != self.shape:
@@ -190,10 +188,6 @@ def _check_division(whole: ShardedVariable, method: str) -> None:
             f"variable {whole.name!r}: {method} needs shards of equal sizes, of which the first ones may have a row "
             f"more; they have {sizes} rows"
         )
-
-
-def _joined(parts: list[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else arrays.concatenate(parts)
 
 
 def _positions(indices: Any) -> np.ndarray:

@@ -62,14 +62,13 @@ def fitting(array: Array, operand: Any, name: str) -> Array:
                 f"variable {name!r} has dtype {arrays.dtype_name(array)}, which would cut off a part of "
                 f"{operand!r:.60}; convert it first"
             )
-        value = arrays.cast_like(number, array)
-    else:
-        if arrays.dtype_name(operand) != arrays.dtype_name(array):
-            raise InvalidArgumentError(
-                f"variable {name!r} has dtype {arrays.dtype_name(array)}, the operand "
-                f"{arrays.dtype_name(operand)}; convert it first"
-            )
-        value = arrays.cast_like(operand, array)
+        operand = number
+    elif arrays.dtype_name(operand) != arrays.dtype_name(array):
+        raise InvalidArgumentError(
+            f"variable {name!r} has dtype {arrays.dtype_name(array)}, the operand "
+            f"{arrays.dtype_name(operand)}; convert it first"
+        )
+    value = arrays.cast_like(operand, array)
     if tuple(value.shape) != tuple(array.shape):
         raise InvalidArgumentError(
             f"variable {name!r} has shape {list(array.shape)}, the operand {list(value.shape)}"

@@ -22,7 +22,7 @@ from mpistrat.values import ActsAsArray, DistributedValues, PassedWhole
 from mpistrat.variables.updates import fitting, updated
 
 _REDUCING = (VariableAggregation.SUM, VariableAggregation.MEAN)
-_REDUCIBLE_SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div")
+_IRREDUCIBLE_SCATTERS = ("scatter_min", "scatter_max", "scatter_update")
 
 
 class _CreatedByStrategy(type):
@@ -219,21 +219,15 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         values: the copies, `PlainVariable`s in replica order.
     """
 
-    def __init__(
-        self,
-        strategy: AnyStrategy,
-        components: list[PlainVariable],
-        synchronization: VariableSynchronization,
-        aggregation: VariableAggregation,
-    ) -> None:
+    def __init__(self, strategy: AnyStrategy, components: list[PlainVariable]) -> None:
         super().__init__(components)
         for component in components:
             component._container = self
         self.strategy = strategy
         self.name = components[0].name
         self.trainable = components[0].trainable
-        self.synchronization = synchronization
-        self.aggregation = aggregation
+        self.synchronization = components[0].synchronization
+        self.aggregation = components[0].aggregation
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -265,13 +259,13 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         return ops.aggregate(self.aggregation, values, f"{what} {self.name!r}")
 
     def _update_all(self, method: str, operand: Any) -> None:
-        if isinstance(operand, DistributedValues) and not isinstance(operand, Variable):
+        if isinstance(operand, Variable):
+            operand = operand.read_value()
+        elif isinstance(operand, DistributedValues):
             raise ValueError(
                 f"variable {self.name!r}: {method} outside run takes one value for all replicas, "
                 f"got a {type(operand).__name__}, with which the copies would differ; reduce it first"
             )
-        if isinstance(operand, Variable):
-            operand = operand.read_value()
         for component in self._values:
             component._update(method, operand)
 
@@ -299,9 +293,7 @@ class MirroredVariable(DistributedVariable):
 
     def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:
         combined = self._aggregated(operand, f"{method} to")
-        for component in self._values:
-            component._update(method, combined)
-        return DistributedValues([component.read_value() for component in self._values])
+        return DistributedValues([copy._update(method, combined) for copy in self._values])
 
 
 class SyncOnReadVariable(DistributedVariable):
@@ -331,14 +323,11 @@ class SyncOnReadVariable(DistributedVariable):
         return arrays.copy(self.read_value())
 
     def load_state(self, state: Any) -> None:
-        self._assign_all(state)
-
-    def _assign_all(self, value: Any) -> None:
         if self.aggregation is VariableAggregation.SUM:
-            # The copies must add up to the value; integers are cut off, as in tf.distribute.
-            share = fitting(self._values[0].read_value(), value, self.name)
-            value = arrays.cast_like(share / self.strategy.num_replicas_in_sync, share)
-        self._update_all("assign", value)
+            # The copies must add up to the state; integers are cut off, as in tf.distribute.
+            share = fitting(self._values[0].read_value(), state, self.name)
+            state = arrays.cast_like(share / self.strategy.num_replicas_in_sync, share)
+        self._update_all("assign", state)
 
     def _update(self, method: str, operand: Any) -> Any:
         replica = self._here()
@@ -349,7 +338,7 @@ class SyncOnReadVariable(DistributedVariable):
         if replica is not None:
             return self._own_copy_update(replica, method, operand)
         if method == "assign":
-            self._assign_all(operand)
+            self.load_state(operand)
         elif self.aggregation is VariableAggregation.SUM:
             raise ValueError(
                 f"variable {self.name!r} is ON_READ with aggregation SUM: {method} outside run would "
@@ -370,11 +359,7 @@ def check_strategy(variable: Any) -> None:
 
 
 def check_scatter(variable: Variable, method: str) -> None:
-    if (
-        method.startswith("scatter_")
-        and method not in _REDUCIBLE_SCATTERS
-        and variable.aggregation in _REDUCING
-    ):
+    if method in _IRREDUCIBLE_SCATTERS and variable.aggregation in _REDUCING:
         raise NotImplementedError(
             f"variable {variable.name!r}: {method} cannot be combined over replicas by "
             f"{variable.aggregation.name}; use aggregation NONE or ONLY_FIRST_REPLICA"

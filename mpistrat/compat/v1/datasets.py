@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,12 +21,9 @@ class Calls:
         self._function = function
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
-            try:
-                value = self._function()
-            except OutOfRangeError:
-                return
-            yield value
+        with contextlib.suppress(OutOfRangeError):
+            while True:
+                yield self._function()
 
 
 class BatchesOfWorker:

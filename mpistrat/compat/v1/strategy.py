@@ -191,12 +191,8 @@ class _DefaultV1(StrategyV1):
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
         return OneDeviceStrategy("cpu:0").make_dataset_iterator(dataset)
 
-    def make_input_fn_iterator(
-        self,
-        input_fn: Callable[[InputContext], Any],
-        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
-    ) -> DistributedIterator:
-        return OneDeviceStrategy("cpu:0").make_input_fn_iterator(input_fn, replication_mode)
+    def make_input_fn_iterator(self, *args: Any, **kwargs: Any) -> DistributedIterator:
+        return OneDeviceStrategy("cpu:0").make_input_fn_iterator(*args, **kwargs)
 
 
 def get_strategy() -> Strategy:

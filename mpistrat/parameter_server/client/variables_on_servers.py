@@ -310,4 +310,4 @@ def variable_of(
         variable = RemoteShards(job.client, variables, name)
     if strategy.num_replicas_in_sync == 1:
         return variable
-    return AggregatingVariable(strategy, [variable], *how[1:])  # type: ignore[list-item]
+    return AggregatingVariable(strategy, [variable])  # type: ignore[list-item]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mpistrat.cluster_resolver import SlurmClusterResolver, TFConfigClusterResolver, launcher
 from mpistrat.cluster_resolver.slurm.hostlist import expand_hostlist, expand_tasks_per_node
 from mpistrat.errors import TopologyError
-from mpistrat.machine.cpu_share import fixed_threads, user_set_threads
+from mpistrat.machine.cpu_share import fixed_threads, users_threads
 from mpistrat.machine.gpus import visible_gpus
 from mpistrat.settings import raises_on_stall, shared_bytes, stall_seconds, start_seconds
 from support.clusters.simulated_launchers import (
@@ -384,7 +384,7 @@ def settings_of_ours(data: Any) -> None:
         "MPISTRAT_ON_STALL": raises_on_stall,
         "MPISTRAT_SHARED_MB": shared_bytes,
         "OMP_NUM_THREADS": fixed_threads,
-        "MKL_NUM_THREADS": user_set_threads,
+        "MKL_NUM_THREADS": users_threads,
         "CUDA_VISIBLE_DEVICES": visible_gpus,
     }
     name, value = data.draw(st.sampled_from(sorted(read))), data.draw(JUNK)

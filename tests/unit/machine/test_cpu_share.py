@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.machine.cpu_share import intra_op_threads, user_set_threads, users_threads
+from mpistrat.machine.cpu_share import intra_op_threads, users_threads
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_nobody_gets_more_than_its_mask_and_all_together_fit(masks):
 
 
 def test_the_user_s_choice_is_seen():
-    assert user_set_threads({"OMP_NUM_THREADS": "4"})
-    assert user_set_threads({"MKL_NUM_THREADS": "4"})
-    assert not user_set_threads({"OMP_NUM_THREADS": "", "TORCH_NUM_THREADS": "4"})
+    assert users_threads({"OMP_NUM_THREADS": "4"})
+    assert users_threads({"MKL_NUM_THREADS": "4"})
+    assert not users_threads({"OMP_NUM_THREADS": "", "TORCH_NUM_THREADS": "4"})
 
 
 def test_what_the_user_set() -> None:
