@@ -12,7 +12,7 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.protocol import messages, tensors
+from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.idempotency import UpdateNumbers, session_of
 from mpistrat.parameter_server.protocol.messages import GradientMethod, Push
 from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
@@ -35,7 +35,7 @@ class Address(NamedTuple):
     server: int
     key: int
     name: str
-    spec: tensors.TensorSpec
+    spec: messages.TensorSpec
 
 
 class Change(NamedTuple):
@@ -88,7 +88,7 @@ class Client:
         """Let the server make the array, with this value."""
         self.used[address.key] = address
         holder = self.routes.holder_of(address.server)
-        (packed,), region = tensors.pack([value], self._memory.buffers_for(holder))
+        (packed,), region = messages.pack([value], self._memory.buffers_for(holder))
         new = messages.NewArray(address.key, address.server, address.name, address.spec, packed)
         self.routes.call(address.server, messages.CREATE, new, holder).wait()
         self._memory.buffers.give_back(region)
@@ -118,7 +118,7 @@ class Client:
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
         """Pull several values at the same time, each into an array of its spec, on any device."""
-        calls: list[tuple[Array, tensors.TensorSpec, SharedRegion | None, FailoverRequest]] = []
+        calls: list[tuple[Array, messages.TensorSpec, SharedRegion | None, FailoverRequest]] = []
         for address, out in wanted:
             spec = address.spec
             self.used[address.key] = address
@@ -131,13 +131,13 @@ class Client:
             region, target = None, None
             if table is not None and self._memory.buffers_for(holder):
                 region = self._memory.buffers.take(spec.nbytes)
-                target = tensors.SharedTensor(region.part(0, spec.nbytes).handle, spec)
+                target = messages.SharedTensor(region.part(0, spec.nbytes).handle, spec)
             call = self.routes.call(address.server, messages.PULL, (address.key, target), holder)
             calls.append((out, spec, region, call))
         for out, spec, region, call in calls:
             answer = call.wait()
             if answer is not None:
-                out[...] = tensors.unpack(answer, self._memory.mappings)
+                out[...] = messages.unpack(answer, self._memory.mappings)
             elif region is not None:
                 out[...] = spec.array_in(region.memory[: spec.nbytes])
             self._memory.buffers.give_back(region)
@@ -148,9 +148,9 @@ class Client:
         table = self._memory.table(address)
         rows = None if table is None else table.rows(indices)
         if rows is None:
-            body = address.key, tensors.inline(indices)
+            body = address.key, messages.inline(indices)
             call = self.routes.call(address.server, messages.ROWS, body)
-            rows = tensors.unpack(call.wait(), self._memory.mappings)
+            rows = messages.unpack(call.wait(), self._memory.mappings)
         self.bytes_pulled += arrays.num_elements(rows) * address.spec.itemsize
         return rows
 
@@ -179,7 +179,7 @@ class Client:
         for at, call, region in calls:
             try:
                 for position, value in zip(at, call.wait(), strict=True):
-                    values[position] = value and tensors.unpack(value, self._memory.mappings)
+                    values[position] = value and messages.unpack(value, self._memory.mappings)
             except Exception as error:
                 errors.append(error)
             if call.come:  # otherwise the server may still write to the region
@@ -194,7 +194,7 @@ class Client:
         """Send one server's changes. Returns: also the region to give back once the server has replied."""
         holder = self.routes.holder_of(server)
         operands = [_arrays_of(change.operand) for change in changes]
-        packed, region = tensors.pack([*chain(*operands)], self._memory.buffers_for(holder))
+        packed, region = messages.pack([*chain(*operands)], self._memory.buffers_for(holder))
         self.bytes_pushed += sum(tensor.spec.nbytes for tensor in packed)
         parts = iter(packed)
         updates = [

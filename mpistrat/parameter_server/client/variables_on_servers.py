@@ -16,8 +16,8 @@ from mpistrat.context import AnyStrategy, current_local_replica
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client.client import Address, Change, Client
-from mpistrat.parameter_server.protocol.tensors import TensorSpec
-from mpistrat.parameter_server.rpc.remote_errors import attributed_error
+from mpistrat.parameter_server.protocol.messages import TensorSpec
+from mpistrat.parameter_server.rpc.endpoint import attributed_error
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.variables.aggregating import AggregatingVariable
 from mpistrat.variables.initial_values import called_for_part, initial_array, takes_parts

@@ -13,10 +13,9 @@ from mpistrat.errors import ClosureInputError
 from mpistrat.parameter_server.coordinator import per_worker
 from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue
 from mpistrat.parameter_server.coordinator.dispatcher import Cluster, Dispatcher
-from mpistrat.parameter_server.coordinator.pickle_diagnosis import raise_explained
-from mpistrat.parameter_server.coordinator.pickling import loads
+from mpistrat.parameter_server.coordinator.per_worker import ResourceTable
+from mpistrat.parameter_server.coordinator.pickling import loads, raise_explained
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
-from mpistrat.parameter_server.coordinator.resources import ResourceTable
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy

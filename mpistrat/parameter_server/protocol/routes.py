@@ -8,8 +8,7 @@ from typing import Any
 
 from mpistrat.errors import UnavailableError
 from mpistrat.parameter_server.protocol import messages
-from mpistrat.parameter_server.protocol.messages import Push
-from mpistrat.parameter_server.protocol.tensors import inlined
+from mpistrat.parameter_server.protocol.messages import Push, inlined
 from mpistrat.parameter_server.rpc.endpoint import PendingReply, RpcEndpoint
 from mpistrat.parameter_server.rpc.segments import Mappings
 

@@ -12,16 +12,13 @@ from typing import Any
 
 from mpistrat.errors import UnavailableError
 from mpistrat.parameter_server.protocol import messages
-from mpistrat.parameter_server.protocol.messages import NewArray, Updates
+from mpistrat.parameter_server.protocol.messages import NewArray, Updates, unpack
 from mpistrat.parameter_server.protocol.snapshot import ChangeLock
 from mpistrat.parameter_server.protocol.staleness import ServerClock
 from mpistrat.parameter_server.protocol.tables import Table
-from mpistrat.parameter_server.protocol.tensors import unpack
-from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
-from mpistrat.parameter_server.rpc.remote_errors import outcome_of, portable_error
-from mpistrat.parameter_server.server.optimizer_steps import ServerOptimizers
+from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint, outcome_of, portable_error
 from mpistrat.parameter_server.server.replication import Backup, BackupCopies
-from mpistrat.parameter_server.server.store import Store
+from mpistrat.parameter_server.server.store import ServerOptimizers, Store
 
 
 class Rounds:
