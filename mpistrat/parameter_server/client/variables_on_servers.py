@@ -213,15 +213,13 @@ class VariablesOnServers(VariableStore):
 
         made_of = None if whole is None else arrays.dtype_name(whole)
         if not sizes:
-            value = partial(value_of_part, 0, shape)
-            return [self._placed(self._next_place(0), name, shape, made_of, value)]
+            return [self._placed(0, name, shape, made_of, partial(value_of_part, 0, shape))]
         addresses: list[Address] = []
         firsts = itertools.accumulate(sizes, initial=0)
         for part, (first, rows) in enumerate(zip(firsts, sizes, strict=False)):
             size = (rows, *shape[1:])
             value = partial(value_of_part, first, size)
-            place = self._next_place(part)
-            addresses.append(self._placed(place, f"{name}/part_{part}", size, made_of, value))
+            addresses.append(self._placed(part, f"{name}/part_{part}", size, made_of, value))
         return addresses
 
     def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
@@ -243,7 +241,7 @@ class VariablesOnServers(VariableStore):
 
     def _placed(
         self,
-        place: tuple[int, int],
+        part: int,
         name: str,
         shape: tuple[int, ...],
         dtype: str | None,
@@ -251,9 +249,9 @@ class VariablesOnServers(VariableStore):
     ) -> Address:
         """An array on a server: made there by the one rank that makes them, found by the others.
 
-        Args: place: as `_next_place` says; dtype: None where all workers were given it.
+        Args: part: the number of this part of a variable; dtype: None where all workers were given it.
         """
-        server, key = place
+        server, key = self._next_place(part)
         if self.owns_initial_values:
             try:
                 array = value()

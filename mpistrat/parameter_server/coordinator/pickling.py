@@ -30,10 +30,13 @@ class References(Protocol):
         """For an object that the other side is to take note of: its `__reduce__`; None for all others."""
 
 
+# The methods of `References` that pickling calls.
+ReferenceOf = Callable[[Any], Any | None]
+ReductionOf = Callable[[Any], tuple[Any, ...] | None]
+
+
 def dumps(
-    value: Any,
-    reference_of: Callable[[Any], Any | None],
-    reduction_of: Callable[[Any], tuple[Any, ...] | None] = lambda value: None,
+    value: Any, reference_of: ReferenceOf, reduction_of: ReductionOf = lambda value: None
 ) -> bytes:
     """Args: as of `References`. Raises: whatever the pickling raises."""
     with io.BytesIO() as file:
@@ -62,10 +65,7 @@ _COPIED = frozenset(
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(
-        self,
-        file: io.BytesIO,
-        reference_of: Callable[[Any], Any | None],
-        reduction_of: Callable[[Any], tuple[Any, ...] | None],
+        self, file: io.BytesIO, reference_of: ReferenceOf, reduction_of: ReductionOf
     ) -> None:
         super().__init__(file, protocol=5)
         self._reference_of, self._reduction_of = reference_of, reduction_of

@@ -64,9 +64,8 @@ class Routes:
         Raises: RuntimeError after `leave`.
         """
         self.check_use()
-        return FailoverRequest(
-            self, server, method, body, self.holder_of(server) if to is None else to
-        )
+        holder = self.holder_of(server) if to is None else to
+        return FailoverRequest(self, server, method, body, holder)
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
         """For the messages that go to these servers now; None where there is but one."""

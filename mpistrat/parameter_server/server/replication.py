@@ -159,12 +159,8 @@ class BackupCopies:
         lock: ChangeLock,
         taken_over: Callable[[], None],
     ) -> None:
-        self._rpc, self._store, self._lock, self._taken_over = (
-            rpc,
-            store,
-            lock,
-            taken_over,
-        )
+        self._rpc, self._store = rpc, store
+        self._lock, self._taken_over = lock, taken_over
         self.copies = store.sibling()
         self._is_over = False  # the primary's changes do not count any more
         self.primary: int | None = None

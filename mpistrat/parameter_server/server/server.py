@@ -35,12 +35,8 @@ class Rounds:
         lock: ChangeLock,
         backup: Backup,
     ) -> None:
-        self._rpc, self._optimizers, self._lock, self._backup = (
-            rpc,
-            optimizers,
-            lock,
-            backup,
-        )
+        self._rpc, self._optimizers = rpc, optimizers
+        self._lock, self._backup = lock, backup
         self._clock = ServerClock(rpc, workers, self._end, backup.when_safe)
         rpc.handle(messages.ENDED, partial(self._enter, self._clock.ended))
         rpc.handle(messages.FAILED, partial(self._enter, self._drop_gradients))
@@ -74,9 +70,8 @@ class Rounds:
             return None
         who_ended = {number: self._clock.who_ended(number) for number in rounds}
         failed = self._optimizers.end_rounds(before, who_ended.__getitem__)
-        self._backup.forward(
-            messages.END_ROUNDS, self._rpc.rank, (before, who_ended)
-        ).failed = bool(failed)
+        forwarded = self._backup.forward(messages.END_ROUNDS, self._rpc.rank, (before, who_ended))
+        forwarded.failed = bool(failed)
         if not failed:
             return None
         name, error = failed[0]
@@ -183,8 +178,7 @@ class ParameterServer:
         self._rpc.run_until(lambda: not self.clients)
 
     def _read(self, read: Callable[[Any, Any], Any], request: Request) -> None:
-        which, what = request.body
-        request.reply(read(which, what))
+        request.reply(read(*request.body))
 
     def _create(self, request: Request) -> None:
         new: NewArray = request.body

@@ -19,7 +19,10 @@ from mpistrat.parameter_server.rpc.endpoint import outcome_of
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.server import server_optimizers
+    from mpistrat.parameter_server.server.server_optimizers import (
+        OptimizerDefinition,
+        ServerOptimizer,
+    )
 
 
 class ServerOptimizers:
@@ -31,23 +34,21 @@ class ServerOptimizers:
     """
 
     def __init__(self) -> None:
-        self.by_key: dict[tuple[int, int], server_optimizers.ServerOptimizer] = {}
+        self.by_key: dict[tuple[int, int], ServerOptimizer] = {}
         self.pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
 
     def make(
         self,
         optimizer: int,
-        definition: server_optimizers.OptimizerDefinition,
+        definition: OptimizerDefinition,
         tables: Sequence[tuple[int, Table, bool]],
     ) -> None:
         """Args: tables: arrays that may lack this optimizer: their keys, and whether each is a part of a variable."""
-        from mpistrat.parameter_server.server import server_optimizers
+        from mpistrat.parameter_server.server.server_optimizers import ServerOptimizer
 
         for key, table, shard in tables:
             if (optimizer, key) not in self.by_key:
-                self.by_key[optimizer, key] = server_optimizers.ServerOptimizer(
-                    table.array, definition, shard=shard
-                )
+                self.by_key[optimizer, key] = ServerOptimizer(table.array, definition, shard=shard)
 
     def step(
         self, key: int, table: Table, step: messages.GradientMethod, gradient: Any, worker: int
@@ -109,7 +110,7 @@ class ServerOptimizers:
         for number, of_round in other.pending.items():
             self.pending.setdefault(number, {}).update(of_round)
 
-    def of(self, optimizer: int, key: int) -> server_optimizers.ServerOptimizer:
+    def of(self, optimizer: int, key: int) -> ServerOptimizer:
         try:
             return self.by_key[optimizer, key]
         except KeyError:
@@ -213,9 +214,8 @@ class Store:
         if isinstance(target, messages.SharedTensor):
             messages.unpack(target, self.mappings)[...] = table.array
             return None
-        return messages.inline(
-            table.array
-        ).copied()  # MPI may read it later, when the array has changed
+        # MPI may read it later, when the array has changed.
+        return messages.inline(table.array).copied()
 
     def rows(self, key: int, indices: messages.PackedTensor) -> messages.InlineTensor:
         table = self.table(key)
@@ -244,9 +244,8 @@ class Store:
                 self.optimizers.step(update.key, table, update.method, operand, client)
                 return None
             table.update(update.method, operand)
-            return (
-                messages.inline(table.array).copied() if table.spec.nbytes <= SMALL_VALUE else None
-            )
+            is_small = table.spec.nbytes <= SMALL_VALUE
+            return messages.inline(table.array).copied() if is_small else None
 
         return self.idempotency.once(update, table.name, make)
 

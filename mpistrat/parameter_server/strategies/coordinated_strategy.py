@@ -25,8 +25,7 @@ from mpistrat.parameter_server.coordinator.dispatcher import Cluster
 from mpistrat.parameter_server.coordinator.pickling import References
 from mpistrat.parameter_server.coordinator.worker import Worker, seed_for_worker
 from mpistrat.parameter_server.job import joining
-from mpistrat.parameter_server.strategies import server_strategy_parts
-from mpistrat.parameter_server.strategies.server_strategy_parts import ServersExtended
+from mpistrat.parameter_server.strategies.server_strategy_parts import ServersExtended, with_servers
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategies.strategy_arguments import StrategyArguments
@@ -138,9 +137,7 @@ class ParameterServerStrategy(Strategy):
             description=type(self).__name__,
             replication=replication,
         )
-        extended = server_strategy_parts.with_servers(
-            self, job, devices, variable_partitioner, gradients
-        )
+        extended = with_servers(self, job, devices, variable_partitioner, gradients)
         super().__init__(extended, cluster_resolver or joining.resolver_of(job.roles))
         if job.roles.task_type == "worker":
             self.work()
@@ -160,9 +157,7 @@ class ParameterServerStrategy(Strategy):
     def of_worker(cls, job: ServerJob, devices: Sequence[str]) -> ParameterServerStrategy:
         """What the functions on a worker have, whose rank has joined the job already."""
         strategy = cls.__new__(cls)
-        Strategy.__init__(
-            strategy, server_strategy_parts.with_servers(strategy, job, devices, None, None)
-        )
+        Strategy.__init__(strategy, with_servers(strategy, job, devices, None, None))
         return strategy
 
     def work(self) -> None:

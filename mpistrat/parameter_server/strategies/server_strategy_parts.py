@@ -170,8 +170,8 @@ def with_servers(
         raise SystemExit(0)
     roles, coordinated = job.roles, clock is None
     owns = roles.rank == job.trainers[0]
-    trains = roles.rank in job.trainers
     # What runs on servers is none of the program.
+    trains = roles.rank in job.trainers
     topology = job.topology.part(job.trainers) if trains else Topology.single()
     group = ReplicaGroup(LocalCommunicator(), tuple(devices), (len(devices),), topology=topology)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
@@ -194,8 +194,9 @@ def with_servers(
             return WorkerModules(parts, job.client)
         return RemoteModules(parts, job.client, place, owns, clock)
 
-    module_parts = ModuleParts(replicas, GradientRule(gradients))
-    modules = TorchModules(module_parts, make_modules, needed=True)
+    modules = TorchModules(
+        ModuleParts(replicas, GradientRule(gradients)), make_modules, needed=True
+    )
 
     @functools.cache
     def torch_references() -> References:
@@ -210,8 +211,7 @@ def with_servers(
             return contextlib.nullcontext()
         return cluster.coordinator.paused()
 
-    checkpoints = CheckpointsOfJob(job, owns, paused)
-    parts = Parts(modules, variables, _input_plan(job, group), checkpoints)
+    parts = Parts(modules, variables, _input_plan(job, group), CheckpointsOfJob(job, owns, paused))
     extended = ServersExtended(
         strategy, parts, job, is_worker=not coordinated, torch_references=torch_references
     )
