@@ -73,11 +73,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         # Pickle's own way for such keys, `persistent_id`, is asked of each occurrence of each number and string.
         if type(value) not in _COPIED:
-            key = self._reference_of(value)
-            if key is not None:
+            if (key := self._reference_of(value)) is not None:
                 return _resolved, (key,)
-            reduced = self._reduction_of(value)
-            if reduced is not None:
+            if (reduced := self._reduction_of(value)) is not None:
                 return reduced
         return super().reducer_override(value)
 

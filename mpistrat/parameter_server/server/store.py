@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat import arrays
+from mpistrat.cross_device_ops.accumulation import add_slices
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.protocol import messages
@@ -19,10 +20,7 @@ from mpistrat.parameter_server.rpc.endpoint import outcome_of
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.server.server_optimizers import (
-        OptimizerDefinition,
-        ServerOptimizer,
-    )
+    from mpistrat.parameter_server.server import server_optimizers
 
 
 class ServerOptimizers:
@@ -34,13 +32,13 @@ class ServerOptimizers:
     """
 
     def __init__(self) -> None:
-        self.by_key: dict[tuple[int, int], ServerOptimizer] = {}
+        self.by_key: dict[tuple[int, int], server_optimizers.ServerOptimizer] = {}
         self.pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
 
     def make(
         self,
         optimizer: int,
-        definition: OptimizerDefinition,
+        definition: server_optimizers.OptimizerDefinition,
         tables: Sequence[tuple[int, Table, bool]],
     ) -> None:
         """Args: tables: arrays that may lack this optimizer: their keys, and whether each is a part of a variable."""
@@ -110,7 +108,7 @@ class ServerOptimizers:
         for number, of_round in other.pending.items():
             self.pending.setdefault(number, {}).update(of_round)
 
-    def of(self, optimizer: int, key: int) -> ServerOptimizer:
+    def of(self, optimizer: int, key: int) -> server_optimizers.ServerOptimizer:
         try:
             return self.by_key[optimizer, key]
         except KeyError:
@@ -150,9 +148,8 @@ def _combined(pending: _Pending, workers: int) -> Any:
     gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
     total = gradients[0]
     if isinstance(total, IndexedSlices):
-        numbers = arrays.concatenate([gradient.values for gradient in gradients])
-        indices = arrays.concatenate([gradient.indices for gradient in gradients])
-        total = IndexedSlices(numbers, indices)
+        total = add_slices(gradients)
+        numbers = total.values
     else:
         numbers = total
         for gradient in gradients[1:]:

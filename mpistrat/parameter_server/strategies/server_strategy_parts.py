@@ -170,8 +170,8 @@ def with_servers(
         raise SystemExit(0)
     roles, coordinated = job.roles, clock is None
     owns = roles.rank == job.trainers[0]
-    # What runs on servers is none of the program.
     trains = roles.rank in job.trainers
+    # What runs on servers is none of the program.
     topology = job.topology.part(job.trainers) if trains else Topology.single()
     group = ReplicaGroup(LocalCommunicator(), tuple(devices), (len(devices),), topology=topology)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
@@ -187,16 +187,14 @@ def with_servers(
         return variables.place(tensor, name)
 
     def make_modules(parts: ModuleParts) -> Any:
-        from mpistrat.parameter_server.modules.remote_modules import RemoteModules
-        from mpistrat.parameter_server.modules.scheduled_modules import WorkerModules
+        from mpistrat.parameter_server.modules import remote_modules, scheduled_modules
 
         if coordinated and not owns:
-            return WorkerModules(parts, job.client)
-        return RemoteModules(parts, job.client, place, owns, clock)
+            return scheduled_modules.WorkerModules(parts, job.client)
+        return remote_modules.RemoteModules(parts, job.client, place, owns, clock)
 
-    modules = TorchModules(
-        ModuleParts(replicas, GradientRule(gradients)), make_modules, needed=True
-    )
+    module_parts = ModuleParts(replicas, GradientRule(gradients))
+    modules = TorchModules(module_parts, make_modules, needed=True)
 
     @functools.cache
     def torch_references() -> References:
