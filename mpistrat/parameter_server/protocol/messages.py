@@ -33,6 +33,9 @@ ENDED, FAILED = "steps ended", "step failed"
 # Requests of a worker: may the next step begin; how many steps each worker has ended.
 MAY_BEGIN, STEPS = "may begin", "steps"
 
+# A pipe copies a message in pieces. From this many bytes on, shared memory is quicker.
+_SMALL = 1 << 13
+
 # A server's function: calls its argument when all changes made so far outlive the server.
 WhenSafe = Callable[[Callable[[], None]], None]
 
@@ -112,10 +115,6 @@ class Updates(NamedTuple):
     updates: list[Update]
     push: Push | None = None
     settled: int = 0
-
-
-# A pipe copies a message in pieces. From this many bytes on, shared memory is quicker.
-_SMALL = 1 << 13
 
 
 class TensorSpec(NamedTuple):
