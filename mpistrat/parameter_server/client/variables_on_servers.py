@@ -18,7 +18,6 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client.client import Address, Change, Client
 from mpistrat.parameter_server.protocol.messages import TensorSpec
 from mpistrat.parameter_server.rpc.endpoint import attributed_error
-from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.variables.aggregating import AggregatingVariable
 from mpistrat.variables.initial_values import called_for_part, initial_array, takes_parts
 from mpistrat.variables.partitioners import Partitioner
@@ -39,23 +38,18 @@ class RemoteVariable(Variable):
     between those of other workers. An update returns the value then where the array is small (4 KB), else the variable,
     which reads as what it is when it is used.
 
+    Args: how: as of `variable_of`.
     Attributes:
         address: of the array.
         device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
     """
 
     def __init__(
-        self,
-        strategy: AnyStrategy,
-        client: Client,
-        address: Address,
-        trainable: bool = True,
-        synchronization: VariableSynchronization = VariableSynchronization.ON_WRITE,
-        aggregation: VariableAggregation = VariableAggregation.NONE,
+        self, strategy: AnyStrategy, client: Client, address: Address, how: tuple[Any, ...]
     ) -> None:
         self.strategy, self.address = strategy, address
-        self.name, self.trainable = address.name, trainable
-        self.synchronization, self.aggregation = synchronization, aggregation
+        self.name = address.name
+        self.trainable, self.synchronization, self.aggregation = how
         self._client = client
 
     @property
@@ -302,7 +296,7 @@ def variable_of(
 
     Args: how: whether it is trainable, its synchronization, and its aggregation.
     """
-    variables = [RemoteVariable(strategy, job.client, address, *how) for address in addresses]
+    variables = [RemoteVariable(strategy, job.client, address, how) for address in addresses]
     variable: Variable = variables[0]
     if len(variables) > 1 or variable.name != name:
         variable = RemoteShards(job.client, variables, name)

@@ -178,7 +178,8 @@ class ParameterServer:
         self._rpc.run_until(lambda: not self.clients)
 
     def _read(self, read: Callable[[Any, Any], Any], request: Request) -> None:
-        request.reply(read(*request.body))
+        which, what = request.body
+        request.reply(read(which, what))
 
     def _create(self, request: Request) -> None:
         new: NewArray = request.body
