@@ -21,8 +21,8 @@ from mpistrat.experimental.partitioners import (
     MinSizePartitioner,
 )
 from mpistrat.parameter_server.job import job as job_module
+from mpistrat.parameter_server.protocol.messages import inline
 from mpistrat.parameter_server.protocol.tables import MappedTable
-from mpistrat.parameter_server.protocol.tensors import inline
 from mpistrat.parameter_server.rpc.channel import Channel
 from support.open_files import descriptors, mapped_bytes
 from support.parameter_servers.remote_jobs import strategy_on_servers, workers_of

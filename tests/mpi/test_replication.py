@@ -14,7 +14,7 @@ from mpistrat.compat.v1 import ParameterServerStrategy
 from mpistrat.experimental.partitioners import FixedShardsPartitioner
 from mpistrat.parameter_server.job import job as job_module
 from mpistrat.parameter_server.protocol import messages
-from mpistrat.parameter_server.protocol.tensors import unpack
+from mpistrat.parameter_server.protocol.messages import unpack
 from mpistrat.parameter_server.rpc.channel import Channel
 from mpistrat.parameter_server.rpc.segments import Mappings
 from support.parameter_servers.remote_jobs import strategy_on_servers, workers_of

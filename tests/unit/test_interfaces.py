@@ -31,7 +31,7 @@ SET_FROM_OUTSIDE = {
     "parameter_server/coordinator/cluster_coordinator.py: _queue of made",
     "parameter_server/coordinator/cluster_coordinator.py: _resources of made",
     "parameter_server/coordinator/cluster_coordinator.py: _strategy of made",
-    "parameter_server/modules/chief_references.py: _opt_called of value",
+    "parameter_server/modules/scheduled_modules.py: _opt_called of value",
     "pytorch/hooks.py: _compiled_call_impl of module",
     "pytorch/modules/placing.py: _flat_weight_refs of child",
     "communicators/transports/accelerator/torch_groups.py: _timeout of options",

@@ -18,13 +18,13 @@ EMPTY = {"told", "given", "one", "beside", "looks", "noted"}
 # By private word, the field's.
 PRIVATE = {
     "alarm": "AbortChannel",
-    "culprit": "pickle_diagnosis",
-    "culprits": "pickle_diagnosis",
+    "culprit": "raise_explained",
+    "culprits": "raise_explained",
     "departures": "ExitCoordinator",
     "kitchen": "ResourceCache",
     "mail": "channel",
-    "parcel": "tensors",
-    "parcels": "tensors",
+    "parcel": "PackedTensor",
+    "parcels": "PackedTensor",
     "patient": "PipelinedTransport",
     "post": "rpc",
     "recipe": "Resource, OptimizerDefinition",

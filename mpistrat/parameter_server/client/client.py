@@ -12,7 +12,7 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.protocol import messages, tensors
+from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.idempotency import UpdateNumbers, session_of
 from mpistrat.parameter_server.protocol.messages import GradientMethod, Push
 from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
@@ -35,7 +35,7 @@ class Address(NamedTuple):
     server: int
     key: int
     name: str
-    spec: tensors.TensorSpec
+    spec: messages.TensorSpec
 
 
 class Change(NamedTuple):
@@ -61,7 +61,6 @@ class Client:
         replicated: whether each server is the backup of the one before it.
     Attributes:
         routes: to the servers.
-        optimizers: of the arrays, on their servers.
         numbers: of this client's updates.
         used: addresses of the arrays that this rank has used, by key.
         bytes_pulled, bytes_pushed: so far.
@@ -70,7 +69,6 @@ class Client:
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
         self.rpc = rpc
         self.routes = Routes(rpc, servers, replicated)
-        self.optimizers = OptimizerClient(self.routes)
         self.numbers = UpdateNumbers(session_of(rpc.rank) if replicated else None)
         self.used: dict[int, Address] = {}
         self.bytes_pulled = self.bytes_pushed = 0
@@ -88,7 +86,7 @@ class Client:
         """Let the server make the array, with this value."""
         self.used[address.key] = address
         holder = self.routes.holder_of(address.server)
-        (packed,), region = tensors.pack([value], self._memory.buffers_for(holder))
+        (packed,), region = messages.pack([value], self._memory.buffers_for(holder))
         new = messages.NewArray(address.key, address.server, address.name, address.spec, packed)
         self.routes.call(address.server, messages.CREATE, new, holder).wait()
         self._memory.buffers.give_back(region)
@@ -104,8 +102,7 @@ class Client:
 
         Raises: UnavailableError: it does not any more; the error of its `cannot_create`.
         """
-        call = self.routes.call(server, messages.FIND, key)
-        name, spec, _ = call.wait(limited=False)
+        name, spec, _ = self.routes.call(server, messages.FIND, key).wait(limited=False)
         self.used[key] = Address(server, key, name, spec)
         return self.used[key]
 
@@ -118,7 +115,7 @@ class Client:
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
         """Pull several values at the same time, each into an array of its spec, on any device."""
-        calls: list[tuple[Array, tensors.TensorSpec, SharedRegion | None, FailoverRequest]] = []
+        calls: list[tuple[Array, messages.TensorSpec, SharedRegion | None, FailoverRequest]] = []
         for address, out in wanted:
             spec = address.spec
             self.used[address.key] = address
@@ -131,13 +128,13 @@ class Client:
             region, target = None, None
             if table is not None and self._memory.buffers_for(holder):
                 region = self._memory.buffers.take(spec.nbytes)
-                target = tensors.SharedTensor(region.part(0, spec.nbytes).handle, spec)
+                target = messages.SharedTensor(region.part(0, spec.nbytes).handle, spec)
             call = self.routes.call(address.server, messages.PULL, (address.key, target), holder)
             calls.append((out, spec, region, call))
         for out, spec, region, call in calls:
             answer = call.wait()
             if answer is not None:
-                out[...] = tensors.unpack(answer, self._memory.mappings)
+                out[...] = messages.unpack(answer, self._memory.mappings)
             elif region is not None:
                 out[...] = spec.array_in(region.memory[: spec.nbytes])
             self._memory.buffers.give_back(region)
@@ -148,9 +145,9 @@ class Client:
         table = self._memory.table(address)
         rows = None if table is None else table.rows(indices)
         if rows is None:
-            body = address.key, tensors.inline(indices)
+            body = address.key, messages.inline(indices)
             call = self.routes.call(address.server, messages.ROWS, body)
-            rows = tensors.unpack(call.wait(), self._memory.mappings)
+            rows = messages.unpack(call.wait(), self._memory.mappings)
         self.bytes_pulled += arrays.num_elements(rows) * address.spec.itemsize
         return rows
 
@@ -179,7 +176,7 @@ class Client:
         for at, call, region in calls:
             try:
                 for position, value in zip(at, call.wait(), strict=True):
-                    values[position] = value and tensors.unpack(value, self._memory.mappings)
+                    values[position] = value and messages.unpack(value, self._memory.mappings)
             except Exception as error:
                 errors.append(error)
             if call.come:  # otherwise the server may still write to the region
@@ -194,7 +191,7 @@ class Client:
         """Send one server's changes. Returns: also the region to give back once the server has replied."""
         holder = self.routes.holder_of(server)
         operands = [_arrays_of(change.operand) for change in changes]
-        packed, region = tensors.pack([*chain(*operands)], self._memory.buffers_for(holder))
+        packed, region = messages.pack([*chain(*operands)], self._memory.buffers_for(holder))
         self.bytes_pushed += sum(tensor.spec.nbytes for tensor in packed)
         parts = iter(packed)
         updates = [
@@ -218,6 +215,41 @@ class Client:
         finally:
             self._already_written = False
 
+    def make_optimizer(
+        self,
+        optimizer: int,
+        definition: OptimizerDefinition,
+        arrays: Sequence[tuple[Address, bool]],
+    ) -> None:
+        """Let the servers keep an optimizer's state for arrays. Of several workers that ask for it, one is enough.
+
+        Args:
+            optimizer: its number, which is equal on all workers.
+            arrays: each with whether it is a part of a variable.
+        Raises: TypeError: the definition cannot be pickled, or does not work for a part.
+        """
+        import cloudpickle  # here, because it makes importing mpistrat slower
+
+        packed = cloudpickle.dumps(definition)  # also of classes of the main script
+        keys: dict[int, list[tuple[int, bool]]] = {}  # by server
+        for address, shard in arrays:
+            keys.setdefault(address.server, []).append((address.key, shard))
+        for call in [
+            self.routes.call(server, messages.MAKE_OPTIMIZER, (optimizer, packed, of_server))
+            for server, of_server in keys.items()
+        ]:
+            call.wait()
+
+    def optimizer_state(self, optimizer: int, address: Address) -> State:
+        """What the optimizer keeps for an array: NumPy arrays and numbers, by name."""
+        body = optimizer, address.key
+        state: State = self.routes.call(address.server, messages.OPTIMIZER_STATE, body).wait()
+        return state
+
+    def load_optimizer_state(self, optimizer: int, address: Address, state: State) -> None:
+        body = optimizer, address.key, state
+        self.routes.call(address.server, messages.LOAD_OPTIMIZER_STATE, body).wait()
+
     def publish(self, name: Any, value: Any) -> None:
         """Let all ranks know that `name` is `value`."""
         for server in self.routes.copies_of(self.routes.servers[0]):
@@ -225,8 +257,9 @@ class Client:
 
     def await_published(self, name: Any) -> Any:
         """The value that the creator of arrays publishes under this name. Waits as long as that uses the servers."""
-        call = self.routes.call(self.routes.servers[0], messages.PUBLISHED, name)
-        return call.wait(limited=False)
+        return self.routes.call(self.routes.servers[0], messages.PUBLISHED, name).wait(
+            limited=False
+        )
 
 
 class MemoryWithServers:
@@ -258,8 +291,8 @@ class MemoryWithServers:
         if which not in self._tables:
             table = None
             if self._channel.shares_memory_with(server):
-                call = self._routes.call(address.server, messages.FIND, address.key)
-                _, spec, handle = call.wait()
+                found = self._routes.call(address.server, messages.FIND, address.key)
+                _, spec, handle = found.wait()
                 with contextlib.suppress(OSError):
                     table = MappedTable(spec, self.mappings.at(handle))
             self._tables[which] = table
@@ -270,47 +303,6 @@ class MemoryWithServers:
         self.mappings.forget(self._channel.pid_of(rank))
         for which in [which for which in list(self._tables) if which[0] == rank]:
             del self._tables[which]
-
-
-class OptimizerClient:
-    """The optimizers that servers keep for their arrays, by a number that is equal on all workers."""
-
-    def __init__(self, routes: Routes) -> None:
-        self._routes = routes
-
-    def make(
-        self,
-        optimizer: int,
-        definition: OptimizerDefinition,
-        arrays: Sequence[tuple[Address, bool]],
-    ) -> None:
-        """Let the servers keep an optimizer's state for arrays. Of several workers that ask for it, one is enough.
-
-        Args: arrays: each with whether it is a part of a variable.
-        Raises: TypeError: the definition cannot be pickled, or does not work for a part.
-        """
-        import cloudpickle  # here, because it makes importing mpistrat slower
-
-        packed = cloudpickle.dumps(definition)  # also of classes of the main script
-        keys: dict[int, list[tuple[int, bool]]] = {}  # by server
-        for address, shard in arrays:
-            keys.setdefault(address.server, []).append((address.key, shard))
-        for call in [
-            self._routes.call(server, messages.MAKE_OPTIMIZER, (optimizer, packed, of_server))
-            for server, of_server in keys.items()
-        ]:
-            call.wait()
-
-    def state(self, optimizer: int, address: Address) -> State:
-        """What the optimizer keeps for an array: NumPy arrays and numbers, by name."""
-        body = optimizer, address.key
-        call = self._routes.call(address.server, messages.OPTIMIZER_STATE, body)
-        state: State = call.wait()
-        return state
-
-    def load_state(self, optimizer: int, address: Address, state: State) -> None:
-        body = optimizer, address.key, state
-        self._routes.call(address.server, messages.LOAD_OPTIMIZER_STATE, body).wait()
 
 
 def _arrays_of(operand: Any) -> list[Any]:

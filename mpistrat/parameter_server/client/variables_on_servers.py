@@ -16,9 +16,8 @@ from mpistrat.context import AnyStrategy, current_local_replica
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client.client import Address, Change, Client
-from mpistrat.parameter_server.protocol.tensors import TensorSpec
-from mpistrat.parameter_server.rpc.remote_errors import attributed_error
-from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
+from mpistrat.parameter_server.protocol.messages import TensorSpec
+from mpistrat.parameter_server.rpc.endpoint import attributed_error
 from mpistrat.variables.aggregating import AggregatingVariable
 from mpistrat.variables.initial_values import called_for_part, initial_array, takes_parts
 from mpistrat.variables.partitioners import Partitioner
@@ -39,23 +38,18 @@ class RemoteVariable(Variable):
     between those of other workers. An update returns the value then where the array is small (4 KB), else the variable,
     which reads as what it is when it is used.
 
+    Args: how: as of `variable_of`.
     Attributes:
         address: of the array.
         device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
     """
 
     def __init__(
-        self,
-        strategy: AnyStrategy,
-        client: Client,
-        address: Address,
-        trainable: bool = True,
-        synchronization: VariableSynchronization = VariableSynchronization.ON_WRITE,
-        aggregation: VariableAggregation = VariableAggregation.NONE,
+        self, strategy: AnyStrategy, client: Client, address: Address, how: tuple[Any, ...]
     ) -> None:
         self.strategy, self.address = strategy, address
-        self.name, self.trainable = address.name, trainable
-        self.synchronization, self.aggregation = synchronization, aggregation
+        self.name = address.name
+        self.trainable, self.synchronization, self.aggregation = how
         self._client = client
 
     @property
@@ -213,15 +207,13 @@ class VariablesOnServers(VariableStore):
 
         made_of = None if whole is None else arrays.dtype_name(whole)
         if not sizes:
-            value = partial(value_of_part, 0, shape)
-            return [self._placed(self._next_place(0), name, shape, made_of, value)]
+            return [self._placed(0, name, shape, made_of, partial(value_of_part, 0, shape))]
         addresses: list[Address] = []
         firsts = itertools.accumulate(sizes, initial=0)
         for part, (first, rows) in enumerate(zip(firsts, sizes, strict=False)):
             size = (rows, *shape[1:])
             value = partial(value_of_part, first, size)
-            place = self._next_place(part)
-            addresses.append(self._placed(place, f"{name}/part_{part}", size, made_of, value))
+            addresses.append(self._placed(part, f"{name}/part_{part}", size, made_of, value))
         return addresses
 
     def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
@@ -243,7 +235,7 @@ class VariablesOnServers(VariableStore):
 
     def _placed(
         self,
-        place: tuple[int, int],
+        part: int,
         name: str,
         shape: tuple[int, ...],
         dtype: str | None,
@@ -251,9 +243,9 @@ class VariablesOnServers(VariableStore):
     ) -> Address:
         """An array on a server: made there by the one rank that makes them, found by the others.
 
-        Args: place: as `_next_place` says; dtype: None where all workers were given it.
+        Args: part: the number of this part of a variable; dtype: None where all workers were given it.
         """
-        server, key = place
+        server, key = self._next_place(part)
         if self.owns_initial_values:
             try:
                 array = value()
@@ -304,7 +296,7 @@ def variable_of(
 
     Args: how: whether it is trainable, its synchronization, and its aggregation.
     """
-    variables = [RemoteVariable(strategy, job.client, address, *how) for address in addresses]
+    variables = [RemoteVariable(strategy, job.client, address, how) for address in addresses]
     variable: Variable = variables[0]
     if len(variables) > 1 or variable.name != name:
         variable = RemoteShards(job.client, variables, name)

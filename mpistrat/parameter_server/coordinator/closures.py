@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpistrat.errors import CancelledError
+from mpistrat.parameter_server.coordinator.per_worker import Resource
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
-from mpistrat.parameter_server.coordinator.resources import Resource
 
 MOST_QUEUED = 262_144  # as in TensorFlow
 MOST_BYTES = 1 << 30  # of closures, pickled, that have not ended

@@ -13,10 +13,8 @@ from mpistrat.errors import ClosureInputError
 from mpistrat.parameter_server.coordinator import per_worker
 from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue
 from mpistrat.parameter_server.coordinator.dispatcher import Cluster, Dispatcher
-from mpistrat.parameter_server.coordinator.pickle_diagnosis import raise_explained
-from mpistrat.parameter_server.coordinator.pickling import loads
+from mpistrat.parameter_server.coordinator.pickling import loads, raise_explained
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
-from mpistrat.parameter_server.coordinator.resources import ResourceTable
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
@@ -51,7 +49,7 @@ class ClusterCoordinator:
     _strategy: Strategy
     _cluster: Cluster
     _queue: ClosureQueue
-    _resources: ResourceTable
+    _resources: per_worker.ResourceTable
     _dispatcher: Dispatcher
 
     def __new__(cls, strategy: Strategy) -> ClusterCoordinator:
@@ -63,7 +61,7 @@ class ClusterCoordinator:
         if cluster.coordinator is None:
             made = cluster.coordinator = super().__new__(cls)
             made._strategy, made._cluster, made._queue = strategy, cluster, ClosureQueue()
-            made._resources = ResourceTable(cluster.references, len(cluster.workers))
+            made._resources = per_worker.ResourceTable(cluster.references, len(cluster.workers))
             made._dispatcher = Dispatcher(cluster, made._queue, made._resources)
         coordinator: ClusterCoordinator = cluster.coordinator
         return coordinator

@@ -13,8 +13,8 @@ from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue, UnfinishedClosures
 from mpistrat.parameter_server.coordinator.failures import unpack_error
+from mpistrat.parameter_server.coordinator.per_worker import ResourceTable
 from mpistrat.parameter_server.coordinator.pickling import References
-from mpistrat.parameter_server.coordinator.resources import ResourceTable
 from mpistrat.parameter_server.coordinator.worker import (
     CLOSURES,
     OUTCOMES,

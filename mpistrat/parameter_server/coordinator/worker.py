@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.parameter_server.coordinator.failures import SentError, pack_error
-from mpistrat.parameter_server.coordinator.pickle_diagnosis import raise_explained
-from mpistrat.parameter_server.coordinator.pickling import References, dumps, loads
-from mpistrat.parameter_server.coordinator.resources import ResourceCache
+from mpistrat.parameter_server.coordinator.per_worker import ResourceCache
+from mpistrat.parameter_server.coordinator.pickling import References, dumps, loads, raise_explained
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint

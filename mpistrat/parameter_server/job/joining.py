@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from mpistrat.parameter_server.job.job import ServerJob
 
-_WHAT = "strategy with parameter servers"
-
 
 def join_job(
     cluster_resolver: ClusterResolver | None,
@@ -52,7 +50,7 @@ def join_job(
 
     with meeting():
         topology = resolver.topology()
-        communicator = communicator_of(resolver, "always", _WHAT)
+        communicator = communicator_of(resolver, "always", "strategy with parameter servers")
         roles = job_roles(
             topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
         )

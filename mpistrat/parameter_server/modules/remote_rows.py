@@ -78,7 +78,7 @@ class RemoteRows(torch.nn.Parameter):
                 return func(*args, **kwargs)
             elif name.endswith("_") and not name.endswith("__"):
                 return _write(func, args, kwargs)
-            args, kwargs = pytree.tree_map_only(cls, _whole, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(cls, _Whole.apply, (args, kwargs))
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -145,18 +145,13 @@ class _Whole(torch.autograd.Function):
         return gradient
 
 
-def _whole(weight: RemoteRows) -> torch.Tensor:
-    whole: torch.Tensor = _Whole.apply(weight)
-    return whole
-
-
 def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """An operation in place, on its first tensor: if that is such a weight, on all of it, which is then sent."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     target = leaves[at]
     writes_rows = isinstance(target, RemoteRows)
-    leaves = [_whole(leaf) if isinstance(leaf, RemoteRows) else leaf for leaf in leaves]
+    leaves = [_Whole.apply(leaf) if isinstance(leaf, RemoteRows) else leaf for leaf in leaves]
     if writes_rows:
         leaves[at] = target.remote.pull(target)
     args, kwargs = pytree.tree_unflatten(leaves, structure)

@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from mpistrat.errors import FailedPreconditionError
-from mpistrat.parameter_server.protocol.messages import Update
-from mpistrat.parameter_server.protocol.tensors import InlineTensor
-from mpistrat.parameter_server.rpc.remote_errors import outcome_of
+from mpistrat.parameter_server.protocol.messages import InlineTensor, Update
+from mpistrat.parameter_server.rpc.endpoint import outcome_of
 
 
 def session_of(client: int) -> int:

@@ -8,8 +8,7 @@ from typing import Any
 
 from mpistrat.errors import UnavailableError
 from mpistrat.parameter_server.protocol import messages
-from mpistrat.parameter_server.protocol.messages import Push
-from mpistrat.parameter_server.protocol.tensors import inlined
+from mpistrat.parameter_server.protocol.messages import Push, inlined
 from mpistrat.parameter_server.rpc.endpoint import PendingReply, RpcEndpoint
 from mpistrat.parameter_server.rpc.segments import Mappings
 
@@ -65,9 +64,8 @@ class Routes:
         Raises: RuntimeError after `leave`.
         """
         self.check_use()
-        return FailoverRequest(
-            self, server, method, body, self.holder_of(server) if to is None else to
-        )
+        holder = self.holder_of(server) if to is None else to
+        return FailoverRequest(self, server, method, body, holder)
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
         """For the messages that go to these servers now; None where there is but one."""

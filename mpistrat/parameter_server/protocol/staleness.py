@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from mpistrat.errors import StallError, UnavailableError
 from mpistrat.parameter_server.protocol.messages import ENDED, FAILED, MAY_BEGIN, STEPS, WhenSafe
@@ -149,8 +148,7 @@ class WorkerClock:
 
     def all_steps(self) -> dict[int, int]:
         """How many steps each worker has ended, by rank."""
-        answer: Any = self._routes.call(self._servers[0], STEPS).wait()
-        return dict(answer)
+        return dict(self._routes.call(self._servers[0], STEPS).wait())
 
 
 def _all_of(calls: Sequence[FailoverRequest]) -> list[int]:

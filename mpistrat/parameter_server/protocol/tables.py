@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.node.shared_memory import before_others_see
-from mpistrat.parameter_server.protocol.tensors import SharedTensor, TensorSpec
+from mpistrat.parameter_server.protocol.messages import SharedTensor, TensorSpec
 from mpistrat.parameter_server.rpc.segments import Segments
 from mpistrat.variables.updates import update_in_place
 

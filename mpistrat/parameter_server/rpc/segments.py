@@ -107,7 +107,7 @@ class Buffers:
     def take(self, nbytes: int) -> SharedRegion:
         """A region of at least `nbytes`, to be given back."""
         # There are few sizes, so that idle memory is at most twice the largest. Unwritten pages take no memory.
-        size = max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes else _PAGE
+        size = max(_PAGE, 1 << (nbytes - 1).bit_length())
         with self._lock:
             free = self._free.get(size)
             return free.pop() if free else self._segments.make(size)

@@ -18,12 +18,9 @@ from mpistrat.arrays import Array
 from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.protocol import messages
-from mpistrat.parameter_server.protocol.messages import NewArray, Updates
 from mpistrat.parameter_server.protocol.snapshot import ChangeLock
 from mpistrat.parameter_server.protocol.tables import Table
-from mpistrat.parameter_server.protocol.tensors import PackedTensor, inline, pack
-from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
-from mpistrat.parameter_server.rpc.remote_errors import outcome_of
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint, outcome_of
 from mpistrat.parameter_server.rpc.segments import Buffers, SharedRegion
 from mpistrat.parameter_server.server.store import Store
 
@@ -78,21 +75,21 @@ class Backup:
             self._forwarded.append(forwarded)
         return forwarded
 
-    def forward_new(self, source: int, new: NewArray, table: Table) -> None:
+    def forward_new(self, source: int, new: messages.NewArray, table: Table) -> None:
         """Let the backup make an array that was made here, and that nobody changes before it is answered for."""
         if self._rank is None:
             return
-        value: PackedTensor | None = None
+        value: messages.PackedTensor | None = None
         if new.value is not None:
-            value = table.shared if self._shares_memory else inline(table.array)
+            value = table.shared if self._shares_memory else messages.inline(table.array)
         self.forward(messages.CREATE, source, new._replace(value=value))
         self._names[new.key] = new.name
 
     def forward_updates(
-        self, source: int, updates: Updates, operands: Sequence[Array]
+        self, source: int, updates: messages.Updates, operands: Sequence[Array]
     ) -> Forwarded:
         """Args: operands: of all updates. They are packed in this process's memory: the client's goes with it."""
-        packed, region = pack(operands, self._buffers if self._shares_memory else None)
+        packed, region = messages.pack(operands, self._buffers if self._shares_memory else None)
         parts = iter(packed)
         again = [
             update._replace(operand=list(islice(parts, len(update.operand))))
@@ -162,12 +159,8 @@ class BackupCopies:
         lock: ChangeLock,
         taken_over: Callable[[], None],
     ) -> None:
-        self._rpc, self._store, self._lock, self._taken_over = (
-            rpc,
-            store,
-            lock,
-            taken_over,
-        )
+        self._rpc, self._store = rpc, store
+        self._lock, self._taken_over = lock, taken_over
         self.copies = store.sibling()
         self._is_over = False  # the primary's changes do not count any more
         self.primary: int | None = None

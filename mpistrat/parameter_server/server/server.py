@@ -12,16 +12,13 @@ from typing import Any
 
 from mpistrat.errors import UnavailableError
 from mpistrat.parameter_server.protocol import messages
-from mpistrat.parameter_server.protocol.messages import NewArray, Updates
+from mpistrat.parameter_server.protocol.messages import NewArray, Updates, unpack
 from mpistrat.parameter_server.protocol.snapshot import ChangeLock
 from mpistrat.parameter_server.protocol.staleness import ServerClock
 from mpistrat.parameter_server.protocol.tables import Table
-from mpistrat.parameter_server.protocol.tensors import unpack
-from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
-from mpistrat.parameter_server.rpc.remote_errors import outcome_of, portable_error
-from mpistrat.parameter_server.server.optimizer_steps import ServerOptimizers
+from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint, outcome_of, portable_error
 from mpistrat.parameter_server.server.replication import Backup, BackupCopies
-from mpistrat.parameter_server.server.store import Store
+from mpistrat.parameter_server.server.store import ServerOptimizers, Store
 
 
 class Rounds:
@@ -38,12 +35,8 @@ class Rounds:
         lock: ChangeLock,
         backup: Backup,
     ) -> None:
-        self._rpc, self._optimizers, self._lock, self._backup = (
-            rpc,
-            optimizers,
-            lock,
-            backup,
-        )
+        self._rpc, self._optimizers = rpc, optimizers
+        self._lock, self._backup = lock, backup
         self._clock = ServerClock(rpc, workers, self._end, backup.when_safe)
         rpc.handle(messages.ENDED, partial(self._enter, self._clock.ended))
         rpc.handle(messages.FAILED, partial(self._enter, self._drop_gradients))
@@ -77,9 +70,8 @@ class Rounds:
             return None
         who_ended = {number: self._clock.who_ended(number) for number in rounds}
         failed = self._optimizers.end_rounds(before, who_ended.__getitem__)
-        self._backup.forward(
-            messages.END_ROUNDS, self._rpc.rank, (before, who_ended)
-        ).failed = bool(failed)
+        forwarded = self._backup.forward(messages.END_ROUNDS, self._rpc.rank, (before, who_ended))
+        forwarded.failed = bool(failed)
         if not failed:
             return None
         name, error = failed[0]

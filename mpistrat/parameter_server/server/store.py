@@ -3,20 +3,162 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mpistrat import arrays
+from mpistrat.cross_device_ops.accumulation import add_slices
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.protocol import tensors
+from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.idempotency import IdempotencyCache, session_of
-from mpistrat.parameter_server.protocol.messages import GradientMethod, NewArray, Update, Updates
 from mpistrat.parameter_server.protocol.tables import Table
-from mpistrat.parameter_server.rpc.remote_errors import outcome_of
+from mpistrat.parameter_server.rpc.endpoint import outcome_of
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
-from mpistrat.parameter_server.server.optimizer_steps import ServerOptimizers
+
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.server import server_optimizers
+
+
+class ServerOptimizers:
+    """The optimizers of a server's arrays.
+
+    Attributes:
+        by_key: the optimizers, by number and array.
+        pending: the workers' gradients, by round, then optimizer, array and how many times before.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[int, int], server_optimizers.ServerOptimizer] = {}
+        self.pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
+
+    def make(
+        self,
+        optimizer: int,
+        definition: server_optimizers.OptimizerDefinition,
+        tables: Sequence[tuple[int, Table, bool]],
+    ) -> None:
+        """Args: tables: arrays that may lack this optimizer: their keys, and whether each is a part of a variable."""
+        from mpistrat.parameter_server.server.server_optimizers import ServerOptimizer
+
+        for key, table, shard in tables:
+            if (optimizer, key) not in self.by_key:
+                self.by_key[optimizer, key] = ServerOptimizer(table.array, definition, shard=shard)
+
+    def step(
+        self, key: int, table: Table, step: messages.GradientMethod, gradient: Any, worker: int
+    ) -> None:
+        """
+        Args: gradient: an array, or `IndexedSlices`, in memory that may change after this.
+        Raises: ValueError, TypeError, IndexError: the gradient does not fit.
+        """
+        optimizer = self.of(step.optimizer, key)
+        if step.round is None:
+            with table.writing():
+                optimizer.step(gradient, step.hyperparameters)
+            return
+        optimizer.check(gradient)  # now: it is this worker's error
+        of_round = self.pending.setdefault(step.round, {})
+        for time in itertools.count():  # a worker may take several steps in one of the strategy's
+            pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, {}, {}))
+            if worker not in pending.gradients:
+                _check_alike(gradient, pending)
+                pending.gradients[worker] = _copied(gradient)
+                pending.steps[worker] = step
+                return
+
+    def pending_rounds(self, before: int) -> list[int]:
+        """The rounds with smaller numbers that have not ended."""
+        return sorted(number for number in self.pending if number < before)
+
+    def end_rounds(
+        self, before: int, who_ended: Callable[[int], int]
+    ) -> list[tuple[str, Exception]]:
+        """Make the steps of the rounds with smaller numbers, which all workers have ended.
+
+        Args: who_ended: how many workers took part in a round.
+        Returns: the names of arrays whose steps failed, with the errors. All others have stepped.
+        """
+        failed = []
+        for number in self.pending_rounds(before):
+            of_round = self.pending.pop(number)
+            for (optimizer, key, _), pending in sorted(of_round.items(), key=lambda it: it[0][2]):
+                try:
+                    combined = _combined(pending, who_ended(number))
+                    with pending.table.writing():
+                        self.of(optimizer, key).step(combined, pending.first.hyperparameters)
+                except Exception as error:  # an optimizer's may be any
+                    failed.append((pending.table.name, error))
+        return failed
+
+    def forget(self, worker: int, ended: int) -> None:
+        """Drop the gradients of a worker that has died, or failed, after so many steps: some may not have come."""
+        for number in [number for number in self.pending if number >= ended]:
+            of_round = self.pending[number]
+            for pending in of_round.values():
+                pending.gradients.pop(worker, None)
+            self.pending[number] = {key: left for key, left in of_round.items() if left.gradients}
+
+    def adopt(self, other: ServerOptimizers) -> None:
+        """Move all optimizers of `other`, which are of other arrays, here."""
+        self.by_key.update(other.by_key)
+        for number, of_round in other.pending.items():
+            self.pending.setdefault(number, {}).update(of_round)
+
+    def of(self, optimizer: int, key: int) -> server_optimizers.ServerOptimizer:
+        try:
+            return self.by_key[optimizer, key]
+        except KeyError:
+            raise NotFoundError(
+                f"this server has no optimizer {optimizer} of array {key}"
+            ) from None
+
+
+class _Pending(NamedTuple):
+    table: Table
+    steps: dict[int, messages.GradientMethod]  # by worker
+    gradients: dict[int, Any]
+
+    @property
+    def first(self) -> messages.GradientMethod:
+        """The step of the lowest rank, whichever came first."""
+        return self.steps[min(self.gradients)]
+
+
+def _check_alike(gradient: Any, pending: _Pending) -> None:
+    for worker, other in pending.gradients.items():
+        if isinstance(gradient, IndexedSlices) != isinstance(other, IndexedSlices):
+            raise TypeError(
+                f"the gradient of {pending.table.name!r} is one of some rows on one worker, and of the whole on "
+                f"another (rank {worker}): to be combined, all need to be alike"
+            )
+
+
+def _copied(gradient: Any) -> Any:
+    if isinstance(gradient, IndexedSlices):
+        return IndexedSlices(arrays.copy(gradient.values), arrays.copy(gradient.indices))
+    return arrays.copy(gradient)
+
+
+def _combined(pending: _Pending, workers: int) -> Any:
+    """The gradients of so many workers, added in the order of their ranks, so that the bits are the same each time."""
+    gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
+    total = gradients[0]
+    if isinstance(total, IndexedSlices):
+        total = add_slices(gradients)
+        numbers = total.values
+    else:
+        numbers = total
+        for gradient in gradients[1:]:
+            numbers += gradient
+    divisor = max(workers, len(gradients)) if pending.first.mean else 1
+    if divisor > 1:
+        numbers /= divisor
+    return total
+
 
 # An answer to an update brings the new value along if it has at most so many bytes.
 SMALL_VALUE = 1 << 12
@@ -42,13 +184,13 @@ class Store:
         self._find_elsewhere = find_elsewhere
         self._segments = Segments()
 
-    def create(self, new: NewArray) -> Table:
+    def create(self, new: messages.NewArray) -> Table:
         """Make the array, unless it is here."""
         if not self.has(new.key):
             table = Table(new.name, new.spec, self._segments)
             if new.value is not None:
                 with table.writing(updates=0) as array:
-                    array[...] = tensors.unpack(new.value, self.mappings)
+                    array[...] = messages.unpack(new.value, self.mappings)
             self.by_key[new.key] = table
         return self.by_key[new.key]
 
@@ -63,21 +205,20 @@ class Store:
             raise NotFoundError(f"this server has no array {key}: it has {len(self.by_key)}")
         return self.by_key[key]
 
-    def pull(self, key: int, target: tensors.PackedTensor | None) -> tensors.InlineTensor | None:
+    def pull(self, key: int, target: messages.PackedTensor | None) -> messages.InlineTensor | None:
         """The array: in the client's memory `target`, or returned."""
         table = self.table(key)
-        if isinstance(target, tensors.SharedTensor):
-            tensors.unpack(target, self.mappings)[...] = table.array
+        if isinstance(target, messages.SharedTensor):
+            messages.unpack(target, self.mappings)[...] = table.array
             return None
-        return tensors.inline(
-            table.array
-        ).copied()  # MPI may read it later, when the array has changed
+        # MPI may read it later, when the array has changed.
+        return messages.inline(table.array).copied()
 
-    def rows(self, key: int, indices: tensors.PackedTensor) -> tensors.InlineTensor:
+    def rows(self, key: int, indices: messages.PackedTensor) -> messages.InlineTensor:
         table = self.table(key)
-        return tensors.inline(table.rows(tensors.unpack(indices, self.mappings)))
+        return messages.inline(table.rows(messages.unpack(indices, self.mappings)))
 
-    def update(self, client: int, updates: Updates) -> list[tensors.InlineTensor | None]:
+    def update(self, client: int, updates: messages.Updates) -> list[messages.InlineTensor | None]:
         """Make the updates that are not made yet, also those after one that fails.
 
         Returns: for each update, the value then, if it is small. Raises: the first error, once all have been tried.
@@ -89,28 +230,27 @@ class Store:
                 raise outcome
         return outcomes
 
-    def _update(self, update: Update, client: int) -> tensors.InlineTensor | None:
+    def _update(self, update: messages.Update, client: int) -> messages.InlineTensor | None:
         table = self.table(update.key)
 
-        def make() -> tensors.InlineTensor | None:
-            operand, *values = [tensors.unpack(packed, self.mappings) for packed in update.operand]
+        def make() -> messages.InlineTensor | None:
+            operand, *values = [messages.unpack(packed, self.mappings) for packed in update.operand]
             if values:
                 operand = IndexedSlices(values[0], operand)
-            if isinstance(update.method, GradientMethod):
+            if isinstance(update.method, messages.GradientMethod):
                 self.optimizers.step(update.key, table, update.method, operand, client)
                 return None
             table.update(update.method, operand)
-            return (
-                tensors.inline(table.array).copied() if table.spec.nbytes <= SMALL_VALUE else None
-            )
+            is_small = table.spec.nbytes <= SMALL_VALUE
+            return messages.inline(table.array).copied() if is_small else None
 
         return self.idempotency.once(update, table.name, make)
 
-    def map_operands(self, updates: Updates) -> None:
+    def map_operands(self, updates: messages.Updates) -> None:
         """Map the memory of all operands. Raises: OSError: the memory is gone."""
         for update in updates.updates:
             for operand in update.operand:
-                if isinstance(operand, tensors.SharedTensor):
+                if isinstance(operand, messages.SharedTensor):
                     self.mappings.at(operand.handle)
 
     def make_optimizer(

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver
+from mpistrat.context import AnyStrategy
 from mpistrat.input.input_context import InputContext
 from mpistrat.liveness.ending import interrupts
 from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import InputOptions, RunOptions
+from mpistrat.parameter_server.client.variables_on_servers import (
+    RemoteVariable,
+    parts_of,
+    variable_of,
+)
 from mpistrat.parameter_server.coordinator.cluster_coordinator import UnbuiltDataset
 from mpistrat.parameter_server.coordinator.dispatcher import Cluster
+from mpistrat.parameter_server.coordinator.pickling import References
 from mpistrat.parameter_server.coordinator.worker import Worker, seed_for_worker
 from mpistrat.parameter_server.job import joining
-from mpistrat.parameter_server.modules.object_references import ObjectReferences
-from mpistrat.parameter_server.strategies import server_strategy_parts
-from mpistrat.parameter_server.strategies.server_strategy_parts import ServersExtended
+from mpistrat.parameter_server.strategies.server_strategy_parts import ServersExtended, with_servers
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategies.strategy_arguments import StrategyArguments
@@ -30,6 +36,51 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpistrat.parameter_server.job.job import ServerJob
+
+
+_STRATEGY, _VARIABLE, _OF_TORCH = "strategy", "variable", "of torch"
+
+
+class ObjectReferences:
+    """The strategy, its variables, and what torch modules have on servers.
+
+    A key has all that is needed to make the other side's form.
+    """
+
+    def __init__(self, strategy: AnyStrategy, job: ServerJob) -> None:
+        self._strategy, self._job = strategy, job
+        self._made: dict[Any, Any] = {}
+
+    def reference_of(self, value: Any) -> Any | None:
+        """The key of `value`; None for what is copied."""
+        if value is self._strategy:
+            return (_STRATEGY,)
+        of_torch = self._of_torch
+        if of_torch is not None and (key := of_torch.reference_of(value)) is not None:
+            return _OF_TORCH, key
+        parts = parts_of(value)
+        if not isinstance(parts[0], RemoteVariable) or value.strategy is not self._strategy:
+            return None
+        how = value.trainable, value.synchronization, value.aggregation
+        return _VARIABLE, value.name, tuple(part.address for part in parts), how
+
+    def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
+        of_torch = self._of_torch
+        return None if of_torch is None else of_torch.reduction_of(value)
+
+    @property
+    def _of_torch(self) -> References | None:
+        return self._strategy.extended.torch_references() if "torch" in sys.modules else None
+
+    def resolve(self, key: Any) -> Any:
+        if key[0] == _STRATEGY:
+            return self._strategy
+        if key[0] == _OF_TORCH:
+            return self._strategy.extended.torch_references().resolve(key[1])
+        if key not in self._made:
+            _, name, addresses, how = key
+            self._made[key] = variable_of(self._strategy, self._job, name, addresses, how)
+        return self._made[key]
 
 
 class ParameterServerStrategy(Strategy):
@@ -86,9 +137,7 @@ class ParameterServerStrategy(Strategy):
             description=type(self).__name__,
             replication=replication,
         )
-        extended = server_strategy_parts.with_servers(
-            self, job, devices, variable_partitioner, gradients
-        )
+        extended = with_servers(self, job, devices, variable_partitioner, gradients)
         super().__init__(extended, cluster_resolver or joining.resolver_of(job.roles))
         if job.roles.task_type == "worker":
             self.work()
@@ -108,9 +157,7 @@ class ParameterServerStrategy(Strategy):
     def of_worker(cls, job: ServerJob, devices: Sequence[str]) -> ParameterServerStrategy:
         """What the functions on a worker have, whose rank has joined the job already."""
         strategy = cls.__new__(cls)
-        Strategy.__init__(
-            strategy, server_strategy_parts.with_servers(strategy, job, devices, None, None)
-        )
+        Strategy.__init__(strategy, with_servers(strategy, job, devices, None, None))
         return strategy
 
     def work(self) -> None:

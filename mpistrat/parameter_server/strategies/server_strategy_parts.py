@@ -1,19 +1,23 @@
-"""The parts of strategies with parameter servers, put together."""
+"""The parts of strategies with parameter servers, put together; what their ranks do for checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.context import AnyStrategy
 from mpistrat.machine.devices import task_of
+from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.client.client import Address
 from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
-from mpistrat.parameter_server.job.checkpoints import CheckpointsOfJob
+from mpistrat.parameter_server.protocol.snapshot import consistent_snapshot
 from mpistrat.parameter_server.protocol.staleness import WorkerClock
+from mpistrat.parameter_server.rpc.endpoint import attributed_error
+from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
@@ -25,10 +29,81 @@ from mpistrat.topology import Topology
 from mpistrat.variables.partitioners import Partitioner
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
     from mpistrat.parameter_server.coordinator.dispatcher import Cluster
     from mpistrat.parameter_server.coordinator.pickling import References
     from mpistrat.parameter_server.job.job import ServerJob
+
+
+class CheckpointsOfJob(CheckpointRole):
+    """One rank saves and restores what is on the servers; the others follow.
+
+    Args:
+        owns: whether this rank makes variables.
+        paused: a context in which no function of a coordinator is half executed.
+    """
+
+    all_take_part = False
+
+    def __init__(
+        self,
+        job: ServerJob,
+        owns: bool,
+        paused: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._job, self._owns, self._paused = job, owns, paused
+        self._published = itertools.count()
+
+    @property
+    def saves(self) -> bool:
+        """The rank that makes variables; of workers that train by themselves the first that is still alive."""
+        if self._owns or "chief" in self._job.roles.ranks:
+            return self._owns
+        died = self._job.rpc.channel.has_died
+        first = next((rank for rank in self._job.workers if not died(rank)), None)
+        return self._job.rpc.rank == first
+
+    @property
+    def restores(self) -> bool:
+        return self._owns
+
+    @property
+    def has_followers(self) -> bool:
+        return self._owns and len(self._job.clients) > 1
+
+    @contextlib.contextmanager
+    def unchanging(self) -> Iterator[None]:
+        with self._paused(), consistent_snapshot(self._job.client.routes):
+            yield
+
+    def already_written(self) -> contextlib.AbstractContextManager[None]:
+        return self._job.client.already_written()
+
+    def completed(self, path: str, restored: bool = False) -> None:
+        self._job.tell_of_checkpoint(path)
+        if restored:
+            servers = len(self._job.servers)
+            tell(
+                f"the job goes on from {path}, with {servers} parameter server{'s' * (servers > 1)}",
+                "INFO",
+            )
+
+    def tell_followers(self, what: str, value: Any, error: Exception | None = None) -> None:
+        self._job.client.publish((what, next(self._published)), (value, error))
+
+    @contextlib.contextmanager
+    def telling_failure(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            failed = f"{self._job.name_of(self._job.rpc.rank)} has not {what}"
+            self.tell_followers(what, None, attributed_error(error, failed))
+            raise
+
+    def follow(self, what: str) -> Any:
+        value, error = self._job.client.await_published((what, next(self._published)))
+        if error is not None:
+            raise error
+        return value
 
 
 class ServersExtended(StrategyExtended):
@@ -112,19 +187,18 @@ def with_servers(
         return variables.place(tensor, name)
 
     def make_modules(parts: ModuleParts) -> Any:
-        from mpistrat.parameter_server.modules.remote_modules import RemoteModules
-        from mpistrat.parameter_server.modules.worker_modules import WorkerModules
+        from mpistrat.parameter_server.modules import remote_modules, scheduled_modules
 
         if coordinated and not owns:
-            return WorkerModules(parts, job.client)
-        return RemoteModules(parts, job.client, place, owns, clock)
+            return scheduled_modules.WorkerModules(parts, job.client)
+        return remote_modules.RemoteModules(parts, job.client, place, owns, clock)
 
     module_parts = ModuleParts(replicas, GradientRule(gradients))
     modules = TorchModules(module_parts, make_modules, needed=True)
 
     @functools.cache
     def torch_references() -> References:
-        from mpistrat.parameter_server.modules.chief_references import ChiefReferences
+        from mpistrat.parameter_server.modules.scheduled_modules import ChiefReferences
 
         made = modules.get()
         return ChiefReferences(strategy, made) if owns else made
@@ -135,8 +209,7 @@ def with_servers(
             return contextlib.nullcontext()
         return cluster.coordinator.paused()
 
-    checkpoints = CheckpointsOfJob(job, owns, paused)
-    parts = Parts(modules, variables, _input_plan(job, group), checkpoints)
+    parts = Parts(modules, variables, _input_plan(job, group), CheckpointsOfJob(job, owns, paused))
     extended = ServersExtended(
         strategy, parts, job, is_worker=not coordinated, torch_references=torch_references
     )

@@ -13,7 +13,7 @@ from mpistrat.machine.devices import check_devices
 from mpistrat.options import RunOptions
 from mpistrat.parameter_server.job import joining
 from mpistrat.parameter_server.protocol.staleness import WorkerClock
-from mpistrat.parameter_server.strategies import server_strategy_parts
+from mpistrat.parameter_server.strategies.server_strategy_parts import with_servers
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.strategies.binding import bind
@@ -119,9 +119,7 @@ class BetweenGraphStrategy(Strategy):
         )
         clock = WorkerClock(job.client.routes, max_staleness)
         self._servers = _Servers(job, clock)
-        extended = server_strategy_parts.with_servers(
-            self, job, devices, variable_partitioner, gradients, clock
-        )
+        extended = with_servers(self, job, devices, variable_partitioner, gradients, clock)
         super().__init__(extended, cluster_resolver or joining.resolver_of(job.roles))
         if clock.combines:
             self.workers_combined = len(job.trainers)
@@ -180,9 +178,7 @@ class BetweenGraphStrategy(Strategy):
 
 
 def _check_max_staleness(max_staleness: Any) -> None:
-    if max_staleness is None:
-        return
-    if type(max_staleness) is not int or max_staleness < 0:
+    if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
         raise ValueError(
             "max_staleness must be a number of steps, 0 (synchronous) or more, or None (asynchronous), got "
             f"{max_staleness!r:.60}"

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.protocol.messages import GradientMethod
+from mpistrat.parameter_server.protocol.messages import GradientMethod, TensorSpec
 from mpistrat.parameter_server.protocol.tables import Table
-from mpistrat.parameter_server.protocol.tensors import TensorSpec
 from mpistrat.parameter_server.rpc.segments import Segments
-from mpistrat.parameter_server.server.optimizer_steps import ServerOptimizers
 from mpistrat.parameter_server.server.server_optimizers import OptimizerDefinition
+from mpistrat.parameter_server.server.store import ServerOptimizers
 
 KEY, OPTIMIZER = 5, 1
 

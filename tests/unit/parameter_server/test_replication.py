@@ -17,11 +17,13 @@ from mpistrat.parameter_server.protocol.messages import (
     GradientMethod,
     NewArray,
     Push,
+    TensorSpec,
     Update,
     Updates,
+    inline,
+    unpack,
 )
 from mpistrat.parameter_server.protocol.snapshot import ADMIT, HOLD
-from mpistrat.parameter_server.protocol.tensors import TensorSpec, inline, unpack
 from mpistrat.parameter_server.rpc.segments import Mappings
 from mpistrat.parameter_server.server.replication import ABANDON, CHANGED
 from mpistrat.parameter_server.server.server import ParameterServer

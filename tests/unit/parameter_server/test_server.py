@@ -14,12 +14,15 @@ from mpistrat.parameter_server.protocol.messages import (
     GradientMethod,
     NewArray,
     Push,
+    SharedTensor,
+    TensorSpec,
     Update,
     Updates,
+    inline,
+    unpack,
 )
 from mpistrat.parameter_server.protocol.snapshot import ADMIT, HOLD, RELEASE
-from mpistrat.parameter_server.protocol.tensors import SharedTensor, TensorSpec, inline, unpack
-from mpistrat.parameter_server.rpc.remote_errors import portable_error
+from mpistrat.parameter_server.rpc.endpoint import portable_error
 from mpistrat.parameter_server.rpc.segments import Mappings, RegionHandle
 from mpistrat.parameter_server.server.server import ParameterServer
 from mpistrat.parameter_server.server.server_optimizers import OptimizerDefinition, ServerOptimizer

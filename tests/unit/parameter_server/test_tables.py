@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.protocol.messages import TensorSpec
 from mpistrat.parameter_server.protocol.tables import MappedTable, Table
-from mpistrat.parameter_server.protocol.tensors import TensorSpec
 from mpistrat.parameter_server.rpc.segments import Mappings, RegionHandle, Segments
 
 SIZE = 200_000
@@ -21,7 +21,7 @@ WRITER = textwrap.dedent(
     """
     import sys, time
     import numpy as np
-    from mpistrat.parameter_server.protocol.tensors import TensorSpec
+    from mpistrat.parameter_server.protocol.messages import TensorSpec
     from mpistrat.parameter_server.rpc.segments import Segments
     from mpistrat.parameter_server.protocol.tables import Table
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpistrat.parameter_server.protocol.tensors import (
+from mpistrat.parameter_server.protocol.messages import (
     InlineTensor,
     SharedTensor,
     TensorSpec,
