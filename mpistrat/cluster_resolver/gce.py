@@ -86,14 +86,13 @@ class GCEClusterResolver(ListedTasksResolver):
         from google.api_core.retry import Retry, if_exception_type
 
         groups, instances = self._clients
-        running = {"instance_state": "RUNNING"}
         again = Retry(if_exception_type(ServiceUnavailable), initial=0.3, timeout=SECONDS)
         limits: dict[str, Any] = {"timeout": SECONDS, "retry": again}
         listed = groups.list_instances(
             {
                 **self._place,
                 "instance_group": self._group,
-                "instance_groups_list_instances_request_resource": running,
+                "instance_groups_list_instances_request_resource": {"instance_state": "RUNNING"},
             },
             **limits,
         )

@@ -37,11 +37,11 @@ def discover_slice(
     """
     found = _found_once() if environ is None else _found(environ)
     accelerator_type = found.need("accelerator type")
-    known = bounds_of_type(accelerator_type)
+    hosts, chips = bounds_of_type(accelerator_type) or (None, None)
     return TPUSlice(
         accelerator_type,
-        found.bounds("bounds of hosts", known[0] if known else None),
-        found.bounds("bounds of each host's chips", known[1] if known else None),
+        found.bounds("bounds of hosts", hosts),
+        found.bounds("bounds of each host's chips", chips),
         found.worker_id(),
         tuple(addresses) or found.addresses(),
         found.get("name"),

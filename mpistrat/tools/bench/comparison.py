@@ -34,9 +34,8 @@ def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, d
     of_peers, left_out = peers.contestants("training_steps", work)
     contestants = {ALONE: alone(work), **of_peers}
     try:
-        torch_groups.backend_of_torch(
-            work.device
-        )  # which also moves what lies on a device for ours
+        # It also moves what lies on a device for ours.
+        torch_groups.backend_of_torch(work.device)
         contestants |= torch_groups.training_steps(work, torch_groups.MPISTRAT)
     except CannotTakePart as reason:
         left_out["torch, mpistrat"] = str(reason)
