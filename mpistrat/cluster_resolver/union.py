@@ -79,8 +79,7 @@ def _merge(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dic
     merged: dict[int, str] = {}
     for part in parts:
         tasks = dict(enumerate(part)) if isinstance(part, list) else part
-        clash = sorted(merged.keys() & tasks.keys())
-        if clash:
+        if clash := sorted(merged.keys() & tasks.keys()):
             raise KeyError(f"several resolvers name the tasks {clash} of job {job!r}")
         merged.update(tasks)
     return merged

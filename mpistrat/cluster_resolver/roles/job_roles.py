@@ -94,14 +94,10 @@ def check_num_ps(num_ps: Any) -> None:
         )
 
 
-def works_alone(
-    topology: Topology,
-    resolver: ClusterResolver | None,
-    environ: Mapping[str, str] = os.environ,
-) -> bool:
+def works_alone(topology: Topology, resolver: ClusterResolver | None) -> bool:
     """Whether this is the only rank, and no cluster names its task. Communicates nothing."""
     of_mpi = resolver is None or isinstance(resolver, MPIClusterResolver)
-    return topology.size == 1 and of_mpi and not task_claims.names_cluster(environ)
+    return topology.size == 1 and of_mpi and not task_claims.names_cluster(os.environ)
 
 
 def _claim_of_rank(

@@ -64,8 +64,7 @@ class _Found:
         return next((value.strip() for value in values if value and value.strip()), "")
 
     def need(self, what: str) -> str:
-        value = self.get(what)
-        if not value:
+        if not (value := self.get(what)):
             raise NotFoundError(
                 f"no TPU found: {self._source} do not tell the {what} ({' or '.join(self._names[what])}). {_FIX}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable
@@ -47,11 +48,9 @@ def device(text: str) -> str:
 
 
 def dtype(text: str) -> np.dtype[Any]:
-    try:
+    with contextlib.suppress(TypeError):
         if (found := np.dtype(text)).kind in "iufc":
             return found
-    except TypeError:
-        pass
     raise ArgumentTypeError(f"must be a number of NumPy's, such as float32 or int64, got {text!r}")
 
 

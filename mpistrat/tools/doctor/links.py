@@ -165,8 +165,7 @@ def _named(
     links.sort(key=rates.__getitem__)
     for a, b in links[:MOST_NAMED]:
         yield _slow_link(names[a], names[b], rates[a, b], slow[a, b])
-    more = len(links) - MOST_NAMED
-    if more > 0:
+    if (more := len(links) - MOST_NAMED) > 0:
         yield warning(f"{more} more pairs of nodes are slow.", "see all in --json")
 
 

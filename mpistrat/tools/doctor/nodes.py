@@ -198,8 +198,7 @@ def _placement(job: Job) -> Iterator[Finding]:
     numbers = _slurm_numbers(job)
     if job.failure or not numbers:
         return
-    moved = [rank for rank, number in numbers.items() if number != rank]
-    if moved:
+    if moved := [rank for rank, number in numbers.items() if number != rank]:
         yield warning(
             f"MPI numbers {ranks_in_words(moved)} otherwise than Slurm does (SLURM_PROCID): programs that go by "
             "Slurm's numbers take other ranks' parts.",

@@ -26,8 +26,7 @@ def _check(device: torch.device) -> None:
     """Raises: CannotTakePart on all ranks, where MPI was not seen to take memory of `device`."""
     if device.type != "cpu":
         node = MPIClusterResolver().topology().node
-        reason = why_not_proven(all_ranks(), node, "torch", device.index)
-        if reason:
+        if reason := why_not_proven(all_ranks(), node, "torch", device.index):
             raise CannotTakePart(f"MPI was not seen to take memory of {device}: {reason}")
 
 
