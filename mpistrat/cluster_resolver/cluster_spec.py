@@ -33,9 +33,7 @@ class ClusterSpec:
             raise TypeError(
                 f"ClusterSpec: expected a dict of job name to addresses, got {cluster!r:.200}"
             )
-        self._jobs: dict[str, dict[int, str]] = {
-            job: _tasks(job, tasks) for job, tasks in cluster.items()
-        }
+        self._jobs = {job: _tasks(job, tasks) for job, tasks in cluster.items()}
 
     @property
     def jobs(self) -> list[str]:
@@ -71,9 +69,8 @@ class ClusterSpec:
         return {job: _densest(tasks) for job, tasks in self._jobs.items()}
 
     def as_cluster_def(self) -> ClusterDef:
-        return ClusterDef(
-            tuple((job, tuple(sorted(tasks.items()))) for job, tasks in self._jobs.items())
-        )
+        jobs = ((job, tuple(sorted(tasks.items()))) for job, tasks in self._jobs.items())
+        return ClusterDef(tuple(jobs))
 
     def _job(self, job_name: str) -> dict[int, str]:
         if job_name not in self._jobs:

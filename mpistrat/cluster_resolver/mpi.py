@@ -130,8 +130,7 @@ def _environment() -> Mapping[str, str]:
 
 
 def _warn_if_left_alone() -> None:
-    warning = launcher.left_alone(os.environ)
-    if warning:
+    if warning := launcher.left_alone(os.environ):
         warnings.warn(warning, RuntimeWarning, stacklevel=2)
 
 

@@ -12,12 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpistrat.cluster_resolver.launcher import (
-    NODE_NAME,
-    OPEN_MPI,
-    environment_of_children,
-    library_family,
-)
+from mpistrat.cluster_resolver import launcher
 
 # With these, a launcher takes the nodes of the allocation in place of those that it is given.
 _OF_SCHEDULERS = re.compile(r"(SLURM|PBS|LSB|SGE|FLUX|OAR|HYDRA_HOST)_|PE_HOSTFILE$")
@@ -54,23 +49,22 @@ def _by_mpiexec(
 ) -> Command:
     nodes = hosts or ["localhost"]
     each = 2 // len(nodes)
-    if library_family(version) == OPEN_MPI:
+    if launcher.library_family(version) == launcher.OPEN_MPI:
         placement = ["--host", ",".join(f"{node}:{each}" for node in nodes)]
     else:
         placement = ["-ppn", str(each), "-hosts", ",".join(nodes)]
-    environment = environment_of_children(environ)
+    environment = launcher.environment_of_children(environ)
     if hosts:
         # Between nodes it starts its daemons by srun, in a step that has to share this one's cores.
         environment["SLURM_OVERLAP"] = "1"
     else:
-        environment = {
-            name: text for name, text in environment.items() if not _OF_SCHEDULERS.match(name)
-        }
+        for name in filter(_OF_SCHEDULERS.match, list(environment)):
+            del environment[name]
     return [mpiexec, "-n", "2", *placement], environment
 
 
 def _by_srun(srun: str, hosts: Sequence[str], environ: Mapping[str, str]) -> Command:
-    nodes = [host.split(".")[0] for host in hosts] or [environ.get(NODE_NAME, "")]
+    nodes = [host.split(".")[0] for host in hosts] or [environ.get(launcher.NODE_NAME, "")]
     placement = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"]
     spread = [f"--ntasks-per-node={2 // len(nodes)}", "--ntasks=2", "--overlap"]
-    return [srun, *placement, *spread], environment_of_children(environ)
+    return [srun, *placement, *spread], launcher.environment_of_children(environ)

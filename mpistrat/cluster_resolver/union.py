@@ -47,9 +47,8 @@ class UnionResolver(ClusterResolver):
         """
         specs = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
         jobs = dict.fromkeys(job for spec in specs for job in spec)
-        return ClusterSpec(
-            {job: _merge(job, [spec[job] for spec in specs if job in spec]) for job in jobs}
-        )
+        merged = {job: _merge(job, [spec[job] for spec in specs if job in spec]) for job in jobs}
+        return ClusterSpec(merged)
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
@@ -80,8 +79,7 @@ def _merge(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dic
     merged: dict[int, str] = {}
     for part in parts:
         tasks = dict(enumerate(part)) if isinstance(part, list) else part
-        clash = sorted(merged.keys() & tasks.keys())
-        if clash:
+        if clash := sorted(merged.keys() & tasks.keys()):
             raise KeyError(f"several resolvers name the tasks {clash} of job {job!r}")
         merged.update(tasks)
     return merged

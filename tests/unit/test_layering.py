@@ -236,7 +236,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "bench.operations",
             "bench.peers",
         ),
-        ("bench.torch_groups",),
         (
             "bench.work",
             "bench.examples",

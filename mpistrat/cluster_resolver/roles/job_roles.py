@@ -12,19 +12,7 @@ from typing import Any
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.roles.task_claims import (
-    TaskClaim,
-    check_same_cluster,
-    describe_cluster,
-    exchange,
-    names_cluster,
-)
-from mpistrat.cluster_resolver.roles.task_roles import (
-    TASK_TYPES,
-    checked_cluster,
-    task_count,
-    validated_cluster,
-)
+from mpistrat.cluster_resolver.roles import task_claims, task_roles
 from mpistrat.cluster_resolver.slurm.resolver import own_component
 from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
 from mpistrat.errors import TopologyError
@@ -54,7 +42,7 @@ class JobRoles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RoleClaim(TaskClaim):
+class _RoleClaim(task_claims.TaskClaim):
     """What one rank knows of the roles, and sends to the others."""
 
     num_ps: int | None = None
@@ -87,9 +75,9 @@ def job_roles(
         when the ranks and what names their tasks contradict each other.
     """
     make_claim = functools.partial(_claim_of_rank, resolver, num_ps, chief, environ)
-    claims = exchange(make_claim, all_gather_object)
+    claims = task_claims.exchange(make_claim, all_gather_object)
     _check_arguments(claims)
-    check_same_cluster(claims)
+    task_claims.check_same_cluster(claims)
     chief = next((claim.chief for claim in claims if claim.chief is not None), False)
     if num_ps is not None:
         return _of_servers(topology, _servers_by_node(topology, num_ps, chief), chief)
@@ -106,14 +94,10 @@ def check_num_ps(num_ps: Any) -> None:
         )
 
 
-def works_alone(
-    topology: Topology,
-    resolver: ClusterResolver | None,
-    environ: Mapping[str, str] = os.environ,
-) -> bool:
+def works_alone(topology: Topology, resolver: ClusterResolver | None) -> bool:
     """Whether this is the only rank, and no cluster names its task. Communicates nothing."""
     of_mpi = resolver is None or isinstance(resolver, MPIClusterResolver)
-    return topology.size == 1 and of_mpi and not names_cluster(environ)
+    return topology.size == 1 and of_mpi and not task_claims.names_cluster(os.environ)
 
 
 def _claim_of_rank(
@@ -134,7 +118,7 @@ def _claim_of_rank(
                 "parameter servers, were given: leave one of them out"
             )
         return _RoleClaim(num_ps=num_ps, chief=chief)
-    if resolver is None and names_cluster(environ):
+    if resolver is None and task_claims.names_cluster(environ):
         resolver = TFConfigClusterResolver(environ=environ)
     if resolver is None:
         return _RoleClaim(chief=chief, component=own_component(environ))
@@ -217,10 +201,11 @@ def _of_servers(
 def _claimed_tasks(
     spec: ClusterSpec, claims: Sequence[_RoleClaim], chief: bool
 ) -> dict[str, tuple[int, ...]]:
-    _check_jobs(spec, describe_cluster(claims[0]), chief)
+    _check_jobs(spec, task_claims.describe_cluster(claims[0]), chief)
     for rank, claim in enumerate(claims):
         _check_claim(rank, claim, spec)
-    counts = {job: task_count(spec, job) for job in TASK_TYPES if task_count(spec, job)}
+    tasks = {job: task_roles.task_count(spec, job) for job in task_roles.TASK_TYPES}
+    counts = {job: count for job, count in tasks.items() if count}
     number = sum(counts.values())
     if number != len(claims):
         raise TopologyError(
@@ -252,25 +237,26 @@ def _check_claim(rank: int, claim: _RoleClaim, spec: ClusterSpec) -> None:
             ", which is no task: give both, a job and a number"
         )
     try:
-        validated_cluster(spec, claim.task_type, claim.task_id)
+        task_roles.validated_cluster(spec, claim.task_type, claim.task_id)
     except ValueError as error:
         raise ValueError(f"rank {rank}: {error}") from None
 
 
 def _check_jobs(spec: ClusterSpec, named: str, chief: bool) -> None:
-    checked_cluster(spec)
+    task_roles.checked_cluster(spec)
+    count = functools.partial(task_roles.task_count, spec)
     for job in spec.jobs:
-        if spec.task_indices(job) != list(range(task_count(spec, job))):
+        if spec.task_indices(job) != list(range(count(job))):
             raise ValueError(
                 f"the tasks of job {job!r} are {spec.task_indices(job)}: number them 0..n-1, without gaps"
             )
-    if not task_count(spec, "ps"):
+    if not count("ps"):
         raise ValueError(
             f'no parameter server: list one or more as "ps" in {named}, or give num_ps='
         )
-    if not task_count(spec, "worker") and (chief or not task_count(spec, "chief")):
+    if not count("worker") and (chief or not count("chief")):
         raise ValueError(f'no worker: list one or more as "worker" in {named}')
-    if chief and not task_count(spec, "chief"):
+    if chief and not count("chief"):
         raise ValueError(
             f'no chief: list the rank that coordinates the others as "chief" in {named}, or give num_ps= instead'
         )

@@ -34,12 +34,10 @@ Claim = TypeVar("Claim", bound=TaskClaim)
 
 def _picklable(error: Exception) -> ValueError | TopologyError:
     """`error` as one of the two classes that all ranks raise, which can be pickled."""
-    if isinstance(error, ValueError):
-        return ValueError(str(error))
-    text = str(error)
-    return TopologyError(
-        text if isinstance(error, TopologyError) else f"{type(error).__name__}: {text}"
-    )
+    for kind in (ValueError, TopologyError):
+        if isinstance(error, kind):
+            return kind(str(error))
+    return TopologyError(f"{type(error).__name__}: {error}")
 
 
 def exchange(
@@ -56,10 +54,9 @@ def exchange(
     except Exception as error:
         cause, claim = error, TaskClaim(error=_picklable(error))
     claims = all_gather_object(claim)
-    texts = {str(claim.error) for claim in claims}
     for rank, failed in enumerate(claims):
         if failed.error is not None:
-            where = f"rank {rank}: " * (len(texts) > 1)
+            where = f"rank {rank}: " * (len({str(claim.error) for claim in claims}) > 1)
             raise type(failed.error)(f"{where}{failed.error}") from cause
     return claims
 

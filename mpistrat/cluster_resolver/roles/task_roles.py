@@ -34,8 +34,7 @@ def task_count(cluster_spec: Cluster, task_type: str) -> int:
 def checked_cluster(cluster_spec: Cluster) -> ClusterSpec:
     """Raises: ValueError for jobs and numbers of tasks that cannot be."""
     spec = normalize_cluster_spec(cluster_spec)
-    unknown = [job for job in spec.jobs if job not in TASK_TYPES]
-    if unknown:
+    if unknown := [job for job in spec.jobs if job not in TASK_TYPES]:
         raise ValueError(f"the cluster has the jobs {unknown}, expected only {TASK_TYPES}")
     for job in ("chief", "evaluator"):
         if task_count(spec, job) > 1:

@@ -71,9 +71,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"ranks: MPIClusterResolver asks MPI instead"
             )
         self._rank = self._number(RANK)
-        self._jobs = (
-            _counts("jobs", jobs) if jobs is not None else {"worker": self._number(NUM_TASKS)}
-        )
+        self._jobs = _counts("jobs", {"worker": self._number(NUM_TASKS)} if jobs is None else jobs)
         self._port_base = port_base
         self._places = self._place(tasks_per_node)
         self._check_own_place()

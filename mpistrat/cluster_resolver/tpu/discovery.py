@@ -37,11 +37,11 @@ def discover_slice(
     """
     found = _found_once() if environ is None else _found(environ)
     accelerator_type = found.need("accelerator type")
-    known = bounds_of_type(accelerator_type)
+    hosts, chips = bounds_of_type(accelerator_type) or (None, None)
     return TPUSlice(
         accelerator_type,
-        found.bounds("bounds of hosts", known[0] if known else None),
-        found.bounds("bounds of each host's chips", known[1] if known else None),
+        found.bounds("bounds of hosts", hosts),
+        found.bounds("bounds of each host's chips", chips),
         found.worker_id(),
         tuple(addresses) or found.addresses(),
         found.get("name"),
@@ -64,8 +64,7 @@ class _Found:
         return next((value.strip() for value in values if value and value.strip()), "")
 
     def need(self, what: str) -> str:
-        value = self.get(what)
-        if not value:
+        if not (value := self.get(what)):
             raise NotFoundError(
                 f"no TPU found: {self._source} do not tell the {what} ({' or '.join(self._names[what])}). {_FIX}"
             )

@@ -35,18 +35,16 @@ _FORWARDED = (
 )
 
 
-def pjrt_environment(
-    topology: Topology, slices: Sequence[TPUSlice], base_port: int = BASE_PORT
-) -> dict[str, str]:
+def pjrt_environment(topology: Topology, slices: Sequence[TPUSlice]) -> dict[str, str]:
     """The variables for the rank `topology.rank`; to be set before the process first uses an XLA device.
 
     One rank per host has all chips of its host. One rank per chip (of v7x: per half of a chip, which counts as a chip)
-    has the chip of its local rank. Nodes may have any order: a host is where its worker id says.
+    has the chip of its local rank. Nodes may have any order: a host is where its worker id says. On every host, as
+    many ports from BASE_PORT on must be free as it has ranks.
 
     Args:
         topology: of MPI; its nodes are the hosts of the slice.
         slices: what each rank knows of its slice, in rank order; see `slices_of_ranks`.
-        base_port: ports from this one on, as many as ranks on a host, must be free on every host.
     Raises, on all ranks alike:
         ValueError: ranks are not one per host, or one per chip, of all hosts.
         TopologyError: the ranks describe different slices, or two hosts have the same worker id.
@@ -54,7 +52,7 @@ def pjrt_environment(
     _check_alike(topology, slices)
     tpu = slices[topology.rank]
     ranks_per_host = _ranks_per_host(topology, tpu)
-    ports = [base_port + local_rank for local_rank in range(ranks_per_host)]
+    ports = [BASE_PORT + local_rank for local_rank in range(ranks_per_host)]
     hosts = tpu.addresses if tpu.num_hosts > 1 else ("localhost",)
     local_rank = topology.local_rank
     if ranks_per_host == 1:
@@ -167,8 +165,7 @@ def _ranks_per_host(topology: Topology, tpu: TPUSlice) -> int:
             f"{topology.size} ranks run on {topology.num_nodes} nodes, but a {tpu.accelerator_type} has {hosts} hosts: "
             f"{fix}, on all of them"
         )
-    uneven = [count for count in counts if count not in (1, units) or count != counts[0]]
-    if uneven:
+    if any(count not in (1, units) or count != counts[0] for count in counts):
         raise ValueError(
             f"{topology.size} ranks run as {counts} on the {hosts} hosts of a {tpu.accelerator_type} with "
             f"{tpu.chips_per_host} chips each: {fix}"

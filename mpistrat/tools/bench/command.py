@@ -134,8 +134,7 @@ def _compare_all_reduce(arguments: argparse.Namespace) -> Report:
     columns = {name: [row[name] for row in times] for name in times[0]}
     limit = columns.pop(comparison.COPY)
     draw = partial(pictures.over_sizes, nbytes, columns, limit)
-    where = surroundings(all_ranks(), device)
-    return table_report("all_reduce", rows, where, left_out, draw)
+    return table_report("all_reduce", rows, surroundings(all_ranks(), device), left_out, draw)
 
 
 def _compare_torch(arguments: argparse.Namespace) -> Report:
@@ -147,8 +146,7 @@ def _compare_torch(arguments: argparse.Namespace) -> Report:
         rows = torch_collectives.compare_calls(*operands)
     except CannotTakePart as reason:
         raise UsageError(f"compare torch --device {arguments.device}: {reason}") from None
-    where = surroundings(all_ranks(), device)
-    return table_report("calls of torch.distributed", rows, where)
+    return table_report("calls of torch.distributed", rows, surroundings(all_ranks(), device))
 
 
 _RUN = {

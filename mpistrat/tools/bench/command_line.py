@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
+import contextlib
 import re
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,16 +23,14 @@ def number_of_bytes(text: str) -> int:
     """ "64M" is 64 · 2^20."""
     found = re.fullmatch(r"(\d+)([KMG]?)", text.upper().removesuffix("B"))
     if not found or not int(found[1]):
-        raise argparse.ArgumentTypeError(
-            f"expected bytes such as 4096, 64K, 16M or 1G, got {text!r}"
-        )
+        raise ArgumentTypeError(f"expected bytes such as 4096, 64K, 16M or 1G, got {text!r}")
     return int(found[1]) * _UNITS[found[2]]
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not re.fullmatch(r"\d+", text) or int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {text}")
+            raise ArgumentTypeError(f"must be at least {smallest}, got {text}")
         return int(text)
 
     return number
@@ -43,20 +42,16 @@ _positive = at_least(1)
 def device(text: str) -> str:
     if re.fullmatch(r"[a-z]+(:\d+)?", text):
         return text
-    raise argparse.ArgumentTypeError(
+    raise ArgumentTypeError(
         f"must be auto, cpu, or a device of torch's such as cuda or cuda:1, got {text!r}"
     )
 
 
 def dtype(text: str) -> np.dtype[Any]:
-    try:
+    with contextlib.suppress(TypeError):
         if (found := np.dtype(text)).kind in "iufc":
             return found
-    except TypeError:
-        pass
-    raise argparse.ArgumentTypeError(
-        f"must be a number of NumPy's, such as float32 or int64, got {text!r}"
-    )
+    raise ArgumentTypeError(f"must be a number of NumPy's, such as float32 or int64, got {text!r}")
 
 
 def communication_options(text: str) -> CommunicationOptions:
@@ -71,7 +66,7 @@ def communication_options(text: str) -> CommunicationOptions:
     try:
         return CommunicationOptions(**options)
     except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise ArgumentTypeError(str(error)) from None
 
 
 TORCH_CALLS = (
@@ -149,8 +144,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+def parser() -> ArgumentParser:
+    top = ArgumentParser(
         prog="mpistrat-bench",
         description="Measures over the ranks of an MPI job: mpirun -n 8 mpistrat-bench all_reduce",
     )

@@ -28,16 +28,15 @@ def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, d
 
     Called by: every rank.   Returns: these, and the peers left out, with the reason.
     """
-    from mpistrat.tools.bench import torch_groups
+    from mpistrat.tools.bench.peers import torch_distributed
     from mpistrat.tools.bench.work import alone, with_mpistrat
 
     of_peers, left_out = peers.contestants("training_steps", work)
     contestants = {ALONE: alone(work), **of_peers}
     try:
-        torch_groups.backend_of_torch(
-            work.device
-        )  # which also moves what lies on a device for ours
-        contestants |= torch_groups.training_steps(work, torch_groups.MPISTRAT)
+        # It also moves what lies on a device for ours.
+        torch_distributed.backend_of_torch(work.device)
+        contestants |= torch_distributed.training_steps(work, OURS)
     except CannotTakePart as reason:
         left_out["torch, mpistrat"] = str(reason)
     return {**contestants, OURS: with_mpistrat(work, options)}, left_out

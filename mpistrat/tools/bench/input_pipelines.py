@@ -48,11 +48,8 @@ def through(batches: Iterable[Any]) -> Callable[[], object]:
 def with_sampler(path: str, **how: Any) -> Callable[[], object]:
     """An epoch of the loop that people write for DistributedDataParallel."""
     images = Images(path)
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        images, all_ranks().size, all_ranks().rank, shuffle=True
-    )
-    loader = DataLoader(images, BATCH, sampler=sampler, **how)
-    epoch = through(loader)
+    sampler = DistributedSampler[Any](images, all_ranks().size, all_ranks().rank)
+    epoch = through(DataLoader(images, BATCH, sampler=sampler, **how))
 
     def shuffled_epoch() -> None:
         sampler.set_epoch(sampler.epoch + 1)
@@ -73,7 +70,11 @@ def throughput(examples: int, num_rounds: int) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile() as file:
         pixels = np.random.default_rng(0).integers(0, 256, (examples, *IMAGE), np.uint8)
         pixels.tofile(file.name)
-        for workers, contestants in enumerate((_in_process(file.name), _by_worker(file.name))):
+        in_process = {
+            "DistributedSampler": with_sampler(file.name),
+            "mpistrat": distributed(file.name),
+        }
+        for workers, contestants in enumerate((in_process, _by_worker(file.name))):
             rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
             times = medians(rounds)
             rows += [
@@ -87,10 +88,6 @@ def throughput(examples: int, num_rounds: int) -> list[dict[str, Any]]:
                 for name, us in times.items()
             ]
     return rows
-
-
-def _in_process(path: str) -> dict[str, Callable[[], object]]:
-    return {"DistributedSampler": with_sampler(path), "mpistrat": distributed(path)}
 
 
 def _by_worker(path: str) -> dict[str, Callable[[], object]]:

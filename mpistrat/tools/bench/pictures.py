@@ -58,9 +58,8 @@ def over_sizes(
 def side_by_side(title: str, unit: str, samples: Mapping[str, Sequence[float]], path: str) -> None:
     """The median of each contestant as a bar, its samples as points."""
     with _picture(path, 1) as (_, axes):
-        axes.barh(
-            list(samples), list(map(statistics.median, samples.values())), color="lightsteelblue"
-        )
+        medians = list(map(statistics.median, samples.values()))
+        axes.barh(list(samples), medians, color="lightsteelblue")
         for place, values in enumerate(samples.values()):
             axes.plot(values, [place] * len(values), "k.", alpha=0.4)
         axes.invert_yaxis()

@@ -25,6 +25,7 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
     cores = sorted(os.sched_getaffinity(0))
     distances = distance_before(), distance_now()
     of_ranks = communicator.all_gather_object((socket.gethostname(), cores, distances))
+    mpi = sys.modules.get("mpi4py.MPI")
     usable = len({(host, cpu) for host, cpus, _ in of_ranks for cpu in cpus})
     here = {
         "tool": f"mpistrat {version_of('mpistrat') or '(not installed)'}",
@@ -38,17 +39,12 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
         "usable_cores": usable,
         "oversubscribed": usable < communicator.size,
         "distance_us": (1e6 * np.max([between for *_, between in of_ranks], axis=0)).tolist(),
-        "mpi": _mpi(),
+        "mpi": library_name(mpi.Get_library_version()) if mpi else "no MPI",
         "device": str(device),
         **_torch(),
         "ways": communicator.explain().split("\n"),
     }
     return communicator.broadcast_object(here)
-
-
-def _mpi() -> str:
-    mpi = sys.modules.get("mpi4py.MPI")
-    return "no MPI" if mpi is None else library_name(mpi.Get_library_version())
 
 
 def _torch() -> dict[str, Any]:

@@ -12,8 +12,8 @@ from mpistrat import arrays
 from mpistrat.tools.bench import operations
 from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.operations import Operation
+from mpistrat.tools.bench.peers.torch_distributed import MPISTRAT, backend_of_torch, group_on
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
-from mpistrat.tools.bench.torch_groups import MPISTRAT, backend_of_torch, group_on
 
 _FLOAT32 = np.dtype("float32")
 # torch's new names for two calls, or the ones that it had before

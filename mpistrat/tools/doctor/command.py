@@ -37,8 +37,7 @@ def run(in_json: bool) -> int:
     elif outcome.failure is None:
         return 0  # rank 0 speaks for all
     elif here.launch.speaks:
-        alone = dataclasses.replace(here, library=outcome.library)
-        job = Job([alone], outcome.failure)
+        job = Job([dataclasses.replace(here, library=outcome.library)], outcome.failure)
     else:
         return _speak_for_a_node(here, outcome.failure)
     findings = judge(job)
@@ -80,9 +79,8 @@ def _guarded(check: Check, job: Job) -> Iterator[Finding]:
     try:
         yield from check(job)
     except Exception as error:
-        name = check.__module__.rpartition(".")[2]
         yield Finding(
-            name,
+            check.__module__.rpartition(".")[2],
             PROBLEM,
             f"This check failed itself: {type(error).__name__}: {error}.",
             "please report it, with what --json prints",

@@ -68,7 +68,9 @@ def _sharing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """More ranks than cores, ranks bound to the same cores while others are free, or cores that no rank may use."""
     cores, usable, spare = _cores_of(ranks), _usable_cpus(ranks), _cores_left_by_launcher(ranks)
     here, bound_to = f"{count(len(ranks), 'rank')} here", count(len(cores), "core")
-    crowded = _crowded_masks(ranks)
+    masks = [rank.cores.allowed for rank in ranks]
+    # The cores of each rank that has less than one core for itself
+    crowded = [mask for mask in masks if cpu_share(mask, masks) < 1]
     if crowded and len(cores) >= len(ranks):
         shared = set().union(*crowded)
         yield problem(
@@ -124,12 +126,6 @@ def _cores_left_by_launcher(ranks: Sequence[RankFacts]) -> int:
     if ranks[0].launch.slurm:
         return 0
     return max(0, ranks[0].cores.of_launcher - len(_cores_of(ranks)))
-
-
-def _crowded_masks(ranks: Sequence[RankFacts]) -> list[list[int]]:
-    """The cores of each rank that has less than one core for itself."""
-    masks = [rank.cores.allowed for rank in ranks]
-    return [mask for mask in masks if cpu_share(mask, masks) < 1]
 
 
 def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

@@ -235,6 +235,5 @@ def from_json(kind: Any, value: Any) -> Any:
     if found is not None and isinstance(value, list):
         return [from_json(found, part) for part in value]
     if found is not None and isinstance(value, dict):
-        hints = _hints(found)
-        return found(**{name: from_json(hints[name], part) for name, part in value.items()})
+        return found(**{name: from_json(_hints(found)[name], part) for name, part in value.items()})
     return value

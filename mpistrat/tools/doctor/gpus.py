@@ -66,9 +66,9 @@ def look(driver: Driver) -> Gpus:
         why = answer.failure("a child that did so did not tell what it saw")
         return Gpus(named, torch_error=f"importing torch and CuPy: {why}", nccl_visible=on_path)
     wheels = seen.pop("wheels")
-    of_wheels = [[WHEEL, path] for path in wheels]
-    others = [found for found in on_path if os.path.realpath(found[1]) not in wheels]
-    return Gpus(named, **seen, nccl_visible=[*of_wheels, *others])
+    visible = [[WHEEL, path] for path in wheels]
+    visible += [found for found in on_path if os.path.realpath(found[1]) not in wheels]
+    return Gpus(named, **seen, nccl_visible=visible)
 
 
 def check(job: Job) -> Iterator[Finding]:
@@ -76,11 +76,9 @@ def check(job: Job) -> Iterator[Finding]:
     some_have = any(_have(ranks, gpus) for _, ranks, gpus in nodes)
     for name, ranks, gpus in nodes:
         yield from on_node(name, _torch_import(ranks, gpus))
-    found = [
-        finding
-        for name, ranks, gpus in nodes
-        for finding in on_node(name, _gpus_of_node(ranks, gpus, some_have))
-    ]
+    found: list[Finding] = []
+    for name, ranks, gpus in nodes:
+        found += on_node(name, _gpus_of_node(ranks, gpus, some_have))
     yield from found
     if found or some_have:
         yield from _nccl_versions(nodes)
@@ -253,11 +251,7 @@ def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Iterat
 
 
 def _nccl_versions(nodes: list[tuple[str, list[RankFacts], Gpus]]) -> Iterator[Finding]:
-    names_of = grouped(
-        (gpus.nccl_loaded[0][1], name) for name, _, gpus in nodes if gpus.nccl_loaded
-    )
-    if len(names_of) > 1:
-        listed = "; ".join(
-            f"{version} on {', '.join(names)}" for version, names in names_of.items()
-        )
+    hosts = grouped((gpus.nccl_loaded[0][1], name) for name, _, gpus in nodes if gpus.nccl_loaded)
+    if len(hosts) > 1:
+        listed = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
         yield problem(f"Nodes have different versions of NCCL: {listed}.", ONE_ENVIRONMENT)

@@ -150,8 +150,7 @@ def slower_than_others(rates: dict[tuple[int, int], float]) -> dict[tuple[int, i
 def _median_without(ordered: Sequence[float], index: int) -> float:
     left = len(ordered) - 1
     low, high = (left - 1) // 2, left // 2
-    at = [ordered[position + (position >= index)] for position in (low, high)]
-    return sum(at) / 2
+    return sum(ordered[position + (position >= index)] for position in (low, high)) / 2
 
 
 def _named(
@@ -166,10 +165,8 @@ def _named(
     links.sort(key=rates.__getitem__)
     for a, b in links[:MOST_NAMED]:
         yield _slow_link(names[a], names[b], rates[a, b], slow[a, b])
-    if len(links) > MOST_NAMED:
-        yield warning(
-            f"{len(links) - MOST_NAMED} more pairs of nodes are slow.", "see all in --json"
-        )
+    if (more := len(links) - MOST_NAMED) > 0:
+        yield warning(f"{more} more pairs of nodes are slow.", "see all in --json")
 
 
 def _slow_nodes(

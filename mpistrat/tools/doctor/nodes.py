@@ -128,10 +128,9 @@ def _clocks(job: Job) -> Iterator[Finding]:
     most = max(abs(clock.ahead) for clock in job.clocks)
     wrong = [clock for clock in job.clocks if abs(clock.ahead) - clock.error >= CLOCKS_DIFFER]
     if not wrong:
-        error = max(clock.error for clock in job.clocks)
         yield ok(
             f"Clocks of {count(len(names), 'node')} differ by {most * 1e3:.3f} ms at most "
-            f"(give or take {error * 1e3:.3f} ms)."
+            f"(give or take {max(clock.error for clock in job.clocks) * 1e3:.3f} ms)."
         )
     elif len(job.clocks) == 1:  # which of two is wrong, no third tells
         yield _bad_clock(most)(
@@ -199,8 +198,7 @@ def _placement(job: Job) -> Iterator[Finding]:
     numbers = _slurm_numbers(job)
     if job.failure or not numbers:
         return
-    moved = [rank for rank, number in numbers.items() if number != rank]
-    if moved:
+    if moved := [rank for rank, number in numbers.items() if number != rank]:
         yield warning(
             f"MPI numbers {ranks_in_words(moved)} otherwise than Slurm does (SLURM_PROCID): programs that go by "
             "Slurm's numbers take other ranks' parts.",

@@ -24,19 +24,7 @@ from mpistrat.errors import TopologyError
 from mpistrat.machine.library_search import visible_mpi_libraries
 from mpistrat.machine.network_links import network_links
 from mpistrat.settings import start_seconds
-from mpistrat.tools.doctor import links, nodes
-from mpistrat.tools.doctor.facts import (
-    Clock,
-    Driver,
-    Gpus,
-    Job,
-    JobFailure,
-    Library,
-    Links,
-    RankFacts,
-    as_json,
-    from_json,
-)
+from mpistrat.tools.doctor import facts, links, nodes
 from mpistrat.topology import Topology
 
 SECONDS_TO_LOAD = 60.0
@@ -57,32 +45,32 @@ def main() -> None:
     def tell(**message: Any) -> None:
         print(json.dumps(message), file=file, flush=True)
 
-    rank = from_json(RankFacts, json.load(sys.stdin))
+    rank = facts.from_json(facts.RankFacts, json.load(sys.stdin))
     tell(stage=LOADING, seconds=SECONDS_TO_LOAD)
     mpi, why_not = import_mpi()
     if mpi is None:
         tried = [line for line in why_not[1:] if "No such file" not in line]
         reason = "; ".join([*why_not[:1], *tried[:3]])
-        tell(failure=as_json(JobFailure(LOADING, "library", reason)))
+        tell(failure=facts.as_json(facts.JobFailure(LOADING, "library", reason)))
         return
     library = _library(mpi)
-    tell(library=as_json(library))
+    tell(library=facts.as_json(library))
     tell(stage="MPI_Init", seconds=SECONDS_TO_START())
     try:
         start_mpi()
     except TopologyError as error:
         # The doctor knows a better fix than the lines after the error's first.
         wrong = str(error).splitlines()[0].rstrip(".")
-        tell(failure=as_json(JobFailure("MPI_Init", "topology", wrong)))
+        tell(failure=facts.as_json(facts.JobFailure("MPI_Init", "topology", wrong)))
         return
     library = dataclasses.replace(library, thread_level=LEVELS[mpi.Query_thread()])
     _meet(mpi, dataclasses.replace(rank, library=library), tell)
 
 
-def _library(mpi: Any) -> Library:
+def _library(mpi: Any) -> facts.Library:
     finder = importlib.util.find_spec("mpi4py._mpiabi")
     choices = vars(importlib.import_module("mpi4py._mpiabi")) if finder else {}
-    return Library(
+    return facts.Library(
         path=library_path(),
         version=mpi.Get_library_version().strip("\0 \n"),
         standard=list(mpi.Get_version()),
@@ -91,7 +79,7 @@ def _library(mpi: Any) -> Library:
     )
 
 
-def _meet(mpi: Any, rank: RankFacts, tell: Callable[..., None]) -> None:
+def _meet(mpi: Any, rank: facts.RankFacts, tell: Callable[..., None]) -> None:
     world = mpi.COMM_WORLD
     tell(stage="the first message between all ranks", seconds=SECONDS_TO_GATHER)
     topology = MPIClusterResolver().topology()
@@ -104,7 +92,7 @@ def _meet(mpi: Any, rank: RankFacts, tell: Callable[..., None]) -> None:
     ranks = world.gather(rank)
 
     leaders = world.Split(0 if first else 1, topology.rank)
-    clocks, measured = list[Clock](), None
+    clocks, measured = list[facts.Clock](), None
     if first and topology.num_nodes > 1:
         clocks, measured = _between_nodes(leaders, topology, tell)
     elif not first:
@@ -116,10 +104,10 @@ def _meet(mpi: Any, rank: RankFacts, tell: Callable[..., None]) -> None:
     if topology.rank:
         tell(rank=topology.rank)
     else:
-        tell(job=as_json(Job(ranks, clocks=clocks, links=measured)))
+        tell(job=facts.as_json(facts.Job(ranks, clocks=clocks, links=measured)))
 
 
-def _with_refusal(gpus: Gpus, driver: Driver) -> Gpus:
+def _with_refusal(gpus: facts.Gpus, driver: facts.Driver) -> facts.Gpus:
     """`gpus` with MPI's answer to memory of a GPU, if there is one that can be tried."""
     library = "torch" if gpus.torch_gpus else "cupy"
     if library == "cupy" and not (driver.gpus and gpus.cupy):
@@ -131,7 +119,7 @@ def _with_refusal(gpus: Gpus, driver: Driver) -> Gpus:
 
 def _between_nodes(
     leaders: Any, topology: Topology, tell: Callable[..., None]
-) -> tuple[list[Clock], Links]:
+) -> tuple[list[facts.Clock], facts.Links]:
     """Clocks and links of all nodes, on the first of them. Called by: the first rank of each node."""
     tell(stage="comparing the clocks of nodes", seconds=SECONDS_TO_MEASURE)
     clocks = nodes.compare_clocks(leaders)
@@ -143,7 +131,7 @@ def _between_nodes(
     rates = leaders.gather(links.measure(leaders, begin)) or []
     speeds = leaders.gather(list(network_links())) or []
     pairs = topology.num_nodes * (topology.num_nodes - 1) // 2
-    return clocks, Links([rate for of_node in rates for rate in of_node], speeds, pairs)
+    return clocks, facts.Links([rate for of_node in rates for rate in of_node], speeds, pairs)
 
 
 if __name__ == "__main__":

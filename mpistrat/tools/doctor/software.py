@@ -48,11 +48,9 @@ def check(job: Job) -> Iterator[Finding]:
 
 def _differences(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for name in _COMPARED:
-        with_version = grouped((getattr(rank.software, name), rank.rank) for rank in ranks)
-        if len(with_version) > 1:
-            listed = [
-                f"{v or 'none'} on {ranks_in_words(of_v)}" for v, of_v in with_version.items()
-            ]
+        versions = grouped((getattr(rank.software, name), rank.rank) for rank in ranks)
+        if len(versions) > 1:
+            listed = [f"{v or 'none'} on {ranks_in_words(of_v)}" for v, of_v in versions.items()]
             yield problem(
                 f"{_NAMES.get(name, name)} is not the same on all ranks: {'; '.join(listed)}.",
                 "start all ranks with one environment, on a file system that all nodes see: activate it in the job "

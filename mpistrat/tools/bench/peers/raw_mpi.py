@@ -26,8 +26,7 @@ def _check(device: torch.device) -> None:
     """Raises: CannotTakePart on all ranks, where MPI was not seen to take memory of `device`."""
     if device.type != "cpu":
         node = MPIClusterResolver().topology().node
-        reason = why_not_proven(all_ranks(), node, "torch", device.index)
-        if reason:
+        if reason := why_not_proven(all_ranks(), node, "torch", device.index):
             raise CannotTakePart(f"MPI was not seen to take memory of {device}: {reason}")
 
 
@@ -39,22 +38,19 @@ def _memory(buffer: Array) -> Any:
     return [MPI.buffer.fromaddress(buffer.data_ptr(), buffer.nbytes), buffer.numel(), MPI.FLOAT]
 
 
-def _with_flat_buffer(
-    work: Work,
-) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor, Any]:
+def _flat_buffer(work: Work) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor, Any]:
     """Module, optimizer, a buffer for all gradients, and pairs of a parameter's part of it and the parameter."""
     module, optimizer = work.build()
     parameters = list(module.parameters())
     sizes = [parameter.numel() for parameter in parameters]
     flat = torch.zeros(sum(sizes), device=work.device)
-    parts = flat.split(sizes)
-    pairs = [(part.view(p.shape), p) for part, p in zip(parts, parameters, strict=True)]
-    return module, optimizer, flat, pairs
+    parts = zip(flat.split(sizes), parameters, strict=True)
+    return module, optimizer, flat, [(part.view(p.shape), p) for part, p in parts]
 
 
 def _copied(work: Work) -> Step:
     """Gradients into one flat buffer, Allreduce, and back."""
-    module, optimizer, flat, pairs = _with_flat_buffer(work)
+    module, optimizer, flat, pairs = _flat_buffer(work)
     size = MPI.COMM_WORLD.size
 
     def step() -> torch.Tensor:
@@ -75,7 +71,7 @@ def _copied(work: Work) -> Step:
 
 def _in_place(work: Work) -> Step:
     """The best of such loops: every `.grad` is a view of the buffer that MPI reduces."""
-    module, optimizer, flat, pairs = _with_flat_buffer(work)
+    module, optimizer, flat, pairs = _flat_buffer(work)
     size = MPI.COMM_WORLD.size
     for part, parameter in pairs:
         parameter.grad = part

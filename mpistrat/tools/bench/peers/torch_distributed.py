@@ -1,20 +1,83 @@
-"""torch.distributed on its own backend (gloo, NCCL, …), and DistributedDataParallel and FSDP2 over it."""
+"""torch.distributed on its own backend (gloo, NCCL, …) or on mpistrat; DistributedDataParallel and FSDP2 over it."""
 
 from __future__ import annotations
 
+import functools
+import socket
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
-from mpistrat.tools.bench import torch_groups
-from mpistrat.tools.bench.torch_groups import backend_of_torch, group_on
-from mpistrat.tools.bench.work import Step, Work
+from mpistrat.machine.devices import seen_accelerators
+from mpistrat.tools.bench.errors import CannotTakePart
+from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.work import Step, Work, step_of
+from mpistrat.torch_distributed.default_group import make_default_group
+
+GLOO, MPISTRAT = "gloo", "mpistrat"
 
 
-def training_steps(work: Work) -> dict[str, Step]:
-    return torch_groups.training_steps(work, backend_of_torch(work.device))
+@functools.cache
+def group_on(backend: str) -> dist.ProcessGroup:
+    """The group of all ranks on `backend`. Collective.
+
+    All meet by one store, which is a file where the ranks are on one node: a port would need a name server.
+    """
+    if not dist.is_initialized():
+        make_default_group()
+    return dist.new_group(backend=backend)
+
+
+def backend_of_torch(device: str) -> str:
+    """The backend of torch for tensors on `device`: gloo, NCCL, …. Called by: every rank.
+
+    Raises: CannotTakePart on all ranks, where torch has none, or several ranks use one device, which NCCL refuses.
+    """
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return GLOO
+    name = f"{socket.gethostname()} {seen_accelerators()[int(number)]}"
+    names = all_ranks().all_gather_object(name)
+    if len(set(names)) < len(names):
+        from mpistrat.communicators.transports.accelerator.gpu_transports import Gpu, shared_gpu
+
+        if reason := shared_gpu([Gpu(0, name) for name in names]):
+            raise CannotTakePart(f"{reason}, which its backend refuses")
+    try:
+        return dist.get_default_backend_for_device(kind)
+    except ValueError:
+        raise CannotTakePart(f"this torch has no backend for {kind}") from None
+
+
+def training_steps(work: Work, backend: str = "") -> dict[str, Step]:
+    """Steps of DistributedDataParallel and of FSDP2. Called by: every rank. `backend`: torch's own by default."""
+    backend = backend or backend_of_torch(work.device)
+    return {f"DDP, {backend}": _ddp(work, backend), f"FSDP2, {backend}": _fsdp2(work, backend)}
+
+
+def _ddp(work: Work, backend: str) -> Step:
+    module, _ = work.build()
+    wrapped = DistributedDataParallel(
+        module, process_group=group_on(backend), gradient_as_bucket_view=True
+    )
+    return step_of(work, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.01))
+
+
+def _fsdp2(work: Work, backend: str) -> Step:
+    """Each child with parameters is sharded as a unit, and then the rest."""
+    module, _ = work.build()
+    mesh = DeviceMesh.from_group(group_on(backend), torch.device(work.device).type)
+    for child in module.children():
+        if any(True for _ in child.parameters()):
+            fully_shard(child, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return step_of(work, module, torch.optim.SGD(module.parameters(), lr=0.01))
 
 
 def all_reduces(values: Array) -> dict[str, Callable[[], Array]]:

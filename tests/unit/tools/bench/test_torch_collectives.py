@@ -6,9 +6,9 @@ import types
 import numpy as np
 import pytest
 
-from mpistrat.tools.bench import torch_groups
 from mpistrat.tools.bench.command_line import TORCH_CALLS
 from mpistrat.tools.bench.errors import CannotTakePart
+from mpistrat.tools.bench.peers import torch_distributed
 from mpistrat.tools.bench.torch_collectives import CALLS, TorchCollective, compare_call
 
 
@@ -48,10 +48,10 @@ def test_torchs_own_backend_of_ranks_that_share_a_gpu(
     name = "mpistrat.communicators.transports.accelerator.gpu_transports"
     monkeypatch.setitem(sys.modules, name, gpu_transports)
     two_ranks = types.SimpleNamespace(all_gather_object=lambda own: [own, own])
-    monkeypatch.setattr(torch_groups, "all_ranks", lambda: two_ranks)
-    monkeypatch.setattr(torch_groups, "seen_accelerators", lambda: ("GPU-1",))
+    monkeypatch.setattr(torch_distributed, "all_ranks", lambda: two_ranks)
+    monkeypatch.setattr(torch_distributed, "seen_accelerators", lambda: ("GPU-1",))
     if reason:
         with pytest.raises(CannotTakePart, match=f"{reason}, which its backend refuses"):
-            torch_groups.backend_of_torch("cuda:0")
+            torch_distributed.backend_of_torch("cuda:0")
     else:
-        assert torch_groups.backend_of_torch("cuda:0") == "nccl"
+        assert torch_distributed.backend_of_torch("cuda:0") == "nccl"
