@@ -122,7 +122,7 @@ class RevocableGroup:
             self.lost = True
 
     def _look_out(self) -> None:
-        while not self._stop.wait(deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_FAILURES):
+        while not self._stop.wait(deadlines.RANK_SLEEPS_WATCHING_FAILURES):
             if self.has_lost():
                 self.revoke()
                 return

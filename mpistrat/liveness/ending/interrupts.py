@@ -47,10 +47,7 @@ class Interrupts:
             self._waiting_since = None
             self._reacted = False
             return False
-        return (
-            time.monotonic() - self._waiting_since
-            > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_HEAR_INTERRUPT
-        )
+        return time.monotonic() - self._waiting_since > deadlines.RANK_WAITS_FOR_ANSWER_TO_INTERRUPT
 
     def _react(self, number: int, frame: FrameType | None) -> None:
         self._reacted = True

@@ -138,7 +138,7 @@ class JobEnd:
 
     def _look_out(self) -> None:
         fallback = FallbackObserver()
-        while not self._stop.wait(deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS):
+        while not self._stop.wait(deadlines.RANK_SLEEPS_WATCHING_GROUPS):
             action = self.records.record.abort
             if observation.has_lost_files():
                 self._end_without_files()
@@ -187,11 +187,8 @@ class JobEnd:
         inside = [b.since for b in record.slots() if b.since and b.group == record.stalled]
         now = time.monotonic_ns()
         self._raises_since = self._raises_since or now
-        if (
-            inside
-            and now - max(min(inside), self._raises_since)
-            > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE * 1e9
-        ):
+        stuck_for = (now - max(min(inside, default=now), self._raises_since)) / 1e9
+        if stuck_for > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE:
             waiting = (call for group in self._groups for call in group.calls() if call.waiting_in)
             site = next((call.called_at for call in waiting), "an unknown place")
             why = ""
