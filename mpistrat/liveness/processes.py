@@ -9,11 +9,8 @@ import os
 import re
 import signal
 import struct
-import time
 import zlib
 from collections.abc import Iterator
-
-from mpistrat.liveness import deadlines
 
 _EXITING = 0x4  # PF_EXITING, <linux/sched.h>
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
@@ -132,45 +129,6 @@ def exit_code(status: int | None) -> int:
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) or 1
 
 
-class StackRequest:
-    """Asks a process for the Python frames of its main thread.
-
-    The process must have registered `stack_signal` with faulthandler, to the file `stacks`: the C handler speaks even
-    while the GIL is held. A process that no longer catches the signal is not asked: the signal would kill it.
-
-    Attributes: sent: whether the process was asked.
-    """
-
-    def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:
-        self._stacks, self._before = stacks, 0  # bytes that were there before
-        self.sent = False
-        self._deadline = time.monotonic() + deadlines.OBSERVER_WAITS_FOR_STACK
-        if stack_signal and state_of(pid) in RUNS and catches(pid, stack_signal):
-            with contextlib.suppress(OSError):
-                self._before = os.path.getsize(stacks)
-                os.kill(pid, stack_signal)
-                self.sent = True
-
-    def frames(self) -> list[str]:
-        """Innermost first; [] when it does not answer."""
-        answer = ""
-        while self.sent:
-            before, answer = answer, self._answer()
-            # A process without a core may stop in the middle of its answer.
-            if answer == before and _frames(answer):
-                break
-            # The deadline comes after a look: others may have been waited for until now.
-            if time.monotonic() > self._deadline:
-                break
-            time.sleep(deadlines.OBSERVER_SLEEPS_UNTIL_STACK)
-        return _frames(answer)
-
-    def _answer(self) -> str:
-        with open(self._stacks, encoding="utf-8", errors="replace") as file:
-            file.seek(self._before)
-            return file.read()
-
-
 def launcher_of(pid: int) -> int | None:
     """The launcher that started it on this node; on other nodes, the last of its daemons."""
     daemon = None
@@ -192,17 +150,8 @@ def launched(pid: int) -> int:
     return pid
 
 
-def end_launcher(pid: int) -> None:
-    """Kill it, so that its exit code is not 0."""
-    for number in (signal.SIGHUP, signal.SIGKILL):
-        if not _is_launcher(pid):  # it ended, and the number may be another's
-            return
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
-        time.sleep(deadlines.OBSERVER_SLEEPS_BETWEEN_SIGNALS)
-
-
-def _is_launcher(pid: int) -> bool:
+def is_launcher(pid: int) -> bool:
+    """Whether the process is a launcher now: its number may be another's since it ended."""
     name = _name(pid)
     return bool(_LAUNCHERS.match(name) or _DAEMONS.match(name))
 
@@ -257,12 +206,6 @@ def _read(pid: int, file: str) -> str:
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as opened:
         return opened.read()
     return ""
-
-
-def _frames(dump: str) -> list[str]:
-    """The frames in faulthandler's output for one thread."""
-    found = re.findall(r'^\s+File "(.*)", line (\d+) in (.*)', dump, re.MULTILINE)
-    return [f"{file}:{line} in {function}" for file, line, function in found]
 
 
 # PIDFD_GET_INFO, <linux/pidfd.h>: since Linux 6.15 it gives the exit status of a process that was reaped.

@@ -27,7 +27,7 @@ from mpistrat.liveness.observer import failure_detector, report
 from mpistrat.liveness.observer.failure_detector import FailureDetector, ObservedRank, Pauses, Wait
 from mpistrat.liveness.observer.node_accounts import Account, find_accounts, forget_accounts
 from mpistrat.liveness.observer.stderr_proxy import StderrProxy
-from mpistrat.liveness.processes import DEAD, describe_exit, end_launcher, exit_code, launcher_of
+from mpistrat.liveness.processes import DEAD, describe_exit, exit_code, is_launcher, launcher_of
 from mpistrat.liveness.records.job_folder import JobFolder, report_of, words_of
 from mpistrat.liveness.records.record import ANNOUNCED, END, ENDING, LEAVING, RAISE, SEEN
 from mpistrat.machine.private_files import create, private
@@ -69,7 +69,7 @@ class Observer:
             # It reads what is said there, and waits for the end of that.
             if self._stderr.owner != self._launcher:
                 time.sleep(deadlines.OBSERVER_WAITS_FOR_LAUNCHER_TO_READ)
-            end_launcher(self._launcher)
+            _end_launcher(self._launcher)
         self._stderr.give_back()
 
     def _look(self) -> None:
@@ -349,6 +349,15 @@ def write_report(text: str) -> str:
                 file.write(text)
             return path
     return ""
+
+
+def _end_launcher(pid: int) -> None:
+    """Kill it, so that its exit code is not 0."""
+    for number in (signal.SIGHUP, signal.SIGKILL):
+        if is_launcher(pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+            time.sleep(deadlines.OBSERVER_SLEEPS_BETWEEN_SIGNALS)
 
 
 def main(path: str) -> None:

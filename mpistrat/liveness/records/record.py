@@ -120,9 +120,7 @@ class RankRecord:
         if path is None:
             self.map = mmap.mmap(-1, BYTES)
         else:
-            file = os.open(
-                path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o600
-            )
+            file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
             try:
                 if create:
                     os.posix_fallocate(file, 0, BYTES)  # else a full /dev/shm is a SIGBUS later
@@ -256,11 +254,9 @@ class RankRecord:
 
     def _entry(self, number: int) -> CallEntry:
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
-        calls, entered, waited, slot, *ends, text = _ENTRY.unpack_from(self.map, offset)
-        call, site = (
-            part.decode(errors="replace") for part in (text[: ends[0]], text[ends[0] : sum(ends)])
-        )
-        return CallEntry(calls, entered, waited, slot, call, site)
+        *numbers, call_bytes, site_bytes, text = _ENTRY.unpack_from(self.map, offset)
+        parts = text[:call_bytes], text[call_bytes : call_bytes + site_bytes]
+        return CallEntry(*numbers, *(part.decode(errors="replace") for part in parts))
 
 
 @dataclass(frozen=True)
