@@ -22,9 +22,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._waiting_since: float | None = None
         self._reacted = False
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # Not the main thread, or somebody (asyncio) already listens there.
         with contextlib.suppress(ValueError):
             if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

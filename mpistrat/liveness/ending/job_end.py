@@ -159,10 +159,11 @@ class JobEnd:
                 self._end_if_stuck_in_mpi()
             if self._interrupts.unanswered():
                 site = call_site(sys._current_frames()[threading.main_thread().ident or 0])
-                self.end_job(
-                    f"ending the job: {self._rank.who} was interrupted, but stays in a call at {site}",
-                    130,
-                )
+                self._end(f"was interrupted, but stays in a call at {site}", 130)
+
+    def _end(self, why: str, code: int) -> NoReturn:
+        """End the job, and say why this rank does."""
+        self.end_job(f"ending the job: {self._rank.who} {why}", code)
 
     def _end_as_reported(self) -> NoReturn:
         """Tell the errors of which this rank could not tell the others: they may be why it waited."""
@@ -194,10 +195,7 @@ class JobEnd:
             why = ""
             with contextlib.suppress(OSError), open(report_of(record.folder)) as report:
                 why = f":\n{report.readline().rstrip()}"
-            self.end_job(
-                f"ending the job: {self._rank.who} cannot raise StallError inside MPI, at {site}{why}",
-                1,
-            )
+            self._end(f"cannot raise StallError inside MPI, at {site}{why}", 1)
 
     def _leave(self) -> None:
         """This rank has come to its end: wait until all ranks have."""
@@ -206,7 +204,7 @@ class JobEnd:
         self._has_left = True
         end = program_exit()
         if end.failed:
-            self.end_job(f"ending the job: {self._rank.who} {end.how}", end.code)
+            self._end(end.how, end.code)
         if self._leaves_together:
             end = ProgramExit(0, end.how)
         self._rank.flush()
@@ -220,7 +218,7 @@ class JobEnd:
             if not self.losses.happened and any(group.lost for group in self._groups):
                 os._exit(end.code)  # lost since: too late for `end_without_finalize`
         except KeyboardInterrupt:
-            self.end_job(f"ending the job: {self._rank.who} was interrupted", 130)
+            self._end("was interrupted", 130)
         except MPI.Exception as error:
             if not means_rank_lost(error):
                 raise
@@ -245,7 +243,7 @@ class JobEnd:
 
         self._wait_for(waiting, has_waited)
         if record.abort:
-            self.end_job(f"ending the job: {self._rank.who} {end.how} after a stall", end.code or 1)
+            self._end(f"{end.how} after a stall", end.code or 1)
 
     def _wait_for(self, groups: list[ExitGroup], has_waited: Callable[[], bool]) -> None:
         """Until all ranks of `groups` are at their ends, or `has_waited()`."""

@@ -309,9 +309,8 @@ class Observer:
         limit, waited = leaving[0].record.limit, self._pauses.seconds_since(self._leaving_since)
         if 0 < limit < waited and not all(rank.dead or rank.has_left for rank in ranks):
             self._noticed_leaving = True
-            self._say(
-                f"\nmpistrat: {self._compose(lambda: report.leaving_notice(ranks, waited))}\n"
-            )
+            notice = self._compose(lambda: report.leaving_notice(ranks, waited))
+            self._say(f"\nmpistrat: {notice}\n")
 
 
 class ReportFile:

@@ -211,14 +211,11 @@ def remove_leftovers() -> list[str]:
         with contextlib.suppress(OSError):
             names = os.listdir(root) if _is_ours(root) else []
             found = [os.path.join(root, name) for name in names]
-            found += [
-                os.path.join(place, n)
-                for n in os.listdir(place)
-                if n.startswith(f"{_of_this_user()}-")
-            ]
-            for lock in sorted(found):
-                path = lock.removesuffix(_LOCK)
-                of_a_job = path != lock and _OF_A_JOB.fullmatch(os.path.basename(path))
+            begins = f"{_of_this_user()}-"
+            found += [os.path.join(place, n) for n in os.listdir(place) if n.startswith(begins)]
+            for file in sorted(found):
+                path = file.removesuffix(_LOCK)
+                of_a_job = path != file and _OF_A_JOB.fullmatch(os.path.basename(path))
                 if of_a_job and _remove_if_abandoned(path):
                     removed.append(path)
     with contextlib.suppress(OSError):

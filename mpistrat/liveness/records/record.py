@@ -234,11 +234,8 @@ class RankRecord:
 
     def slots(self) -> list[CommunicatorSlot]:
         words = self.words
-        end = _FIRST_SLOT + words[SLOTS] * _SLOT_WORDS
-        return [
-            CommunicatorSlot(base, *words[base + CALLS : base + _SLOT_WORDS])
-            for base in range(_FIRST_SLOT, end, _SLOT_WORDS)
-        ]
+        bases = range(_FIRST_SLOT, _FIRST_SLOT + words[SLOTS] * _SLOT_WORDS, _SLOT_WORDS)
+        return [CommunicatorSlot(base, *words[base + CALLS : base + _SLOT_WORDS]) for base in bases]
 
     def last(self, count: int = RING) -> list[CallEntry]:
         """The last collectives, the latest first. A reader may catch one half written."""
