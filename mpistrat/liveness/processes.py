@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Iterator
 
 _EXITING = 0x4  # PF_EXITING, <linux/sched.h>
+# The fields of `_stat` for a process that is gone: no state, no parent, and it is exiting.
+_GONE = ["", *["0"] * 5, str(_EXITING), *["0"] * 43]
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
 KILLED_BY_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)  # wait statuses
 _STATES = {
@@ -35,13 +37,12 @@ def state_of(pid: int, began: int = 0) -> str:
     Args: began: as of `began_at`. A process that began at another time has the number of an ended one. 0: any time.
     """
     fields = _stat(pid)
-    return fields[0] if fields and began in (0, int(fields[19])) else ""
+    return fields[0] if began in (0, int(fields[19])) else ""
 
 
 def began_at(pid: int) -> int:
     """When the process began, in ticks since the machine's start; an exec changes nothing. 0 when it is gone."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields else 0
+    return int(_stat(pid)[19])
 
 
 def signals_of(pid: int, *kinds: str) -> int:
@@ -65,8 +66,7 @@ def command_of(pid: int) -> str:
 
 def is_exiting(pid: int) -> bool:
     """Whether it is dead, or will be in a moment."""
-    fields = _stat(pid)
-    return not fields or bool(int(fields[6]) & _EXITING)
+    return bool(int(_stat(pid)[6]) & _EXITING)
 
 
 def describe_state(letter: str) -> str:
@@ -75,7 +75,7 @@ def describe_state(letter: str) -> str:
 
 def cpu_seconds(pid: int) -> float:
     fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def open_pidfd(pid: int) -> int:
@@ -101,7 +101,7 @@ def syscall(number: int, *arguments: int) -> int:
 def exit_status(pid: int, pidfd: int | None) -> int | None:
     """The wait status of a dead process that is not our child; None when the kernel does not tell (any more)."""
     fields = _stat(pid)  # while it is a zombie
-    if fields and fields[0] in "ZX":
+    if fields[0] in ("Z", "X"):
         return int(fields[-1])
     return None if pidfd is None else _exit_status_of_reaped(pidfd)
 
@@ -163,10 +163,10 @@ def job_of(pid: int) -> str:
     stay for many (`prte` and `prun`). Containers that share /dev/shm may number their processes alike.
     """
     for ancestor, name in _ancestors(pid):
-        fields = _stat(ancestor)
-        if fields and (_LAUNCHERS.match(name) or _DAEMONS.match(name)):
+        began = began_at(ancestor)
+        if began and (_LAUNCHERS.match(name) or _DAEMONS.match(name)):
             namespaces = f"{process_namespace()} {_pmix_namespace(pid)}"
-            return f"{ancestor}-{fields[19]}-{zlib.crc32(namespaces.encode()):08x}"
+            return f"{ancestor}-{began}-{zlib.crc32(namespaces.encode()):08x}"
     return ""
 
 
@@ -186,8 +186,8 @@ def _pmix_namespace(pid: int) -> str:
 
 def _ancestors(pid: int) -> Iterator[tuple[int, str]]:
     """The parent, its parent, and so on, each with its name."""
-    while pid > 1 and (fields := _stat(pid)) is not None:
-        pid = int(fields[1])
+    while pid > 1:
+        pid = int(_stat(pid)[1])
         yield pid, _name(pid)
 
 
@@ -195,9 +195,9 @@ def _name(pid: int) -> str:
     return _read(pid, "comm").strip()
 
 
-def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on (proc_pid_stat(5) counts it as the third)."""
-    return _read(pid, "stat").rpartition(")")[2].split() or None
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on (proc_pid_stat(5) counts it as the third); `_GONE` without it."""
+    return _read(pid, "stat").rpartition(")")[2].split() or _GONE
 
 
 def _read(pid: int, file: str) -> str:
