@@ -369,7 +369,7 @@ def _checked_step(step: Any) -> int:
 
 def _wait_to_see(folder: str) -> None:
     """A folder that rank 0 has just made, on a file system that may take a moment to show it."""
-    if not soon(lambda: os.path.isdir(folder), SECONDS_TO_BE_SEEN, pause=0.05):
+    if not soon(lambda: os.path.isdir(folder), SECONDS_TO_BE_SEEN):
         raise FileNotFoundError(
             f"{folder}, which rank 0 has made, is not there: the directory of checkpoints must be on a file system "
             "that all ranks see"

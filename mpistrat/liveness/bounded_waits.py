@@ -20,13 +20,12 @@ def within(seconds: float, action: Callable[[], object]) -> None:
         thread.join(seconds)
 
 
-def soon(
-    condition: Callable[[], bool], seconds: float, pause: float = deadlines.SOON_SLEEPS
-) -> bool:
+def soon(condition: Callable[[], bool], seconds: float) -> bool:
     """Wait until `condition()`, for so long at most; whether it has come true."""
-    until = time.monotonic() + seconds
+    until, pause = time.monotonic() + seconds, deadlines.SOON_SLEEPS
     while not condition():
         if time.monotonic() >= until:
             return False
         time.sleep(pause)
+        pause = min(pause * 1.5, deadlines.SOON_SLEEPS_AT_MOST)
     return True

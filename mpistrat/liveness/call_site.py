@@ -106,8 +106,7 @@ def _owner_of(file: str) -> int:
 
 def _files_of(*modules: str) -> list[str]:
     """Of those that are loaded."""
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
-    return [file for file in files if file is not None]
+    return list(filter(None, [getattr(sys.modules.get(m), "__file__", None) for m in modules]))
 
 
 def call_site(frame: FrameType | SourceLine) -> str:

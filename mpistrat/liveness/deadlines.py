@@ -22,9 +22,7 @@ OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT = 15.0
 RANK_WAITS_FOR_START_OF_OBSERVER = 10.0  # Python starts, on a file system that may be slow
 # The observer can tell how a rank died only if it saw the rank alive.
 RANK_WAITS_FOR_FIRST_LOOK_OF_OBSERVER = 1.0
-RANK_SLEEPS_UNTIL_FIRST_LOOK = 0.005
 RANK_WAITS_FOR_OBSERVER_TO_SEE_EXIT = 1.0
-RANK_SLEEPS_UNTIL_EXIT_IS_SEEN = 0.001  # os._exit is to seem immediate
 # The observer may have to wait for the stderr of another process.
 RANK_WAITS_FOR_WORDS_OF_OBSERVER = 1.5
 
@@ -46,13 +44,12 @@ OBSERVER_WAITS_FOR_ABSENT_RANKS = 1.0
 OBSERVER_WAITS_FOR_STACK = 1.5  # a rank without a core may need a while to answer
 OBSERVER_SLEEPS_UNTIL_STACK = 0.02
 OBSERVER_WAITS_FOR_OTHER_NODES = 3.0
-OBSERVER_SLEEPS_UNTIL_OTHER_NODES = 0.05
 # The report of the stalled communicator's first node speaks for the job.
 OBSERVER_WAITS_FOR_FIRST_NODE = 4.0
 OBSERVER_REPORTS = 15.0  # at most, here or on another node: ranks do not take it for gone meanwhile
 # Of ranks, to tell busy ones from idle ones; a tick of the clock is 0.01.
 OBSERVER_MEASURES_CPU_TIME = 0.3
-OBSERVER_WAITS_FOR_STDERR = 2.0  # stderr may be a file on a file system that hangs
+OBSERVER_WAITS_FOR_WRITE = 2.0  # to stderr, which may be a file on a file system that hangs
 OBSERVER_WAITS_FOR_REPORT_FILE = 0.1  # likewise; ranks are to end meanwhile
 OBSERVER_WAITS_FOR_REPORT_FILE_AT_END = 2.0  # no rank is left that could end meanwhile
 NODE_WAITS_FOR_OTHER_NODES = 2.0  # a rank that asks other nodes for its observer
@@ -84,36 +81,37 @@ RANK_WAITS_FOR_ITS_STREAMS = 1.0  # to be flushed, into files that may hang
 # MPICH's launcher drops the words that it has not read when a rank aborts
 RANK_WAITS_FOR_LAUNCHER_TO_READ = 0.2
 RANK_WAITS_FOR_LAUNCHER_TO_KILL = 2.0  # MPI_Abort of MPICH returns once the launcher knows
-# The main thread may be in a call that takes a while.
-RANK_WAITS_FOR_MAIN_THREAD_TO_HEAR_INTERRUPT = 3.0
+# By the main thread, which may be in a call that takes a while.
+RANK_WAITS_FOR_ANSWER_TO_INTERRUPT = 3.0
 # A stall that is to be raised: the main thread may come back from MPI.
 RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE = 2.0
 # Python must not end while a thread of it is in a library; but a library may not come back, not even from an abort.
 RANK_WAITS_FOR_THREAD_IN_LIBRARY = 5.0
 
 # Ranks come to their ends.
-RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS = 0.2  # by the thread of `JobEnd`
+RANK_SLEEPS_WATCHING_GROUPS = 0.2  # by the thread of `JobEnd`
 RANK_IS_STUCK = 0.5  # in a collective: it reports so to the exit coordinator
 # That another rank has left for an error; it may be about to leave, too.
 RANK_STAYS_IN_LEFT_COLLECTIVE = 1.0
 # Ranks that all leave with a failing sys.exit do so a moment apart.
 COORDINATOR_WAITS_FOR_JOINT_EXITS = 1.0
 RANK_WAITS_FOR_JOINT_EXITS = 1.0  # likewise, by the records of one node
-RANK_SLEEPS_UNTIL_JOINT_EXITS = 0.05
 RANK_SLEEPS_AT_ITS_END = 0.001  # at first; then longer and longer …
 RANK_SLEEPS_AT_ITS_END_AT_MOST = 0.05  # … up to this
 # When a rank was lost: mpirun kills those that have not ended.
 RANK_WAITS_FOR_EXIT_HANDLERS_OF_OTHERS = 60.0
-SOON_SLEEPS = 0.01  # between two looks at a condition that comes true in a moment
+# Between two looks at a condition that comes true in a moment, such as an os._exit that is to seem immediate
+SOON_SLEEPS = 0.001  # at first; then longer and longer …
+SOON_SLEEPS_AT_MOST = 0.02  # … up to this
 # A starting job may be about to map the files of MPI that it has just made.
 CLEANER_WAITS_FOR_MAPPING = 60.0
 
 # A rank is lost, or fails while the others wait for their accelerators.
-RANK_SLEEPS_BETWEEN_LOOKS_AT_FAILURES = 0.01  # MPI is asked: it tells only who calls it
-RANK_SLEEPS_BETWEEN_LOOKS_AT_ABORTS = 0.005
+RANK_SLEEPS_WATCHING_FAILURES = 0.01  # MPI is asked: it tells only who calls it
+RANK_SLEEPS_WATCHING_ABORTS = 0.005
 # A rank listens four times a second while its GPU works for others, and not at all otherwise.
 RANK_WAITS_FOR_ABORTS_OF_OTHERS = 0.75
-RANK_SLEEPS_BETWEEN_LOOKS_AT_KERNELS = 0.25
+RANK_SLEEPS_WATCHING_KERNELS = 0.25
 RANK_WAITS_FOR_RECORD_OF_KERNEL = 1.0
 
 # Communicators start, and measure what they may do.

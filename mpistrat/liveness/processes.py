@@ -9,13 +9,12 @@ import os
 import re
 import signal
 import struct
-import time
 import zlib
 from collections.abc import Iterator
 
-from mpistrat.liveness import deadlines
-
 _EXITING = 0x4  # PF_EXITING, <linux/sched.h>
+# The fields of `_stat` for a process that is gone: no state, no parent, and it is exiting.
+_GONE = ["", *["0"] * 5, str(_EXITING), *["0"] * 43]
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
 KILLED_BY_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)  # wait statuses
 _STATES = {
@@ -38,13 +37,12 @@ def state_of(pid: int, began: int = 0) -> str:
     Args: began: as of `began_at`. A process that began at another time has the number of an ended one. 0: any time.
     """
     fields = _stat(pid)
-    return fields[0] if fields and began in (0, int(fields[19])) else ""
+    return fields[0] if began in (0, int(fields[19])) else ""
 
 
 def began_at(pid: int) -> int:
     """When the process began, in ticks since the machine's start; an exec changes nothing. 0 when it is gone."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields else 0
+    return int(_stat(pid)[19])
 
 
 def signals_of(pid: int, *kinds: str) -> int:
@@ -68,8 +66,7 @@ def command_of(pid: int) -> str:
 
 def is_exiting(pid: int) -> bool:
     """Whether it is dead, or will be in a moment."""
-    fields = _stat(pid)
-    return not fields or bool(int(fields[6]) & _EXITING)
+    return bool(int(_stat(pid)[6]) & _EXITING)
 
 
 def describe_state(letter: str) -> str:
@@ -78,7 +75,7 @@ def describe_state(letter: str) -> str:
 
 def cpu_seconds(pid: int) -> float:
     fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def open_pidfd(pid: int) -> int:
@@ -104,7 +101,7 @@ def syscall(number: int, *arguments: int) -> int:
 def exit_status(pid: int, pidfd: int | None) -> int | None:
     """The wait status of a dead process that is not our child; None when the kernel does not tell (any more)."""
     fields = _stat(pid)  # while it is a zombie
-    if fields and fields[0] in "ZX":
+    if fields[0] in ("Z", "X"):
         return int(fields[-1])
     return None if pidfd is None else _exit_status_of_reaped(pidfd)
 
@@ -132,45 +129,6 @@ def exit_code(status: int | None) -> int:
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) or 1
 
 
-class StackRequest:
-    """Asks a process for the Python frames of its main thread.
-
-    The process must have registered `stack_signal` with faulthandler, to the file `stacks`: the C handler speaks even
-    while the GIL is held. A process that no longer catches the signal is not asked: the signal would kill it.
-
-    Attributes: sent: whether the process was asked.
-    """
-
-    def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:
-        self._stacks, self._before = stacks, 0  # bytes that were there before
-        self.sent = False
-        self._deadline = time.monotonic() + deadlines.OBSERVER_WAITS_FOR_STACK
-        if stack_signal and state_of(pid) in RUNS and catches(pid, stack_signal):
-            with contextlib.suppress(OSError):
-                self._before = os.path.getsize(stacks)
-                os.kill(pid, stack_signal)
-                self.sent = True
-
-    def frames(self) -> list[str]:
-        """Innermost first; [] when it does not answer."""
-        answer = ""
-        while self.sent:
-            before, answer = answer, self._answer()
-            # A process without a core may stop in the middle of its answer.
-            if answer == before and _frames(answer):
-                break
-            # The deadline comes after a look: others may have been waited for until now.
-            if time.monotonic() > self._deadline:
-                break
-            time.sleep(deadlines.OBSERVER_SLEEPS_UNTIL_STACK)
-        return _frames(answer)
-
-    def _answer(self) -> str:
-        with open(self._stacks, encoding="utf-8", errors="replace") as file:
-            file.seek(self._before)
-            return file.read()
-
-
 def launcher_of(pid: int) -> int | None:
     """The launcher that started it on this node; on other nodes, the last of its daemons."""
     daemon = None
@@ -192,17 +150,8 @@ def launched(pid: int) -> int:
     return pid
 
 
-def end_launcher(pid: int) -> None:
-    """Kill it, so that its exit code is not 0."""
-    for number in (signal.SIGHUP, signal.SIGKILL):
-        if not _is_launcher(pid):  # it ended, and the number may be another's
-            return
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
-        time.sleep(deadlines.OBSERVER_SLEEPS_BETWEEN_SIGNALS)
-
-
-def _is_launcher(pid: int) -> bool:
+def is_launcher(pid: int) -> bool:
+    """Whether the process is a launcher now: its number may be another's since it ended."""
     name = _name(pid)
     return bool(_LAUNCHERS.match(name) or _DAEMONS.match(name))
 
@@ -214,10 +163,10 @@ def job_of(pid: int) -> str:
     stay for many (`prte` and `prun`). Containers that share /dev/shm may number their processes alike.
     """
     for ancestor, name in _ancestors(pid):
-        fields = _stat(ancestor)
-        if fields and (_LAUNCHERS.match(name) or _DAEMONS.match(name)):
+        began = began_at(ancestor)
+        if began and (_LAUNCHERS.match(name) or _DAEMONS.match(name)):
             namespaces = f"{process_namespace()} {_pmix_namespace(pid)}"
-            return f"{ancestor}-{fields[19]}-{zlib.crc32(namespaces.encode()):08x}"
+            return f"{ancestor}-{began}-{zlib.crc32(namespaces.encode()):08x}"
     return ""
 
 
@@ -237,8 +186,8 @@ def _pmix_namespace(pid: int) -> str:
 
 def _ancestors(pid: int) -> Iterator[tuple[int, str]]:
     """The parent, its parent, and so on, each with its name."""
-    while pid > 1 and (fields := _stat(pid)) is not None:
-        pid = int(fields[1])
+    while pid > 1:
+        pid = int(_stat(pid)[1])
         yield pid, _name(pid)
 
 
@@ -246,9 +195,9 @@ def _name(pid: int) -> str:
     return _read(pid, "comm").strip()
 
 
-def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on (proc_pid_stat(5) counts it as the third)."""
-    return _read(pid, "stat").rpartition(")")[2].split() or None
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on (proc_pid_stat(5) counts it as the third); `_GONE` without it."""
+    return _read(pid, "stat").rpartition(")")[2].split() or _GONE
 
 
 def _read(pid: int, file: str) -> str:
@@ -257,12 +206,6 @@ def _read(pid: int, file: str) -> str:
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as opened:
         return opened.read()
     return ""
-
-
-def _frames(dump: str) -> list[str]:
-    """The frames in faulthandler's output for one thread."""
-    found = re.findall(r'^\s+File "(.*)", line (\d+) in (.*)', dump, re.MULTILINE)
-    return [f"{file}:{line} in {function}" for file, line, function in found]
 
 
 # PIDFD_GET_INFO, <linux/pidfd.h>: since Linux 6.15 it gives the exit status of a process that was reaped.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from mpi4py import MPI
 
@@ -43,9 +43,7 @@ class RevocableGroup:
         self._before_telling: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._look_out, name="mpistrat failures", daemon=True
-        )
+        self._thread = threading.Thread(target=self._look, name="mpistrat failures", daemon=True)
         self._thread.start()
 
     def failed(self) -> list[int]:
@@ -95,7 +93,7 @@ class RevocableGroup:
         self._stop.set()
         self._thread.join()
 
-    def adopt(self, comm: MPI.Intracomm) -> FaultTolerantComm:
+    def adopt(self, comm: MPI.Comm) -> FaultTolerantComm:
         """Make `comm`, which was just made of a member, a member too."""
         member = FaultTolerantComm(comm)
         member.revocable_group = self
@@ -121,8 +119,8 @@ class RevocableGroup:
                     self._before_telling.pop()()
             self.lost = True
 
-    def _look_out(self) -> None:
-        while not self._stop.wait(deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_FAILURES):
+    def _look(self) -> None:
+        while not self._stop.wait(deadlines.RANK_SLEEPS_WATCHING_FAILURES):
             if self.has_lost():
                 self.revoke()
                 return
@@ -137,14 +135,12 @@ class FaultTolerantComm(MPI.Intracomm):
         return self.revocable_group.adopt(MPI.Intracomm(self).Dup(info))
 
     def Split(self, color: int = 0, key: int = 0) -> FaultTolerantComm:  # noqa: N802
-        return self.revocable_group.adopt(cast("MPI.Intracomm", super().Split(color, key)))
+        return self.revocable_group.adopt(super().Split(color, key))
 
     def Split_type(  # noqa: N802
         self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL
     ) -> FaultTolerantComm:
-        return self.revocable_group.adopt(
-            cast("MPI.Intracomm", super().Split_type(split_type, key, info))
-        )
+        return self.revocable_group.adopt(super().Split_type(split_type, key, info))
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> FaultTolerantComm:  # noqa: N802
         return self.revocable_group.adopt(super().Create_group(group, tag))

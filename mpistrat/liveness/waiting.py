@@ -62,9 +62,8 @@ def wait_until(
                 f"rank {record.rank} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
                 f"{limit:g} s), and no observer runs on this node that could say which are missing"
             )
-        time.sleep(
-            min(max(waited / 32, deadlines.RANK_SLEEPS_AT_LEAST), deadlines.RANK_SLEEPS_AT_MOST)
-        )
+        pause = max(waited / 32, deadlines.RANK_SLEEPS_AT_LEAST)
+        time.sleep(min(pause, deadlines.RANK_SLEEPS_AT_MOST))
 
 
 def _is_noticed(watch: CommunicatorWatch, late: float) -> bool:

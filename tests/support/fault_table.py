@@ -1,4 +1,4 @@
-"""The table of faults: the page docs/faults.md has it, and the tests of real jobs hold it."""
+"""The table of faults: docs/faults.md has it, and tests of real jobs hold what is printed and the exit code."""
 
 import json
 from dataclasses import dataclass

@@ -151,7 +151,7 @@ ORDER = [
         "a node that is asked first asks its own ranks",
     ),
     (
-        "NODE_WAITS_FOR_OTHER_NODES + 2 * RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS",
+        "NODE_WAITS_FOR_OTHER_NODES + 2 * RANK_SLEEPS_WATCHING_GROUPS",
         "OBSERVER_WAITS_FOR_OTHER_NODES",
         "the rank that asks for the observer gives up first, and hands on the answers that it has",
     ),
@@ -181,7 +181,7 @@ ORDER = [
         "ranks that end by os._exit(0) are ended by nobody, and may be further apart",
     ),
     (
-        "RANK_SLEEPS_UNTIL_JOINT_EXITS",
+        "10 * SOON_SLEEPS_AT_MOST",
         "RANK_WAITS_FOR_JOINT_EXITS",
         "a rank looks several times whether the others exit, too",
     ),
@@ -191,7 +191,7 @@ ORDER = [
         "all failures include the next one",
     ),
     (
-        "RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS",
+        "RANK_SLEEPS_WATCHING_GROUPS",
         "RANK_WAITS_FOR_FAILURES_OF_OTHER_NODES",
         "a failure on another node is heard at the next look",
     ),
@@ -217,7 +217,7 @@ ORDER = [
         "a rank that ends the job says why before the observer kills it",
     ),
     (
-        "RANK_WAITS_FOR_ITS_STREAMS + RANK_WAITS_FOR_LAUNCHER_TO_READ + RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS",
+        "RANK_WAITS_FOR_ITS_STREAMS + RANK_WAITS_FOR_LAUNCHER_TO_READ + RANK_SLEEPS_WATCHING_GROUPS",
         "OBSERVER_WAITS_FOR_TOLD_RANKS",
         "a rank that is told to end flushes its streams before the observer kills it",
     ),
@@ -232,7 +232,7 @@ ORDER = [
         "a rank that starts loads Python and MPI first",
     ),
     (
-        "RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS",
+        "RANK_SLEEPS_WATCHING_GROUPS",
         "RANK_IS_STUCK",
         "a call that ends between two looks is reported to nobody",
     ),
@@ -242,9 +242,14 @@ ORDER = [
         "a rank that leaves a collective itself is not told to raise",
     ),
     (
-        "2 * RANK_SLEEPS_BETWEEN_LOOKS_AT_KERNELS",
+        "2 * RANK_SLEEPS_WATCHING_KERNELS",
         "RANK_WAITS_FOR_ABORTS_OF_OTHERS",
         "each rank listens at least once while another waits to hear it",
+    ),
+    (
+        "SOON_SLEEPS",
+        "SOON_SLEEPS_AT_MOST",
+        "a condition that does not come true at once is looked at less and less often",
     ),
     (
         "RANK_SLEEPS_AT_ITS_END",

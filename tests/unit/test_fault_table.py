@@ -1,4 +1,4 @@
-"""The page on faults shows the table that the tests of real jobs hold."""
+"""The page on faults shows the table from which the tests of real jobs take the messages."""
 
 from pathlib import Path
 

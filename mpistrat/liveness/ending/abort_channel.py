@@ -41,7 +41,7 @@ class AbortChannel:
         until = time.monotonic() + deadlines.RANK_WAITS_FOR_ABORTS_OF_OTHERS
         while len(self._received) < self._comm.size - 1 and time.monotonic() < until:
             self._receive()
-            time.sleep(deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_ABORTS)
+            time.sleep(deadlines.RANK_SLEEPS_WATCHING_ABORTS)
 
     def received(self) -> str | None:
         """What another rank has sent first; None while there is nothing."""

@@ -22,9 +22,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._waiting_since: float | None = None
         self._reacted = False
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # Not the main thread, or somebody (asyncio) already listens there.
         with contextlib.suppress(ValueError):
             if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -47,10 +45,7 @@ class Interrupts:
             self._waiting_since = None
             self._reacted = False
             return False
-        return (
-            time.monotonic() - self._waiting_since
-            > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_HEAR_INTERRUPT
-        )
+        return time.monotonic() - self._waiting_since > deadlines.RANK_WAITS_FOR_ANSWER_TO_INTERRUPT
 
     def _react(self, number: int, frame: FrameType | None) -> None:
         self._reacted = True

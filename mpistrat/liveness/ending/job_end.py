@@ -138,7 +138,7 @@ class JobEnd:
 
     def _look_out(self) -> None:
         fallback = FallbackObserver()
-        while not self._stop.wait(deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_GROUPS):
+        while not self._stop.wait(deadlines.RANK_SLEEPS_WATCHING_GROUPS):
             action = self.records.record.abort
             if observation.has_lost_files():
                 self._end_without_files()
@@ -159,10 +159,7 @@ class JobEnd:
                 self._end_if_stuck_in_mpi()
             if self._interrupts.unanswered():
                 site = call_site(sys._current_frames()[threading.main_thread().ident or 0])
-                self.end_job(
-                    f"ending the job: {self._rank.who} was interrupted, but stays in a call at {site}",
-                    130,
-                )
+                _end_job(f"was interrupted, but stays in a call at {site}", 130)
 
     def _end_as_reported(self) -> NoReturn:
         """Tell the errors of which this rank could not tell the others: they may be why it waited."""
@@ -187,20 +184,14 @@ class JobEnd:
         inside = [b.since for b in record.slots() if b.since and b.group == record.stalled]
         now = time.monotonic_ns()
         self._raises_since = self._raises_since or now
-        if (
-            inside
-            and now - max(min(inside), self._raises_since)
-            > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE * 1e9
-        ):
+        stuck_for = (now - max(min(inside, default=now), self._raises_since)) / 1e9
+        if stuck_for > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE:
             waiting = (call for group in self._groups for call in group.calls() if call.waiting_in)
             site = next((call.called_at for call in waiting), "an unknown place")
             why = ""
             with contextlib.suppress(OSError), open(report_of(record.folder)) as report:
                 why = f":\n{report.readline().rstrip()}"
-            self.end_job(
-                f"ending the job: {self._rank.who} cannot raise StallError inside MPI, at {site}{why}",
-                1,
-            )
+            _end_job(f"cannot raise StallError inside MPI, at {site}{why}", 1)
 
     def _leave(self) -> None:
         """This rank has come to its end: wait until all ranks have."""
@@ -209,7 +200,7 @@ class JobEnd:
         self._has_left = True
         end = program_exit()
         if end.failed:
-            self.end_job(f"ending the job: {self._rank.who} {end.how}", end.code)
+            _end_job(end.how, end.code)
         if self._leaves_together:
             end = ProgramExit(0, end.how)
         self._rank.flush()
@@ -223,7 +214,7 @@ class JobEnd:
             if not self.losses.happened and any(group.lost for group in self._groups):
                 os._exit(end.code)  # lost since: too late for `end_without_finalize`
         except KeyboardInterrupt:
-            self.end_job(f"ending the job: {self._rank.who} was interrupted", 130)
+            _end_job("was interrupted", 130)
         except MPI.Exception as error:
             if not means_rank_lost(error):
                 raise
@@ -248,7 +239,7 @@ class JobEnd:
 
         self._wait_for(waiting, has_waited)
         if record.abort:
-            self.end_job(f"ending the job: {self._rank.who} {end.how} after a stall", end.code or 1)
+            _end_job(f"{end.how} after a stall", end.code or 1)
 
     def _wait_for(self, groups: list[ExitGroup], has_waited: Callable[[], bool]) -> None:
         """Until all ranks of `groups` are at their ends, or `has_waited()`."""
@@ -288,6 +279,12 @@ class JobEnd:
                     self._wait_for(waiting, lambda: time.monotonic() > until)
         finally:  # also where a signal has raised: what Python does next may hang
             os._exit(code)
+
+
+def _end_job(why: str, code: int) -> NoReturn:
+    """End the job, and say why this rank does."""
+    rank = rank_end()
+    rank.end_job(f"ending the job: {rank.who} {why}", code)
 
 
 @functools.cache

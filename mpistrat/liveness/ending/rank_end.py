@@ -148,9 +148,8 @@ class RankEnd:
         """End all processes of the job with exit code `code`."""
         self._is_ending()
         self.flush()
-        time.sleep(
-            deadlines.RANK_WAITS_FOR_LAUNCHER_TO_READ
-        )  # MPICH's launcher drops what it has not read by then
+        # MPICH's launcher drops what it has not read by then.
+        time.sleep(deadlines.RANK_WAITS_FOR_LAUNCHER_TO_READ)
         observation.remember_mappings()  # of a program that has no strategy
         mpi = _running_mpi()
         if mpi is None:
@@ -161,9 +160,8 @@ class RankEnd:
             os._exit(code or 1)
         elif _may_call(mpi):
             mpi.COMM_WORLD.Abort(code)
-            time.sleep(
-                deadlines.RANK_WAITS_FOR_LAUNCHER_TO_KILL
-            )  # MPICH returns once the launcher knows
+            # MPICH returns once the launcher knows.
+            time.sleep(deadlines.RANK_WAITS_FOR_LAUNCHER_TO_KILL)
         os._exit(code or 1)
 
     def is_running(self) -> bool:
@@ -209,11 +207,11 @@ class RankEnd:
             return False
         observed.record.state = LEFT
         path = observed.folder.path
-        return soon(
-            lambda: sum(rank.is_gone for rank in find_ranks(path)) == self._size,
-            deadlines.RANK_WAITS_FOR_JOINT_EXITS,
-            pause=deadlines.RANK_SLEEPS_UNTIL_JOINT_EXITS,
-        )
+
+        def all_are_gone() -> bool:
+            return sum(rank.is_gone for rank in find_ranks(path)) == self._size
+
+        return soon(all_are_gone, deadlines.RANK_WAITS_FOR_JOINT_EXITS)
 
 
 def announce_exits() -> None:
@@ -231,7 +229,6 @@ def announce_exits() -> None:
                 soon(
                     lambda: all(r.record.exits == SEEN or r.is_gone for r in ranks),
                     deadlines.RANK_WAITS_FOR_JOINT_EXITS,
-                    pause=deadlines.RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
                 )
         finally:
             original(status)

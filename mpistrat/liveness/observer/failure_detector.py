@@ -14,19 +14,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from mpistrat.liveness import deadlines
-from mpistrat.liveness.processes import (
-    DEAD,
-    KILLED_BY_LAUNCHERS,
-    RUNS,
-    catches,
-    command_of,
-    exit_status,
-    is_exiting,
-    launched,
-    open_pidfd,
-    state_of,
-)
+from mpistrat.liveness import deadlines, processes
+from mpistrat.liveness.processes import DEAD, KILLED_BY_LAUNCHERS, RUNS, state_of
 from mpistrat.liveness.records.job_folder import line_of, members_of, ranks_in, record_of, stacks_of
 from mpistrat.liveness.records.record import (
     ENDING,
@@ -75,8 +64,8 @@ class ObservedRank:
         Such a process no longer catches the signal that asks a rank for its stack.
         """
         number = self.record.stack_signal
-        is_the_rank = not number or self.letter in DEAD or catches(self.pid, number)
-        return "" if is_the_rank else command_of(self.pid)
+        is_the_rank = not number or self.letter in DEAD or processes.catches(self.pid, number)
+        return "" if is_the_rank else processes.command_of(self.pid)
 
     @property
     def who(self) -> str:
@@ -107,7 +96,7 @@ class ObservedRank:
     @property
     def _script_has_failed(self) -> bool:
         ended = self.script is not None and not self.replaceable
-        return ended and bool(exit_status(self.script or 0, self.script_file))
+        return ended and bool(processes.exit_status(self.script or 0, self.script_file))
 
     @property
     def inside(self) -> bool:
@@ -131,7 +120,7 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
         if inode not in known:
             with contextlib.suppress(OSError, ValueError):  # being made just now
                 record = RankRecord(record_of(folder, rank))
-                started = launched(record.pid)
+                started = processes.launched(record.pid)
                 script = None if started == record.pid else started
                 found.append(ObservedRank(record, stacks_of(folder, rank), inode, script))
     return found
@@ -270,15 +259,13 @@ class FailureDetector:
             self.ranks[rank.number] = rank
             if rank.script is not None:
                 with contextlib.suppress(OSError):
-                    rank.script_file = open_pidfd(rank.script)
+                    rank.script_file = processes.open_pidfd(rank.script)
             with contextlib.suppress(OSError):
-                line = os.open(
-                    line_of(self._folder, rank.number), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-                )
+                line = os.open(line_of(self._folder, rank.number), os.O_RDONLY | os.O_NONBLOCK)
                 self._by_line[line] = rank
                 self._epoll.register(line, select.EPOLLIN | select.EPOLLHUP | select.EPOLLET)
             try:
-                pidfd = open_pidfd(rank.pid)
+                pidfd = processes.open_pidfd(rank.pid)
             except ProcessLookupError:
                 self._dies(rank, None)
             except OSError:
@@ -356,16 +343,16 @@ class FailureDetector:
                 continue
             rank = self._by_pidfd[pidfd]
             if not rank.dead:
-                self._dies(rank, exit_status(rank.pid, pidfd))
+                self._dies(rank, processes.exit_status(rank.pid, pidfd))
             elif rank.status is None:  # a second event, when it was reaped
-                rank.status = exit_status(rank.pid, pidfd)
+                rank.status = processes.exit_status(rank.pid, pidfd)
         for rank in self._without_pidfd:
             if not rank.dead and rank.letter in DEAD:
-                self._dies(rank, exit_status(rank.pid, None))
+                self._dies(rank, processes.exit_status(rank.pid, None))
 
     def _closes(self, rank: ObservedRank) -> None:
         rank.closed = next(self._closings)
-        rank.closed_alive = not is_exiting(rank.pid)
+        rank.closed_alive = not processes.is_exiting(rank.pid)
         rank.became = rank.other_program
         if self.ranks[rank.number] is rank:
             self._when_one_dies(rank)
@@ -416,9 +403,8 @@ class Pauses:
         gap = time.monotonic() - self._looked
         self.restart()
         alive = [rank for rank in ranks if not rank.dead]
-        if gap > deadlines.OBSERVER_STOOD_STILL or (
-            alive and all(rank.stands_still for rank in alive)
-        ):
+        all_stand_still = alive and all(rank.stands_still for rank in alive)
+        if all_stand_still or gap > deadlines.OBSERVER_STOOD_STILL:
             self._pauses.append((self._looked, gap))
 
     def restart(self) -> None:

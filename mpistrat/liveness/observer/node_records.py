@@ -144,13 +144,7 @@ def _hash(name: str) -> int:
 
 
 def _start(record: RankRecord) -> RankRecord:
-    world, on_stall = MPI.COMM_WORLD, RAISE if raises_on_stall() else END
-    record.start(
-        world.rank,
-        world.size,
-        socket.gethostname(),
-        stall_seconds(),
-        on_stall,
-        limit_is_set=stall_seconds.is_set(),
-    )
+    rank, size, host = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, socket.gethostname()
+    on_stall, is_set = RAISE if raises_on_stall() else END, stall_seconds.is_set()
+    record.start(rank, size, host, stall_seconds(), on_stall, limit_is_set=is_set)
     return record

@@ -62,18 +62,17 @@ def begin() -> bool:
     name = job_of(os.getpid())
     if not name and launcher.is_first_on_node():
         name = os.urandom(16).hex()  # the others will learn of it when they have MPI
-    try:
-        if name:
-            folder, new = JobFolder.create(name)
-            try:
-                atexit.register(_leave, join(folder, *rank_and_size).record)
-            except FileExistsError:  # the rank lives, and has started this process
-                folder.leave()
-                return False
-            if new:
-                start_observer(folder.path)
-    except OSError:
-        pass
+    if not name:
+        return True
+    with contextlib.suppress(OSError):
+        folder, new = JobFolder.create(name)
+        try:
+            atexit.register(_leave, join(folder, *rank_and_size).record)
+        except FileExistsError:  # the rank lives, and has started this process
+            folder.leave()
+            return False
+        if new:
+            start_observer(folder.path)
     return True
 
 
@@ -106,7 +105,7 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
     line = line_of(folder.path, rank)
     with contextlib.suppress(FileExistsError):
         os.mkfifo(line, 0o600)
-    held = os.open(line, os.O_RDWR | os.O_CLOEXEC)
+    held = os.open(line, os.O_RDWR)
     try:
         record = RankRecord(path, create=True)
     except OSError:
@@ -128,11 +127,7 @@ def remember_mappings() -> None:
 def wait_until_observed() -> None:
     """Return once an observer watches this process, or after a while: it could not tell how one died before."""
     if observed := _observed:
-        soon(
-            lambda: observed.record.looked > 0,
-            deadlines.RANK_WAITS_FOR_FIRST_LOOK_OF_OBSERVER,
-            pause=deadlines.RANK_SLEEPS_UNTIL_FIRST_LOOK,
-        )
+        soon(lambda: observed.record.looked > 0, deadlines.RANK_WAITS_FOR_FIRST_LOOK_OF_OBSERVER)
 
 
 def start_observer(folder: str) -> None:
@@ -143,18 +138,14 @@ def start_observer(folder: str) -> None:
     import subprocess  # here, because it makes importing mpistrat slower
 
     python = python_of_helpers()
-    if python is not None:
-        command = [python, "-I", "-S", "-c", _MAIN, folder]
-        nothing, environ = subprocess.DEVNULL, launcher.environment_of_children()
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no memory, no process
-            subprocess.Popen(
-                command,
-                stdin=nothing,
-                stdout=nothing,
-                stderr=nothing,
-                start_new_session=True,
-                env=environ,
-            ).wait(deadlines.RANK_WAITS_FOR_START_OF_OBSERVER)  # it forks, and ends
+    if python is None:
+        return
+    command = [python, "-I", "-S", "-c", _MAIN, folder]
+    null, environ = subprocess.DEVNULL, launcher.environment_of_children()
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no memory, no process
+        subprocess.Popen(
+            command, stdin=null, stdout=null, stderr=null, start_new_session=True, env=environ
+        ).wait(deadlines.RANK_WAITS_FOR_START_OF_OBSERVER)  # it forks, and ends
 
 
 def say(text: str) -> bool:
@@ -187,11 +178,7 @@ def announce_exit() -> Observed | None:
     record.exits = ANNOUNCED
     with contextlib.suppress(OSError):
         os.write(_observed.line, b"\n")
-        soon(
-            lambda: record.exits != ANNOUNCED,
-            deadlines.RANK_WAITS_FOR_OBSERVER_TO_SEE_EXIT,
-            pause=deadlines.RANK_SLEEPS_UNTIL_EXIT_IS_SEEN,
-        )
+        soon(lambda: record.exits != ANNOUNCED, deadlines.RANK_WAITS_FOR_OBSERVER_TO_SEE_EXIT)
     return _observed
 
 

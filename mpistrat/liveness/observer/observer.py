@@ -23,24 +23,11 @@ from collections.abc import Callable, Iterator
 from mpistrat.liveness import deadlines
 from mpistrat.liveness.bounded_waits import soon, within
 from mpistrat.liveness.call_site import places_of
-from mpistrat.liveness.observer.failure_detector import (
-    FailureDetector,
-    ObservedRank,
-    Pauses,
-    Wait,
-    absentees,
-    first_death,
-    waits,
-)
+from mpistrat.liveness.observer import failure_detector, report
+from mpistrat.liveness.observer.failure_detector import FailureDetector, ObservedRank, Pauses, Wait
 from mpistrat.liveness.observer.node_accounts import Account, find_accounts, forget_accounts
-from mpistrat.liveness.observer.report import (
-    absence_report,
-    death_report,
-    leaving_notice,
-    stall_report,
-)
 from mpistrat.liveness.observer.stderr_proxy import StderrProxy
-from mpistrat.liveness.processes import DEAD, describe_exit, end_launcher, exit_code, launcher_of
+from mpistrat.liveness.processes import DEAD, describe_exit, exit_code, is_launcher, launcher_of
 from mpistrat.liveness.records.job_folder import JobFolder, report_of, words_of
 from mpistrat.liveness.records.record import ANNOUNCED, END, ENDING, LEAVING, RAISE, SEEN
 from mpistrat.machine.private_files import create, private
@@ -82,7 +69,7 @@ class Observer:
             # It reads what is said there, and waits for the end of that.
             if self._stderr.owner != self._launcher:
                 time.sleep(deadlines.OBSERVER_WAITS_FOR_LAUNCHER_TO_READ)
-            end_launcher(self._launcher)
+            _end_launcher(self._launcher)
         self._stderr.give_back()
 
     def _look(self) -> None:
@@ -90,9 +77,8 @@ class Observer:
         for rank in self._detector.ranks.values():
             rank.record.observer = os.getpid()
         is_new = time.monotonic() - self._started < deadlines.OBSERVER_IS_NEW
-        self._detector.wait(
-            deadlines.OBSERVER_SLEEPS_AT_START if is_new else deadlines.OBSERVER_SLEEPS
-        )
+        pause = deadlines.OBSERVER_SLEEPS_AT_START if is_new else deadlines.OBSERVER_SLEEPS
+        self._detector.wait(pause)
         self._pauses.notice(self._detector.ranks.values())
         self._speak_for_ranks()
         self._judge_starts()
@@ -110,11 +96,9 @@ class Observer:
 
     def _patience(self) -> float:
         """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked."""
-        return (
-            deadlines.OBSERVER_WAITS_FOR_LATE_RANK
-            if self._detector.ranks
-            else deadlines.OBSERVER_WAITS_FOR_FIRST_RANK
-        )
+        if self._detector.ranks:
+            return deadlines.OBSERVER_WAITS_FOR_LATE_RANK
+        return deadlines.OBSERVER_WAITS_FOR_FIRST_RANK
 
     def _find_ranks(self) -> None:
         for rank in self._detector.find():
@@ -135,9 +119,7 @@ class Observer:
             dead.record.exits = SEEN
 
     def _say(self, text: str) -> None:
-        within(
-            deadlines.OBSERVER_WAITS_FOR_STDERR, lambda: self._stderr.say(text, self._speakers())
-        )
+        within(deadlines.OBSERVER_WAITS_FOR_WRITE, lambda: self._stderr.say(text, self._speakers()))
 
     def _speak_for_ranks(self) -> None:
         """For those that have no stderr of their own."""
@@ -161,7 +143,7 @@ class Observer:
     def _judge_starts(self) -> None:
         """Ranks that wait for all ranks to start wait in vain for those that have come to their ends."""
         ranks = self._detector.ranks.values()
-        absent = absentees(ranks)
+        absent = failure_detector.absentees(ranks)
         if not absent or self._is_explained:
             self._absent_since = 0.0
             return
@@ -171,7 +153,7 @@ class Observer:
         ended_by_launcher = any(rank.dead for rank in waiting)
         absent_for = time.monotonic() - self._absent_since
         if ended_by_launcher or absent_for > deadlines.OBSERVER_WAITS_FOR_ABSENT_RANKS:
-            self._report(lambda: absence_report(absent, waiting), END, 1)
+            self._report(lambda: report.absence_report(absent, waiting), END, 1)
 
     def _judge_deaths(self) -> None:
         detector = self._detector
@@ -184,8 +166,8 @@ class Observer:
                 how = describe_exit(rank.status)
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
         elif not detector.exited_together(unexplained):
-            first, ranks = first_death(unexplained), list(detector.ranks.values())
-            self._report(lambda: death_report(ranks, first), END, exit_code(first.status))
+            first, ranks = failure_detector.first_death(unexplained), [*detector.ranks.values()]
+            self._report(lambda: report.death_report(ranks, first), END, exit_code(first.status))
 
     def _is_reported_elsewhere(self) -> bool:
         """Whether another node has just asked about a stall: what happens now is its doing."""
@@ -196,7 +178,7 @@ class Observer:
         ranks = self._detector.going_on
         if self._reported or any(r.record.state == ENDING or r.record.abort for r in ranks):
             return  # one says why; or a rank did in our place, or another node
-        for wait in waits(ranks):
+        for wait in failure_detector.waits(ranks):
             grace = wait.slot.first not in self._detector.ranks or self._is_reported_elsewhere()
             waited = self._pauses.seconds_since(wait.since / 1e9)
             overdue = waited - deadlines.OBSERVER_WAITS_FOR_FIRST_NODE * grace
@@ -230,19 +212,15 @@ class Observer:
             n for a in accounts for n in a.missing(wait.slot.group, wait.slot.calls, wait.members)
         ]
         lines = [line for other in accounts for line in other.lines]
-        return stall_report(self._detector.going_on, wait, waited, missing, lines)
+        return report.stall_report(self._detector.going_on, wait, waited, missing, lines)
 
     def _ask_other_nodes(self, wait: Wait) -> list[Account]:
         if not wait.elsewhere:
             return []
-        forget_accounts(self._folder.path)
-        wait.waiting[0].record.ask = 1
         path = self._folder.path
-        soon(
-            lambda: find_accounts(path) is not None,
-            deadlines.OBSERVER_WAITS_FOR_OTHER_NODES,
-            pause=deadlines.OBSERVER_SLEEPS_UNTIL_OTHER_NODES,
-        )
+        forget_accounts(path)
+        wait.waiting[0].record.ask = 1
+        soon(lambda: find_accounts(path) is not None, deadlines.OBSERVER_WAITS_FOR_OTHER_NODES)
         return find_accounts(path) or []
 
     def _report(
@@ -273,10 +251,7 @@ class Observer:
         """Once it is written; until then, but not for long, the launcher is kept: to the end, if it would return 0."""
         if self._report_file.is_written(seconds):
             self._say(f"mpistrat: This report is in {self._report_file.path}.\n")
-        elif (
-            self._reported
-            and time.monotonic() - self._reported < deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END
-        ):
+        elif time.monotonic() - self._reported < deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END:
             return
         if not self._may_return_0():
             self._stderr.give_back()
@@ -334,7 +309,8 @@ class Observer:
         limit, waited = leaving[0].record.limit, self._pauses.seconds_since(self._leaving_since)
         if 0 < limit < waited and not all(rank.dead or rank.has_left for rank in ranks):
             self._noticed_leaving = True
-            self._say(f"\nmpistrat: {self._compose(lambda: leaving_notice(ranks, waited))}\n")
+            notice = self._compose(lambda: report.leaving_notice(ranks, waited))
+            self._say(f"\nmpistrat: {notice}\n")
 
 
 class ReportFile:
@@ -372,6 +348,15 @@ def write_report(text: str) -> str:
                 file.write(text)
             return path
     return ""
+
+
+def _end_launcher(pid: int) -> None:
+    """Kill it, so that its exit code is not 0."""
+    for number in (signal.SIGHUP, signal.SIGKILL):
+        if is_launcher(pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+            time.sleep(deadlines.OBSERVER_SLEEPS_BETWEEN_SIGNALS)
 
 
 def main(path: str) -> None:

@@ -55,6 +55,9 @@ class OtherNodes:
     Args:
         record: this rank's own.
         send: sends a message to a rank of `comm`, whose `receive` is called with it.
+    Attributes:
+        are_some: whether there is any other node.
+        is_first_node: whether this rank's node has rank 0.
     """
 
     def __init__(
@@ -68,20 +71,13 @@ class OtherNodes:
         for rank, first in enumerate(comm.allgather(self._node)):
             if first != self._node:
                 self._others.setdefault(first, []).append(rank)
+        self.are_some = bool(self._others)
+        self.is_first_node = self._node == 0
         self._accounts: dict[int, Account] = {}  # by node
         # When the other nodes were asked what they have not answered yet; 0.0: nothing.
         self._asked_at = 0.0
         self._has_asked = self._raised = False
         self._left: Raise | None = None
-
-    @property
-    def is_first_node(self) -> bool:
-        """Whether this rank's node has rank 0."""
-        return self._node == 0
-
-    @property
-    def are_some(self) -> bool:
-        return bool(self._others)
 
     def tell_failure(self, failure: NotedFailure) -> None:
         """Have the other nodes note it in their folders."""
@@ -137,14 +133,12 @@ class OtherNodes:
                 self._send_all(Raise(file.read(), record.stalled))
         if not record.ask:
             return
+        has_waited = now - self._asked_at > deadlines.NODE_WAITS_FOR_OTHER_NODES
         if not self._asked_at:
             self._asked_at, self._has_asked = now, True
             self._accounts.clear()
             self._send_all(Ask(self._rank), RANKS_TO_ASK)
-        elif (
-            len(self._accounts) == len(self._others)
-            or now - self._asked_at > deadlines.NODE_WAITS_FOR_OTHER_NODES
-        ):
+        elif has_waited or len(self._accounts) == len(self._others):
             record.ask, self._asked_at = 0, 0.0
             leave_accounts(record.folder, [self._accounts[node] for node in sorted(self._accounts)])
 

@@ -6,15 +6,10 @@ import re
 import time
 from collections.abc import Sequence
 
-from mpistrat.liveness import deadlines
+from mpistrat.liveness import deadlines, processes
 from mpistrat.liveness.observer.failure_detector import ObservedRank, Wait
-from mpistrat.liveness.processes import (
-    KILLED_BY_LAUNCHERS,
-    StackRequest,
-    cpu_seconds,
-    describe_exit,
-    describe_state,
-)
+from mpistrat.liveness.observer.stack_request import StackRequest
+from mpistrat.liveness.processes import cpu_seconds, describe_exit, describe_state
 from mpistrat.liveness.records.record import LEAVING, CallEntry
 
 _MOST_FRAMES = 12
@@ -84,7 +79,7 @@ def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
     lines += _in_calls([rank for rank in others if rank.inside])
     working = (rank for rank in others if not (rank.inside or rank.has_left))
     lines += [f"  rank {rank.number}: {_last_words(rank)}" for rank in working]
-    if first.record.size > len(ranks) and first.status in KILLED_BY_LAUNCHERS:
+    if first.record.size > len(ranks) and first.status in processes.KILLED_BY_LAUNCHERS:
         lines.append(
             "  If a rank of another node failed before, the launcher killed this one; each node reports for itself."
         )

@@ -63,7 +63,7 @@ def _stderr_of(pid: int) -> int | None:
             # A file opened once more would have an offset of its own, and a socket cannot be opened.
             with contextlib.suppress(OSError):
                 return _shared(pid)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
         return os.open(path, flags)
     return None
 

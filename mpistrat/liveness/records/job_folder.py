@@ -122,7 +122,7 @@ class JobFolder:
     def __init__(self, path: str) -> None:
         """Join the folder that another process of the job has made."""
         self.path = path
-        self._lock = os.open(path + _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._lock = os.open(path + _LOCK, os.O_RDWR | os.O_NOFOLLOW)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def leave(self) -> None:
@@ -154,7 +154,7 @@ class JobFolder:
     @classmethod
     def _locked(cls, path: str) -> tuple[JobFolder, bool]:
         while True:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
             os.close(os.open(path + _LOCK, flags, 0o600))
             with contextlib.suppress(FileNotFoundError):  # a cleaner was faster than our lock
                 folder = cls(path)
@@ -173,7 +173,7 @@ class JobFolder:
     def alone(self, role: str) -> Iterator[bool]:
         """Whether no other process of the job is in a block of the same role."""
         path = os.path.join(self.path, role)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             yield lock(file)
         finally:
@@ -197,15 +197,10 @@ class JobFolder:
 
 def _shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
     """(inode, path) of MPI's files in /dev/shm that are mapped by a process."""
-    found = set()
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
-        for line in maps:
-            fields = line.rstrip("\n").split(maxsplit=5)
-            if len(fields) < 6 or fields[5].endswith(" (deleted)"):
-                continue
-            if _OF_MPI.match(fields[5]):
-                found.add((int(fields[4]), fields[5]))
-    return found
+        lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
+    files = [(int(fields[4]), fields[5]) for fields in lines if len(fields) == 6]
+    return {file for file in files if _OF_MPI.match(file[1]) and not file[1].endswith(" (deleted)")}
 
 
 def remove_leftovers() -> list[str]:
@@ -216,14 +211,11 @@ def remove_leftovers() -> list[str]:
         with contextlib.suppress(OSError):
             names = os.listdir(root) if _is_ours(root) else []
             found = [os.path.join(root, name) for name in names]
-            found += [
-                os.path.join(place, n)
-                for n in os.listdir(place)
-                if n.startswith(f"{_of_this_user()}-")
-            ]
-            for lock in sorted(found):
-                path = lock.removesuffix(_LOCK)
-                of_a_job = path != lock and _OF_A_JOB.fullmatch(os.path.basename(path))
+            begins = f"{_of_this_user()}-"
+            found += [os.path.join(place, n) for n in os.listdir(place) if n.startswith(begins)]
+            for file in sorted(found):
+                path = file.removesuffix(_LOCK)
+                of_a_job = path != file and _OF_A_JOB.fullmatch(os.path.basename(path))
                 if of_a_job and _remove_if_abandoned(path):
                     removed.append(path)
     with contextlib.suppress(OSError):
@@ -284,7 +276,7 @@ def _is_process_of_ours(pid: str) -> bool:
 
 def _remove_if_abandoned(path: str) -> bool:
     with contextlib.suppress(OSError):
-        file = os.open(path + _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = os.open(path + _LOCK, os.O_RDWR | os.O_NOFOLLOW)
         try:
             is_free = lock(file) and os.fstat(file).st_uid == os.getuid()
             if is_free and (not os.path.lexists(path) or _is_ours(path)):

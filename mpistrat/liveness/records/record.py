@@ -120,9 +120,7 @@ class RankRecord:
         if path is None:
             self.map = mmap.mmap(-1, BYTES)
         else:
-            file = os.open(
-                path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o600
-            )
+            file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
             try:
                 if create:
                     os.posix_fallocate(file, 0, BYTES)  # else a full /dev/shm is a SIGBUS later
@@ -236,11 +234,8 @@ class RankRecord:
 
     def slots(self) -> list[CommunicatorSlot]:
         words = self.words
-        end = _FIRST_SLOT + words[SLOTS] * _SLOT_WORDS
-        return [
-            CommunicatorSlot(base, *words[base + CALLS : base + _SLOT_WORDS])
-            for base in range(_FIRST_SLOT, end, _SLOT_WORDS)
-        ]
+        bases = range(_FIRST_SLOT, _FIRST_SLOT + words[SLOTS] * _SLOT_WORDS, _SLOT_WORDS)
+        return [CommunicatorSlot(base, *words[base + CALLS : base + _SLOT_WORDS]) for base in bases]
 
     def last(self, count: int = RING) -> list[CallEntry]:
         """The last collectives, the latest first. A reader may catch one half written."""
@@ -256,11 +251,9 @@ class RankRecord:
 
     def _entry(self, number: int) -> CallEntry:
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
-        calls, entered, waited, slot, *ends, text = _ENTRY.unpack_from(self.map, offset)
-        call, site = (
-            part.decode(errors="replace") for part in (text[: ends[0]], text[ends[0] : sum(ends)])
-        )
-        return CallEntry(calls, entered, waited, slot, call, site)
+        *numbers, call_bytes, site_bytes, text = _ENTRY.unpack_from(self.map, offset)
+        parts = text[:call_bytes], text[call_bytes : call_bytes + site_bytes]
+        return CallEntry(*numbers, *(part.decode(errors="replace") for part in parts))
 
 
 @dataclass(frozen=True)

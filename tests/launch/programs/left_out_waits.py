@@ -51,7 +51,7 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 LENGTH = 3000
 staging.CHUNK = 1 << 10
-deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_KERNELS = 60.0  # `until_idle` looks itself
+deadlines.RANK_SLEEPS_WATCHING_KERNELS = 60.0  # `until_idle` looks itself
 
 
 def values() -> np.ndarray:

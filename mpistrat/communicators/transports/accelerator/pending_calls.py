@@ -147,9 +147,7 @@ class EventWatcher:
     def _run(self) -> None:
         make_own_current()
         let_this_thread_query_events()
-        while self.is_awake.wait() and not self._stop.wait(
-            deadlines.RANK_SLEEPS_BETWEEN_LOOKS_AT_KERNELS
-        ):
+        while self.is_awake.wait() and not self._stop.wait(deadlines.RANK_SLEEPS_WATCHING_KERNELS):
             self.is_awake.clear()
             for calls in list(self.watched):
                 try:

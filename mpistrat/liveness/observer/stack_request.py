@@ -1,0 +1,56 @@
+"""How a process is asked for its Python stack."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+
+from mpistrat.liveness import deadlines
+from mpistrat.liveness.processes import RUNS, catches, state_of
+
+
+class StackRequest:
+    """Asks a process for the Python frames of its main thread.
+
+    The process must have registered `stack_signal` with faulthandler, to the file `stacks`: the C handler speaks even
+    while the GIL is held. A process that no longer catches the signal is not asked: the signal would kill it.
+
+    Attributes: sent: whether the process was asked.
+    """
+
+    def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:
+        self._stacks, self._before = stacks, 0  # bytes that were there before
+        self.sent = False
+        self._deadline = time.monotonic() + deadlines.OBSERVER_WAITS_FOR_STACK
+        if stack_signal and state_of(pid) in RUNS and catches(pid, stack_signal):
+            with contextlib.suppress(OSError):
+                self._before = os.path.getsize(stacks)
+                os.kill(pid, stack_signal)
+                self.sent = True
+
+    def frames(self) -> list[str]:
+        """Innermost first; [] when it does not answer."""
+        answer = ""
+        while self.sent:
+            before, answer = answer, self._answer()
+            # A process without a core may stop in the middle of its answer.
+            if answer == before and _frames(answer):
+                break
+            # The deadline comes after a look: others may have been waited for until now.
+            if time.monotonic() > self._deadline:
+                break
+            time.sleep(deadlines.OBSERVER_SLEEPS_UNTIL_STACK)
+        return _frames(answer)
+
+    def _answer(self) -> str:
+        with open(self._stacks, encoding="utf-8", errors="replace") as file:
+            file.seek(self._before)
+            return file.read()
+
+
+def _frames(dump: str) -> list[str]:
+    """The frames in faulthandler's output for one thread."""
+    found = re.findall(r'^\s+File "(.*)", line (\d+) in (.*)', dump, re.MULTILINE)
+    return [f"{file}:{line} in {function}" for file, line, function in found]
