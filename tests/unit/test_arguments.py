@@ -24,6 +24,7 @@ NOT_USED = {
     "CrossDeviceOps.gather_implementation: options": "it joins components of one rank, and sends nothing",
     "ReductionToOneDevice.reduce_implementation: options": "it adds up components of one rank",
     "FixedShardsPartitioner.__call__: dtype": "what every partitioner is given",
+    "PerWorker.resource: table": "the parts are made already; PerWorkerValues has them made",
     "StrategyExtended.state_schema: state": "what every schema is given; this one is always the same",
     "StrategyV1.group: value": "what has been returned is computed",
     "TPUClusterResolver.master: rpc_layer": "the layer of a TPU is grpc, in TensorFlow, too",

@@ -23,7 +23,8 @@ STRATEGIES = (
 # Private attributes that are set from outside: in the class's own file, or of torch's objects, which have no other way.
 SET_FROM_OUTSIDE = {
     "checkpoint/state_tree.py: _metadata of mapping",
-    "communicators/contract/contract.py: _forked of contract",
+    "communicators/contract/contract.py: _is_closed of contract",
+    "communicators/contract/contract.py: _is_forked of contract",
     "communicators/contract/joint_errors.py: _mpistrat_raised_by_all of error",
     "input/torch_loader.py: _iterator of self._loader",
     "parameter_server/coordinator/cluster_coordinator.py: _cluster of made",

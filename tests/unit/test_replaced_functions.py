@@ -38,7 +38,7 @@ import json, os, sys, types
 import torch, torch.distributed, torch.export, torch._dynamo
 from torch._dynamo.variables import tensor
 import mpistrat
-from mpistrat.liveness.rank_end import rank_end
+from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.pytorch import hooks, metrics, optimizers, sync_batch_norm, writes_by_hand
 from mpistrat.pytorch.gradients import reducer
 from mpistrat.pytorch.modules import recording
@@ -143,7 +143,7 @@ def replacements_in(tree: ast.AST) -> Iterator[bool]:
 def test_exit_and_quit_are_remembered() -> None:
     program = """
 import builtins, sys
-from mpistrat.liveness.rank_end import remember_exits, program_exit
+from mpistrat.liveness.ending.rank_end import program_exit, remember_exits
 remember_exits()
 import atexit
 atexit.register(lambda: print(program_exit().code, program_exit().how))
