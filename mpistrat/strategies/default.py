@@ -50,9 +50,10 @@ class _DefaultStrategy(Strategy):
     def __init__(self) -> None:
         if "mode" in vars(below_all):
             raise RuntimeError("there is one default strategy; get it with get_strategy()")
+        extended = _DefaultExtended(self, one_replica(self, "cpu:0"))
         context = DefaultReplicaContext(self, 0)
-        parts = one_replica(self, "cpu:0", context)
-        super().__init__(_DefaultExtended(self, parts, wraps_values=False))
+        extended.replicas.contexts = [context]
+        super().__init__(extended)
         below_all.mode = Mode(self, context)
 
     def scope(self) -> Any:

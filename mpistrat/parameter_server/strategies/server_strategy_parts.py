@@ -63,10 +63,6 @@ class ServersExtended(StrategyExtended):
         self.makes_variables = self.variables.owns_initial_values
         self.job, self._is_worker = job, is_worker
 
-    @property
-    def experimental_between_graph(self) -> bool:
-        return True
-
     def check_destination(self, destinations: Any) -> None:
         """As TensorFlow does; a server's device is as good as this worker's."""
         if not self._is_worker or not isinstance(destinations, str):
@@ -136,7 +132,8 @@ def with_servers(
         return cluster.coordinator.paused()
 
     checkpoints = CheckpointsOfJob(job, owns, paused)
-    parts = Parts(modules, variables, _input_plan(job, group), checkpoints)
+    plan = _input_plan(job, group)
+    parts = Parts(modules, variables, plan, checkpoints, between_graph=True)
     extended = ServersExtended(
         strategy, parts, job, is_worker=not coordinated, torch_references=torch_references
     )
