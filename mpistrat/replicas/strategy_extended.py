@@ -17,7 +17,6 @@ from mpistrat.context import (
     entered,
     get_replica_context,
     has_strategy,
-    in_cross_replica_context,
     per_thread,
     require_cross_replica,
 )
@@ -283,8 +282,8 @@ class StrategyExtended(abc.ABC):
         """
         check_call("update", fn, args, kwargs)
         keywords = dict(kwargs or {})
-        if has_strategy() and not in_cross_replica_context():
-            context = get_replica_context()
+        context = get_replica_context() if has_strategy() else None
+        if context is not None:
 
             def merge(strategy: AnyStrategy, *merged: Any, **merged_keywords: Any) -> Any:
                 return self.update(variable, fn, merged, merged_keywords, group)
