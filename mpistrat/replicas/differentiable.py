@@ -80,20 +80,14 @@ def all_reduce(
 ) -> list[Any]:
     """`ReplicaContext.all_reduce` of tensors, at least one of which requires a gradient."""
     tensors = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
-    results = list(leaves)
-    reduced = _DifferentiableAllReduce.apply(
-        context, op, options, label, *(leaves[i] for i in tensors)
-    )
-    for i, result in zip(tensors, reduced, strict=True):
-        results[i] = result
     constant = [i for i in range(len(leaves)) if i not in tensors]
+    operands = [leaves[i] for i in tensors]
+    reduced = [*_DifferentiableAllReduce.apply(context, op, options, label, *operands)]
     if constant:
-        combined = context.strategy.extended.replicas.all_reduce(
-            context, op, [leaves[i] for i in constant], options, label
-        )
-        for i, result in zip(constant, combined, strict=True):
-            results[i] = result
-    return results
+        others, replicas = [leaves[i] for i in constant], context.strategy.extended.replicas
+        reduced += replicas.all_reduce(context, op, others, options, label)
+    results = dict(zip(tensors + constant, reduced, strict=True))
+    return [results[i] for i in range(len(leaves))]
 
 
 def _differentiable(leaf: Any) -> bool:

@@ -27,13 +27,6 @@ class ReplicaGroup:
     fixed_threads: int | None = None
     topology: Topology = Topology.single()  # noqa: RUF009 - it is frozen
 
-    @classmethod
-    def of_equal_ranks(
-        cls, communicator: Communicator, worker_devices: tuple[str, ...]
-    ) -> ReplicaGroup:
-        """Every rank has as many replicas as this one."""
-        return cls(communicator, worker_devices, (len(worker_devices),) * communicator.size)
-
     def __post_init__(self) -> None:
         if not isinstance(self.communicator, Communicator):
             raise TypeError(f"communicator must be a Communicator, got {self.communicator!r:.60}")

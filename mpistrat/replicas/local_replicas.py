@@ -103,8 +103,7 @@ class LocalReplicas:
 
         Called by: replica `index`, inside `run`.
         """
-        run: _Run = self.current.run
-        return run.meet(index, merge, operands)
+        return self.current.run.meet(index, merge, operands)
 
 
 def _end(idle: list[list[_Replica]]) -> None:

@@ -17,8 +17,7 @@ def _replicas(call: str) -> int:
     return strategy.num_replicas_in_sync * strategy.workers_combined
 
 
-def _check_positive_integer(global_batch_size: Any) -> None:
-    size = global_batch_size
+def _check_positive_integer(size: Any) -> None:
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
         raise TypeError(f"global_batch_size must be an integer, got {size!r:.60}")
     if size <= 0:

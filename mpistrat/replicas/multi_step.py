@@ -30,16 +30,15 @@ class MultiStepContext:
             AssertionError: inside `run` without a `reduce_op`.
         """
         context = get_replica_context()
-        if context is None:
-            if reduce_op is not None:
-                output = get_strategy().reduce(reduce_op, output, axis=None)
-            self.last_step_outputs[name] = output
-            return
-        if reduce_op is None:
-            raise AssertionError(
-                f"set_last_step_output({name!r}) inside run needs a reduce_op: 'sum' or 'mean'"
-            )
-        self.last_step_outputs[name] = context.all_reduce(reduce_op, output)
+        if context is not None:
+            if reduce_op is None:
+                raise AssertionError(
+                    f"set_last_step_output({name!r}) inside run needs a reduce_op: 'sum' or 'mean'"
+                )
+            output = context.all_reduce(reduce_op, output)
+        elif reduce_op is not None:
+            output = get_strategy().reduce(reduce_op, output, axis=None)
+        self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Keep `output` under `name` as it is."""

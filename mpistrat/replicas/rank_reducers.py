@@ -38,10 +38,8 @@ class RankReducers:
         """
         plain = self._plain(values) if values else []
         results: dict[int, Any] = {}
-        for reducer, chosen in (
-            (self.of_replicas, [i for i in values if i not in plain]),
-            (self.of_plain, plain),
-        ):
+        wrapped = [i for i in values if i not in plain]
+        for reducer, chosen in ((self.of_replicas, wrapped), (self.of_plain, plain)):
             if chosen:
                 results.update(zip(chosen, reduce(reducer, chosen), strict=True))
         return results

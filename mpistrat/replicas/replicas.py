@@ -20,7 +20,6 @@ class Replicas:
     """Runs functions on this rank's replicas, one or several that take turns, and combines what they pass.
 
     Args:
-        contexts: of each replica; None makes them.
         parameter_device: which has the parameters of torch modules; None is the first replica's.
 
     Attributes:
@@ -28,6 +27,7 @@ class Replicas:
         group: all replicas.
         ops: combines values of all replicas.
         devices: of each replica.
+        contexts: of each replica.
         count: how often a function is called on this rank for all of its replicas.
         states: what is swapped when one replica's turn ends and another's begins.
         at_turn_end: called before that with the replica's local index, on its thread; they may raise what is wrong with
@@ -44,7 +44,6 @@ class Replicas:
         strategy: AnyStrategy,
         group: ReplicaGroup,
         ops: CrossReplicaOps,
-        contexts: Sequence[ReplicaContext] | None = None,
         parameter_device: str | None = None,
     ) -> None:
         self.strategy, self.group, self.ops = strategy, group, ops
@@ -58,9 +57,7 @@ class Replicas:
         self.states = self._turns.states
         self.at_turn_end: list[Callable[[int], None]] = []
         first = group.first_replica_id
-        self.contexts = contexts or [
-            ReplicaContext(strategy, first + i, i) for i in range(self.count)
-        ]
+        self.contexts = [ReplicaContext(strategy, first + i, i) for i in range(self.count)]
 
     def call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None

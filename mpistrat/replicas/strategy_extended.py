@@ -17,7 +17,6 @@ from mpistrat.context import (
     entered,
     get_replica_context,
     has_strategy,
-    in_cross_replica_context,
     per_thread,
     require_cross_replica,
 )
@@ -38,12 +37,19 @@ from mpistrat.variables.variable_arguments import checked_arguments
 
 
 class Parts(NamedTuple):
-    """The parts in which strategies differ; the `…_parts` module of a strategy's room puts them together."""
+    """The parts in which strategies differ; the `…_parts` module of a strategy's room puts them together.
+
+    Attributes:
+        between_graph: whether each rank runs a program of its own.
+        wraps_values: whether the components of values are wrapped: one-replica strategies never do.
+    """
 
     modules: TorchModules
     variables: VariableStore
     input: InputPlan
     checkpoints: CheckpointRole = CheckpointRole()
+    between_graph: bool = False
+    wraps_values: bool = True
 
 
 class StrategyExtended(abc.ABC):
@@ -58,6 +64,7 @@ class StrategyExtended(abc.ABC):
         checkpoints: what this rank does for checkpoints.
         input: what this rank reads.
         modules: what is done about torch modules.
+        wraps_values: as of `Parts`.
         given_steps: of distributed datasets, on this rank.
         sharded: what `Strategy.shard` has cut, on this rank.
         first_step: says how many ranks work together.
@@ -68,12 +75,11 @@ class StrategyExtended(abc.ABC):
     """
 
     experimental_require_static_shapes = False
-    # Whether the components of values are wrapped: one-replica strategies never do.
-    wraps_values = True
 
     def __init__(self, strategy: AnyStrategy, parts: Parts) -> None:
         self.strategy = strategy
-        self.modules, self.variables, self.input, self.checkpoints = parts
+        self.modules, self.variables, self.input, self.checkpoints = parts[:4]
+        self._between_graph, self.wraps_values = parts.between_graph, parts.wraps_values
         self.replicas = self.modules.parts.replicas
         self.cross_replica_ops, group = self.replicas.ops, self.replicas.group
         self.communicator = group.communicator
@@ -90,8 +96,8 @@ class StrategyExtended(abc.ABC):
         self._fixed_threads = group.fixed_threads
 
     @property
-    @abc.abstractmethod
-    def experimental_between_graph(self) -> bool: ...
+    def experimental_between_graph(self) -> bool:
+        return self._between_graph
 
     @abc.abstractmethod
     def check_destination(self, destinations: Any) -> None:
@@ -276,8 +282,8 @@ class StrategyExtended(abc.ABC):
         """
         check_call("update", fn, args, kwargs)
         keywords = dict(kwargs or {})
-        if has_strategy() and not in_cross_replica_context():
-            context = get_replica_context()
+        context = get_replica_context() if has_strategy() else None
+        if context is not None:
 
             def merge(strategy: AnyStrategy, *merged: Any, **merged_keywords: Any) -> Any:
                 return self.update(variable, fn, merged, merged_keywords, group)

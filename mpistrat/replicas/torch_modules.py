@@ -67,8 +67,8 @@ class TorchModules:
 
     def before_run(self) -> None:
         """All ranks are here, before replicas compute: what is pending is mirrored."""
-        if self.needed and "torch" in sys.modules:
-            (self.made or self.get()).before_run()
+        if self.are_seen:
+            self.get().before_run()
 
     def after_loader(self) -> None:
         """All ranks are here: a loader has ended inside `Strategy.replica()`."""

@@ -18,28 +18,25 @@ class DefaultReplicaContext(ReplicaContext):
     """The replica context outside every strategy: one replica, number 0."""
 
 
+def _undefined(name: str, error: type[Exception], advice: str = "") -> Any:
+    """The property `name`, which no strategy has defined."""
+
+    def refuse(extended: ReplicatedExtended) -> NoReturn:
+        raise error(f"{name}: no strategy is in force{advice}")
+
+    return property(refuse)
+
+
+_ENTER = "; enter a strategy's scope() first"
+
+
 class _DefaultExtended(ReplicatedExtended):
     """Says nothing of devices and programs: no strategy has chosen them."""
 
-    @property
-    def worker_devices(self) -> NoReturn:
-        raise RuntimeError(
-            "worker_devices: no strategy is in force; enter a strategy's scope() first"
-        )
-
-    @property
-    def parameter_devices(self) -> NoReturn:
-        raise RuntimeError(
-            "parameter_devices: no strategy is in force; enter a strategy's scope() first"
-        )
-
-    @property
-    def experimental_between_graph(self) -> NoReturn:
-        raise NotImplementedError("experimental_between_graph: no strategy is in force")
-
-    @property
-    def experimental_should_init(self) -> NoReturn:
-        raise NotImplementedError("experimental_should_init: no strategy is in force")
+    worker_devices = _undefined("worker_devices", RuntimeError, _ENTER)
+    parameter_devices = _undefined("parameter_devices", RuntimeError, _ENTER)
+    experimental_between_graph = _undefined("experimental_between_graph", NotImplementedError)
+    experimental_should_init = _undefined("experimental_should_init", NotImplementedError)
 
 
 class _DefaultStrategy(Strategy):
@@ -50,9 +47,10 @@ class _DefaultStrategy(Strategy):
     def __init__(self) -> None:
         if "mode" in vars(below_all):
             raise RuntimeError("there is one default strategy; get it with get_strategy()")
+        extended = _DefaultExtended(self, one_replica(self, "cpu:0"))
         context = DefaultReplicaContext(self, 0)
-        parts = one_replica(self, "cpu:0", context)
-        super().__init__(_DefaultExtended(self, parts, wraps_values=False))
+        extended.replicas.contexts = [context]
+        super().__init__(extended)
         below_all.mode = Mode(self, context)
 
     def scope(self) -> Any:

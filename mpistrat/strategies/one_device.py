@@ -16,5 +16,4 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str) -> None:
-        parts = one_replica(self, check_device(device))
-        super().__init__(ReplicatedExtended(self, parts, wraps_values=False))
+        super().__init__(ReplicatedExtended(self, one_replica(self, check_device(device))))

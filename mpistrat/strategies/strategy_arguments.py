@@ -54,9 +54,8 @@ class StrategyArguments:
     @property
     def has_wire_format(self) -> bool:
         """Whether the options ask for sums that are sent with fewer bits."""
-        return self.options is not None and bool(
-            self.options.wire_dtype or self.options.wire_format
-        )
+        options = self.options
+        return bool(options and (options.wire_dtype or options.wire_format))
 
     def _check_deterministic(self) -> None:
         if self.cross_device_ops is not None:

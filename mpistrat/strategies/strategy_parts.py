@@ -19,7 +19,6 @@ from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan, Share
-from mpistrat.replicas.replica_context import ReplicaContext
 from mpistrat.replicas.replicas import Replicas
 from mpistrat.replicas.strategy_extended import Parts
 from mpistrat.replicas.torch_modules import ModuleParts, TorchModules
@@ -114,7 +113,7 @@ def mirrored(
     variables = CopyPerReplica(strategy, ops, group.worker_devices)
     plan = input_plan(group, ranks_are_workers, per_replica=not ranks_are_workers)
     parts = _parts(Replicas(strategy, group, ops), variables, plan, asked)
-    return ReplicatedExtended(strategy, parts, between_graph=ranks_are_workers)
+    return ReplicatedExtended(strategy, parts._replace(between_graph=ranks_are_workers))
 
 
 def central_storage(
@@ -126,20 +125,16 @@ def central_storage(
     plan = input_plan(group, False, partial_steps=False, per_replica=True)
     replicas = Replicas(strategy, group, ops, parameter_device=parameter_device)
     parts = _parts(replicas, variables, plan, asked)
-    return ReplicatedExtended(strategy, parts, between_graph=True)
+    return ReplicatedExtended(strategy, parts._replace(between_graph=True))
 
 
-def one_replica(strategy: Any, device: str, context: ReplicaContext | None = None) -> Parts:
-    """One replica. Its values are never wrapped, and its variables are plain.
-
-    Args:
-        context: the replica's; None makes it.
-    """
-    group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), (device,))
+def one_replica(strategy: Any, device: str) -> Parts:
+    """One replica. Its values are never wrapped, and its variables are plain."""
+    group = ReplicaGroup(LocalCommunicator(), (device,), (1,))
     plan = input_plan(group, False, partial_steps=False)
-    contexts = None if context is None else [context]
-    replicas = Replicas(strategy, group, CrossReplicaOps(group), contexts)
-    return _parts(replicas, PlainVariables(strategy, device), plan)
+    replicas = Replicas(strategy, group, CrossReplicaOps(group))
+    parts = _parts(replicas, PlainVariables(strategy, device), plan)
+    return parts._replace(wraps_values=False)
 
 
 def _parts(
@@ -162,19 +157,13 @@ def input_plan(
     per_replica: bool = False,
 ) -> InputPlan:
     """Each rank is a worker, which reads for its own replicas, or all ranks together are one."""
-    communicator, first, k = group.communicator, group.first_replica_id, group.num_local_replicas
+    ranks, rank = group.communicator.size, group.communicator.rank
+    total, k, first = group.num_replicas_in_sync, group.num_local_replicas, group.first_replica_id
     if ranks_are_workers:
-        share = Share(
-            communicator.size,
-            communicator.rank,
-            group.num_replicas_in_sync,
-            range(k),
-            first=first if group.deterministic else None,
-        )
+        share = Share(ranks, rank, total, range(k), first if group.deterministic else None)
     else:
-        share = Share(1, 0, group.num_replicas_in_sync, range(first, first + k))
-    pipelines = communicator.size, communicator.rank
-    return InputPlan(share, pipelines, group.worker_devices, partial_steps, per_replica)
+        share = Share(1, 0, total, range(first, first + k))
+    return InputPlan(share, (ranks, rank), group.worker_devices, partial_steps, per_replica)
 
 
 def mirrored_modules(parts: ModuleParts, shared_parameters: bool = False) -> TorchModules:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpistrat.communicators.communicator import Communicator
@@ -42,8 +42,11 @@ def share_default_group(what: str, comm: Any, communicator: Communicator) -> Non
     """
     groups = communicator.all_gather_object(_known(), label="torch's default groups")
     if not any(groups):
-        with _over(comm):
+        before, next_group.comm = next_group.comm, comm
+        try:
             make_default_group()
+        finally:
+            next_group.comm = before
     elif difference := _difference(groups):
         raise RuntimeError(
             f"{what}(torch_distributed=True) on rank {communicator.rank} of {communicator.size}: the program's default "
@@ -89,16 +92,6 @@ def make_default_group() -> None:
 
     make_known_to_torch()
     dist.init_process_group("mpistrat", init_method="mpi://")
-
-
-@contextlib.contextmanager
-def _over(comm: Any) -> Iterator[None]:
-    """In the block, `init_method="mpi://"` is over the ranks of `comm`."""
-    before, next_group.comm = next_group.comm, comm
-    try:
-        yield
-    finally:
-        next_group.comm = before
 
 
 def _known() -> _Known | None:

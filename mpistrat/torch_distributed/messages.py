@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from mpistrat.liveness.records.record import LEAVING, LEFT, STATE
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.torch_distributed.tensors import read, room_for
-from mpistrat.torch_distributed.work import UnfinishedWork
+from mpistrat.torch_distributed.work import OnFailure, UnfinishedWork
 
 
 class Traffic(NamedTuple):
@@ -48,23 +47,22 @@ class Messages:
     Attributes:
         timeout: the most seconds that a message may take; 0: as MPISTRAT_STALL_SECONDS says, which may be less.
         traffic: since `comm` was made; None while a message is on its way.
+        unfinished: the messages on their way.
     """
 
     def __init__(self, comm: MPI.Intracomm, watch: CommunicatorWatch) -> None:
         self.timeout = 0.0
         self._comm, self._watch = comm, watch
         self._largest_tag = comm.Get_attr(MPI.TAG_UB) or 32767
-        self._unfinished: set[Message] = set()
+        self.unfinished: set[Message] = set()
         self._sent = self._received = 0
 
     @property
     def traffic(self) -> Traffic | None:
-        on_their_way = [message for message in list(self._unfinished) if not message.test()]
+        on_their_way = [message for message in list(self.unfinished) if not message.test()]
         return None if on_their_way else Traffic(self._sent, self._received)
 
-    def send(
-        self, tensor: Tensor, rank: int, tag: int, failed: Callable[[UnfinishedWork], None]
-    ) -> Message:
+    def send(self, tensor: Tensor, rank: int, tag: int, failed: OnFailure) -> Message:
         """Begin to send `tensor` to `rank` of the group. It must not be changed until the result's `wait` returns.
 
         Args: failed: as of `UnfinishedWork`.
@@ -76,9 +74,7 @@ class Messages:
         what = f"send({describe(tensor)}) to rank {rank}, tag {tag}"
         return Message(self, request, tensor, buffer, what, failed, peer=rank)
 
-    def receive(
-        self, tensor: Tensor, rank: int | None, tag: int, failed: Callable[[UnfinishedWork], None]
-    ) -> Message:
+    def receive(self, tensor: Tensor, rank: int | None, tag: int, failed: OnFailure) -> Message:
         """Begin to receive into `tensor` from `rank` of the group, or, with None, from any rank."""
         self._check(tensor, tag)
         buffer = room_for(tensor)
@@ -90,15 +86,12 @@ class Messages:
         return Message(self, request, tensor, buffer, what, failed, peer=rank, receives=True)
 
     def begun(self, message: Message) -> None:
-        self._unfinished.add(message)
+        self.unfinished.add(message)
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             _progress.add(message)
         else:  # messages move while the program waits for them, or begins others
-            for earlier in list(self._unfinished):
+            for earlier in list(self.unfinished):
                 earlier.test()
-
-    def ended(self, message: Message) -> None:
-        self._unfinished.discard(message)
 
     def wait_for(self, message: Message, seconds: float) -> None:
         """Raises: StallError if the message does not come through in time; 0 `seconds`: the usual one.
@@ -176,7 +169,7 @@ class Message(UnfinishedWork):
         tensor: Tensor,
         buffer: Tensor,
         what: str,
-        failed: Callable[[UnfinishedWork], None],
+        failed: OnFailure,
         *,
         peer: int | None,
         receives: bool = False,
@@ -210,7 +203,7 @@ class Message(UnfinishedWork):
                 error = self._explained(failure)
             except Exception as failure:
                 error = failure
-            self._messages.ended(self)
+            self._messages.unfinished.discard(self)
             self.end(error)
         return True
 
@@ -286,9 +279,7 @@ class _ProgressThread:
         pause = deadlines.PROGRESS_THREAD_SLEEPS_AT_LEAST
         while True:
             with self._added:
-                while not (self._messages or self._stopped):
-                    self._added.wait()
-                    pause = deadlines.PROGRESS_THREAD_SLEEPS_AT_LEAST
+                self._added.wait_for(lambda: self._messages or self._stopped)
                 messages = list(self._messages)
             if self._stopped:
                 return

@@ -151,9 +151,6 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(name) for name in dist.Backend.backend_capability[NAME]]
 
-    def getBackendName(self) -> str:  # noqa: N802
-        return NAME
-
     def name(self) -> str:
         return NAME
 
@@ -163,7 +160,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def size(self) -> int:
         return self.communicator.size
 
-    getRank, getSize = rank, size  # noqa: N815
+    getBackendName, getRank, getSize = name, rank, size  # noqa: N815
 
     def _get_backend(self, device: torch.device) -> MpistratProcessGroup:
         return self

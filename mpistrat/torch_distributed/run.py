@@ -54,7 +54,7 @@ def run_program(
         remember_raised(error)
         raise
     except BaseException as error:
-        _show_only(_of_the_program(error.__traceback__))
+        _show_only_the_program(error.__traceback__)
         raise
     raise SystemExit  # not by sys.exit, which would be taken for the program's
 
@@ -114,16 +114,11 @@ def _has_accelerator() -> bool:
     return built_for is not None and torch.get_device_module(built_for).device_count() > 0
 
 
-def _of_the_program(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The part of a traceback that begins in the program: without our frames, and those of runpy; it may be None."""
+def _show_only_the_program(part: types.TracebackType | None) -> None:
+    """Have the exception that ends this process be shown without our frames, and those of runpy, of its traceback."""
     ours = (__file__, runpy.__file__, "<frozen runpy>")
-    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
-        trace = trace.tb_next
-    return trace
-
-
-def _show_only(part: types.TracebackType | None) -> None:
-    """Have the exception that ends this process be shown with this traceback."""
+    while part is not None and part.tb_frame.f_code.co_filename in ours:
+        part = part.tb_next
     hook = sys.excepthook
 
     def excepthook(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import datetime
-import io
 import os
 import sys
 import threading
@@ -43,8 +42,7 @@ class DoneWork(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
-    def block_current_stream(self) -> None:
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         return True
@@ -64,6 +62,10 @@ class DoneWork(dist.Work):
         return future
 
 
+# Called with a work whose call has failed.
+OnFailure = Callable[["UnfinishedWork"], None]
+
+
 class UnfinishedWork(DoneWork):
     """Of a call that goes on while the program does.
 
@@ -81,7 +83,7 @@ class UnfinishedWork(DoneWork):
     def __init__(
         self,
         result: Sequence[Tensor],
-        failed: Callable[[UnfinishedWork], None],
+        failed: OnFailure,
         make: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(result)
@@ -318,6 +320,4 @@ class GroupCalls:
 
 def end_job_for(error: BaseException) -> None:
     """End the job for an error that nobody would see, with its traceback."""
-    text = io.StringIO()
-    traceback.print_exception(error, file=text)
-    rank_end().end_job_for(error, text.getvalue(), 1)
+    rank_end().end_job_for(error, "".join(traceback.format_exception(error)), 1)

@@ -41,11 +41,7 @@ def _replicas_of_ranks(
     """By rank the cores, by their numbers there, of each of its replicas."""
     found: list[list[tuple[int, ...]]] = [[] for _ in range(topology.num_tasks)]
     users: dict[tuple[int, int], int] = {}
-    for replica in range(assignment.num_replicas):
-        cores = [
-            assignment.coordinates(replica, core)
-            for core in range(assignment.num_cores_per_replica)
-        ]
+    for replica, cores in enumerate(assignment.core_assignment.tolist()):
         tasks = {topology.task_ordinal_at_coordinates(core) for core in cores}
         if len(tasks) > 1:
             raise ValueError(

@@ -39,9 +39,8 @@ class RecordedReplicas(Replicas):
         ops: CrossReplicaOps,
         steps: RecordedSteps,
         why_through_the_host: str,
-        contexts: Sequence[ReplicaContext] | None = None,
     ) -> None:
-        super().__init__(strategy, group, ops, contexts)
+        super().__init__(strategy, group, ops)
         self.steps = steps
         self._why_through_the_host = why_through_the_host
 
@@ -86,9 +85,10 @@ class ReplicasOnCores(RecordedReplicas):
         steps: RecordedSteps,
         why_through_the_host: str,
     ) -> None:
-        self._context = _ContextOnCores(strategy, group.first_replica_id, cores, self._spread)
         as_one = ReplicaGroup(group.communicator, group.worker_devices[:1], group.replicas_of_ranks)
-        super().__init__(strategy, as_one, ops, steps, why_through_the_host, [self._context])
+        super().__init__(strategy, as_one, ops, steps, why_through_the_host)
+        first = group.first_replica_id
+        self.contexts = [_ContextOnCores(strategy, first, cores, self._spread)]
         self.group = group  # of all cores
         self._cores = cores
         self._num_local = group.num_local_replicas
@@ -100,7 +100,7 @@ class ReplicasOnCores(RecordedReplicas):
 
         def call() -> Any:
             own_args, own_keywords = self._spread(tuple(args)), self._spread(dict(keywords))
-            with entered(self.strategy, self._context):
+            with entered(self.strategy, self.contexts[0]):
                 result = fn(*own_args, **own_keywords)
             return nest.map_structure(lambda leaf: self._of_all(arrays.detach(leaf)), result)
 

@@ -82,20 +82,12 @@ class Layouts:
     """How tensors lie on the devices of one program, as GSPMD says it (Xu et al., arxiv.org/abs/2105.04663).
 
     Args:
-        num_all_devices: as of `Runtime`.
-        check_dtypes: raises for tensors on the host that would not stay what they are.
-        wait: returns when the devices have done what they were given.
+        native: torch_xla's module in C++.
+        runtime: of these devices.
     """
 
-    def __init__(
-        self,
-        native: Any,
-        num_all_devices: int,
-        check_dtypes: Callable[[Sequence[Any]], None],
-        wait: Callable[[], None],
-    ) -> None:
-        self._native, self._num_all_devices = native, num_all_devices
-        self._check_dtypes, self._wait = check_dtypes, wait
+    def __init__(self, native: Any, runtime: Runtime) -> None:
+        self._native, self._runtime = native, runtime
         self._shardings: dict[tuple[tuple[int, ...], tuple[int | None, ...]], Any] = {}
 
     def sharding(self, mesh_shape: Sequence[int], split: Sequence[int | None]) -> Any:
@@ -105,7 +97,7 @@ class Layouts:
         # torch_xla keeps each mesh that it was asked for a sharding of.
         key = tuple(mesh_shape), tuple(split)
         if key not in self._shardings:
-            mesh = spmd.Mesh(list(range(self._num_all_devices)), key[0])
+            mesh = spmd.Mesh(list(range(self._runtime.num_all_devices)), key[0])
             self._shardings[key] = mesh.get_op_sharding(key[1])
         return self._shardings[key]
 
@@ -113,7 +105,7 @@ class Layouts:
         """The tensor of `shape` of which this process's devices have `rows`, on the host, in the order of devices."""
         import torch
 
-        self._check_dtypes(rows)
+        self._runtime.check_dtypes(rows)
         return self._native._global_tensor_from_cpu_shards(list(rows), sharding, torch.Size(shape))
 
     def part_of(self, tensor: Any) -> Any:
@@ -142,7 +134,7 @@ class Layouts:
 
     def spread(self, tensor: Any, sharding: Any) -> None:
         """Lays `tensor` itself out over the devices; a value that is there goes through the host. Not inside a step."""
-        self._wait()  # a value that is being computed cannot be marked
+        self._runtime.wait()  # a value that is being computed cannot be marked
         self._native._xla_clear_sharding(tensor)  # it takes no second one
         self._native._xla_mark_sharding(tensor, sharding)
 
@@ -197,7 +189,7 @@ class Runtime:
             torch.uint64: torch.int64,
         }
         self.graphs = Graphs(torch_xla)
-        self.layouts = Layouts(self._native, self.num_all_devices, self._check_dtypes, self.wait)
+        self.layouts = Layouts(self._native, self)
         self.spmd = False
         self.cores_of_ranks: Sequence[Sequence[int]] = []
         self.around_cut: Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]] = (
@@ -242,14 +234,15 @@ class Runtime:
 
         Raises: ValueError for dtypes that would not stay what they are.
         """
-        self._check_dtypes(tensors)
+        self.check_dtypes(tensors)
         copies = list(self._xla_model.send_cpu_data_to_device(list(tensors), device))
         if self.spmd:
             for copy in copies:  # are whole on all devices, and go with what they meet
                 self._native._xla_clear_sharding(copy)
         return copies
 
-    def _check_dtypes(self, tensors: Sequence[Any]) -> None:
+    def check_dtypes(self, tensors: Sequence[Any]) -> None:
+        """Raises: ValueError for tensors on the host that would not stay what they are."""
         for dtype in {tensor.dtype for tensor in tensors} & self._instead_of_unsigned.keys():
             raise ValueError(
                 f"torch_xla takes {dtype} for the signed type of that size, so that large numbers become negative: "

@@ -30,9 +30,5 @@ class XlaExtended(StrategyExtended):
         super().__init__(strategy, parts)
         self.compilations, self.logical_devices = compilations, logical_devices
 
-    @property
-    def experimental_between_graph(self) -> bool:
-        return False
-
     def check_destination(self, destinations: Any) -> None:
         """Each rank reduces to its own devices: all will do."""

@@ -138,10 +138,6 @@ class ServersExtended(StrategyExtended):
         self.makes_variables = self.variables.owns_initial_values
         self.job, self._is_worker = job, is_worker
 
-    @property
-    def experimental_between_graph(self) -> bool:
-        return True
-
     def check_destination(self, destinations: Any) -> None:
         """As TensorFlow does; a server's device is as good as this worker's."""
         if not self._is_worker or not isinstance(destinations, str):
@@ -209,7 +205,9 @@ def with_servers(
             return contextlib.nullcontext()
         return cluster.coordinator.paused()
 
-    parts = Parts(modules, variables, _input_plan(job, group), CheckpointsOfJob(job, owns, paused))
+    checkpoints = CheckpointsOfJob(job, owns, paused)
+    plan = _input_plan(job, group)
+    parts = Parts(modules, variables, plan, checkpoints, between_graph=True)
     extended = ServersExtended(
         strategy, parts, job, is_worker=not coordinated, torch_references=torch_references
     )
