@@ -16,10 +16,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.context import get_replica_context, has_strategy
@@ -191,11 +187,6 @@ def copied_as_it_is() -> Iterator[None]:
         _copying.as_it_is = before
 
 
-def before_export(check: Callable[[torch.nn.Module], None]) -> None:
-    """Have `torch.export.export` call `check` with a module first, and `torch.jit.script` with each embedding in it."""
-    _replace_exports(check)
-
-
 class _Copying(threading.local):
     as_it_is = False
 
@@ -203,7 +194,7 @@ class _Copying(threading.local):
 _copying = _Copying()
 
 
-def _call_for(module: torch.nn.Module, calls: WeakIdKeyDictionary) -> None:
+def _call_for(calls: WeakIdKeyDictionary, module: torch.nn.Module) -> None:
     reference = calls.get(module)
     call = None if reference is None else reference()
     # Inside run a replica reads its own.
@@ -213,14 +204,8 @@ def _call_for(module: torch.nn.Module, calls: WeakIdKeyDictionary) -> None:
 
 @functools.cache
 def _replace_state_dict() -> None:
-    original = torch.nn.Module.state_dict
-
-    @functools.wraps(original)
-    def state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _call_for(self, _before_state_dict)
-        return original(self, *args, **kwargs)
-
-    torch.nn.Module.state_dict = state_dict  # type: ignore[method-assign]
+    before = functools.partial(_call_for, _before_state_dict)
+    _replace_method(torch.nn.Module, "state_dict", before)
 
 
 @functools.cache
@@ -230,7 +215,7 @@ def _replace_reductions() -> None:
     @functools.wraps(original)
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
         if not _copying.as_it_is:
-            _call_for(self, _before_copy)
+            _call_for(_before_copy, self)
         return original(self, protocol)
 
     @functools.wraps(original_state)
@@ -245,7 +230,8 @@ def _replace_reductions() -> None:
 
 
 @functools.cache
-def _replace_exports(check: Callable[[torch.nn.Module], None]) -> None:
+def before_export(check: Callable[[torch.nn.Module], None]) -> None:
+    """Have `torch.export.export` call `check` with a module first, and `torch.jit.script` with each embedding in it."""
     original = torch.export.export
 
     @functools.wraps(original)
@@ -315,9 +301,9 @@ def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
 def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | None = None) -> None:
     """Have every optimizer call `before`, and `after`, around each step, as torch's hooks of steps are called."""
     if before is not None:
-        register_optimizer_step_pre_hook(not_compiled(before))
+        torch.optim.optimizer.register_optimizer_step_pre_hook(not_compiled(before))
     if after is not None:
-        register_optimizer_step_post_hook(not_compiled(after))
+        torch.optim.optimizer.register_optimizer_step_post_hook(not_compiled(after))
 
 
 @functools.cache
@@ -351,11 +337,11 @@ def _refuse(cls: type, name: str, call: str) -> None:
     def check(self: Any) -> None:
         context = get_replica_context()
         disabled = isinstance(self, torch.amp.GradScaler) and not self.is_enabled()
-        if context is not None and context.strategy.extended.replicas.count > 1 and not disabled:
+        count = 1 if context is None or disabled else context.strategy.extended.replicas.count
+        if count > 1:
             raise RuntimeError(
-                f"{call} inside run would happen once for each of the "
-                f"{context.strategy.extended.num_local_replicas} replicas of this rank; call it after run, "
-                "or start one rank per replica"
+                f"{call} inside run would happen once for each of the {count} replicas of this rank; call it after "
+                "run, or start one rank per replica"
             )
 
     _replace_method(cls, name, check)

@@ -113,12 +113,11 @@ class DeviceBuckets(Buckets):
         for stream in {*bucket.writers, self._program} - {here}:
             here.wait_stream(stream)
         let_go(gradients)
-        single = gradients[0] if len(gradients) == 1 and here == self._program else None
-        if single is not None and id(bucket.parameters[0]) not in self.shown:
-            bucket.flat, bucket.pieces = packing.flat_view(single, bucket.like[0]), gradients
+        first, like = gradients[0], bucket.like[0]
+        is_single = len(gradients) == 1 and here == self._program and first is not None
+        if is_single and id(bucket.parameters[0]) not in self.shown:
+            bucket.flat, bucket.pieces = packing.flat_view(first, like), gradients
         if bucket.flat is None:
             with self._side.module.stream(self._program):
-                flat = torch.empty(
-                    bucket.length, dtype=bucket.like[0].dtype, device=self._side.device
-                )
+                flat = torch.empty(bucket.length, dtype=like.dtype, device=self._side.device)
             bucket.flat, bucket.pieces = flat, packing.pieces_of(flat, bucket.like)
