@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.context import get_replica_context, has_strategy
@@ -301,9 +305,27 @@ def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
 def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | None = None) -> None:
     """Have every optimizer call `before`, and `after`, around each step, as torch's hooks of steps are called."""
     if before is not None:
-        torch.optim.optimizer.register_optimizer_step_pre_hook(not_compiled(before))
+        register_optimizer_step_pre_hook(not_compiled(before))
     if after is not None:
-        torch.optim.optimizer.register_optimizer_step_post_hook(not_compiled(after))
+        register_optimizer_step_post_hook(not_compiled(after))
+
+
+class OptimizerSteps:
+    """Attributes: count: of the steps of all optimizers, since this was asked for first."""
+
+    count = 0
+
+
+@functools.cache
+def optimizer_steps() -> OptimizerSteps:
+    """Those of this process, of one rank's strategies, too."""
+    steps = OptimizerSteps()
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        steps.count += 1
+
+    watch_steps(None, after)
+    return steps
 
 
 @functools.cache

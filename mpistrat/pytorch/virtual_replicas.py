@@ -67,10 +67,11 @@ class TorchState:
         So one seed gives each replica the numbers that it would draw on a rank of its own.
         """
         now = _generators()
-        in_step = all(_equal(self._generators[0], other) for other in self._generators[1:])
+        others = self._generators[1:]
+        in_step = all(all(map(torch.equal, self._generators[0], other)) for other in others)
         if not self._generators or in_step or torch.initial_seed() != self._seed:
             return [now] * len(self._away)
-        return [now, *self._generators[1:]]
+        return [now, *others]
 
     def set_generators(self, states: list[list[torch.Tensor]]) -> None:
         """Let the next run begin with `states`, one for each replica."""
@@ -144,10 +145,6 @@ def _set_generators(states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.get_device_module(torch_accelerator()).set_rng_state(state)
-
-
-def _equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, states, others))
 
 
 def install(

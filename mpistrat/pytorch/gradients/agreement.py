@@ -209,16 +209,15 @@ class StepAgreement:
 
     def _ranks_apart(self, counts: tuple[int, int, int]) -> str:
         """Where each rank is. Collective."""
-        of_ranks = self._communicator.all_gather_object(counts)
-        described = ", ".join(
-            f"rank {rank}: run {runs}, {steps} steps, shard {shards}"
-            for rank, (runs, steps, shards) in enumerate(of_ranks)
-        )
+        places = enumerate(self._communicator.all_gather_object(counts))
+        lines = [
+            f"rank {r}: run {runs}, {steps} steps, shard {n}" for r, (runs, steps, n) in places
+        ]
         return (
             f"backward() on rank {self._communicator.rank}: the ranks are not in the same step, counting calls of run "
             "(inside replica() the batches of distributed datasets), optimizer steps, and calls of shard while "
-            f"gradients are on ({described}); a rank has skipped a backward. Every rank must call run, shard and "
-            "backward() as often as the others; a loss of zero contributes nothing"
+            f"gradients are on ({', '.join(lines)}); a rank has skipped a backward. Every rank must call run, shard "
+            "and backward() as often as the others; a loss of zero contributes nothing"
         )
 
 
