@@ -24,7 +24,7 @@ from mpistrat.input import DistributedDataset, DistributedIterator
 from mpistrat.machine.notices import tell
 
 if TYPE_CHECKING:
-    from mpistrat.pytorch.optimizer_steps import OptimizerSteps
+    from mpistrat.pytorch.hooks import OptimizerSteps
 
 _COUNTER = "total_run_calls"  # the counter's name among the objects of the checkpoint
 _SECONDS_TO_REQUEUE = 30.0
@@ -248,7 +248,7 @@ def _optimizer_steps_of(checkpoint: Checkpoint) -> OptimizerSteps | None:
         isinstance(value, torch.optim.Optimizer) for value in checkpoint.objects.values()
     ):
         return None
-    from mpistrat.pytorch.optimizer_steps import optimizer_steps
+    from mpistrat.pytorch.hooks import optimizer_steps
 
     return optimizer_steps()
 

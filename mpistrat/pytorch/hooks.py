@@ -191,11 +191,6 @@ def copied_as_it_is() -> Iterator[None]:
         _copying.as_it_is = before
 
 
-def before_export(check: Callable[[torch.nn.Module], None]) -> None:
-    """Have `torch.export.export` call `check` with a module first, and `torch.jit.script` with each embedding in it."""
-    _replace_exports(check)
-
-
 class _Copying(threading.local):
     as_it_is = False
 
@@ -203,7 +198,7 @@ class _Copying(threading.local):
 _copying = _Copying()
 
 
-def _call_for(module: torch.nn.Module, calls: WeakIdKeyDictionary) -> None:
+def _call_for(calls: WeakIdKeyDictionary, module: torch.nn.Module) -> None:
     reference = calls.get(module)
     call = None if reference is None else reference()
     # Inside run a replica reads its own.
@@ -213,14 +208,8 @@ def _call_for(module: torch.nn.Module, calls: WeakIdKeyDictionary) -> None:
 
 @functools.cache
 def _replace_state_dict() -> None:
-    original = torch.nn.Module.state_dict
-
-    @functools.wraps(original)
-    def state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _call_for(self, _before_state_dict)
-        return original(self, *args, **kwargs)
-
-    torch.nn.Module.state_dict = state_dict  # type: ignore[method-assign]
+    before = functools.partial(_call_for, _before_state_dict)
+    _replace_method(torch.nn.Module, "state_dict", before)
 
 
 @functools.cache
@@ -230,7 +219,7 @@ def _replace_reductions() -> None:
     @functools.wraps(original)
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
         if not _copying.as_it_is:
-            _call_for(self, _before_copy)
+            _call_for(_before_copy, self)
         return original(self, protocol)
 
     @functools.wraps(original_state)
@@ -245,7 +234,8 @@ def _replace_reductions() -> None:
 
 
 @functools.cache
-def _replace_exports(check: Callable[[torch.nn.Module], None]) -> None:
+def before_export(check: Callable[[torch.nn.Module], None]) -> None:
+    """Have `torch.export.export` call `check` with a module first, and `torch.jit.script` with each embedding in it."""
     original = torch.export.export
 
     @functools.wraps(original)
@@ -320,6 +310,24 @@ def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | N
         register_optimizer_step_post_hook(not_compiled(after))
 
 
+class OptimizerSteps:
+    """Attributes: count: of the steps of all optimizers, since this was asked for first."""
+
+    count = 0
+
+
+@functools.cache
+def optimizer_steps() -> OptimizerSteps:
+    """Those of this process, of one rank's strategies, too."""
+    steps = OptimizerSteps()
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        steps.count += 1
+
+    watch_steps(None, after)
+    return steps
+
+
 @functools.cache
 def watch_other_steps(before: Callable[[Any], None]) -> None:
     """Have every scheduler and gradient scaler call `before` with itself before each `step`."""
@@ -351,11 +359,11 @@ def _refuse(cls: type, name: str, call: str) -> None:
     def check(self: Any) -> None:
         context = get_replica_context()
         disabled = isinstance(self, torch.amp.GradScaler) and not self.is_enabled()
-        if context is not None and context.strategy.extended.replicas.count > 1 and not disabled:
+        count = 1 if context is None or disabled else context.strategy.extended.replicas.count
+        if count > 1:
             raise RuntimeError(
-                f"{call} inside run would happen once for each of the "
-                f"{context.strategy.extended.num_local_replicas} replicas of this rank; call it after run, "
-                "or start one rank per replica"
+                f"{call} inside run would happen once for each of the {count} replicas of this rank; call it after "
+                "run, or start one rank per replica"
             )
 
     _replace_method(cls, name, check)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from mpistrat import arrays
@@ -18,14 +19,8 @@ from mpistrat.cross_device_ops import packing
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks, optimizers, sync_batch_norm, virtual_replicas
 from mpistrat.pytorch.gradients import reducer as gradients
-from mpistrat.pytorch.modules import buffers
+from mpistrat.pytorch.modules import buffers, placing
 from mpistrat.pytorch.modules.data_parallel import check_not_wrapped
-from mpistrat.pytorch.modules.placing import (
-    bring_states,
-    compute_there,
-    place,
-    place_tensors,
-)
 from mpistrat.pytorch.modules.preparing import first_difference, of_all
 from mpistrat.pytorch.modules.recording import Recorder
 from mpistrat.pytorch.modules.registry import NewTensors, Registry, tensors_in
@@ -79,7 +74,7 @@ class Mirroring(StrategyModules):
 
     before_run = mirror_new
 
-    def has_made(self, module: torch.nn.Module) -> bool:
+    def has_made(self, module: Module) -> bool:
         return self.recorder.knows(module)
 
     def stop_recording(self, failed: bool) -> None:
@@ -89,7 +84,7 @@ class Mirroring(StrategyModules):
     def mirror(self, module: Any) -> NewTensors:
         require_cross_replica(self.parts.strategy, "mirror")
         values = list(_flatten(module))
-        modules = [value for value in values if isinstance(value, torch.nn.Module)]
+        modules = [value for value in values if isinstance(value, Module)]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         for root in modules:
             if not self._is_alone:
@@ -98,12 +93,12 @@ class Mirroring(StrategyModules):
         self._place(modules, tensors)
         new = NewTensors([], [])
         self._collect(modules, tensors_in, new)
-        whole = [tensor for tensor in tensors if not arrays.is_sharded(tensor)]
+        whole = itertools.filterfalse(arrays.is_sharded, tensors)
         new.parameters.extend((f"parameter {i}", tensor) for i, tensor in enumerate(whole))
         self._mirror_tensors(new)
         return new
 
-    def average_written_buffers(self, module: torch.nn.Module) -> None:
+    def average_written_buffers(self, module: Module) -> None:
         """Average the buffers of `module` itself that a replica has written since the last reduction of gradients.
 
         Called by: every rank.   Context: cross-replica or top level.
@@ -122,15 +117,12 @@ class Mirroring(StrategyModules):
         slots = self.registry.buffers
         if self._is_alone or not slots:
             return
-        snapshot = buffers.snapshot(self.registry)
-        flags = buffers.flags_of([snapshot])
-        label = "buffers at the end of a loader"
+        snapshots, label = [buffers.snapshot(self.registry)], "buffers at the end of a loader"
+        flags = buffers.flags_of(snapshots)
         self._communicator.all_reduce(flags, reducing("max", label))
-        buffers.average(self.parts, slots, [snapshot], buffers.to_average(flags), label)
+        buffers.average(self.parts, slots, snapshots, buffers.to_average(flags), label)
 
-    def _place(
-        self, modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def _place(self, modules: Sequence[Module], tensors: Sequence[torch.Tensor] = ()) -> None:
         """Move `modules`, and `tensors` that are in none, to the device that the strategy names, if it names one.
 
         Raises: NotImplementedError, RuntimeError: on all ranks.
@@ -141,17 +133,15 @@ class Mirroring(StrategyModules):
         device = torch.device("cpu" if name.startswith("cpu") else name)
         with self._communicator.raising_together():
             self._check_one_device(modules, tensors)
-            moved = place_tensors(tensors, device)
+            moved = placing.place_tensors(tensors, device)
             for module in modules:
-                moved += place(module, device)
-        bring_states(moved)
+                moved += placing.place(module, device)
+        placing.bring_states(moved)
         if not self.parts.replicas.records_steps:
             for module in modules:
-                compute_there(module, device)
+                placing.compute_there(module, device)
 
-    def _check_one_device(
-        self, modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def _check_one_device(self, modules: Sequence[Module], tensors: Sequence[torch.Tensor]) -> None:
         group = self.parts.group
         devices = group.worker_devices
         several = self.parts.replicas.count > 1 and not all(d.startswith("cpu") for d in devices)
@@ -165,8 +155,8 @@ class Mirroring(StrategyModules):
 
     def _collect(
         self,
-        roots: Iterable[torch.nn.Module],
-        tensors_of: Callable[[torch.nn.Module], NewTensors],
+        roots: Iterable[Module],
+        tensors_of: Callable[[Module], NewTensors],
         new: NewTensors,
     ) -> None:
         """Add to `new` the `tensors_of` each root; those that are pending come later."""
@@ -242,12 +232,12 @@ class Mirroring(StrategyModules):
                 self.reducer.packer.forget()
 
 
-def _flatten(value: Any) -> Iterator[torch.nn.Module | torch.Tensor]:
+def _flatten(value: Any) -> Iterator[Module | torch.Tensor]:
     if isinstance(value, torch.Tensor) and not value.is_leaf:
         raise ValueError(
             f"mirror takes parameters, got the result of an operation, {value.grad_fn!r:.60}"
         )
-    if isinstance(value, (torch.nn.Module, torch.Tensor)):
+    if isinstance(value, (Module, torch.Tensor)):
         yield value
     elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         for item in value:
@@ -256,7 +246,7 @@ def _flatten(value: Any) -> Iterator[torch.nn.Module | torch.Tensor]:
         raise TypeError(f"mirror takes a torch module or parameters, got {value!r:.60}")
 
 
-def _reshard(root: torch.nn.Module) -> None:
+def _reshard(root: Module) -> None:
     """Have modules of `fully_shard` show their shards: after a forward some show whole parameters, as plain ones."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
@@ -265,7 +255,7 @@ def _reshard(root: torch.nn.Module) -> None:
                 module.reshard()
 
 
-def _has_tensors(module: torch.nn.Module) -> bool:
+def _has_tensors(module: Module) -> bool:
     return next(itertools.chain(module.parameters(), module.buffers()), None) is not None
 
 

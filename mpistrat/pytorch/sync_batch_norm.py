@@ -37,10 +37,6 @@ def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     if is_alone or not batch_statistics or self.process_group is not None:
         return hooks.original_sync_batch_norm(self, input)
     self._check_input_dim(input)
-    return _normalize(self, context, input)
-
-
-def _normalize(self: SyncBatchNorm, context: Any, input: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         mean, variance, count = _statistics(context, input)
         # A replica with more than 1 value knows without a look that all have: reading the device waits for it.

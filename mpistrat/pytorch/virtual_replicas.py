@@ -41,10 +41,8 @@ class TorchState:
 
     def begin(self) -> None:
         others = self._away[1:]
-        clones: dict[
-            int, Sequence[torch.Tensor | None]
-        ] = {}  # what modules share, their copies share
-        clones[id(None)] = [None] * len(others)
+        # What modules share, their copies share.
+        clones: dict[int, Sequence[torch.Tensor | None]] = {id(None): [None] * len(others)}
         for slot, tensor in self._registry.own_tensors():
             left, left_version = self._left.get(slot, (None, 0))
             if tensor is left and (tensor is None or version(tensor) == left_version):
@@ -69,10 +67,11 @@ class TorchState:
         So one seed gives each replica the numbers that it would draw on a rank of its own.
         """
         now = _generators()
-        in_step = all(_equal(self._generators[0], other) for other in self._generators[1:])
+        others = self._generators[1:]
+        in_step = all(all(map(torch.equal, self._generators[0], other)) for other in others)
         if not self._generators or in_step or torch.initial_seed() != self._seed:
             return [now] * len(self._away)
-        return [now, *self._generators[1:]]
+        return [now, *others]
 
     def set_generators(self, states: list[list[torch.Tensor]]) -> None:
         """Let the next run begin with `states`, one for each replica."""
@@ -87,13 +86,12 @@ class TorchState:
         self._seed = torch.initial_seed()
 
     def inherit(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        device, module = arrays.default_device(), _accelerator_in_use()
         modes: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+            lambda: device,
         ]
-        device = arrays.default_device()
-        modes.append(lambda: device)
-        module = _accelerator_in_use()
         for kind in ("cpu", torch_accelerator()):
             if kind and torch.is_autocast_enabled(kind):
                 dtype = torch.get_autocast_dtype(kind)
@@ -121,12 +119,11 @@ class TorchState:
 
     def copies(self, slots: Sequence[BufferSlot]) -> list[list[torch.Tensor | None]]:
         """Each replica's copy of the buffers `slots`, with replica 0's in the modules."""
-        first = {slot: slot.tensor() for slot in slots}
-        copies = [first]
+        copies = [[slot.tensor() for slot in slots]]
         for away in self._away[1:]:
-            kept = {slot: away[slot] for slot in slots if away.get(slot) is not None}
-            copies.append(first | kept)
-        return [list(tensors.values()) for tensors in copies]
+            kept = zip(map(away.get, slots), copies[0], strict=True)
+            copies.append([first if tensor is None else tensor for tensor, first in kept])
+        return copies
 
 
 def _accelerator_in_use() -> Any:
@@ -148,10 +145,6 @@ def _set_generators(states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.get_device_module(torch_accelerator()).set_rng_state(state)
-
-
-def _equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, states, others))
 
 
 def install(

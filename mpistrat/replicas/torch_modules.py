@@ -22,7 +22,7 @@ class ModuleParts:
         rule: whether gradients are summed or averaged.
         gradient_sums: sums gradients over all replicas; None: as `ops` sums values.
         piggybacks: add words to the agreement before gradients are reduced; equally many on every rank. Each is a
-            `pytorch.gradients.piggyback.Piggyback`.
+            `pytorch.gradients.agreement.Piggyback`.
     """
 
     def __init__(

@@ -218,7 +218,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "writes_by_hand",
         ),
         ("modules",),
-        ("optimizer_steps",),
         ("hooks",),
         (
             "compilation",

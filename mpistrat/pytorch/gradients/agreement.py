@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ import torch
 from mpistrat.communicators import reducing
 from mpistrat.cross_device_ops import packing
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.pytorch.gradients.piggyback import Piggyback
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.replicas.torch_modules import ModuleParts
@@ -27,6 +26,18 @@ _SPARSE, _DENSE = 1, 2
 # Dense, and accumulated once more after its bucket had left.
 _AGAIN = 3
 _NAMED = 5  # parameters that a message names
+
+
+class Piggyback(Protocol):
+    """Adds words of this rank to the agreement, which so need no message of their own; gets their maxima."""
+
+    def words(self) -> np.ndarray:
+        """This rank's words, int32; every rank gives as many. Called at each reduction of gradients."""
+        ...
+
+    def received(self, greatest: np.ndarray) -> None:
+        """Takes the maxima, on all ranks, at the end of the reduction. It may be collective, and may raise."""
+        ...
 
 
 @dataclasses.dataclass
@@ -42,6 +53,7 @@ class ReplicaBackward:
         weight: what the loss is multiplied by.
         earlier: by slot, the reduced gradients of earlier backwards.
         buckets: take gradients while the engine computes others; None: they are reduced afterwards.
+        came: parameters that may not change any more, because their gradients have come; each with its version then.
         sent: the slots of which something has left in `buckets`.
         communicated: the program has, inside backward(); until that has ended: perhaps.
         gradients: by slot, what the replica contributes beside what was sent.
@@ -56,6 +68,7 @@ class ReplicaBackward:
     weight: float
     earlier: dict[int, torch.Tensor]
     buckets: Buckets | None
+    came: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
     sent: frozenset[int] = frozenset()
     communicated: bool = True
     gradients: list[Any] = dataclasses.field(default_factory=list)
@@ -71,7 +84,7 @@ class AgreedGradients(NamedTuple):
         communicates: the program of some rank has communicated inside backward().
         alike: all replicas have used the same parameters.
         may_follow: they have, and the MPI of every rank allows several threads: sums need no agreement of their own.
-        buffers: of shape [buffers], bool: which of them are averaged.
+        buffers: the flags of those that are written, for `buffers.to_average`.
         maxima: the piggybacks, and the words that each gets.
     """
 
@@ -130,7 +143,8 @@ class StepAgreement:
         if self._registry.buffers:
             words[-1] = buffers.flags_of([backward.buffers for backward in replicas])
         if piggybacks:
-            words += self._words_of(piggybacks)
+            with self._communicator.raising_together():
+                words += [piggyback.words() for piggyback in piggybacks]
         flags = np.concatenate(words, dtype=np.int32, casting="unsafe")
         self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
         ends = [*itertools.accumulate(map(len, words))]
@@ -156,13 +170,9 @@ class StepAgreement:
             bool(communicates),
             not uses_differ,
             not (uses_differ or single_threaded),
-            buffers.to_average(written) if len(written) else written,
+            written,
             list(zip(piggybacks, maxima, strict=True)),
         )
-
-    def _words_of(self, piggybacks: Sequence[Piggyback]) -> list[np.ndarray]:
-        with self._communicator.raising_together():
-            return [piggyback.words() for piggyback in piggybacks]
 
     def _described(self, layouts: Sequence[Any]) -> str:
         """A line for each parameter. The device counts where it decides about the way of a gradient."""
@@ -199,16 +209,15 @@ class StepAgreement:
 
     def _ranks_apart(self, counts: tuple[int, int, int]) -> str:
         """Where each rank is. Collective."""
-        of_ranks = self._communicator.all_gather_object(counts)
-        described = ", ".join(
-            f"rank {rank}: run {runs}, {steps} steps, shard {shards}"
-            for rank, (runs, steps, shards) in enumerate(of_ranks)
-        )
+        places = enumerate(self._communicator.all_gather_object(counts))
+        lines = [
+            f"rank {r}: run {runs}, {steps} steps, shard {n}" for r, (runs, steps, n) in places
+        ]
         return (
             f"backward() on rank {self._communicator.rank}: the ranks are not in the same step, counting calls of run "
             "(inside replica() the batches of distributed datasets), optimizer steps, and calls of shard while "
-            f"gradients are on ({described}); a rank has skipped a backward. Every rank must call run, shard and "
-            "backward() as often as the others; a loss of zero contributes nothing"
+            f"gradients are on ({', '.join(lines)}); a rank has skipped a backward. Every rank must call run, shard "
+            "and backward() as often as the others; a loss of zero contributes nothing"
         )
 
 

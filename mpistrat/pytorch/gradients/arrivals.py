@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.context import current_local_replica, has_strategy, in_cross_replica_context
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.gradients.buckets import Buckets
 from mpistrat.pytorch.modules.registry import Registry, is_inexact
 
+if TYPE_CHECKING:
+    from mpistrat.pytorch.gradients.agreement import ReplicaBackward
 
-@dataclasses.dataclass
-class _Backward:
-    """A backward of one replica.
-
-    Attributes:
-        buckets: take gradients as they come.
-        unmirrored: parameters of `made_in_run` that had no gradient.
-        watched: parameters that may not change in all of the backward, each with its version before.
-        came: parameters that may not change any more, because their gradients have come; each with its version then.
-    """
-
-    buckets: Buckets | None
-    unmirrored: list[torch.Tensor]
-    watched: list[tuple[torch.Tensor, int]]
-    came: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
+_IS_THERE = functools.partial(operator.is_not, None)
 
 
 class Arrivals:
@@ -49,7 +37,7 @@ class Arrivals:
         self.made_in_run: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._registry = registry
         # By local replica, those that the engine computes now.
-        self._backwards: dict[int, _Backward] = {}
+        self._backwards: dict[int, ReplicaBackward] = {}
         reference = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
@@ -85,7 +73,7 @@ class Arrivals:
         if is_inexact(parameter):
             hooks.first_when_accumulated(parameter, self._hook)
 
-    def _backward(self) -> _Backward:
+    def _backward(self) -> ReplicaBackward:
         """The one that calls a hook, of several: on the host the engine does so on the replica's thread."""
         if self._backwards:
             return self._backwards[current_local_replica() or 0]
@@ -98,67 +86,62 @@ class Arrivals:
             ".grad alone"
         )
 
-    @contextlib.contextmanager
-    def watched(
-        self, replica: int, parameters: Sequence[torch.Tensor | None], buckets: Buckets | None
-    ) -> Iterator[Callable[..., None]]:
-        """Inside, the engine computes a backward of local replica `replica`.
+    def _has_no_gradient(self, parameter: torch.Tensor) -> bool:
+        """Neither a gradient so far, nor a strategy that would reduce it."""
+        return parameter.grad is None and parameter not in self._registry
 
-        Args:
-            parameters: by slot.
-            buckets: take gradients as they come.
+    @contextlib.contextmanager
+    def watched(self, step: ReplicaBackward) -> Iterator[Callable[[], None]]:
+        """Inside, the engine computes `step`.
+
         Gives: `_check`, to be called when the engine has ended, and before gradients are reduced.
         """
-        made, watched = self.made_in_run, []
-        unmirrored = [p for p in made if p.grad is None and p not in self._registry] if made else []
-        for p in parameters:
+        watched = list[tuple[torch.Tensor, int]]()
+        unmirrored = list(filter(self._has_no_gradient, self.made_in_run))
+        for p in filter(_IS_THERE, step.parameters):
             # By a hook beside ours the program may write any parameter.
-            if p is not None and (
-                p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1
-            ):
-                watched = _versions(parameters)
+            if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1:
+                there = filter(_IS_THERE, step.parameters)
+                watched = [(p, p._version) for p in there if not p.is_inference()]
                 break
-        self._backwards[replica] = backward = _Backward(buckets, unmirrored, watched)
+        self._backwards[step.replica] = step
         try:
             alone = len(self._backwards) == 1  # replicas may leave in another order
             with hooks.noticing_data() if alone else contextlib.nullcontext(()) as taken:
-                yield functools.partial(self._check, backward, taken)
+                yield functools.partial(self._check, step, unmirrored, watched, taken)
         finally:
-            del self._backwards[replica]
+            del self._backwards[step.replica]
 
     def _check(
         self,
-        backward: _Backward,
+        step: ReplicaBackward,
+        unmirrored: Sequence[torch.Tensor],
+        watched: Sequence[tuple[torch.Tensor, int]],
         taken: Sequence[tuple[int, torch.Tensor, int]],
-        *,
-        in_run: bool,
     ) -> None:
         """Refuse a backward after which the ranks' parameters would differ.
 
         Args:
+            unmirrored: parameters of `made_in_run` that had no gradient.
+            watched: parameters that may not change in all of the backward, each with its version before.
             taken: `.data` of parameters, as of `hooks.noticing_data`.
-            in_run: inside `run`, and not in a `replica()`, where whole programs live.
         Raises:
             RuntimeError: a parameter was updated, or its gradient is gone, or no strategy keeps it equal.
         """
-        in_buckets = {} if backward.buckets is None else backward.buckets.taken
-        written = (
-            {of for of, tensor, version in taken if tensor._version != version} if taken else ()
-        )
-        for parameters in backward.came, backward.watched:
-            for parameter, version in parameters:
-                is_gone = parameters is backward.came and parameter.grad is None
-                is_gone &= id(parameter) not in in_buckets
-                if is_gone or parameter._version != version or id(parameter) in written:
-                    self._raise_changed(
-                        parameter, "lost its gradient" if is_gone else "was changed"
-                    )
-        if in_run and backward.unmirrored:
-            self._check_unreached(backward.unmirrored)
-
-    def _check_unreached(self, unmirrored: Sequence[torch.Tensor]) -> None:
+        in_buckets = {} if step.buckets is None else step.buckets.taken
+        for parameter, _ in step.came:
+            if parameter.grad is None and id(parameter) not in in_buckets:
+                self._raise_changed(parameter, "lost its gradient")
+        written = set()
+        for of, tensor, version in taken:
+            if tensor._version != version:
+                written.add(of)
+        for parameter, version in itertools.chain(step.came, watched):
+            if parameter._version != version or id(parameter) in written:
+                self._raise_changed(parameter, "was changed")
         for parameter in unmirrored:
-            if parameter.grad is not None:
+            # Inside `replica()` whole programs live.
+            if parameter.grad is not None and not step.in_block:
                 raise RuntimeError(
                     f"backward() inside run reached {self.made_in_run[parameter]}, of a module that was made inside "
                     "run: it is no variable of the strategy, so nothing keeps it equal on all ranks. Build the module "
@@ -173,7 +156,3 @@ class Arrivals:
             "rank would make another update. Update parameters after backward(); or call backward() inside "
             "strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
         )
-
-
-def _versions(parameters: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, int]]:
-    return [(p, p._version) for p in parameters if p is not None and not p.is_inference()]

@@ -73,12 +73,11 @@ def _parts(group: Sequence[int], like: Any, nbytes: int) -> Iterator[list[int]]:
     part: list[int] = []
     filled = 0
     for slot in group:
-        size = like[slot].numel() * like[slot].element_size()
-        if part and filled + size > nbytes:
+        if part and filled + like[slot].nbytes > nbytes:
             yield part
             part, filled = [], 0
         part.append(slot)
-        filled += size
+        filled += like[slot].nbytes
     yield part
 
 
@@ -86,10 +85,10 @@ class Buckets:
     """The buckets of a strategy's gradients, in one backward after the other.
 
     Args:
-        parts: the slots of each bucket, in the order in which they leave.
-        like: the parameters on "meta", by slot.
         wires: how buckets cross a network.
+        like: the parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
         scale: multiplied to the sums, or None.
+        nbytes: of a bucket, at most.
         all_reduce: sums up a bucket: its memory, how, and the events that come first.
         thread: calls `all_reduce`; None: whoever has filled the bucket.
 
@@ -105,15 +104,16 @@ class Buckets:
 
     def __init__(
         self,
-        parts: Sequence[list[int]],
-        like: Mapping[int, torch.Tensor],
         wires: Wires,
+        like: Mapping[int, torch.Tensor],
         scale: float | None,
+        nbytes: int,
         all_reduce: Callable[..., None],
         thread: CommunicationThread | None,
     ) -> None:
+        parts = cut(list(like)[::-1], like, nbytes)
         self._buckets = [Bucket(part, [like[slot] for slot in part]) for part in parts]
-        self._wires, self._scale = wires, scale
+        self._like, self._wires, self._scale = like, wires, scale
         self._all_reduce, self._natively = all_reduce, thread is None
         self._submit = self._call if thread is None else thread.submit
 
@@ -218,8 +218,7 @@ class HostBuckets(Buckets):
     Args:
         thread: carries them.
         packer: makes the packs.
-        like: the parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
-        nbytes: of a bucket, at most; 0 is `DEFAULT_BYTES`.
+        nbytes: 0 is `DEFAULT_BYTES`.
     """
 
     def __init__(
@@ -231,15 +230,15 @@ class HostBuckets(Buckets):
         scale: float | None,
         nbytes: int,
     ) -> None:
-        self._slots = list(like)[::-1]
-        parts = cut(self._slots, like, nbytes or DEFAULT_BYTES)
-        super().__init__(parts, like, wires, scale, thread.communicator.all_reduce, thread)
-        self._packer, self._like, self._communicator = packer, like, thread.communicator
+        self._packer, self._communicator = packer, thread.communicator
+        all_reduce = self._communicator.all_reduce
+        super().__init__(wires, like, scale, nbytes or DEFAULT_BYTES, all_reduce, thread)
 
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
         super().begin(parameters)
         # Not collective: the ranks have shared the window before.
-        for pack in self._packer.packs(self._like, self._slots, self._communicator, asks=False):
+        slots = list(self._like)[::-1]
+        for pack in self._packer.packs(self._like, slots, self._communicator, asks=False):
             start = first = 0
             for bucket in self._buckets:
                 if bucket.like[0].dtype == pack.flat.dtype:

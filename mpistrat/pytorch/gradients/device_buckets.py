@@ -8,7 +8,7 @@ events; where collectives are ordered by streams, the host waits for none of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from mpistrat import arrays
 from mpistrat.communicators import Communicator, Reduction
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.cross_device_ops import packing
-from mpistrat.pytorch.gradients.buckets import Bucket, Buckets, cut
+from mpistrat.pytorch.gradients.buckets import Bucket, Buckets
 from mpistrat.pytorch.gradients.wires import Wires
 
 # The ranks' hosts meet at each bucket, and its copy as float32 is not to count: not too many, and not too large.
@@ -25,17 +25,18 @@ _PARTS = 16
 _SMALLEST, _LARGEST = 1 << 20, 25 << 20
 
 
-def bucket_bytes(like: Any, slots: Sequence[int], asked: int) -> int:
-    """So many bytes a bucket of the gradients of `slots` has at most. Args: asked: by the program; 0: nothing."""
-    total = sum(like[slot].numel() * like[slot].element_size() for slot in slots)
-    return asked or min(max(total // _PARTS, _SMALLEST), _LARGEST)
+def bucket_bytes(like: Iterable[torch.Tensor]) -> int:
+    """So many bytes a bucket of the gradients of the parameters `like` has at most, where the program asks for none."""
+    total = sum(parameter.nbytes for parameter in like)
+    return min(max(total // _PARTS, _SMALLEST), _LARGEST)
 
 
-def let_go(gradient: torch.Tensor | None) -> None:
-    """The current stream was the last to read `gradient`, which the backward may have allocated on another."""
-    if gradient is not None and not gradient.is_sparse:
-        module = torch.get_device_module(gradient.device)
-        gradient.record_stream(module.current_stream(gradient.device))
+def let_go(gradients: Iterable[torch.Tensor | None]) -> None:
+    """The current stream was the last to read `gradients`, which the backward may have allocated on another."""
+    for gradient in gradients:
+        if gradient is not None and not gradient.is_sparse:
+            module = torch.get_device_module(gradient.device)
+            gradient.record_stream(module.current_stream(gradient.device))
 
 
 class SideStream:
@@ -74,8 +75,7 @@ class DeviceBuckets(Buckets):
 
     Args:
         side: sums them up.
-        like: the parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
-        nbytes: of a bucket, at most; 0: as of `bucket_bytes`.
+        nbytes: 0: as of `bucket_bytes`.
     """
 
     stream: Callable[[], Any]
@@ -88,9 +88,8 @@ class DeviceBuckets(Buckets):
         scale: float | None,
         nbytes: int,
     ) -> None:
-        slots = list(like)[::-1]
-        parts = cut(slots, like, bucket_bytes(like, slots, nbytes))
-        super().__init__(parts, like, wires, scale, side.all_reduce, side.thread)
+        nbytes = nbytes or bucket_bytes(like.values())
+        super().__init__(wires, like, scale, nbytes, side.all_reduce, side.thread)
         self._side = side
         self.stream = functools.partial(side.module.current_stream, side.device)
 
@@ -113,15 +112,12 @@ class DeviceBuckets(Buckets):
         # The program's may still use what the memory held before.
         for stream in {*bucket.writers, self._program} - {here}:
             here.wait_stream(stream)
-        for gradient in gradients:
-            if gradient is not None and not gradient.is_sparse:
-                gradient.record_stream(here)  # the last to read it; another may have allocated it
-        single = gradients[0] if len(gradients) == 1 and here == self._program else None
-        if single is not None and id(bucket.parameters[0]) not in self.shown:
-            bucket.flat, bucket.pieces = packing.flat_view(single, bucket.like[0]), gradients
+        let_go(gradients)
+        first, like = gradients[0], bucket.like[0]
+        is_single = len(gradients) == 1 and here == self._program and first is not None
+        if is_single and id(bucket.parameters[0]) not in self.shown:
+            bucket.flat, bucket.pieces = packing.flat_view(first, like), gradients
         if bucket.flat is None:
             with self._side.module.stream(self._program):
-                flat = torch.empty(
-                    bucket.length, dtype=bucket.like[0].dtype, device=self._side.device
-                )
+                flat = torch.empty(bucket.length, dtype=like.dtype, device=self._side.device)
             bucket.flat, bucket.pieces = flat, packing.pieces_of(flat, bucket.like)

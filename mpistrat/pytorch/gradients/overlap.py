@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,18 +38,6 @@ SMALLEST = 1 << 20
 _TIMED, _UNTIMED = 5, 2
 # Overlap stays if it takes less than this part of the time of reducing afterwards.
 _GAIN = 0.97
-
-
-class _Facts(NamedTuple):
-    """What a rank knows of itself. `kinds`: of the `devices`, a number, on which parameters are."""
-
-    asked: bool | None
-    thread_multiple: bool
-    kinds: frozenset[str]
-    devices: int
-    nbytes: int
-    cpus: frozenset[int]
-    threads: int
 
 
 class Overlap:
@@ -182,7 +170,7 @@ class Overlap:
     def _agree_on_sender(self, devices: frozenset[torch.device]) -> None:
         """Find who sends buckets; nobody, for ever, if gradients are to be reduced afterwards. Collective."""
         communicator = self._communicator
-        facts = _Facts(
+        facts = (
             self._asked,
             communicator.thread_multiple,
             frozenset([device.type for device in devices]),
@@ -260,7 +248,7 @@ def _why_never(parts: ModuleParts, shares: bool) -> str:
     )
 
 
-def _why_not(of_ranks: Sequence[_Facts], on_one_node: bool) -> tuple[frozenset[str], str]:
+def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str], str]:
     """The kinds of all devices; and why gradients cannot, or had better not, leave while backward runs, or nothing."""
     asked, thread_multiple, of_rank, devices, nbytes, masks, threads = zip(*of_ranks, strict=True)
     kinds: frozenset[str] = frozenset().union(*of_rank)

@@ -61,10 +61,8 @@ _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.Context
 _PARAMETER = operator.methodcaller("reference")  # of a slot
 _GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
 _IS_THERE = functools.partial(operator.is_not, None)
-_GRADIENT = (
-    itertools.repeat("grad"),
-    itertools.repeat(None),
-)  # None also of a parameter that is gone
+# None also of a parameter that is gone.
+_GRADIENT = itertools.repeat("grad"), itertools.repeat(None)
 
 _MAY_INTERLEAVE = (
     "Gradients left while backward() ran: if the program communicates inside backward(), and its ranks use different "
@@ -219,13 +217,13 @@ class GradientReducer:
         """Have the engine compute what the replica contributes."""
         contract, buckets = self._communicator.contract, step.buckets
         calls = contract.calls
-        with self.arrivals.watched(step.replica, step.parameters, buckets) as check:
+        with self.arrivals.watched(step) as check:
             loss = tensors if step.weight == 1.0 else _times(step.weight, tensors)
             hooks.original_backward(loss, *arguments)
         step.communicated = contract.calls > calls + (0 if buckets is None else buckets.calls)
         if step.synchronizes:
             with self._raising_together:
-                check(in_run=not step.in_block)
+                check()
                 step.sent = frozenset() if buckets is None else buckets.finish()
             step.gradients = [*map(getattr, step.parameters, *_GRADIENT)]
             step.buffers = buffers.snapshot(self.registry) if self.registry.buffers else []
@@ -344,7 +342,8 @@ class GradientReducer:
             self.wires.end_backward()
         if self.registry.buffers:
             snapshots = [backward.buffers for backward in steps]
-            buffers.average(self._parts, self.registry.buffers, snapshots, agreed.buffers)
+            flags = buffers.to_average(agreed.buffers)
+            buffers.average(self._parts, self.registry.buffers, snapshots, flags)
         for piggyback, greatest in agreed.maxima:
             piggyback.received(greatest)
         return reduced
@@ -365,15 +364,16 @@ class GradientReducer:
         step, parameters = steps[0], steps[0].parameters
         is_gpu, parts = any(is_on_gpu(parameters[slot]) for slot in slots), [slots]
         if is_gpu:
-            nbytes = bucket_bytes(parameters, slots, self._parts.ops.options.bytes_per_pack)
+            asked = self._parts.ops.options.bytes_per_pack
+            nbytes = asked or bucket_bytes(map(parameters.__getitem__, slots))
             parts = cut(slots[::-1], parameters, nbytes)
         sums: dict[int, torch.Tensor] = {}
         for part in parts:
             sums |= self._sums.all_reduce_packs(self.packer, parameters, part, *how)
             if is_gpu and len(steps) == 1:
                 # The memory of these gradients serves the buckets that come next.
+                let_go(map(step.gradients.__getitem__, part))
                 for slot in part:
-                    let_go(step.gradients[slot])
                     step.gradients[slot] = parameters[slot].grad = None
         return sums
 

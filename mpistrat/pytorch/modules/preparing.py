@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -29,9 +30,7 @@ compared: weakref.WeakSet[Any] = weakref.WeakSet()
 _OF_EVERY_SCHEDULER = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
-def not_mirrored(
-    owner: StrategyModules, modules: Iterable[torch.nn.Module]
-) -> list[torch.nn.Module]:
+def not_mirrored(owner: StrategyModules, modules: Iterable[Module]) -> list[Module]:
     """Those of `modules` that have something which is not mirrored yet, each once."""
     return [
         module
@@ -43,7 +42,7 @@ def not_mirrored(
 def check_optimizers(
     owner: StrategyModules,
     optimizers: Iterable[Optimizer],
-    modules: Sequence[torch.nn.Module],
+    modules: Sequence[Module],
 ) -> None:
     """Raises: ValueError: an optimizer updates what nobody keeps equal, or nothing of the modules that it came with."""
     prepared = set(itertools.chain.from_iterable(module.parameters() for module in modules))

@@ -12,6 +12,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
+from torch.nn import Module
 from torch.nn.modules import module as hooks
 
 from mpistrat.context import AnyStrategy, per_thread
@@ -33,7 +34,7 @@ def _watch_registrations() -> None:
     hooks.register_module_module_registration_hook(_see)
 
 
-def _see(module: torch.nn.Module, name: str, value: Any) -> None:
+def _see(module: Module, name: str, value: Any) -> None:
     for recorder in tuple(_recorders):
         recorder.see(module, name, value)
 
@@ -58,29 +59,27 @@ class Recorder:
         made_in_run: MutableMapping[torch.Tensor, str],
     ) -> None:
         self._strategy, self._is_mirrored, self._made_in_run = strategy, is_mirrored, made_in_run
-        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}  # by id
+        self._modules: dict[int, weakref.ref[Module]] = {}  # by id
         self.changed = False
         _recorders.add(self)
         _watch_registrations()
 
-    def see(self, module: torch.nn.Module, name: str, value: Any) -> None:
+    def see(self, module: Module, name: str, value: Any) -> None:
         """`module` gets `value`. In the scope any module counts; elsewhere, also in run, the recorded ones."""
         mode: Any = per_thread.modes[-1] if per_thread.modes else None
         is_current = mode is not None and mode.strategy is self._strategy
         in_scope = is_current and mode.replica_context is None
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, Module):
             self._check_wrapper(module, value, in_scope)
         if in_scope or self.knows(module):
             self.changed = True
             self.record(module)
-            if isinstance(value, torch.nn.Module):
+            if isinstance(value, Module):
                 self.record(value)
         elif is_current and mode.in_run and isinstance(value, torch.nn.Parameter):
             self._made_in_run[value] = f"{type(module).__name__}.{name}"
 
-    def _check_wrapper(
-        self, parent: torch.nn.Module, module: torch.nn.Module, in_scope: bool
-    ) -> None:
+    def _check_wrapper(self, parent: Module, module: Module, in_scope: bool) -> None:
         """`parent` gets `module`. Raises: ValueError: it reduces gradients of a module that is mirrored."""
         wrapper, strategy = wrapper_of(parent), self._strategy
         if not wrapper or strategy.num_replicas_in_sync == 1:
@@ -88,17 +87,17 @@ class Recorder:
         if in_scope or self.knows(module) or any(map(self._is_mirrored, module.parameters())):
             refuse_wrapping(wrapper, module, strategy.extended.communicator.rank)
 
-    def record(self, module: torch.nn.Module) -> None:
+    def record(self, module: Module) -> None:
         if not self.knows(module):
             # Of one that is freed: the order is that of the new.
             self._modules.pop(id(module), None)
             self._modules[id(module)] = weakref.ref(module)
 
-    def knows(self, module: torch.nn.Module) -> bool:
+    def knows(self, module: Module) -> bool:
         reference = self._modules.get(id(module))
         return reference is not None and reference() is module
 
-    def roots(self) -> list[torch.nn.Module]:
+    def roots(self) -> list[Module]:
         """The recorded modules that are inside no other recorded one, in recorded order."""
         alive = [m for reference in self._modules.values() if (m := reference()) is not None]
         self._modules = {id(module): weakref.ref(module) for module in alive}

@@ -44,10 +44,9 @@ class SharedParameters:
     def has_moved(self, parameter: torch.Tensor) -> bool:
         """Whether a shared parameter has been given other memory: by `.data = …`, or a module's `.to(dtype)`."""
         place = self.place_of(parameter)
-        return (
-            place is not None
-            and parameter.data_ptr() != place.block.value_view.address + place.first
-        )
+        if place is None:
+            return False
+        return parameter.data_ptr() != place.block.value_view.address + place.first
 
     def moved(self, registry: Registry) -> list[tuple[str, torch.Tensor]]:
         """The mirrored parameters that `has_moved` is true of, with their names."""

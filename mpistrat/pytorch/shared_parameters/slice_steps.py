@@ -40,7 +40,9 @@ class SliceSteps:
         if all(self.shared.place_of(p) is None for p in parameters):
             return None
         self.shared.check_unmoved(parameters)
-        why = _why_not_by_slice(optimizer, args, kwargs)
+        why = why_not_elementwise(type(optimizer))
+        if hooks.has_closure(args, kwargs):
+            why = "step(closure) reads whole parameters"
         if why:
             # Each rank updates what it sees, which is its own as soon as it writes it; then it is made one again.
             if optimizer not in self._whole:
@@ -50,9 +52,7 @@ class SliceSteps:
                     "state"
                 )
             return None
-        slices = self._slices.get(optimizer)
-        if slices is None:
-            slices = self._slices[optimizer] = _Slices(self.shared)
+        slices = self._slices.setdefault(optimizer, _Slices(self.shared))
         return (slices.begin(optimizer, parameters), *args[1:]), kwargs
 
     def after(self, optimizer: Optimizer, stepped: Optimizer) -> None:
@@ -62,12 +62,6 @@ class SliceSteps:
             hooks.dismiss_twin(optimizer, stepped)
         elif optimizer in self._whole:
             self.shared.settle()
-
-
-def _why_not_by_slice(optimizer: Optimizer, args: Any, kwargs: Any) -> str:
-    if hooks.has_closure(args, kwargs):
-        return "step(closure) reads whole parameters"
-    return why_not_elementwise(type(optimizer))
 
 
 class _Slice:
