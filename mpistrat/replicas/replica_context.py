@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,10 @@ class ReplicaContext:
     def strategy(self) -> Any:
         """The strategy that runs this replica."""
         return self._strategy
+
+    @functools.cached_property
+    def _extended(self) -> Any:
+        return self._strategy.extended
 
     @property
     def replica_id_in_sync_group(self) -> Any:
@@ -108,7 +113,7 @@ class ReplicaContext:
             RuntimeError: outside this replica's run.
         """
         require_replica(self, "all_reduce")
-        extended = self._strategy.extended
+        extended = self._extended
         try:
             op = ReduceOp.parse(reduce_op)
         except ValueError as error:

@@ -51,16 +51,16 @@ def unwritten(tensors: Tensors, outs: Sequence[Tensors]) -> list[Tensor]:
 def room_for(tensor: Tensor) -> Tensor:
     """A contiguous buffer for other elements of `tensor`: its own memory, or else new."""
     detached = tensor.detach()
-    if is_plain(detached):
+    if _is_plain(detached):
         return detached
     return torch.empty_like(detached, memory_format=torch.contiguous_format)
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
+    return tensor if _is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
 
 
-def is_plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Whether its memory holds its elements in order, as that of a transposed or conjugated view does not."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
