@@ -70,8 +70,12 @@ class TerminationConfig:
 
 class _Defaults(NamedTuple):
     watcher: Callable[[], bool] | None
-    exit_fn: Callable[[], Any] | None  # None: the program goes on
+    exit_fn: Callable[[], Any]
     grace_period: float
+
+
+def _go_on() -> None:
+    """The program is not ended."""
 
 
 # As TensorFlow has them.
@@ -79,7 +83,7 @@ _EXIT, _EXIT_OF_GCE = functools.partial(sys.exit, 42), functools.partial(sys.exi
 _DEFAULTS = {
     PlatformDevice.INTERNAL_CPU: _Defaults(None, _EXIT, 0),
     PlatformDevice.INTERNAL_GPU: _Defaults(None, _EXIT, 0),
-    PlatformDevice.INTERNAL_TPU: _Defaults(None, None, 0),
+    PlatformDevice.INTERNAL_TPU: _Defaults(None, _go_on, 0),
     PlatformDevice.GCE_CPU: _Defaults(maintenance_is_near, _EXIT_OF_GCE, 0),
     PlatformDevice.GCE_GPU: _Defaults(maintenance_is_near, _EXIT_OF_GCE, 3600),
     PlatformDevice.GCE_TPU: _Defaults(maintenance_is_near, _EXIT_OF_GCE, 0),
