@@ -93,8 +93,9 @@ class Mirroring(StrategyModules):
         self._place(modules, tensors)
         new = NewTensors([], [])
         self._collect(modules, tensors_in, new)
-        whole = itertools.filterfalse(arrays.is_sharded, tensors)
-        new.parameters.extend((f"parameter {i}", tensor) for i, tensor in enumerate(whole))
+        for i, tensor in enumerate(tensors):
+            if not arrays.is_sharded(tensor):
+                new.parameters.append((f"parameter {i}", tensor))
         self._mirror_tensors(new)
         return new
 

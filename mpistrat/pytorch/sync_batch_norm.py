@@ -186,5 +186,7 @@ def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
         converted: torch.nn.Module = SyncBatchNorm.convert_sync_batchnorm(module)
         return converted
     for name, child in module.named_children():
-        setattr(module, name, convert_sync_batchnorm(child))
+        converted = convert_sync_batchnorm(child)
+        if converted is not child:  # what is set is seen as built here
+            setattr(module, name, converted)
     return module

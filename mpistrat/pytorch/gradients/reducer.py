@@ -362,15 +362,15 @@ class GradientReducer:
     ) -> dict[int, torch.Tensor]:
         """The sums of one bucket after the other."""
         step, parameters = steps[0], steps[0].parameters
-        is_gpu, parts = any(is_on_gpu(parameters[slot]) for slot in slots), [slots]
-        if is_gpu:
+        parts = [slots]
+        if any(is_on_gpu(parameters[slot]) for slot in slots):
             asked = self._parts.ops.options.bytes_per_pack
             nbytes = asked or bucket_bytes(map(parameters.__getitem__, slots))
             parts = cut(slots[::-1], parameters, nbytes)
         sums: dict[int, torch.Tensor] = {}
         for part in parts:
             sums |= self._sums.all_reduce_packs(self.packer, parameters, part, *how)
-            if is_gpu and len(steps) == 1:
+            if len(steps) == 1 and is_on_gpu(parameters[part[0]]):
                 # The memory of these gradients serves the buckets that come next.
                 let_go(map(step.gradients.__getitem__, part))
                 for slot in part:

@@ -146,7 +146,7 @@ class SharedParameters:
 
     def warn(self, what: str) -> None:
         text = f"the ranks of a node are to share parameters, but {what}"
-        warn_on_first_rank(self.communicator.rank, text)
+        warn_on_first_rank(self.communicator.rank, text, stacklevel=3)
 
     def blocks(self, parameters: Iterable[torch.Tensor]) -> list[Block]:
         """Those that `parameters` lie in."""
