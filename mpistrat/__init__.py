@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.context import below_all
+from mpistrat.context import below_all, make_default_for
 from mpistrat.liveness.ending import rank_end
 from mpistrat.liveness.observer import observation
 from mpistrat.machine.first_use import load_on_first_use
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from mpistrat.variables.variable import Variable
     from mpistrat.xla.strategy import TPUStrategy
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__ = load_on_first_use(__name__, make_default_for)
 
 __version__ = "0.1.0.dev0"
 

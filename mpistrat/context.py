@@ -86,6 +86,17 @@ class _BelowAll:
 
 
 below_all = _BelowAll()
+# Names of the package that ask for the strategy in force, also inside torch.compile, which cannot make one.
+_ASKING = {
+    *("compute_average_loss", "get_loss_reduction", "get_replica_context", "get_strategy"),
+    *("in_cross_replica_context", "scale_regularization_loss", "Variable"),
+}
+
+
+def make_default_for(name: str) -> None:
+    """Make the default strategy, if what a program gets by `name` may ask for it."""
+    if name in _ASKING:
+        below_all.mode  # noqa: B018 - it is kept
 
 
 def current_mode() -> Mode:

@@ -36,7 +36,7 @@ class TFConfigClusterResolver(ClusterResolver):
     ):
         super().__init__(task_type, None, rpc_layer, environment)
         self._set("task_id", task_id)
-        self._environ = os.environ if environ is None else environ
+        self._environ = environ  # None: that of the process which asks, also of a copy elsewhere
 
     def cluster_spec(self) -> ClusterSpec:
         cluster = self._config().get("cluster", {})
@@ -79,7 +79,8 @@ class TFConfigClusterResolver(ClusterResolver):
         super()._set(name, _index(value) if name == "task_id" and value is not None else value)
 
     def _config(self) -> dict[str, Any]:
-        return parse_tf_config(self._environ.get(TF_CONFIG, "{}"))
+        environ = os.environ if self._environ is None else self._environ
+        return parse_tf_config(environ.get(TF_CONFIG, "{}"))
 
     def _task(self) -> dict[str, Any]:
         task = self._config().get("task", {})

@@ -14,8 +14,13 @@ from types import CodeType
 from typing import Any
 
 
-def load_on_first_use(package: str) -> Callable[[str], Any]:
-    """The function `__getattr__` of `package`. Called by: the package's own code, while it runs."""
+def load_on_first_use(
+    package: str, then: Callable[[str], None] = lambda name: None
+) -> Callable[[str], Any]:
+    """The function `__getattr__` of `package`. Called by: the package's own code, while it runs.
+
+    Args: then: is called with each name, once it is loaded.
+    """
     imports = _imports_in(sys._getframe(1).f_code)
 
     def load(name: str) -> Any:
@@ -26,6 +31,7 @@ def load_on_first_use(package: str) -> Callable[[str], Any]:
             return importlib.import_module(f"{package}.{original}")
         value = getattr(importlib.import_module(origin), original)
         setattr(sys.modules[package], name, value)
+        then(name)
         return value
 
     return load

@@ -68,7 +68,7 @@ class _DefaultStrategy(Strategy):
         return dataset_fn(InputContext())
 
 
-_being_made = threading.Lock()
+_being_made = threading.RLock()
 
 
 def default_mode() -> Mode:

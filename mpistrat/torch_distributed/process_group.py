@@ -230,7 +230,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         return self._collective(_ALL_REDUCE_COALESCED, opts, tensors)
 
     def reduce(self, tensors: Any, opts: Any, op: Any = None) -> Work:
-        if isinstance(opts, int):
+        if not hasattr(opts, "asyncOp"):
             opts = _REDUCE.options_of(op, opts)
         return self._collective(_REDUCE, opts, tensors)
 

@@ -60,6 +60,17 @@ def test_a_strategy_of_one_rank_loads_half(make: str) -> None:
     assert len(loaded) <= MOST_WITH_A_STRATEGY
 
 
+def test_a_compiled_function_asks_for_the_default_strategy() -> None:
+    """Dynamo cannot make it: it is there when a program has the name of a function that asks for it."""
+    program = """
+import torch
+from mpistrat import compute_average_loss
+mean = torch.compile(lambda x: compute_average_loss(x), backend="eager", fullgraph=True)
+assert mean(torch.ones(2)) == 1.0
+"""
+    assert "mpistrat.strategies.default" in modules_after(program)
+
+
 def test_a_program_without_a_strategy_has_the_default_one() -> None:
     program = """
 import threading

@@ -188,7 +188,7 @@ def costs_of(
     )
     here = max(distances)
     key = {
-        "routes": sorted(routes),
+        "ways": sorted(routes),
         "mpi": mpi,
         "settings": transport_settings(),
         "ranks_of_nodes": sorted(ranks_of_nodes),
@@ -227,7 +227,7 @@ def _kept(key: dict[str, Any], here: float) -> list[Observation]:
         observation
         for observation in cache.read(cache_folder() or os.devnull, key)
         if are_near(observation.distance, here)
-        and observation.seconds.keys() == set(key["routes"])
+        and observation.seconds.keys() == set(key["ways"])
         and all(1 < len(times) < len(key["memory"]) for times in observation.seconds.values())
     ]
 

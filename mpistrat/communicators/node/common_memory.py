@@ -121,12 +121,12 @@ class CommonMemory:
         across: Callable[[Array], None] | None,
     ) -> None:
         self.first, self.end = bounds
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor).atexit = False
         self.shared = mapped(descriptor, nbytes, counted=self.end - self.first)
         self.contributions = contributions
         self._blocks, self._across = blocks, across
         self.contribution = contributions[blocks.rank] if contributions else None
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
 
     @staticmethod
     def make(
@@ -168,6 +168,8 @@ class CommonMemory:
             )
         # All have opened the file before rank 0 may close it.
         failure = first_failure(all_gather_object(why))
+        if failure and memory is None and descriptor >= 0:
+            os.close(descriptor)
         return (None, failure) if failure else (memory, "")
 
     def _try(self) -> str:

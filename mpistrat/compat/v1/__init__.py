@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from mpistrat.context import make_default_for
 from mpistrat.machine.first_use import load_on_first_use
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from mpistrat.replicas.strategy_extended import StrategyExtended
     from mpistrat.strategy import experimental_set_strategy
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__ = load_on_first_use(__name__, make_default_for)
 
 __all__ = [
     "CrossDeviceOps",

@@ -170,9 +170,9 @@ class RemoteOptimizer:
     def _move_loaded_state(self, optimizer: Optimizer) -> None:
         """Send the state that was loaded here, if this rank owns it: it is not kept here."""
         for parameter in [p for p in optimizer.state if p in self._made]:
-            state = optimizer.state.pop(parameter)
             if self._owns:
-                self._load(self._made[parameter], state)
+                self._load(self._made[parameter], optimizer.state[parameter])
+            del optimizer.state[parameter]
 
     def made_elsewhere(self, optimizer: Optimizer) -> None:
         """Another rank has had the servers make it for all parameters."""

@@ -74,9 +74,9 @@ class RemoteTensor:
     def pull_rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Args: indices: of rows, ascending. Raises: IndexError."""
         count = sum(self.rows)
-        outside = indices[(indices < 0) | (indices >= count)]
-        if len(outside):
-            raise IndexError(f"row {int(outside[0])} of an embedding of {count} rows")
+        if len(indices) and not (int(indices[0]) >= 0 and int(indices[-1]) < count):
+            wrong = int(indices[0]) if indices[0] < 0 else int(indices[-1])
+            raise IndexError(f"row {wrong} of an embedding of {count} rows")
         parts = [
             self.client.rows(address, (indices[part] - first).cpu().numpy())
             for address, first, part in self.by_part(indices)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.cluster_resolver.launcher import library_name
 from mpistrat.communicators import Communicator
 from mpistrat.machine.cpu_model import cpu_model
 from mpistrat.machine.devices import num_accelerators, torch_accelerator
@@ -39,12 +38,17 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
         "usable_cores": usable,
         "oversubscribed": usable < communicator.size,
         "distance_us": (1e6 * np.max([between for *_, between in of_ranks], axis=0)).tolist(),
-        "mpi": library_name(mpi.Get_library_version()) if mpi else "no MPI",
+        "mpi": _first_line(mpi.Get_library_version()) if mpi else "no MPI",
         "device": str(device),
         **_torch(),
         "ways": communicator.explain().split("\n"),
     }
     return communicator.broadcast_object(here)
+
+
+def _first_line(text: str) -> str:
+    """Without what stands behind a comma, and with single spaces."""
+    return " ".join(text.split("\n")[0].split(",")[0].strip("\0 ").split())
 
 
 def _torch() -> dict[str, Any]:

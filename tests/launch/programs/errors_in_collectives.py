@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.liveness.ending import job_end
-from mpistrat.liveness.observer import other_nodes
+from mpistrat.liveness import deadlines
 
 
 def left_by_an_error() -> None:
     """Rank 0 leaves a sum of ranks 0 and 1, through memory, and then a sum of ranks 0 and 2, by MPI."""
-    other_nodes.SECONDS_TO_LEAVE_TOO = job_end.SECONDS_TO_RAISE = 0.2
+    deadlines.RANK_STAYS_IN_LEFT_COLLECTIVE = 0.2
+    deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE = 0.2
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
     for number, smallest in ((1, 0.0), (2, math.inf)):  # bytes that go through memory

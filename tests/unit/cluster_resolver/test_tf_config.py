@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import pickle
 
 import pytest
 from hypothesis import given
@@ -114,3 +115,11 @@ def test_any_text_answers_or_is_a_value_error(text):
     for ask in questions(resolver(text)):
         with contextlib.suppress(ValueError):
             ask()
+
+
+def test_a_copy_elsewhere_asks_the_environment_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", '{"task": {"type": "chief", "index": 0}}')
+    sent = pickle.dumps(TFConfigClusterResolver())
+    monkeypatch.setenv("TF_CONFIG", '{"task": {"type": "worker", "index": 1}}')
+    there = pickle.loads(sent)
+    assert (there.task_type, there.task_id) == ("worker", 1)
