@@ -104,6 +104,7 @@ class DeviceBuckets(Buckets):
             if bucket.flat is not None:
                 for stream in (*bucket.writers, self._side.stream):
                     bucket.flat.record_stream(stream)
+            bucket.flat, bucket.pieces = None, []  # whoever keeps the error keeps this object
 
     def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
         """Allocate memory for `bucket`, or take that of its only gradient. What was written elsewhere comes first."""

@@ -388,10 +388,11 @@ class GradientReducer:
     def _undo(self, step: ReplicaBackward, error: BaseException) -> None:
         """The backward has failed for `error`."""
         self._unsynchronized[step.replica].undo(step.parameters, step.earlier)
-        if step.buckets is None:
+        buckets, step.buckets = step.buckets, None  # the error keeps the step
+        if buckets is None:
             return
-        step.buckets.leave()
-        if step.communicated and step.buckets.calls and isinstance(error, CollectiveMismatchError):
+        buckets.leave()
+        if step.communicated and buckets.calls and isinstance(error, CollectiveMismatchError):
             error.args = (f"{error}. {_MAY_INTERLEAVE}",)
 
 
