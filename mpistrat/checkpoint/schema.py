@@ -25,7 +25,10 @@ RANK = range(1 << 31)
 
 
 def check(value: Any, schema: Schema, name: str) -> None:
-    """Raises: ValueError, which says what in `value`, which is called `name`, is not as `schema` has it."""
+    """Raises: ValueError naming the part of `value` that does not fit `schema`.
+
+    Args: name: of `value`, in the message.
+    """
     if not _is(value, schema):
         raise ValueError(f"{name} is {reprlib.repr(value)}, not {_in_words(schema)}")
     if isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Which copy of what is mirrored differs from which, in words."""
+"""Names, in words, the copies of a mirrored value that differ from the others."""
 
 from __future__ import annotations
 

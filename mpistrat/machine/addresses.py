@@ -1,4 +1,4 @@
-"""The addresses at which other nodes may reach this one, and a check of which do."""
+"""The addresses of this node, and a check whether other nodes reach them."""
 
 from __future__ import annotations
 

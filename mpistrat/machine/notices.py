@@ -1,8 +1,8 @@
 """The one voice of this project: words for people, each in one piece, so that those of several ranks do not mix.
 
 Notices go to the logger `mpistrat`. If neither that nor the root logger has a handler, they go to `sys.stderr`, or to
-descriptor 2 where that stream cannot be used. Last words and what observers say never go through `logging`, whose locks
-another thread may hold.
+descriptor 2 where that stream cannot be used. Last words and the observer's words never go through `logging`: another
+thread may hold its locks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _is_configured(logger: logging.Logger) -> bool:
 
 
 def warn_of_no_effect(what: str, why: str, rank: int = 0) -> None:
-    """Warn that `what`, which programs of tf.distribute may ask for, does nothing here; once, and on rank 0 only."""
+    """Warn once, on rank 0 only, that the option `what` of tf.distribute does nothing here."""
     if rank == 0 and what not in _without_effect:
         _without_effect.add(what)
         warnings.warn(f"{what} does nothing here: {why}", UserWarning, stacklevel=3)

@@ -196,20 +196,19 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Not collective. Calls on their way end first. Called by `destroy_process_group`."""
-        self._native.shut_down()
-        self._calls.shut_down(self._give_back)
+        self._calls.shut_down(self._native.shut_down, self._give_back)
 
     def abort(self) -> None:
         """Not collective. Calls on their way are left, and so are the communicator and errors nobody has asked for."""
-        self._native.abort()
-        self._calls.abort()
+        self._calls.abort(self._native.abort)
 
     # Collectives
 
     def _collective(self, collective: Collective, opts: Any, *operands: Any) -> Work:
         """Args: opts: torch's options; of a program that calls the group's own method the root or operation alone."""
         if not hasattr(opts, "asyncOp"):
-            opts = collective.options_of(opts)
+            with self.communicator.raising_together():
+                opts = collective.options_of(opts)
         tensors = operands[1] if collective.gathers else operands[0]
         if isinstance(tensors, Tensor):
             tensors = [tensors]
@@ -231,7 +230,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any, op: Any = None) -> Work:
         if not hasattr(opts, "asyncOp"):
-            opts = _REDUCE.options_of(op, opts)
+            with self.communicator.raising_together():
+                opts = _REDUCE.options_of(op, opts)
         return self._collective(_REDUCE, opts, tensors)
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> Work:

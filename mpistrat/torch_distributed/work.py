@@ -259,11 +259,17 @@ class GroupCalls:
         if self.failed:
             self._raise_unobserved()
 
-    def shut_down(self, give_back: Callable[[], None]) -> None:
-        """Not collective. Calls on their way end first, then `give_back` is called."""
+    def shut_down(self, native: Callable[[], None], give_back: Callable[[], None]) -> None:
+        """Not collective. Calls on their way end first.
+
+        Args:
+            native: shuts down torch's own groups, once no call can begin any more.
+            give_back: is called last.
+        """
         if self._is_shut_down:
             return
         self._is_shut_down = True
+        native()
         if self._thread is not None:
             self._after_backward.make()
             self._thread.wait_until_idle()
@@ -272,10 +278,14 @@ class GroupCalls:
         self._raise_unobserved()
         atexit.unregister(self._end_job_if_unobserved)
 
-    def abort(self) -> None:
-        """Not collective. Calls on their way are left, and so are errors nobody has asked for."""
+    def abort(self, native: Callable[[], None]) -> None:
+        """Not collective. Calls on their way are left, and so are errors nobody has asked for.
+
+        Args: native: aborts torch's own groups, once no call can begin any more.
+        """
         self._is_shut_down = True
         atexit.unregister(self._end_job_if_unobserved)
+        native()
         self._after_backward.leave()
         if self._thread is not None:
             self._thread.end()

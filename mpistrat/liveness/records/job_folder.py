@@ -69,7 +69,7 @@ def members_of(folder: str, group: int) -> set[int]:
     return set()
 
 
-# What the MPI libraries and what they stand on make in /dev/shm, and nobody removes when they are killed
+# Files that MPI libraries and their transports make in /dev/shm. Nobody removes them when a job is killed.
 _OF_MPI = re.compile(
     r"/dev/shm/("
     r"mpich_shm_|mpich_|"  # mpich_shm_e381180_0

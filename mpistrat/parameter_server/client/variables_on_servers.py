@@ -1,4 +1,4 @@
-"""Variables on servers: which server has which part, who makes them, and how a rank reads and changes them."""
+"""Variables on servers: how their parts are spread over servers, made, read and changed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 class RemoteVariable(Variable):
     """One array on a server, which every worker reads and changes.
 
-    `read_value` copies the array. What was read before stays what it was. The server makes an update at once and whole,
-    between those of other workers. An update returns the value then where the array is small (4 KB), else the variable,
-    which reads as what it is when it is used.
+    `read_value` copies the array; later updates do not change the copy. The server makes an update at once and whole,
+    between the updates of other workers. An update of a small array (4 KB) returns the value after the update. An
+    update of a larger array returns the variable, whose value is read when it is used.
 
     Args: how: as of `variable_of`.
     Attributes:

@@ -1,4 +1,4 @@
-"""The chief's side: which worker gets which closure, and what comes of it."""
+"""The chief's side: hands closures to workers, and takes their results."""
 
 from __future__ import annotations
 

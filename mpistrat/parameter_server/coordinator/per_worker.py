@@ -181,13 +181,13 @@ class PerWorkerDataset(PerWorker, Iterable[Any]):
 class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
     """An iterator for each worker: pass it to `schedule`, as an argument.
 
-    The function gets its worker's own, on which it calls `next`; where that ends with StopIteration, the closure's
+    The function gets the iterator of its worker, and calls `next` on it. If `next` raises StopIteration, the closure's
     error is an OutOfRangeError.
     """
 
     def __init__(self, dataset: PerWorkerDataset, table: ResourceTable) -> None:
         self._dataset = dataset
-        of_worker = cast(DatasetOfWorker, dataset)  # which is what the worker unpickles
+        of_worker = cast(DatasetOfWorker, dataset)  # as the worker unpickles it
         self._resource = table.add(functools.partial(DatasetOfWorker.iterate, of_worker))
 
     @property

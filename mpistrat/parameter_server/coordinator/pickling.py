@@ -1,6 +1,6 @@
-"""How functions, their arguments and results are pickled: by value, but what each rank has is sent as a key.
+"""How functions, their arguments and results are pickled: by value. An object that each rank has is sent as a key.
 
-What cannot be pickled is named by the path on which its owner would look for it.
+An error about an object that cannot be pickled names the path to the object.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _innermost(
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is pickled with `value`, and what its owner calls it."""
+    """The name and the value of each object that is pickled with `value`."""
     if isinstance(value, types.FunctionType):
         yield from _captured(value)
     elif isinstance(value, types.MethodType):

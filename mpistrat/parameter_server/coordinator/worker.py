@@ -142,7 +142,7 @@ class Worker:
             job_end().end_job(f"ending the job: {who} cannot take closures any more: {what}", 1)
 
     def _return_what_waits(self) -> None:
-        """While a closure takes long, give back those behind it, and send the outcomes of those before it."""
+        """While a closure takes long, give back the closures behind it, and send the results of earlier closures."""
         while True:
             self._busy.wait()
             if self._is_sent():
