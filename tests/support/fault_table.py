@@ -1,6 +1,7 @@
 """The table of faults: docs/faults.md has it, and tests of real jobs hold what is printed and the exit code."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,8 @@ class FaultRow:
     @property
     def line(self) -> str:
         """Its line in the page."""
-        printed = self.printed.replace("\\n", " … ").replace("\\", "").replace("|", " or ")
+        printed = re.sub(r" ?(\\n|\.\*)+ ?", " … ", self.printed)
+        printed = printed.replace("\\", "").replace("|", " or ")
         return f"| {self.fault} | {self.seen_by} | {self.after} | `{printed}` | {self.exit_code} |"
 
 
