@@ -561,10 +561,10 @@ def test_what_one_rank_finds_wrong_all_hear_of():
 @several
 def test_arguments_of_the_group_s_own_methods():
     group = dist.group.WORLD
-    one = torch.ones(2)
-    group.reduce(one, np.int64(0)).wait()  # the root, as NumPy counts it
+    contribution = torch.ones(2)
+    group.reduce(contribution, np.int64(0)).wait()  # the root, as NumPy counts it
     if RANK == 0:
-        equal(one, torch.full((2,), float(SIZE)))
+        equal(contribution, torch.full((2,), float(SIZE)))
     wrong = "no operation" if RANK == LAST else ReduceOp.SUM
     errors = raised(lambda: group.allreduce([torch.ones(2)], wrong).wait())
     assert all(f"rank {LAST}: raised TypeError" in text for _, text in errors), errors
