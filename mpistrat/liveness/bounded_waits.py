@@ -20,12 +20,20 @@ def within(seconds: float, action: Callable[[], object]) -> None:
         thread.join(seconds)
 
 
-def soon(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until `condition()`, for so long at most; whether it has come true."""
+def soon(
+    condition: Callable[[], bool],
+    seconds: float,
+    *,
+    sleeps_at_most: float = deadlines.SOON_SLEEPS_AT_MOST,
+) -> bool:
+    """Wait until `condition()`, for so long at most; whether it has come true.
+
+    Args: sleeps_at_most: between two looks, in seconds; the pauses grow up to it.
+    """
     until, pause = time.monotonic() + seconds, deadlines.SOON_SLEEPS
     while not condition():
         if time.monotonic() >= until:
             return False
         time.sleep(pause)
-        pause = min(pause * 1.5, deadlines.SOON_SLEEPS_AT_MOST)
+        pause = min(pause * 1.5, sleeps_at_most)
     return True

@@ -224,11 +224,12 @@ def announce_exits() -> None:
     def exit_once_announced(status: int) -> NoReturn:
         try:
             if status == 0 and (observed := observation.announce_exit()):
-                # A launcher kills the others as soon as one has ended without MPI_Finalize.
+                # A launcher kills the others as soon as one has ended without MPI_Finalize: so all must notice at once.
                 ranks = find_ranks(observed.folder.path)
                 soon(
                     lambda: all(r.record.exits == SEEN or r.is_gone for r in ranks),
                     deadlines.RANK_WAITS_FOR_JOINT_EXITS,
+                    sleeps_at_most=deadlines.SOON_SLEEPS,
                 )
         finally:
             original(status)
