@@ -22,7 +22,8 @@ from mpistrat.tools.bench.models import model_named
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
-from mpistrat.tools.bench.work import STEPS_OF_TRIALS, Step, Work, with_strategy
+from mpistrat.tools.bench.strategy_steps import STEPS_OF_TRIALS, with_strategy
+from mpistrat.tools.bench.work import Step, Work
 
 SMALL = Model(functools.partial(mlp, 16, 1), (1, 4, 4), examples_per_rank=8, classes=10)
 MODELS = ("small", "mlp", "mlp-large")

@@ -27,7 +27,8 @@ from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
-from mpistrat.tools.bench.work import Step, Work, alone, with_strategy
+from mpistrat.tools.bench.strategy_steps import with_strategy
+from mpistrat.tools.bench.work import Step, Work, alone
 from mpistrat.xla.lazy_all_reduce import LazyAllReduce
 
 OURS = "mpistrat"

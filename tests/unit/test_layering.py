@@ -296,7 +296,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 
-LONGEST_CHAIN = 20
+LONGEST_CHAIN = 18
 
 # Who we are comes from the resolvers, what the host has from `machine`, and what users set from `settings`.
 MAY_READ_ENVIRONMENT = ("cluster_resolver/", "machine/", "settings.py")

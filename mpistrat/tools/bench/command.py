@@ -10,7 +10,7 @@ from functools import partial
 
 from mpistrat.tools.bench import pictures, sweep
 from mpistrat.tools.bench.command_line import parser
-from mpistrat.tools.bench.device import device_named
+from mpistrat.tools.bench.device_choice import device_named
 from mpistrat.tools.bench.errors import CannotTakePart, UsageError
 from mpistrat.tools.bench.operations import OPERATIONS
 from mpistrat.tools.bench.report import Report, table_report

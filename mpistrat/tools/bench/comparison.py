@@ -29,7 +29,8 @@ def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, d
     Called by: every rank.   Returns: these, and the peers left out, with the reason.
     """
     from mpistrat.tools.bench.peers import torch_distributed
-    from mpistrat.tools.bench.work import alone, with_mpistrat
+    from mpistrat.tools.bench.strategy_steps import with_mpistrat
+    from mpistrat.tools.bench.work import alone
 
     of_peers, left_out = peers.contestants("training_steps", work)
     contestants = {ALONE: alone(work), **of_peers}

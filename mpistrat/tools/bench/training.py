@@ -17,12 +17,13 @@ from mpistrat.communicators import Communicator
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench import examples
-from mpistrat.tools.bench.device import device_named
+from mpistrat.tools.bench.device_choice import device_named
 from mpistrat.tools.bench.errors import UsageError
 from mpistrat.tools.bench.models import model_named
 from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.strategy_steps import STEPS_OF_TRIALS, with_strategy
 from mpistrat.tools.bench.surroundings import surroundings
-from mpistrat.tools.bench.work import STEPS_OF_TRIALS, Step, Work, alone, with_strategy
+from mpistrat.tools.bench.work import Step, Work, alone
 
 WARM_UP = 3  # of what has no choice
 # Steps with and without communication take turns in blocks: a machine that gets slower slows both down.

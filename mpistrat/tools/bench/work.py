@@ -1,21 +1,15 @@
-"""The training step that all contestants take, in plain torch and with mpistrat."""
+"""The training step that all contestants take, in plain torch."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.nn import functional
 
-from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from mpistrat.strategy import Strategy
 from mpistrat.tools.bench.models.model import Model
 
 Step = Callable[[], torch.Tensor]  # returns this rank's loss
-# In its first steps a strategy tries how gradients travel best (`CommunicationOptions.overlap`).
-STEPS_OF_TRIALS = 20
 
 
 class Work:
@@ -60,28 +54,3 @@ def step_of(work: Work, module: torch.nn.Module, optimizer: torch.optim.Optimize
 def alone(work: Work) -> Step:
     """The step of a rank without communication."""
     return step_of(work, *work.build())
-
-
-def with_strategy(work: Work, strategy: Strategy) -> tuple[Step, torch.nn.Module]:
-    with strategy.scope():
-        module, optimizer = work.build()
-    step = step_of(work, module, optimizer)
-    return lambda: strategy.run(step), module
-
-
-def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
-    """`options`, `more`: communication options and other arguments of the strategy."""
-    return past_trials(
-        work,
-        MultiWorkerMirroredStrategy(None, options, devices=[work.device], gradients="mean", **more),
-    )
-
-
-def past_trials(work: Work, strategy: Strategy) -> Step:
-    """A step with first weights, after the strategy has tried how gradients travel best."""
-    step, module = with_strategy(work, strategy)
-    first = copy.deepcopy(module.state_dict())
-    for _ in range(STEPS_OF_TRIALS):
-        step()
-    module.load_state_dict(first)
-    return step

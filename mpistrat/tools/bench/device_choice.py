@@ -1,0 +1,43 @@
+"""The device of each rank, by `--device`."""
+
+from __future__ import annotations
+
+import contextlib
+
+from mpistrat.machine.devices import check_device
+from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from mpistrat.tools.bench.device import HOST, Device
+from mpistrat.tools.bench.errors import UsageError
+from mpistrat.tools.bench.rounds import all_ranks, first_reason
+
+
+def device_named(wanted: str) -> Device:
+    """This rank's device, which it takes for good. Called by: every rank.
+
+    Args:
+        wanted: "cpu"; "cuda" or another kind: the accelerator of this kind that is this rank's share of its node's;
+            "cuda:1": this one on every rank; "auto": this rank's share of the accelerators, the host if there are none.
+    Raises: UsageError on all ranks, where one of them has no such device, or another kind than the others.
+    """
+    if wanted == HOST.kind:
+        return HOST
+    with contextlib.suppress(ImportError):  # without torch, accelerators are not looked for
+        import torch  # noqa: F401
+    mistake, devices = "", None
+    try:
+        if wanted != "auto":
+            checked = check_device(wanted)
+            devices = [checked] if ":" in wanted else None
+    except ValueError as error:
+        mistake = f"rank {all_ranks().rank}: {error}"
+    if mistake := first_reason(mistake):
+        raise UsageError(f"--device {wanted}: {mistake}")
+    strategy = MultiWorkerMirroredStrategy(devices=devices)
+    device = Device(strategy.extended.worker_devices[0])
+    kinds = all_ranks().all_gather_object(device.kind)
+    if len(set(kinds)) > 1:
+        raise UsageError(
+            f"--device {wanted}: the ranks have devices of several kinds: {', '.join(kinds)}; --device cpu measures "
+            "the host memory of all of them"
+        )
+    return device
