@@ -66,8 +66,9 @@ def inject(launcher: Launcher, folder: Path, name: str, seed: int) -> Fault:
     began = time.time()
     job = start(launcher, folder, ranks, name, seed)
     fault = judged(job, folder, ranks, began)
-    if name in TABLE:
-        fault.says(TABLE[name].printed)
+    if row := TABLE.get(name):
+        fault.says(row.printed)
+        assert fault.seconds < row.seconds(LIMIT) + SECONDS_TO_END, job.output
     return fault
 
 

@@ -1,4 +1,4 @@
-"""The table of faults: docs/faults.md has it, and tests of real jobs hold what is printed and the exit code."""
+"""The table of faults: docs/faults.md has it, and tests of real jobs hold the times, what is printed and the exit code."""
 
 import json
 import re
@@ -14,7 +14,7 @@ class FaultRow:
 
     Attributes:
         name: the word by which `tests/launch/programs/faults.py` provokes it.
-        after: the seconds until it is seen, in words.
+        after: when it is seen: "at once", "0.5 s …", or "MPISTRAT_STALL_SECONDS".
         printed: a regular expression for the message.
     """
 
@@ -24,6 +24,12 @@ class FaultRow:
     after: str
     printed: str
     exit_code: str
+
+    def seconds(self, stall_seconds: float) -> float:
+        """From the fault until it is seen, where MPISTRAT_STALL_SECONDS is `stall_seconds`."""
+        if self.after == "MPISTRAT_STALL_SECONDS":
+            return stall_seconds
+        return 0.0 if self.after == "at once" else float(self.after.partition(" s")[0])
 
     @property
     def line(self) -> str:
