@@ -1,4 +1,4 @@
-"""The table of faults: docs/faults.md has it, and tests of real jobs hold the times, what is printed and the exit code."""
+"""The table of faults, as docs/faults.md shows it. Tests of real jobs hold times, words and exit codes."""
 
 import json
 import re
