@@ -7,6 +7,7 @@ whomever, it is told to skip their code and all that it calls. So calls cost not
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ def not_compiled(function: _Function) -> _Function:
     code = function.__code__
     if code not in _skipped:
         _skipped.add(code)
-        when_dynamo_loads(lambda: _skip(code))
+        when_dynamo_loads(functools.partial(_skip, code))
     return function
 
 
