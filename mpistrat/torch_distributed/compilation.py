@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from mpistrat.machine.imports import when_loaded
 
-_DYNAMO = "torch._dynamo"
 _REASON = "mpistrat communicates here; compile what one replica computes between such calls"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -24,7 +23,7 @@ _skipped: set[CodeType] = set()
 
 def when_dynamo_loads(action: Callable[[], None]) -> None:
     """Call `action` before anything is compiled: now, if Dynamo is loaded."""
-    when_loaded(_DYNAMO, action)
+    when_loaded("torch._dynamo", action)
 
 
 def not_compiled(function: _Function) -> _Function:

@@ -61,8 +61,7 @@ class Graphs:
 
     def start(self, tensors: Sequence[Any]) -> None:
         """Start the graph of these tensors alone; what was recorded for others stays recorded. In a step: nothing."""
-        pending = self._native._check_tensor_need_materialization
-        if self.recording or not any(pending(tensors)):
+        if self.recording or not any(self._native._check_tensor_need_materialization(tensors)):
             return
         # With `sync_xla_data`, the graph may write results into its inputs' memory, which other tensors still need.
         self._native._xla_sync_multi(tensors, [], wait=False, sync_xla_data=False)
