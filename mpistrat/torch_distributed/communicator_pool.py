@@ -49,7 +49,7 @@ class GroupCommunicators:
 
     @property
     def on_their_way(self) -> int | None:
-        """Messages sent less those received; None: another group cannot use this: calls of the last one go on."""
+        """Messages sent less messages received; None: calls of the last group go on, so another cannot use this."""
         if self.messages is None or self.collectives.contract.is_abandoned:
             return None
         return self.messages.on_their_way

@@ -40,7 +40,7 @@ class Messages:
 
     Attributes:
         timeout: the most seconds that a message may take; 0: as MPISTRAT_STALL_SECONDS says, which may be less.
-        on_their_way: messages sent since `comm` was made, less those received; None while a call goes on.
+        on_their_way: messages sent since `comm` was made, less messages received; None while a call goes on.
         unfinished: the messages on their way.
     """
 

@@ -82,7 +82,7 @@ def _run_as_main(program: str, is_module: bool) -> None:
 def _search_first(place: str, *, although_safe: bool = False) -> None:
     """Have modules be found at `place` first, and not where the command `mpistrat` is.
 
-    Args: although_safe: also with Python 3.11's -P and PYTHONSAFEPATH, by which Python puts no folder first.
+    Args: although_safe: also with -P or PYTHONSAFEPATH of Python 3.11: then Python itself puts no folder first.
     """
     safe = bool(getattr(sys.flags, "safe_path", False))
     if although_safe or not safe:

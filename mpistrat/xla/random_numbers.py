@@ -70,7 +70,7 @@ def _empty(like: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> to
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
-# What makes a tensor of random numbers, as what fills one.
+# How an operation that makes random numbers fills a tensor with them.
 _MAKING: dict[Any, Callable[..., torch.Tensor]] = {
     aten.bernoulli.p: functools.partial(_like, torch.Tensor.bernoulli_),
     aten.bernoulli.default: _bernoulli,

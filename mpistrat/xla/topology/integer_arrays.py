@@ -11,7 +11,7 @@ MESH_RANK = 4  # x, y, z of a chip, and the core on it
 
 
 def as_lengths(name: str, value: Any, cores: str) -> NDArray[np.int32]:
-    """Positive lengths along x, y, z and the cores of a chip, which are called `cores` in the error."""
+    """Positive lengths along x, y, z and the cores of a chip. Args: cores: how the error calls the last axis."""
     lengths = _as_integers(name, value)
     if lengths.shape != (MESH_RANK,) or (lengths < 1).any():
         raise ValueError(
