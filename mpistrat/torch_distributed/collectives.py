@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from mpistrat.torch_distributed.tensors import (
     apart,
     by_dtype,
     flat,
+    is_plain,
+    lengths,
     read,
     unflatten,
     unwritten,
@@ -44,12 +47,7 @@ class Collectives:
                 continue
             kind = getattr(op, "op", op), tensor.dtype
             how = self._combinations.get(kind) or combination_of(op, tensor.dtype, self._size)
-            if (
-                how.of_numpy
-                and tensor.is_contiguous()
-                and not tensor.is_conj()
-                and not tensor.is_neg()
-            ):
+            if how.of_numpy and is_plain(tensor):
                 self._combinations[kind] = how
                 self.communicator.all_reduce(tensor.detach().numpy(), how.reduction)
                 continue
@@ -63,7 +61,7 @@ class Collectives:
             self.all_reduce([buffer], op)
             unflatten(buffer, alike)
 
-    def reduce(self, tensors: Tensors, op: Any, root: int) -> None:
+    def reduce(self, tensors: Tensors, root: int, op: Any) -> None:
         for tensor in tensors:
             how = combination_of(op, tensor.dtype, self._size)
             if self._rank != root and how.changes_operand:
@@ -84,14 +82,14 @@ class Collectives:
             self.communicator.all_gather_into(sent, buffer)
 
     def all_gather_singles(self, outs: Tensors, tensors: Tensors) -> None:
-        for out, tensor in zip(outs, unwritten(tensors, [[out] for out in outs]), strict=True):
+        for out, tensor in zip(outs, unwritten(tensors, [*zip(outs, strict=True)]), strict=True):
             self.all_gather_single(out, tensor)
 
     def all_gather(self, lists: Sequence[Tensors], tensors: Tensors) -> None:
         """The r-th tensor of each list becomes rank r's; shapes may differ between ranks."""
         for outs, tensor in zip(lists, unwritten(tensors, lists), strict=True):
             _check_one_a_rank(self.communicator, "all_gather", outs)
-            if all(out.shape == tensor.shape and out.dtype == tensor.dtype for out in outs):
+            if {(out.shape, out.dtype) for out in outs} == {(tensor.shape, tensor.dtype)}:
                 gathered = self._buffers.empty((self._size, *tensor.shape), tensor.dtype)
                 self.communicator.all_gather_into(read(tensor), gathered)
                 parts: Tensors = gathered.unbind()
@@ -107,9 +105,8 @@ class Collectives:
             if here:
                 _check_one_a_rank(self.communicator, "gather", lists[i])
             rows = read(tensor).reshape(1, -1)
-            gathered = rows.new_empty((self._size if here else 0, rows.shape[1]))
-            sent = [int(rank == root) for rank in range(self._size)]
-            received = [int(here)] * self._size
+            sent, received = self._one_row_to(root)
+            gathered = rows.new_empty((sum(received), rows.shape[1]))
             label = f"gather of {tuple(tensor.shape)} to {root}"
             self.communicator.all_to_all(rows, gathered, sent, received, label=label)
             if here:
@@ -120,17 +117,20 @@ class Collectives:
         """The lists are empty but on rank `root`."""
         here = self._rank == root
         for i, out in enumerate(outs):
-            if here:
-                _check_one_a_rank(self.communicator, "scatter", lists[i])
             label = f"scatter of {tuple(out.shape)} from {root}"
+            received, sent = self._one_row_to(root)
             with written(out) as buffer:
-                received = buffer.view(1, -1)
-                rows = received[:0]
+                row = buffer.view(1, -1)
+                rows = row[:0]
                 if here:
+                    _check_one_a_rank(self.communicator, "scatter", lists[i])
                     rows = torch.stack([part.detach().reshape(-1) for part in lists[i]])
-                sent = [int(here)] * self._size
-                counts = [int(rank == root) for rank in range(self._size)]
-                self.communicator.all_to_all(rows, received, sent, counts, label=label)
+                self.communicator.all_to_all(rows, row, sent, received, label=label)
+
+    def _one_row_to(self, root: int) -> tuple[list[int], list[int]]:
+        """How many rows this rank sends to each rank, and receives, where each sends one to `root`."""
+        sent = [int(rank == root) for rank in range(self._size)]
+        return sent, [int(self._rank == root)] * self._size
 
     def reduce_scatter_single(self, out: Tensor, tensor: Tensor, op: Any) -> None:
         how = combination_of(op, tensor.dtype, self._size)
@@ -147,7 +147,7 @@ class Collectives:
                 buffer.div_(how.divisor, rounding_mode="trunc")
 
     def reduce_scatter_singles(self, outs: Tensors, tensors: Tensors, op: Any) -> None:
-        for out, tensor in zip(outs, unwritten(tensors, [[out] for out in outs]), strict=True):
+        for out, tensor in zip(outs, unwritten(tensors, [*zip(outs, strict=True)]), strict=True):
             self.reduce_scatter_single(out, tensor, op)
 
     def reduce_scatter(self, outs: Tensors, lists: Sequence[Tensors], op: Any) -> None:
@@ -155,12 +155,11 @@ class Collectives:
         for out, parts in zip(outs, lists, strict=True):
             _check_one_a_rank(self.communicator, "reduce_scatter", parts)
             whole = flat(parts, self._buffers)
-            lengths = [part.numel() for part in parts]
-            if len(set(lengths)) == 1:
+            if len(set(lengths(parts))) == 1:
                 self.reduce_scatter_single(out, whole, op)
             else:
                 self.all_reduce([whole], op)
-                out.detach().copy_(whole.split(lengths)[self._rank].view(out.shape))
+                out.detach().copy_(whole.split(lengths(parts))[self._rank].view(out.shape))
 
     def all_to_all_single(
         self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
@@ -176,14 +175,9 @@ class Collectives:
         """The r-th tensor goes to rank r; the shapes may differ."""
         _check_one_a_rank(self.communicator, "all_to_all", outs)
         _check_one_a_rank(self.communicator, "all_to_all", tensors)
-        length = sum(out.numel() for out in outs)
-        buffer = self._buffers.empty((length,), tensors[0].dtype)
-        self.communicator.all_to_all(
-            flat(tensors, self._buffers),
-            buffer,
-            [tensor.numel() for tensor in tensors],
-            [out.numel() for out in outs],
-        )
+        sent, received = lengths(tensors), lengths(outs)
+        buffer = self._buffers.empty((sum(received),), tensors[0].dtype)
+        self.communicator.all_to_all(flat(tensors, self._buffers), buffer, sent, received)
         unflatten(buffer, outs)
 
 
@@ -211,7 +205,7 @@ def _check_one_a_rank(communicator: Communicator, call: str, tensors: Tensors) -
 
 
 def _equal_parts(tensor: Tensor, size: int, which: str) -> list[int]:
-    rows = tensor.shape[0] if tensor.dim() else 1
+    rows = math.prod(tensor.shape[:1])  # a number is one
     if rows % size:
         raise ValueError(
             f"all_to_all_single without {which}_split_sizes needs an {which} whose rows can be shared out among {size} "

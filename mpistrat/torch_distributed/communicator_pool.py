@@ -12,7 +12,7 @@ import contextlib
 import functools
 import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,8 @@ from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.ending.job_end import job_end
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.torch_distributed.messages import Messages, Traffic
+from mpistrat.torch_distributed.messages import Messages
+from mpistrat.torch_distributed.work import seconds_of
 
 _LARGEST_TAG = 32767  # that every MPI has
 
@@ -47,11 +48,11 @@ class GroupCommunicators:
     messages: Messages | None = None
 
     @property
-    def traffic(self) -> Traffic | None:
-        """Of messages; None: another group cannot use this, as calls of the last one are under way."""
+    def on_their_way(self) -> int | None:
+        """Messages sent less messages received; None: calls of the last group go on, so another cannot use this."""
         if self.messages is None or self.collectives.contract.is_abandoned:
             return None
-        return self.messages.traffic
+        return self.messages.on_their_way
 
 
 @dataclass(eq=False)
@@ -66,9 +67,11 @@ class _Pool:
         """Collective over the ranks."""
         if self.comm.size == 1:
             return GroupCommunicators(0, LocalCommunicator())
-        traffic_of_ranks = self.comm.allgather({n: used.traffic for n, used in self.free.items()})
-        for number in sorted(set.intersection(*map(set, traffic_of_ranks))):
-            if _is_at_rest([each[number] for each in traffic_of_ranks]):
+        free = {n: sent for n, used in self.free.items() if (sent := used.on_their_way) is not None}
+        free_on_ranks = self.comm.allgather(free)
+        for number in sorted(set.intersection(*map(set, free_on_ranks))):
+            # A message of one group must not reach the next.
+            if not sum(each[number] for each in free_on_ranks):
                 return self.free.pop(number)
         self.made += 1
         collectives = new_communicator(self.comm.Dup())
@@ -78,13 +81,6 @@ class _Pool:
     def give_back(self, used: GroupCommunicators) -> None:
         """Not collective."""
         self.free[used.number] = used
-
-
-def _is_at_rest(traffic_of_ranks: Sequence[Traffic | None]) -> bool:
-    """Whether nothing is under way between the ranks: a message of one group must not reach the next."""
-    known = [traffic for traffic in traffic_of_ranks if traffic is not None]
-    on_their_way = sum(traffic.sent - traffic.received for traffic in known)
-    return len(known) == len(traffic_of_ranks) and not on_their_way
 
 
 class CommunicatorPools:
@@ -137,9 +133,8 @@ class CommunicatorPools:
             members: their ranks in `comm`; none: all.
         """
         contract = self._contract_of(members if 0 < len(members) < self.comm.size else self._all)
-        seconds = timeout.total_seconds() if timeout else 0.0
         signature = signature_of((call, str(list(members)) if members else ""))
-        with contract.watch.waiting(seconds), contract.enter(signature):
+        with contract.watch.waiting(seconds_of(timeout)), contract.enter(signature):
             _come_together(self._private, members or self._all, contract.watch)
             yield
 
@@ -167,8 +162,12 @@ def _come_together(comm: MPI.Intracomm, members: Sequence[int], watch: Communica
 
     Each sends the first member a message. The first member answers when it has all messages.
     """
-    is_first = comm.rank == members[0]
-    for begin in (comm.Irecv, comm.Isend) if is_first else (comm.Isend, comm.Irecv):
-        whom = members[1:] if is_first else members[:1]
-        requests = [begin([bytearray(), MPI.BYTE], rank) for rank in whom]
+    steps: list[Callable[..., MPI.Request]] = [comm.Isend, comm.Irecv]
+    first, *partners = members
+    if comm.rank == first:
+        steps.reverse()
+    else:
+        partners = [first]
+    for begin in steps:
+        requests = [begin([bytearray(), MPI.BYTE], rank) for rank in partners]
         wait_until(functools.partial(MPI.Request.Testall, requests), watch)

@@ -7,13 +7,13 @@ whomever, it is told to skip their code and all that it calls. So calls cost not
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 from mpistrat.machine.imports import when_loaded
 
-_DYNAMO = "torch._dynamo"
 _REASON = "mpistrat communicates here; compile what one replica computes between such calls"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -23,7 +23,7 @@ _skipped: set[CodeType] = set()
 
 def when_dynamo_loads(action: Callable[[], None]) -> None:
     """Call `action` before anything is compiled: now, if Dynamo is loaded."""
-    when_loaded(_DYNAMO, action)
+    when_loaded("torch._dynamo", action)
 
 
 def not_compiled(function: _Function) -> _Function:
@@ -34,7 +34,7 @@ def not_compiled(function: _Function) -> _Function:
     code = function.__code__
     if code not in _skipped:
         _skipped.add(code)
-        when_dynamo_loads(lambda: _skip(code))
+        when_dynamo_loads(functools.partial(_skip, code))
     return function
 
 

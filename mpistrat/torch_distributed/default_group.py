@@ -27,8 +27,10 @@ class _Known(NamedTuple):
 
     rank: int
     size: int
-    backend: str
     identity: str
+
+
+_NO_GROUP = _Known(-1, 0, "")
 
 
 def share_default_group(what: str, comm: Any, communicator: Communicator) -> None:
@@ -41,7 +43,7 @@ def share_default_group(what: str, comm: Any, communicator: Communicator) -> Non
     Raises: RuntimeError on all ranks, when the program's group has other ranks, or in another order.
     """
     groups = communicator.all_gather_object(_known(), label="torch's default groups")
-    if not any(groups):
+    if set(groups) == {_NO_GROUP}:
         before, next_group.comm = next_group.comm, comm
         try:
             make_default_group()
@@ -94,20 +96,20 @@ def make_default_group() -> None:
     dist.init_process_group("mpistrat", init_method="mpi://")
 
 
-def _known() -> _Known | None:
-    """None where there is no default group. Not collective."""
+def _known() -> _Known:
+    """Not collective."""
     if not has_default_group():
-        return None
+        return _NO_GROUP
     import torch.distributed as dist
 
     identity = ""
     with contextlib.suppress(Exception):  # a store that keeps nothing, as of torch's own MPI
         store = dist.distributed_c10d._get_default_store()
         identity = store.compare_set(_KEY, "", os.urandom(16).hex()).decode()
-    return _Known(dist.get_rank(), dist.get_world_size(), dist.get_backend(), identity)
+    return _Known(dist.get_rank(), dist.get_world_size(), identity)
 
 
-def _difference(groups: Sequence[_Known | None]) -> str:
+def _difference(groups: Sequence[_Known]) -> str:
     """In what the default groups that the ranks of a strategy are in are not one over these ranks; "" if they are.
 
     Args: groups: by rank of the strategy.
@@ -115,11 +117,11 @@ def _difference(groups: Sequence[_Known | None]) -> str:
     size = len(groups)
     wrong = [
         f"rank {rank} of the strategy is "
-        + ("in none" if known is None else f"rank {known.rank} of {known.size} in it")
+        + (f"rank {known.rank} of {known.size} in it" if known.size else "in none")
         for rank, known in enumerate(groups)
-        if known is None or (known.rank, known.size) != (rank, size)
+        if (known.rank, known.size) != (rank, size)
     ]
     if wrong:
         return ", ".join(wrong[:8]) + (", …" if len(wrong) > 8 else "")
-    identities = {known.identity for known in groups if known is not None}
+    identities = {known.identity for known in groups}
     return f"the ranks are in {len(identities)} different groups" if len(identities) > 1 else ""

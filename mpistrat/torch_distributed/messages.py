@@ -9,11 +9,12 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -30,13 +31,6 @@ from mpistrat.torch_distributed.tensors import read, room_for
 from mpistrat.torch_distributed.work import OnFailure, UnfinishedWork
 
 
-class Traffic(NamedTuple):
-    """How many messages a rank has sent over a communicator, and how many it has received."""
-
-    sent: int
-    received: int
-
-
 class Messages:
     """What the ranks of a group send each other.
 
@@ -46,7 +40,7 @@ class Messages:
 
     Attributes:
         timeout: the most seconds that a message may take; 0: as MPISTRAT_STALL_SECONDS says, which may be less.
-        traffic: since `comm` was made; None while a message is on its way.
+        on_their_way: messages sent since `comm` was made, less messages received; None while a call goes on.
         unfinished: the messages on their way.
     """
 
@@ -55,12 +49,12 @@ class Messages:
         self._comm, self._watch = comm, watch
         self._largest_tag = comm.Get_attr(MPI.TAG_UB) or 32767
         self.unfinished: set[Message] = set()
-        self._sent = self._received = 0
+        self._sent_less_received = 0
 
     @property
-    def traffic(self) -> Traffic | None:
-        on_their_way = [message for message in list(self.unfinished) if not message.test()]
-        return None if on_their_way else Traffic(self._sent, self._received)
+    def on_their_way(self) -> int | None:
+        unfinished = [message for message in list(self.unfinished) if not message.test()]
+        return None if unfinished else self._sent_less_received
 
     def send(self, tensor: Tensor, rank: int, tag: int, failed: OnFailure) -> Message:
         """Begin to send `tensor` to `rank` of the group. It must not be changed until the result's `wait` returns.
@@ -70,7 +64,7 @@ class Messages:
         self._check(tensor, tag)
         buffer = read(tensor)
         request = self._comm.Isend([bytes_of(buffer), MPI.BYTE], rank, tag)
-        self._sent += 1
+        self._sent_less_received += 1
         what = f"send({describe(tensor)}) to rank {rank}, tag {tag}"
         return Message(self, request, tensor, buffer, what, failed, peer=rank)
 
@@ -78,10 +72,9 @@ class Messages:
         """Begin to receive into `tensor` from `rank` of the group, or, with None, from any rank."""
         self._check(tensor, tag)
         buffer = room_for(tensor)
-        source = MPI.ANY_SOURCE if rank is None else rank
+        source, whom = (MPI.ANY_SOURCE, "any rank") if rank is None else (rank, f"rank {rank}")
         request = self._comm.Irecv([bytes_of(buffer), MPI.BYTE], source, tag)
-        self._received += 1
-        whom = "any rank" if rank is None else f"rank {rank}"
+        self._sent_less_received -= 1
         what = f"recv({describe(tensor)}) from {whom}, tag {tag}"
         return Message(self, request, tensor, buffer, what, failed, peer=rank, receives=True)
 
@@ -100,33 +93,31 @@ class Messages:
         """
         limit = self.limit(seconds)
         started = time.monotonic()
-        alone_since = 0.0
+        alone_since = math.inf
 
         def arrived() -> bool:
             nonlocal alone_since
             if message.test():
                 return True
-            if not self._has_left(message.peer):
-                alone_since = 0.0
-            elif not alone_since:
-                alone_since = time.monotonic()
-            elif time.monotonic() - alone_since > deadlines.RANK_WAITS_FOR_BYTES_OF_ENDED_RANK:
+            now = time.monotonic()
+            alone_since = min(alone_since, now) if self._has_left(message.peer) else math.inf
+            if now - alone_since > deadlines.RANK_WAITS_FOR_BYTES_OF_ENDED_RANK:
                 peer = "another rank" if message.peer is None else f"rank {message.peer}"
                 left = peer.replace("another", "each other")
                 raise RuntimeError(
                     f"rank {self._comm.rank} waits in {message.what}, at {message.called_at}, but {left} has come to "
                     f"the end of its program. Make the matching call on {peer}"
                 )
-            if limit and time.monotonic() - started > limit:
+            if now - started > limit:
                 raise self.stalled(message, limit)
             return False
 
         wait_until(arrived, self._watch)
 
     def limit(self, seconds: float = 0.0) -> float:
-        """How many seconds a message may take that is waited for, by somebody who allows `seconds`; 0: any number."""
+        """The most seconds that a message may take, where somebody waits who allows `seconds`; 0: any number."""
         limits = (seconds, self.timeout, self._watch.record.limit_of(self.timeout))
-        return min(filter(None, limits), default=0.0)
+        return min(filter(None, limits), default=math.inf)
 
     def stalled(self, message: Message, limit: float) -> StallError:
         """The error for a message that has taken longer."""
@@ -180,7 +171,7 @@ class Message(UnfinishedWork):
         self._messages, self._request, self._buffer = messages, request, buffer
         self._receives, self._status = receives, MPI.Status()
         self._lock = threading.Lock()
-        self._limit = self._asked_for = 0.0  # in seconds, and when, if somebody has the future
+        self._limit, self._asked_for = math.inf, 0.0  # in seconds, and when: of who has the future
         if not self.test():
             messages.begun(self)
 
@@ -194,7 +185,7 @@ class Message(UnfinishedWork):
                 return True
             try:
                 if not self._request.Test(self._status):
-                    if not self._limit or time.monotonic() - self._asked_for < self._limit:
+                    if self._limit > time.monotonic() - self._asked_for:  # the limit is set last
                         return False
                     error = self._messages.stalled(self, self._limit)
                 elif self._receives:
@@ -251,29 +242,29 @@ class _ProgressThread:
     """A thread that tests the messages on their way; it sleeps while there are none."""
 
     def __init__(self) -> None:
-        self._messages: list[Message] = []
+        self._messages: set[Message] = set()
         self._added = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped, self._pid = False, os.getpid()
 
     def add(self, message: Message) -> None:
         with self._added:
-            self._messages.append(message)
+            self._messages.add(message)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="mpistrat messages", daemon=True
                 )
                 self._thread.start()
-                atexit.register(self._stop)
+                atexit.register(self._stop, self._thread)
             self._added.notify()
 
-    def _stop(self) -> None:
+    def _stop(self, thread: threading.Thread) -> None:
         """Before MPI_Finalize, which a thread inside MPI may keep from returning."""
         with self._added:
             self._stopped = True
             self._added.notify()
-        if self._thread is not None and self._pid == os.getpid():
-            self._thread.join()
+        if self._pid == os.getpid():
+            thread.join()
 
     def _run(self) -> None:
         pause = deadlines.PROGRESS_THREAD_SLEEPS_AT_LEAST
@@ -288,7 +279,7 @@ class _ProgressThread:
             if ended:
                 pause = deadlines.PROGRESS_THREAD_SLEEPS_AT_LEAST
             with self._added:
-                self._messages = [message for message in self._messages if message not in ended]
+                self._messages -= ended
             del messages, ended
             time.sleep(pause)
 

@@ -27,7 +27,7 @@ from mpistrat.torch_distributed.collectives import Collectives
 from mpistrat.torch_distributed.compilation import not_compiled
 from mpistrat.torch_distributed.native import NativeGroups
 from mpistrat.torch_distributed.tensors import Tensors
-from mpistrat.torch_distributed.work import GroupCalls, Steps
+from mpistrat.torch_distributed.work import GroupCalls, Steps, seconds_of
 
 if TYPE_CHECKING:
     from mpistrat.torch_distributed.messages import Messages
@@ -82,7 +82,7 @@ _ALL_REDUCE = Collective(Collectives.all_reduce, "allreduce", c10d.AllreduceOpti
 _ALL_REDUCE_COALESCED = Collective(
     Collectives.all_reduce_coalesced, "allreduce_coalesced", c10d.AllreduceCoalescedOptions, _OP
 )
-_REDUCE = Collective(Collectives.reduce, "reduce", c10d.ReduceOptions, (*_OP, *_ROOT))
+_REDUCE = Collective(Collectives.reduce, "reduce", c10d.ReduceOptions, (*_ROOT, *_OP))
 _BROADCAST = Collective(Collectives.broadcast, "broadcast", c10d.BroadcastOptions, _ROOT)
 _ALL_GATHER = Collective(Collectives.all_gather, "allgather", c10d.AllgatherOptions, gathers=True)
 _ALL_GATHER_SINGLE = Collective(
@@ -182,7 +182,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a call waits for the other ranks."""
-        seconds, before = _seconds(timeout), self.options
+        seconds, before = seconds_of(timeout), self.options
         self.options = c10d.Backend.Options(NAME, timeout)
         self.options.group_name = before.group_name
         self.options.global_ranks_in_group = before.global_ranks_in_group
@@ -204,11 +204,13 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     # Collectives
 
-    def _collective(self, collective: Collective, opts: Any, *operands: Any) -> Work:
+    def _collective(
+        self, collective: Collective, opts: Any, *operands: Any, op: Any = None
+    ) -> Work:
         """Args: opts: torch's options; of a program that calls the group's own method the root or operation alone."""
         if not hasattr(opts, "asyncOp"):
             with self.communicator.raising_together():
-                opts = collective.options_of(opts)
+                opts = collective.options_of(opts, op)
         tensors = operands[1] if collective.gathers else operands[0]
         if isinstance(tensors, Tensor):
             tensors = [tensors]
@@ -229,10 +231,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         return self._collective(_ALL_REDUCE_COALESCED, opts, tensors)
 
     def reduce(self, tensors: Any, opts: Any, op: Any = None) -> Work:
-        if not hasattr(opts, "asyncOp"):
-            with self.communicator.raising_together():
-                opts = _REDUCE.options_of(op, opts)
-        return self._collective(_REDUCE, opts, tensors)
+        return self._collective(_REDUCE, opts, tensors, op=op)
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> Work:
         return self._collective(_BROADCAST, opts, tensors)
@@ -275,7 +274,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         return self._collective(_ALL_TO_ALL, opts, outs, tensors)
 
     def barrier(self, opts: Any = None, timeout: datetime.timedelta | None = None) -> Work:
-        seconds = _seconds(timeout or getattr(opts, "timeout", None))
+        seconds = seconds_of(timeout or getattr(opts, "timeout", None))
         return self._calls.run(getattr(opts, "asyncOp", True), (), self._barrier, seconds)
 
     def monitored_barrier(
@@ -334,10 +333,6 @@ class MpistratProcessGroup(dist.ProcessGroup):
             return self._native.of(device)._end_coalescing()
         works, self._calls.coalesced = self._calls.coalesced or [], None
         return Steps(works)
-
-
-def _seconds(timeout: datetime.timedelta | None) -> float:
-    return max(0.0, timeout.total_seconds()) if timeout else 0.0
 
 
 for _member in vars(MpistratProcessGroup).values():

@@ -14,26 +14,13 @@ from mpistrat.arrays import numpy_knows
 from mpistrat.communicators.reduction import Reduction, reducing
 from mpistrat.torch_distributed.tensors import written
 
+_BITWISE = {"BAND": "band", "BOR": "bor", "BXOR": "bxor"}
 _OPS = {
-    "SUM": "sum",
-    "PREMUL_SUM": "sum",
-    "PRODUCT": "prod",
-    "MAX": "max",
-    "MIN": "min",
-    "BAND": "band",
-    "BOR": "bor",
-    "BXOR": "bxor",
+    **_BITWISE,
+    **{"SUM": "sum", "PREMUL_SUM": "sum", "PRODUCT": "prod", "MAX": "max", "MIN": "min"},
 }
 # Of booleans, which are combined as bytes of 0 and 1.
-_OPS_OF_BOOLEANS = {
-    "SUM": "bor",
-    "PRODUCT": "band",
-    "MAX": "bor",
-    "MIN": "band",
-    "BAND": "band",
-    "BOR": "bor",
-    "BXOR": "bxor",
-}
+_OPS_OF_BOOLEANS = {**_BITWISE, "SUM": "bor", "PRODUCT": "band", "MAX": "bor", "MIN": "band"}
 
 
 class Combination(NamedTuple):
@@ -90,7 +77,7 @@ def _check_numeric(name: str, dtype: torch.dtype) -> None:
         raise TypeError(
             f"tensors of {dtype} can be moved, but not combined by ReduceOp.{name}: convert them to bfloat16 first"
         )
-    if name in ("BAND", "BOR", "BXOR"):
+    if name in _BITWISE:
         raise TypeError(f"ReduceOp.{name} is for integers and booleans, got a tensor of {dtype}")
 
 

@@ -11,7 +11,7 @@ import runpy
 import sys
 import types
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.cluster_resolver.torchrun import have_accelerate_use_cpus, set_torchrun_environment
@@ -62,24 +62,37 @@ def run_program(
 def _run_as_main(program: str, is_module: bool) -> None:
     """As `python` does: `__main__` stays the program's, for exit handlers and threads that outlive its last line."""
     path = os.path.join(os.getcwd(), program)
-    is_archive = not is_module and pkgutil.get_importer(path) is not None  # or a folder
-    safe = bool(getattr(sys.flags, "safe_path", False))  # of Python 3.11: -P, PYTHONSAFEPATH
-    if is_archive or not safe:
-        folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
-        sys.path[: 1 - safe] = [path if is_archive else folder]
-    if is_archive:
+    if is_module:
+        _search_first(os.getcwd())
+        main, code = _module(program)
+        sys.argv[0] = main.__spec__.origin
+    elif pkgutil.get_importer(path) is not None:  # an archive, or a folder
+        _search_first(path, although_safe=True)
         del sys.modules["__main__"]  # the importer would take it for the program's
-    if is_module or is_archive:
-        name = program if is_module else "__main__"
-        _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
-        main = importlib.util.module_from_spec(spec)
-        sys.argv[0] = spec.origin if is_module else program
+        main, code = _module("__main__")
     else:
+        _search_first(os.path.dirname(os.path.realpath(path)))
         main, code = _script(path)
     main.__name__ = "__main__"
     # Processes that the program spawns know its classes by the second name.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(code, vars(main))
+
+
+def _search_first(place: str, *, although_safe: bool = False) -> None:
+    """Have modules be found at `place` first, and not where the command `mpistrat` is.
+
+    Args: although_safe: also with -P or PYTHONSAFEPATH of Python 3.11: then Python itself puts no folder first.
+    """
+    safe = bool(getattr(sys.flags, "safe_path", False))
+    if although_safe or not safe:
+        sys.path[: 1 - safe] = [place]
+
+
+def _module(name: str) -> tuple[Any, types.CodeType]:
+    """The module that a module of this name is run as, and its code."""
+    _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
+    return importlib.util.module_from_spec(spec), code
 
 
 def _script(path: str) -> tuple[types.ModuleType, types.CodeType]:

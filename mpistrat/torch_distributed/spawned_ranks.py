@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from multiprocessing.process import BaseProcess
 
 from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.processes import cpu_seconds
@@ -18,8 +19,6 @@ from mpistrat.machine.notices import tell
 from mpistrat.settings import stall_seconds
 from mpistrat.torch_distributed.next_group import has_default_group
 
-# They have functions `join`, which wait for a program's processes.
-_JOIN = "multiprocessing/process.py", "torch/multiprocessing/spawn.py"
 _IDLE = 0.1  # of a core, all of the processes together
 
 
@@ -31,13 +30,16 @@ def look_for_spawned_ranks() -> None:
 
 def _look(seconds: float) -> None:
     """Ends when this process is in a group, or has waited so long for idle processes, and has given the notice."""
+    from torch.multiprocessing.spawn import ProcessContext
+
+    # They wait for a program's processes.
+    joins = {BaseProcess.join.__code__, ProcessContext.join.__code__}
     since, used, pause = time.monotonic(), 0.0, seconds / 4
     while not has_default_group():
         time.sleep(pause)
         now, before, used = time.monotonic(), used, _used_by_children()
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        codes = (each.f_code for each, _ in traceback.walk_stack(frame))
-        if not any(c.co_name == "join" and c.co_filename.endswith(_JOIN) for c in codes):
+        if joins.isdisjoint(each.f_code for each, _ in traceback.walk_stack(frame)):
             since = now
         elif now - since >= seconds and used - before < _IDLE * pause:
             tell(

@@ -51,16 +51,16 @@ def unwritten(tensors: Tensors, outs: Sequence[Tensors]) -> list[Tensor]:
 def room_for(tensor: Tensor) -> Tensor:
     """A contiguous buffer for other elements of `tensor`: its own memory, or else new."""
     detached = tensor.detach()
-    if _is_plain(detached):
+    if is_plain(detached):
         return detached
     return torch.empty_like(detached, memory_format=torch.contiguous_format)
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor if _is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
+    return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether its memory holds its elements in order, as that of a transposed or conjugated view does not."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
@@ -73,15 +73,19 @@ def by_dtype(tensors: Tensors) -> list[list[Tensor]]:
     return list(alike.values())
 
 
+def lengths(tensors: Tensors) -> list[int]:
+    """How many elements each has."""
+    return [tensor.numel() for tensor in tensors]
+
+
 def flat(tensors: Tensors, buffers: RecycledBuffers) -> Tensor:
     """The elements of all, which have one dtype, one after the other, in one of `buffers`."""
     flattened = [tensor.detach().reshape(-1) for tensor in tensors]
-    buffer = buffers.empty((sum(map(len, flattened)),), tensors[0].dtype)
+    buffer = buffers.empty((sum(lengths(tensors)),), tensors[0].dtype)
     return torch.cat(flattened, out=buffer)
 
 
 def unflatten(buffer: Tensor, tensors: Tensors) -> None:
     """Copy what `flat` put one after the other into `tensors`."""
-    sizes = [tensor.numel() for tensor in tensors]
-    for tensor, part in zip(tensors, buffer.split(sizes), strict=True):
+    for tensor, part in zip(tensors, buffer.split(lengths(tensors)), strict=True):
         tensor.detach().copy_(part.view(tensor.shape))

@@ -62,6 +62,15 @@ class DoneWork(dist.Work):
         return future
 
 
+def seconds_of(timeout: datetime.timedelta | None) -> float:
+    """0: no limit."""
+    return max(0.0, timeout.total_seconds()) if timeout else 0.0
+
+
+def _nothing() -> None:
+    pass
+
+
 # Called with a work whose call has failed.
 OnFailure = Callable[["UnfinishedWork"], None]
 
@@ -74,21 +83,17 @@ class UnfinishedWork(DoneWork):
 
     Args:
         failed: called with this work if its call has failed, on any thread.
-        make: makes the call, which waits for that; None: it goes on by itself.
 
     Attributes:
         observed: whether somebody has got the error, or will.
+        make: called before somebody waits: it makes a call that does not go on by itself.
     """
 
-    def __init__(
-        self,
-        result: Sequence[Tensor],
-        failed: OnFailure,
-        make: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, result: Sequence[Tensor], failed: OnFailure) -> None:
         super().__init__(result)
         self.observed = False
-        self._failed, self._make = failed, make
+        self.make: Callable[[], None] = _nothing
+        self._failed = failed
         self._done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def end(self, error: BaseException | None) -> None:
@@ -100,11 +105,9 @@ class UnfinishedWork(DoneWork):
             self._done.set_exception(error)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        if self._make is not None:
-            self._make()
+        self.make()
         self.observed = True
-        seconds = timeout.total_seconds() if timeout else 0.0
-        self._wait_until_done(max(0.0, seconds))
+        self._wait_until_done(seconds_of(timeout))
         self._done.result()
         return True
 
@@ -219,7 +222,7 @@ class GroupCalls:
         after, cpus, threads = self._after_backward, self._cpu_share, torch.get_num_threads()
         is_busy = takes_a_core(self._communicator.on_one_node, cpus, threads)
         holds = after.is_worth_it and is_busy and inside_backward()
-        work = UnfinishedWork(result, self.failed.append, after.make if holds else None)
+        work = UnfinishedWork(result, self.failed.append)
 
         def make() -> None:
             try:
@@ -236,6 +239,7 @@ class GroupCalls:
 
         frame = outside(sys._getframe(2))
         if holds:
+            work.make = after.make
             after.add(make, self._thread, frame)
         else:
             self._thread.submit(make, frame)
@@ -256,8 +260,7 @@ class GroupCalls:
                 f"the process group {self._name!r} was used in a forked child of rank {rank}; MPI belongs to the "
                 "parent: return what the child computed, and communicate there"
             )
-        if self.failed:
-            self._raise_unobserved()
+        self._raise_unobserved()
 
     def shut_down(self, native: Callable[[], None], give_back: Callable[[], None]) -> None:
         """Not collective. Calls on their way end first.

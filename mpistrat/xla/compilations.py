@@ -9,7 +9,7 @@ from typing import Any
 
 from mpistrat import arrays, nest
 from mpistrat.machine.notices import tell
-from mpistrat.values import DistributedValues, PassedWhole, select_replica
+from mpistrat.values import select_replica
 
 # The first call makes an optimizer's state, which the second finds: each is a graph of its own. What was brought to the
 # device, or was read, between two calls may be another kind of input to one more.
@@ -57,6 +57,7 @@ class Compilations:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.all: list[Compiled] = []
+        self._of_step: dict[tuple[str, object], dict[tuple[str, ...], Compiled]] = {}
         self._known: set[tuple[object, ...]] = set()  # what steps were called with
 
     def note(self, fn: Callable[..., Any], arguments: Any, graphs: int) -> None:
@@ -82,14 +83,13 @@ class Compilations:
         self, step: str, code: object, shapes: tuple[str, ...], tells: bool
     ) -> Compiled:
         """The entry for these shapes. Args: tells: whether a new entry of a known step is told of."""
-        before = [c for c in self.all if (c.step, c.code) == (step, code)]
-        for compiled in before:
-            if compiled.shapes == shapes:
-                return compiled
-        if before and tells:
-            tell(self._new_shape(step, before[-1].shapes, shapes))
-        self.all.append(Compiled(step, code, shapes))
-        return self.all[-1]
+        known = self._of_step.setdefault((step, code), {})
+        if shapes not in known:
+            if known and tells:
+                tell(self._new_shape(step, next(reversed(known)), shapes))
+            known[shapes] = Compiled(step, code, shapes)
+            self.all.append(known[shapes])
+        return known[shapes]
 
     def _new_shape(self, step: str, before: tuple[str, ...], shapes: tuple[str, ...]) -> str:
         changes = [
@@ -114,15 +114,13 @@ class Compilations:
 
 
 def _number_of(graphs: int) -> str:
-    if not graphs:
-        return "no graph that was not compiled before"
-    return f"{graphs} {'graph' if graphs == 1 else 'graphs'}"
+    few = {0: "no graph that was not compiled before", 1: "1 graph"}
+    return few.get(graphs, f"{graphs} graphs")
 
 
 def _kind_of(leaf: Any) -> object:
     """What a graph depends on: of a number, its type."""
-    if isinstance(leaf, DistributedValues) and not isinstance(leaf, PassedWhole):
-        leaf = leaf.values[0]
+    leaf = select_replica(0, leaf)
     return (leaf.shape, leaf.dtype) if arrays.is_array(leaf) else type(leaf)
 
 

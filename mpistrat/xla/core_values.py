@@ -78,7 +78,7 @@ class CoreValues:
         return torch.where(self.number() >= 0, value, torch.zeros_like(value))
 
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
-        return self._layouts.sum_over_devices(value, self._groups)
+        return self._layouts.reduce_over_devices("sum", value, self._groups)
 
     def number(self) -> torch.Tensor:
         """Which replica of this rank a core is; int64, of no dimension. Inside a step, or outside."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpistrat import arrays
 from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.machine.notices import tell
 from mpistrat.xla.runtime import Runtime
@@ -65,8 +66,7 @@ class LogicalDevices:
 
         Raises: ValueError unless it divides into one part per logical device, and for a tensor of another device.
         """
-        check_split(tuple(tensor.shape), partition_dimensions, self._count)
-        parts = [int(count) for count in partition_dimensions]
+        parts = check_split(tuple(tensor.shape), partition_dimensions, self._count)
         return self._lay_out(tensor, parts, range(len(parts)))
 
     def replicate(self, tensor: Any) -> Any:
@@ -79,7 +79,7 @@ class LogicalDevices:
     def _lay_out(self, tensor: Any, mesh: Sequence[int], cut: Sequence[int | None]) -> Any:
         if self._count == 1:
             return tensor
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "xla":
+        if not arrays.is_on_xla(tensor):
             where = tensor.device if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ValueError(
                 f"only a tensor on the replica's device can be laid out over its logical devices, and this is on "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 from mpistrat.xla.topology.device_assignment import DeviceAssignment
 from mpistrat.xla.topology.topology import TpuTopology
 
@@ -25,7 +27,7 @@ def replicas_of_rank(
             "it with the topology that initialize_tpu_system returned"
         )
     replicas_of_ranks = _replicas_of_ranks(assignment, topology)
-    counts = [len(replicas) for replicas in replicas_of_ranks]
+    counts = [len(replicas_of_ranks[task]) for task in range(topology.num_tasks)]
     if len(set(counts)) > 1 or not counts[0]:
         raise ValueError(
             f"the device assignment gives the ranks {counts} replicas; each must have as many as the others, at least "
@@ -37,9 +39,9 @@ def replicas_of_rank(
 
 def _replicas_of_ranks(
     assignment: DeviceAssignment, topology: TpuTopology
-) -> list[list[tuple[int, ...]]]:
+) -> dict[int, list[tuple[int, ...]]]:
     """By rank the cores, by their numbers there, of each of its replicas."""
-    found: list[list[tuple[int, ...]]] = [[] for _ in range(topology.num_tasks)]
+    found: dict[int, list[tuple[int, ...]]] = collections.defaultdict(list)
     users: dict[tuple[int, int], int] = {}
     for replica, cores in enumerate(assignment.core_assignment.tolist()):
         tasks = {topology.task_ordinal_at_coordinates(core) for core in cores}

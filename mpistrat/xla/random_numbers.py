@@ -6,6 +6,7 @@ at once, outside of what is each one's own, and dealt out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,33 +17,6 @@ aten = torch.ops.aten
 # Called as a word of Python's syntax.
 _RANDOM_FROM, _RANDOM_FROM_ = (getattr(op, "from") for op in (aten.random, aten.random_))
 
-# What makes a tensor of random numbers, as what fills one: (shape and dtype as of the first argument, how to fill it).
-_LIKE: dict[Any, Callable[..., torch.Tensor]] = {
-    aten.bernoulli.p: lambda like, p, **_: _empty(like).bernoulli_(p),
-    aten.bernoulli.default: lambda like, **_: (_empty(like).uniform_() < like).to(like.dtype),
-    aten.rand_like.default: lambda like, **kwargs: _empty(like, **kwargs).uniform_(),
-    aten.randn_like.default: lambda like, **kwargs: _empty(like, **kwargs).normal_(),
-    aten.exponential.default: lambda like, rate=1.0, **_: _empty(like).exponential_(rate),
-    aten.uniform.default: lambda like, *limits, **_: _empty(like).uniform_(*limits),
-    aten.normal_functional.default: lambda like, *of, **_: _empty(like).normal_(*of),
-    aten.random.default: lambda like, **_: _empty(like).random_(),
-    aten.random.to: lambda like, high, **_: _empty(like).random_(high),
-    _RANDOM_FROM: lambda like, low, high, **_: _empty(like).random_(low, high),
-    aten.rand.default: lambda size, **kwargs: _new(size, **kwargs).uniform_(),
-    aten.randn.default: lambda size, **kwargs: _new(size, **kwargs).normal_(),
-    aten.randint.default: lambda high, size, **kwargs: _integers(size, 0, high, **kwargs),
-    aten.randint.low: lambda low, high, size, **kwargs: _integers(size, low, high, **kwargs),
-    aten.randint_like.default: lambda like, high, **kwargs: _empty(like, **kwargs).random_(0, high),
-    aten.randint_like.low_dtype: lambda like, low, high, **kwargs: _empty(like, **kwargs).random_(
-        low, high
-    ),
-    aten.normal.Tensor_Tensor: lambda mean, std, **_: mean + std * _empty(mean + std).normal_(),
-    aten.normal.Tensor_float: lambda mean, std=1.0, **_: mean + std * _empty(mean).normal_(),
-    aten.normal.float_Tensor: lambda mean, std, **_: mean + std * _empty(std).normal_(),
-    aten.normal.float_float: lambda mean, std, size, **kwargs: _new(size, **kwargs).normal_(
-        mean, std
-    ),
-}
 # The functions of torch, by name, inside which that is done.
 DRAWING = frozenset(
     {
@@ -69,18 +43,56 @@ _FILLING = (
 )
 
 
+_Fill = Callable[..., torch.Tensor]  # a method that fills a tensor with random numbers
+
+
+def _like(fill: _Fill, like: torch.Tensor, *limits: Any, **kwargs: Any) -> torch.Tensor:
+    """A tensor of the shape of `like`, filled."""
+    return fill(_empty(like, **kwargs), *limits)
+
+
+def _of_size(fill: _Fill, usual: torch.dtype | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A tensor of a size, the last of `args`, filled. Args: usual: the dtype where no other is given; None: torch's."""
+    *limits, size = args
+    kwargs["dtype"] = kwargs.get("dtype") or usual
+    return fill(torch.empty(size, **kwargs), *limits)
+
+
+def _bernoulli(like: torch.Tensor, **_: Any) -> torch.Tensor:
+    return (_empty(like).uniform_() < like).to(like.dtype)
+
+
+def _normal(mean: Any, std: Any = 1.0, **_: Any) -> torch.Tensor:
+    return mean + std * _empty(mean + std).normal_()
+
+
 def _empty(like: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
-def _new(size: Any, *, device: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.empty(size, device=device, **kwargs)
-
-
-def _integers(
-    size: Any, low: int, high: int, dtype: torch.dtype | None = None, **kwargs: Any
-) -> torch.Tensor:
-    return _new(size, dtype=dtype or torch.int64, **kwargs).random_(low, high)
+# How an operation that makes random numbers fills a tensor with them.
+_MAKING: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.bernoulli.p: functools.partial(_like, torch.Tensor.bernoulli_),
+    aten.bernoulli.default: _bernoulli,
+    aten.rand_like.default: functools.partial(_like, torch.Tensor.uniform_),
+    aten.randn_like.default: functools.partial(_like, torch.Tensor.normal_),
+    aten.randint_like.default: functools.partial(_like, torch.Tensor.random_),
+    aten.randint_like.low_dtype: functools.partial(_like, torch.Tensor.random_),
+    aten.exponential.default: functools.partial(_like, torch.Tensor.exponential_),
+    aten.uniform.default: functools.partial(_like, torch.Tensor.uniform_),
+    aten.normal_functional.default: functools.partial(_like, torch.Tensor.normal_),
+    aten.random.default: functools.partial(_like, torch.Tensor.random_),
+    aten.random.to: functools.partial(_like, torch.Tensor.random_),
+    _RANDOM_FROM: functools.partial(_like, torch.Tensor.random_),
+    aten.rand.default: functools.partial(_of_size, torch.Tensor.uniform_, None),
+    aten.randn.default: functools.partial(_of_size, torch.Tensor.normal_, None),
+    aten.randint.default: functools.partial(_of_size, torch.Tensor.random_, torch.int64),
+    aten.randint.low: functools.partial(_of_size, torch.Tensor.random_, torch.int64),
+    aten.normal.float_float: functools.partial(_of_size, torch.Tensor.normal_, None),
+    aten.normal.Tensor_Tensor: _normal,
+    aten.normal.Tensor_float: _normal,
+    aten.normal.float_Tensor: _normal,
+}
 
 
 class OwnRandomNumbers(TorchDispatchMode):
@@ -99,9 +111,9 @@ class OwnRandomNumbers(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or not _is_on_xla(args, kwargs):
             return func(*args, **kwargs)
-        if func in _LIKE:
+        if func in _MAKING:
             with self:
-                return _LIKE[func](*args, **kwargs)
+                return _MAKING[func](*args, **kwargs)
         if func not in _FILLING:
             raise NotImplementedError(NOT_DRAWING.format(func=func))
         filled, *others = args
@@ -113,4 +125,4 @@ class OwnRandomNumbers(TorchDispatchMode):
 
 def _is_on_xla(args: Any, kwargs: Any) -> bool:
     devices = [a.device for a in args if isinstance(a, torch.Tensor)] or [kwargs.get("device")]
-    return devices[0] is not None and torch.device(devices[0]).type == "xla"
+    return str(devices[0]).startswith("xla")

@@ -9,6 +9,8 @@ sharding, as of JAX's shard_map; torch_xla 2.9 has the parts.)
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -40,9 +42,8 @@ class ReplicaCores:
         self, runtime: Runtime, cores_of_ranks: Sequence[Sequence[int]], rank: int = 0
     ) -> None:
         self._runtime = runtime
-        groups = [list(cores) for cores in cores_of_ranks]
-        count = len(groups[rank])
-        if len(set().union(*groups)) < sum(map(len, groups)):
+        groups, count = cores_of_ranks, len(cores_of_ranks[rank])
+        if len(set().union(*groups)) < count * len(groups):
             # XLA knows of no other rank: all have the same numbers.
             groups = [groups[rank]]
         self.values = CoreValues(runtime, groups, count, lambda: self.inside)
@@ -57,8 +58,8 @@ class ReplicaCores:
     def step(self, name: str) -> Iterator[None]:
         """`Runtime.step` around one replica's work, which all of them do."""
         own_numbers = OwnRandomNumbers(self._runtime.num_all_devices, self.values.deal_out)
-        self._runtime.around_cut = self._cut  # of the strategy that runs: there may be several
         self._seen = seen = _Seen(self._take_in, self._runtime.random_state, own_numbers)
+        self._runtime.around_cut = functools.partial(self._cut, seen)
         try:
             with self._runtime.graphs.step(name):
                 try:
@@ -72,17 +73,15 @@ class ReplicaCores:
                 self._let_go(alive)
             self._settle(alive)
         finally:
+            self._runtime.around_cut = contextlib.nullcontext
             self._seen = None
             self._taken.clear()
 
     @contextlib.contextmanager
-    def _cut(self, wanted: Sequence[torch.Tensor]) -> Iterator[None]:
+    def _cut(self, seen: _Seen, wanted: Sequence[torch.Tensor]) -> Iterator[None]:
         """Around what computes all that was recorded, in the middle of a step."""
-        if self._seen is None:
-            yield
-            return
-        self._seen.cuts += 1
-        alive = [*self._seen.alive(), *wanted]
+        seen.cuts += 1
+        alive = [*seen.alive(), *wanted]
         self._let_go(alive)
         yield
         self._settle(alive)
@@ -100,9 +99,7 @@ class ReplicaCores:
 
     def _let_go(self, alive: Sequence[torch.Tensor]) -> None:
         """Have values that the program still holds outlive the step's graph. What it only read is as before."""
-        for tensor, is_pending in zip(alive, self._runtime.are_pending(alive), strict=True):
-            if not is_pending:
-                continue
+        for tensor in itertools.compress(alive, self._runtime.are_pending(alive)):
             taken = self._taken.get(id(tensor))
             # Of what is no parameter, batch norm writes without a trace.
             is_parameter = tensor.is_leaf and tensor.requires_grad

@@ -122,7 +122,7 @@ class ReplicasOnCores(RecordedReplicas):
         components = self.ops.components(value)
         first = components[0]
         on_host = arrays.is_array(first) and not arrays.is_on_xla(first)
-        if not on_host and all(component is first for component in components):
+        if not on_host and {id(component) for component in components} == {id(first)}:
             return first
         return self._cores.values.scatter([_as_host_tensor(component) for component in components])
 

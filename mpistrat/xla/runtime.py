@@ -49,17 +49,19 @@ class Graphs:
 
     def num_compilations(self) -> int:
         """Graphs that this process has compiled."""
-        return int(self._native._xla_counter_value("UncachedCompile") or 0)
+        return self._counter("UncachedCompile")
 
     def fallbacks(self) -> Counter[str]:
         """How often the host has done operations that XLA does not have, or whose results' shapes depend on values."""
         names = self._native._get_executed_fallback_ops()
-        return Counter({name: int(self._native._xla_counter_value(name) or 0) for name in names})
+        return Counter({name: self._counter(name) for name in names})
+
+    def _counter(self, name: str) -> int:
+        return int(self._native._xla_counter_value(name) or 0)
 
     def start(self, tensors: Sequence[Any]) -> None:
         """Start the graph of these tensors alone; what was recorded for others stays recorded. In a step: nothing."""
-        pending = self._native._check_tensor_need_materialization
-        if self.recording or not tensors or not any(pending(tensors)):
+        if self.recording or not any(self._native._check_tensor_need_materialization(tensors)):
             return
         # With `sync_xla_data`, the graph may write results into its inputs' memory, which other tensors still need.
         self._native._xla_sync_multi(tensors, [], wait=False, sync_xla_data=False)
@@ -122,11 +124,9 @@ class Layouts:
         shape = torch.Size(shape)
         return self._native._spmd_shard_to_full_shape(parts, sharding, shape, parts.dtype)
 
-    def sum_over_devices(self, value: Any, groups: Sequence[Sequence[int]]) -> Any:
-        """The sum of the devices' own values over the devices of a group, on each of them."""
-        return self._native._xla_spmd_all_reduce(
-            "sum", value, 1.0, [list(group) for group in groups]
-        )
+    def reduce_over_devices(self, op: str, value: Any, groups: Sequence[Sequence[int]]) -> Any:
+        """The sum, or else, of the devices' own values over the devices of a group, on each of them."""
+        return self._native._xla_spmd_all_reduce(op, value, 1.0, [list(group) for group in groups])
 
     def clear_layout(self, tensor: Any) -> None:
         """Nothing is said any more of how the value of `tensor`, which is computed, lies on the devices."""
@@ -208,13 +208,14 @@ class Runtime:
         """Of each of this process's devices: x, y, z of its chip and its core there. None where they have none."""
         names = set(self._native._xla_get_runtime_devices())
         everywhere = self._runtime.global_runtime_device_attributes()
-        found = [attributes for attributes in everywhere if attributes["name"] in names]
-        if not all("coords" in attributes for attributes in found):
+        try:
+            return [
+                (*map(int, attributes["coords"]), int(attributes.get("core_on_chip", 0)))  # type: ignore[misc]
+                for attributes in everywhere
+                if attributes["name"] in names
+            ]
+        except KeyError:
             return None
-        return [
-            (*map(int, attributes["coords"]), int(attributes.get("core_on_chip", 0)))  # type: ignore[misc]
-            for attributes in found
-        ]
 
     def own_devices(self) -> list[int]:
         """The numbers of this process's devices among `num_all_devices`."""
@@ -260,7 +261,7 @@ class Runtime:
 
     def are_pending(self, tensors: Sequence[Any]) -> list[bool]:
         """Of which nothing has been computed yet."""
-        return self._native._check_tensor_need_materialization(list(tensors)) if tensors else []
+        return self._native._check_tensor_need_materialization(list(tensors))
 
     def number_of(self, tensor: Any) -> int:
         """Changes when an operation of torch writes `tensor`; XLA's batch norm does not count."""
@@ -310,9 +311,9 @@ class Runtime:
         """
         self.graphs.start(tensors)
         if self.spmd:
-            across = [list(cores) for cores in zip(*self.cores_of_ranks, strict=True)]
-            reduce = self._native._xla_spmd_all_reduce
-            reduced = [reduce(op, tensor, 1.0, across) for tensor in tensors]
+            across = [*zip(*self.cores_of_ranks, strict=True)]
+            reduce = self.layouts.reduce_over_devices
+            reduced = [reduce(op, tensor, across) for tensor in tensors]
         else:
             reduced = [self._xla_model.all_reduce(op, tensor) for tensor in tensors]
         self.graphs.start(reduced)

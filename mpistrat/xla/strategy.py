@@ -55,11 +55,11 @@ class TPUStrategy(Strategy):
     ) -> None:
         asked = StrategyArguments(communication_options, gradients, check)
         resolver, assignment = tpu_cluster_resolver, experimental_device_assignment
-        if resolver is not None and not isinstance(resolver, TPUClusterResolver):
+        if not isinstance(resolver, TPUClusterResolver | None):
             raise ValueError(
                 f"tpu_cluster_resolver must be a TPUClusterResolver, got {resolver!r:.60}"
             )
-        if assignment is not None and not isinstance(assignment, DeviceAssignment):
+        if not isinstance(assignment, DeviceAssignment | None):
             raise ValueError(
                 f"the device assignment must be a tpu.DeviceAssignment, got {assignment!r:.60}"
             )
@@ -68,13 +68,14 @@ class TPUStrategy(Strategy):
         communicator = strategy_parts.communicator_of(over_mpi, check, type(self).__name__)
         system = start_system(resolver, topology, communicator)
         replicas = replicas_of_rank(assignment, system.topology, topology.rank)
-        one_program = len(replicas) > 1 or len(replicas[0]) > 1
         from mpistrat.xla.tpu_strategy_parts import on_xla
 
-        devices = [f"xla:{0 if one_program else cores[0]}" for cores in replicas]
-        if one_program:
+        device, several = replicas[0][0], len(replicas) * len(replicas[0]) > 1
+        if several:
+            device = 0  # of the one program that runs on all cores
             system.runtime.use_spmd()
             system.runtime.cores_of_ranks = system.cores_of_ranks
+        devices = [f"xla:{device}"] * len(replicas)
         group = strategy_parts.agree(type(self).__name__, topology, communicator, devices, asked)
         extended = on_xla(self, group, asked, system, len(replicas[0]))
         super().__init__(extended, resolver or over_mpi)

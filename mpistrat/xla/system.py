@@ -134,9 +134,10 @@ def _set_environment(
 
 def mesh_of(places: tuple[list[Coordinates] | None, ...], per_task: int) -> TpuTopology:
     """The mesh of the devices at `places`, by rank; where they have none, rank by device."""
-    known = [coordinates for coordinates in places if coordinates is not None]
-    if len(known) < len(places):
-        known = [[(task, i, 0, 0) for i in range(per_task)] for task in range(len(places))]
-    devices = np.array(known)
+    if None in places:
+        by_number = np.argwhere(np.ones((len(places), per_task, 1, 1)))
+        devices = by_number.reshape(len(places), per_task, -1)
+    else:
+        devices = np.array(places)
     low, high = devices.min((0, 1)), devices.max((0, 1))
     return TpuTopology(mesh_shape=high - low + 1, device_coordinates=devices - low)

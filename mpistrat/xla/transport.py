@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,7 @@ class XlaTransport(Transport):
 
     def reduce_scatter(self, operands: Operands) -> None:
         total, out = self._sum(operands.buffer, operands.reduction), operands.target
-        length = out.shape[0] if out.ndim else 1
+        length = math.prod(out.shape[:1])  # a number has one row
         out.copy_(total[self.rank * length : (self.rank + 1) * length].reshape(out.shape))
 
     def _sum(self, buffer: Array, reduction: Reduction) -> Array:

@@ -12,10 +12,7 @@ from mpistrat.communicators import RaisingOnAll
 from mpistrat.compat.v1.datasets import Calls, NumpyDataset
 from mpistrat.errors import OutOfRangeError
 from mpistrat.input import DistributedIterator, InputContext
-from mpistrat.input.distribution import (
-    distribute,
-    distribute_from_function,
-)
+from mpistrat.input.distribution import distribute, distribute_from_function
 from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.parameter_server.strategies.v1_strategy import BetweenGraphStrategy

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.xla.topology.integer_arrays import as_integers
+from mpistrat.xla.topology.integer_arrays import MESH_RANK, as_coordinates, as_lengths
 from mpistrat.xla.topology.ring_order import ring_order
-from mpistrat.xla.topology.topology import MESH_RANK, TpuTopology
+from mpistrat.xla.topology.topology import TpuTopology
 
 Lengths = tuple[int, ...]  # along x, y, z and the cores of a chip
 
@@ -41,14 +41,8 @@ class DeviceAssignment:
     def __init__(
         self, topology: TpuTopology, core_assignment: Sequence[Any] | NDArray[Any]
     ) -> None:
-        cores = as_integers("core_assignment", core_assignment)
+        cores = as_coordinates("core_assignment", core_assignment, "replicas, cores per replica")
         self._topology = _check_topology(topology)
-        if cores.ndim != 3 or cores.shape[2] != MESH_RANK:
-            raise ValueError(
-                f"core_assignment must have the shape [replicas, cores per replica, {MESH_RANK}], "
-                f"got {list(cores.shape)}"
-            )
-        cores.flags.writeable = False
         self._core_assignment = cores
         self._replicas: dict[tuple[int, int], list[int]] = {}
         for replica, of_replica in enumerate(cores.tolist()):
@@ -175,12 +169,7 @@ def _check_topology(topology: object) -> TpuTopology:
 def _lengths(name: str, value: Sequence[int] | NDArray[Any] | None) -> Lengths:
     if value is None:
         return (1,) * MESH_RANK
-    lengths = as_integers(name, value)
-    if lengths.shape != (MESH_RANK,) or (lengths < 1).any():
-        raise ValueError(
-            f"{name} must be {MESH_RANK} positive integers (x, y, z, cores of a chip), got {value!r:.120}"
-        )
-    return tuple(lengths.tolist())
+    return tuple(as_lengths(name, value, "cores of a chip").tolist())
 
 
 def _mode(mode: DeviceOrderMode | str | int) -> DeviceOrderMode:
@@ -194,15 +183,13 @@ def _mode(mode: DeviceOrderMode | str | int) -> DeviceOrderMode:
 
 def _room(mesh: Lengths, shape: Lengths, stride: Lengths) -> Lengths:
     """How many replicas fit along each axis. Raises: ValueError when not even one does."""
-    footprint = tuple(map(operator.mul, shape, stride))
-    if any(map(operator.gt, footprint, mesh)):
+    footprint = np.multiply(shape, stride)
+    if (footprint > mesh).any():
         raise ValueError(
             f"a replica does not fit: computation_shape {list(shape)} with computation_stride {list(stride)} spans "
-            f"{list(footprint)} cores, and the mesh is {list(mesh)}: make each product at most the mesh's length"
+            f"{footprint.tolist()} cores, and the mesh is {list(mesh)}: make each product at most the mesh's length"
         )
-    return tuple(
-        length // span * apart for length, span, apart in zip(mesh, footprint, stride, strict=True)
-    )
+    return tuple((mesh // footprint * stride).tolist())
 
 
 def _replica_grid(num_replicas: int, room: Lengths) -> Lengths:

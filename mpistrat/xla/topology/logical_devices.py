@@ -18,8 +18,10 @@ def check_logical_device(logical_device_id: int, cores_per_replica: int) -> None
 
 def check_split(
     shape: Sequence[int | None], partition_dimensions: Sequence[int], cores_per_replica: int
-) -> None:
-    """Raises: ValueError unless a value of `shape` splits evenly into one part per logical device.
+) -> list[int]:
+    """`partition_dimensions` as integers.
+
+    Raises: ValueError unless a value of `shape` splits evenly into one part per logical device.
 
     Args:
         shape: None stands for a length that is not known yet, of which nothing is checked.
@@ -46,3 +48,4 @@ def check_split(
             f"partition_dimensions {parts} makes {math.prod(parts)} parts for the {cores_per_replica} logical devices "
             f"of a replica: choose numbers whose product is {cores_per_replica}"
         )
+    return parts

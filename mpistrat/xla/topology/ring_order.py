@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,16 +19,17 @@ def ring_order(shape: Sequence[int]) -> NDArray[np.int64]:
 
     Returns: integers of shape [chips, 3].
     """
-    long = [length for length in shape if length > 1]
-    if len(long) < 2 or any(length % 2 for length in long):
+    lengths = np.asarray(shape)
+    long = lengths[lengths > 1]
+    if len(long) < 2 or (long % 2).any():
         z, y, x = np.indices(tuple(reversed(shape))).reshape(3, -1)
         return np.stack([x, y, z], axis=-1)
-    axes = sorted(range(3), key=lambda axis: shape[axis] == 1)  # in a plane, the third is the other
-    ring = np.array(_ring([shape[axis] for axis in axes]))
+    axes = np.argsort(lengths == 1, kind="stable")  # in a plane, the third is the other
+    ring = np.array(_ring(*lengths[axes].tolist()))
     return ring[:, np.argsort(axes)]
 
 
-def _ring(shape: Sequence[int]) -> list[Chip]:
+def _ring(width: int, height: int, depth: int) -> list[Chip]:
     """Of even lengths; the last may be 1. It climbs layer by layer, and comes back down along (0, 0, z).
 
     A layer of 4 × 4 chips, of which the next one is passed from 15 to 1:
@@ -37,13 +39,13 @@ def _ring(shape: Sequence[int]) -> list[Chip]:
         14   7    8    9
         13   12   11   10
     """
-    width, height, depth = shape
-    layer: list[tuple[int, int]] = []
-    for y in range(height):
-        row = [(x, y) for x in range(1, width)]
-        layer += row if y % 2 == 0 else row[::-1]
-    layer += [(0, y) for y in reversed(range(1, height))]
-    ring: list[Chip] = [(0, 0, 0)]
-    for z in range(depth):
-        ring += [(x, y, z) for x, y in (layer if z % 2 == 0 else layer[::-1])]
-    return ring + [(0, 0, z) for z in reversed(range(1, depth))]
+    row = [(x,) for x in range(1, width)]
+    return [(0, 0, 0), *_there_and_back(_there_and_back(row, height), depth)]
+
+
+def _there_and_back(path: Sequence[Chip], layers: int) -> list[Chip]:
+    """`path` in each of so many layers, backwards in each second one, and then down to the first along the corner."""
+    in_turn = itertools.islice(itertools.cycle((path, path[::-1])), layers)
+    up = [(*chip, layer) for layer, chips in enumerate(in_turn) for chip in chips]
+    corner = (0,) * len(path[0])
+    return up + [(*corner, layer) for layer in reversed(range(1, layers))]

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.xla.topology.integer_arrays import as_integers
-
-MESH_RANK = 4  # x, y, z of a chip, and the core on it
+from mpistrat.xla.topology.integer_arrays import MESH_RANK, as_coordinates, as_lengths
 
 
 class TpuTopology:
@@ -39,19 +37,12 @@ class TpuTopology:
     ) -> None:
         if serialized:
             mesh_shape, device_coordinates = _parse(serialized)
-        mesh = as_integers("mesh_shape", mesh_shape)
-        if mesh.shape != (MESH_RANK,) or (mesh < 1).any():
-            raise ValueError(
-                f"mesh_shape must be {MESH_RANK} positive integers (x, y, z, cores per chip), got {mesh_shape!r:.120}"
-            )
-        devices = as_integers("device_coordinates", device_coordinates)
-        if devices.ndim != 3 or devices.shape[2] != MESH_RANK:
-            raise ValueError(
-                f"device_coordinates must have the shape [tasks, devices per task, {MESH_RANK}], "
-                f"got {list(devices.shape)}"
-            )
+        mesh = as_lengths("mesh_shape", mesh_shape, "cores per chip")
+        devices = as_coordinates(
+            "device_coordinates", device_coordinates, "tasks, devices per task"
+        )
         self._places = _Places(mesh, devices)
-        mesh.flags.writeable = devices.flags.writeable = False
+        mesh.flags.writeable = False
         self._mesh_shape, self._device_coordinates = mesh, devices
 
     @property
