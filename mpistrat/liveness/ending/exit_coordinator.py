@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpistrat.liveness import deadlines
+from mpistrat.liveness.records.record import has_not_come
 
 _ADVICE = (
     "Every rank must make the same calls. Did it skip some: another number of batches, a `return` or sys.exit()"
@@ -73,7 +74,7 @@ class ExitCoordinator:
             missing = [
                 left
                 for left in self._left.values()
-                if left.calls.get(waits.communicator, waits.call) < waits.call
+                if has_not_come(left.calls.get(waits.communicator), waits.call)
             ]
             if missing:
                 return _never_comes(missing, waits), next((m.code for m in missing if m.code), 1)

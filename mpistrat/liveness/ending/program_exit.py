@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from mpistrat.liveness.call_site import call_site
 
-_last_exit: tuple[SystemExit, str] | None = None  # and how it was raised
+_last_exit = SystemExit(), ""  # and how it was raised
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,17 @@ class ProgramExit:
     failed: bool = False  # by an uncaught exception, which has been printed
 
 
+def is_interactive() -> bool:
+    """Whether somebody types the program, who goes on after an error."""
+    return bool(sys.flags.interactive) or hasattr(sys, "ps1")
+
+
 def remember_exits() -> None:
     """Wrap `sys.exit`, and `exit` and `quit` outside of interactive use, once."""
     if getattr(sys.exit, "remembers", False):
         return
     sys.exit = _remembering(sys.exit, "sys.exit")
-    if not sys.flags.interactive and not hasattr(sys, "ps1"):
+    if not is_interactive():
         for name in ("exit", "quit"):
             if hasattr(builtins, name):  # not under `python -S`
                 setattr(builtins, name, _remembering(getattr(builtins, name), name))
@@ -56,7 +61,7 @@ def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., 
 
 def remember_raised(error: SystemExit) -> None:
     """Called by: a frame that `error` passes."""
-    if _last_exit is None or error is not _last_exit[0]:
+    if error is not _last_exit[0]:
         _remember(error, f"raised SystemExit({error.code!r})")
 
 
@@ -71,8 +76,9 @@ def program_exit() -> ProgramExit:
     uncaught = getattr(sys, "last_value", None)  # also set by pytest, for exceptions that it caught
     if uncaught is not None and _ended_the_program(uncaught):
         return ProgramExit(1, f"failed with {type(uncaught).__name__}: {uncaught}", failed=True)
-    if _last_exit is not None and _ended_the_program(_last_exit[0]):
-        return ProgramExit(exit_status(_last_exit[0].code), _last_exit[1])
+    last, how = _last_exit
+    if _ended_the_program(last):
+        return ProgramExit(exit_status(last.code), how)
     return ProgramExit(0, "came to its end (of the script, or by `raise SystemExit`)")
 
 

@@ -23,7 +23,12 @@ from mpistrat.errors import CollectiveMismatchError, DivergenceError, StallError
 from mpistrat.liveness import deadlines
 from mpistrat.liveness.bounded_waits import soon, within
 from mpistrat.liveness.ending.interrupts import ignore_interrupts
-from mpistrat.liveness.ending.program_exit import exit_status, program_exit, remember_exits
+from mpistrat.liveness.ending.program_exit import (
+    exit_status,
+    is_interactive,
+    program_exit,
+    remember_exits,
+)
 from mpistrat.liveness.error_text import advice_for, of_the_program
 from mpistrat.liveness.observer import observation
 from mpistrat.liveness.observer.failure_detector import find_ranks
@@ -64,7 +69,7 @@ class RankEnd:
     def catch_exceptions(self) -> None:
         """Have an uncaught exception end the job, also where the program has since put a hook of its own in place."""
         previous = sys.excepthook
-        if previous is self._excepthook or sys.flags.interactive or hasattr(sys, "ps1"):
+        if previous is self._excepthook or is_interactive():
             return
 
         def excepthook(
@@ -98,7 +103,7 @@ class RankEnd:
 
     def catch_exits(self) -> None:
         """Have an exit code other than 0 end the job, unless all ranks exit, or the program is interactive."""
-        if sys.flags.interactive or hasattr(sys, "ps1"):
+        if is_interactive():
             return
         remember_exits()
         announce_exits()

@@ -24,6 +24,7 @@ from mpistrat.liveness.records.record import (
     RUNNING,
     CommunicatorSlot,
     RankRecord,
+    has_not_come,
 )
 
 
@@ -35,7 +36,7 @@ class ObservedRank:
     stacks: str
     inode: int  # of the record's file
     # What the launcher has started, if not this process: a script, which may go on, or a program with children.
-    script: int | None
+    script: int  # 0: it has started this process
     script_file: int | None = None  # its pidfd
     dead: bool = False
     status: int | None = None
@@ -80,8 +81,8 @@ class ObservedRank:
     def ended_well(self) -> bool:
         """Whether the dead rank had said that it leaves, or ends the job, or had nothing to say."""
         state, status = self.record.state, self.status
-        if self.script is not None and not self.record.slots():
-            return not self._script_has_failed
+        if self.script and not self.record.slots():
+            return self.replaceable or not processes.exit_status(self.script, self.script_file)
         if state == LEFT:  # it may be killed all the same, in MPI_Finalize for one
             was_killed = status is not None and os.WIFSIGNALED(status)
             return not (was_killed and os.path.exists(self.record.path or ""))
@@ -91,12 +92,19 @@ class ObservedRank:
     @property
     def replaceable(self) -> bool:
         """Whether a program that the launcher's script runs next may become this rank."""
-        return self.script is not None and state_of(self.script) not in DEAD
+        return state_of(self.script) not in DEAD
 
     @property
-    def _script_has_failed(self) -> bool:
-        ended = self.script is not None and not self.replaceable
-        return ended and bool(processes.exit_status(self.script or 0, self.script_file))
+    def has_ended(self) -> bool:
+        """Whether it has come to its end, or died there, and nothing may take its place."""
+        if self.dead:
+            return (self.has_left or self.ended_well) and not self.replaceable
+        return self.has_left
+
+    @property
+    def calls(self) -> dict[int, int]:
+        """How many calls it has made in each communicator, by the hash of the communicator's name."""
+        return {slot.group: slot.calls for slot in self.record.slots()}
 
     @property
     def inside(self) -> bool:
@@ -121,7 +129,7 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
             with contextlib.suppress(OSError, ValueError):  # being made just now
                 record = RankRecord(record_of(folder, rank))
                 started = processes.launched(record.pid)
-                script = None if started == record.pid else started
+                script = 0 if started == record.pid else started
                 found.append(ObservedRank(record, stacks_of(folder, rank), inode, script))
     return found
 
@@ -143,6 +151,11 @@ class Wait:
     @property
     def waiting(self) -> list[ObservedRank]:
         return [*self.inside]
+
+    @property
+    def suspects(self) -> list[ObservedRank]:
+        """The ranks of this node that may keep the others waiting: a rank inside MPI is not missing, but may do so."""
+        return self.missing or [rank for rank in self.waiting if rank.stands_still]
 
     @property
     def since(self) -> int:
@@ -183,45 +196,43 @@ def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[W
 
     With `of_the_dead`, also those that a rank died in.
     """
-    groups: dict[int, list[tuple[ObservedRank, CommunicatorSlot]]] = {}
+    calls: dict[ObservedRank, dict[int, int]] = {}
+    waiting: dict[int, list[tuple[ObservedRank, CommunicatorSlot]]] = {}  # by communicator
     for rank in ranks:
+        calls[rank] = {}
         for slot in rank.record.slots():
-            groups.setdefault(slot.group, []).append((rank, slot))
-    found = [_wait_of(members, ranks, of_the_dead) for members in groups.values()]
-    return sorted(filter(None, found), key=operator.attrgetter("since"))
+            calls[rank][slot.group] = slot.calls
+            if slot.since and (of_the_dead or not rank.dead):
+                waiting.setdefault(slot.group, []).append((rank, slot))
+    found = [_wait_of(pairs, calls) for pairs in waiting.values()]
+    return sorted(found, key=operator.attrgetter("since"))
 
 
 def _wait_of(
-    pairs: Sequence[tuple[ObservedRank, CommunicatorSlot]],
-    ranks: Sequence[ObservedRank],
-    of_the_dead: bool,
-) -> Wait | None:
-    """The last collective of a communicator that some of its ranks wait in. Args: pairs: ranks with their slots."""
-    waiting = [(r, slot) for r, slot in pairs if slot.since and (of_the_dead or not r.dead)]
-    if not waiting:
-        return None
-    call = max(slot.calls for _, slot in waiting)
-    inside = {rank: slot for rank, slot in waiting if slot.calls == call}
-    members = dict(pairs)
-    slot = waiting[0][1]
-    numbers = members_of(ranks[0].record.folder, slot.group)
-    strangers = [rank for rank in ranks if rank.number in numbers and rank not in members]
-    late = [rank for rank, last in members.items() if last.calls < call]
-    elsewhere = slot.size - len(members) - len(strangers)
-    return Wait(inside, late + strangers, elsewhere, numbers)
+    waiting: Sequence[tuple[ObservedRank, CommunicatorSlot]],
+    calls: dict[ObservedRank, dict[int, int]],
+) -> Wait:
+    """The last collective of a communicator that some of its ranks wait in.
+
+    Args:
+        waiting: these ranks, with their slots.
+        calls: how many calls each rank of this node has made, by communicator.
+    """
+    last = max((slot for _, slot in waiting), key=operator.attrgetter("calls"))
+    inside = {rank: slot for rank, slot in waiting if slot.calls == last.calls}
+    members = members_of(waiting[0][0].record.folder, last.group)
+    here = {
+        rank: made.get(last.group)
+        for rank, made in calls.items()
+        if last.group in made or rank.number in members
+    }
+    missing = [r for r, made in here.items() if has_not_come(made, last.calls, is_member=True)]
+    return Wait(inside, missing, last.size - len(here), members)
 
 
 def awaited(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> set[ObservedRank]:
     """The ranks that others wait for in a collective; with `of_the_dead`, also those that a dead rank waited for."""
     return {rank for wait in waits(ranks, of_the_dead=of_the_dead) for rank in wait.missing}
-
-
-def absentees(ranks: Collection[ObservedRank]) -> list[ObservedRank]:
-    """The ranks that have come to their ends while others wait for all to start: they will not join them."""
-    if not any(rank.record.starting for rank in ranks):
-        return []
-    ended = [rank for rank in ranks if rank.has_left or (rank.dead and rank.ended_well)]
-    return [rank for rank in ended if not (rank.dead and rank.replaceable)]
 
 
 class FailureDetector:
@@ -257,9 +268,8 @@ class FailureDetector:
             before = self.ranks.get(rank.number)
             self.deaths = [dead for dead in self.deaths if dead is not before]
             self.ranks[rank.number] = rank
-            if rank.script is not None:
-                with contextlib.suppress(OSError):
-                    rank.script_file = processes.open_pidfd(rank.script)
+            with contextlib.suppress(OSError):  # there is none, or it has ended
+                rank.script_file = processes.open_pidfd(rank.script)
             with contextlib.suppress(OSError):
                 line = os.open(line_of(self._folder, rank.number), os.O_RDONLY | os.O_NONBLOCK)
                 self._by_line[line] = rank
@@ -294,15 +304,15 @@ class FailureDetector:
 
     def unexplained(self) -> list[ObservedRank]:
         """The dead that had not said that they leave or end the job."""
-        # The launcher may kill some when one has returned an exit code.
+        return [r for r in self.deaths if not (r.ended_well or r.lost or self._killed_in_turn(r))]
+
+    def _killed_in_turn(self, rank: ObservedRank) -> bool:
+        """Whether the launcher may have killed the dead rank, because another had returned an exit code."""
+        if rank.status not in KILLED_BY_LAUNCHERS:
+            return False
         returned = [r for r in self.deaths if r.status and os.WIFEXITED(r.status)]
-        by_itself = any(r.ended_well for r in returned)
-
-        def killed_in_turn(rank: ObservedRank) -> bool:
-            had_left = bool(returned) and rank.record.state == LEFT
-            return rank.status in KILLED_BY_LAUNCHERS and (by_itself or had_left)
-
-        return [r for r in self.deaths if not (r.ended_well or r.lost or killed_in_turn(r))]
+        had_left = bool(returned) and rank.record.state == LEFT
+        return had_left or any(r.ended_well for r in returned)
 
     def others_went_on(self) -> bool:
         """Whether there are ranks that live, here or on other nodes, or have come to their end by now."""
@@ -322,6 +332,11 @@ class FailureDetector:
         returned_0 = all(rank.status == 0 for rank in unexplained)
         is_early = died_for < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
         return returned_0 and is_early and awaited(ranks).isdisjoint(unexplained)
+
+    @property
+    def starting(self) -> list[ObservedRank]:
+        """Those that wait for all ranks to start."""
+        return [rank for rank in self.ranks.values() if rank.record.starting]
 
     def in_state(self, state: int) -> list[ObservedRank]:
         return [rank for rank in self.ranks.values() if rank.record.state == state]
@@ -373,22 +388,19 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
     entered was waiting.
     """
     if all(rank.closed for rank in deaths):
-        deaths = sorted(deaths, key=lambda rank: rank.closed)
+        deaths = sorted(deaths, key=operator.attrgetter("closed"))
     ended_themselves = [
         r for r in deaths if r.status is not None and r.status & 0x7F not in KILLED_BY_LAUNCHERS
     ]
     late = awaited(deaths, of_the_dead=True)
     missing = [rank for rank in deaths if rank in late]
-    return (ended_themselves or missing or deaths)[0]
+    return [*ended_themselves, *missing, *deaths][0]
 
 
 def calls_differ(ranks: Collection[ObservedRank]) -> bool:
     """Whether ranks made different numbers of calls on a communicator, or one is, or died, in a call."""
-    calls: dict[int, set[int]] = {}
-    for rank in ranks:
-        for slot in rank.record.slots():
-            calls.setdefault(slot.group, set()).add(slot.calls)
-    return any(rank.inside for rank in ranks) or any(len(made) > 1 for made in calls.values())
+    calls = {made for rank in ranks for made in rank.calls.items()}
+    return any(rank.inside for rank in ranks) or len(calls) > len(dict(calls))
 
 
 class Pauses:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
+from mpistrat.liveness.records.record import has_not_come
 from mpistrat.machine.private_files import create
 
 _FILE = "elsewhere"
@@ -32,7 +33,7 @@ class Account:
         return [
             int(rank)
             for rank, calls in self.calls.items()
-            if calls.get(str(group), 0 if int(rank) in members else call) < call
+            if has_not_come(calls.get(str(group)), call, is_member=int(rank) in members)
         ]
 
 

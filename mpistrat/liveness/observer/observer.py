@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import tempfile
@@ -47,23 +48,23 @@ class Observer:
         self._stderr = StderrProxy()
         self._report_file = ReportFile()
         self._reported = 0.0  # when; 0.0: nothing was reported
-        self._ending_since = 0.0  # when a rank was seen to end the job
+        # When something was first seen; never yet, where it is infinite.
+        self._ending_since = math.inf  # that a rank ends the job
         self._killed = False
-        # When ranks at their end were seen, while others wait for all to start.
-        self._absent_since = 0.0
-        self._leaving_since = 0.0  # when ranks were seen to wait at their end
+        self._absent_since = math.inf  # ranks at their end, while others wait for all to start
+        self._leaving_since = math.inf  # ranks that wait at their end
         self._noticed_leaving = False
         self._has_noticed_wait = False
 
     def run(self) -> None:
         """Until no rank is left."""
         detector, alone_since = self._detector, time.monotonic()
-        while not detector.all_are_dead or time.monotonic() - alone_since < self._patience():
+        while time.monotonic() - alone_since < self._patience():
+            self._look()
             if not detector.all_are_dead:
                 alone_since = time.monotonic()
             elif detector.ranks and self._folder.remove_if_last():
                 break
-            self._look()
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
         if self._reported and self._launcher and self._may_return_0():
             # It reads what is said there, and waits for the end of that.
@@ -142,18 +143,17 @@ class Observer:
 
     def _judge_starts(self) -> None:
         """Ranks that wait for all ranks to start wait in vain for those that have come to their ends."""
-        ranks = self._detector.ranks.values()
-        absent = failure_detector.absentees(ranks)
-        if not absent or self._is_explained:
-            self._absent_since = 0.0
+        waiting = self._detector.starting
+        absent = [rank for rank in self._detector.ranks.values() if rank.has_ended]
+        if not (waiting and absent) or self._is_explained:
+            self._absent_since = math.inf
             return
-        self._absent_since = self._absent_since or time.monotonic()
-        waiting = [rank for rank in ranks if rank.record.starting]
+        self._absent_since = min(self._absent_since, time.monotonic())
         # Open MPI's launcher ends the job then, without a word about why the others die.
         ended_by_launcher = any(rank.dead for rank in waiting)
         absent_for = time.monotonic() - self._absent_since
         if ended_by_launcher or absent_for > deadlines.OBSERVER_WAITS_FOR_ABSENT_RANKS:
-            self._report(lambda: report.absence_report(absent, waiting), END, 1)
+            self._report(functools.partial(report.absence_report, absent, waiting), END, 1)
 
     def _judge_deaths(self) -> None:
         detector = self._detector
@@ -167,7 +167,8 @@ class Observer:
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
         elif not detector.exited_together(unexplained):
             first, ranks = failure_detector.first_death(unexplained), [*detector.ranks.values()]
-            self._report(lambda: report.death_report(ranks, first), END, exit_code(first.status))
+            compose = functools.partial(report.death_report, ranks, first)
+            self._report(compose, END, exit_code(first.status))
 
     def _is_reported_elsewhere(self) -> bool:
         """Whether another node has just asked about a stall: what happens now is its doing."""
@@ -176,13 +177,13 @@ class Observer:
 
     def _judge_waits(self) -> None:
         ranks = self._detector.going_on
-        if self._reported or any(r.record.state == ENDING or r.record.abort for r in ranks):
-            return  # one says why; or a rank did in our place, or another node
+        if self._is_explained or any(rank.record.abort for rank in ranks):
+            return  # a rank says why; or one did in our place, or another node
         for wait in failure_detector.waits(ranks):
             grace = wait.slot.first not in self._detector.ranks or self._is_reported_elsewhere()
             waited = self._pauses.seconds_since(wait.since / 1e9)
             overdue = waited - deadlines.OBSERVER_WAITS_FOR_FIRST_NODE * grace
-            if wait.limit and overdue > wait.limit:
+            if 0 < wait.limit < overdue:
                 compose = functools.partial(self._stall_report, wait, waited)
                 self._report(compose, wait.waiting[0].record.on_stall, 1, wait)
                 return
@@ -197,7 +198,7 @@ class Observer:
         if not (passed or is_long):
             return
         if not self._is_reported_elsewhere():
-            text = self._compose(lambda: self._stall_report(wait, waited))
+            text = self._compose(functools.partial(self._stall_report, wait, waited))
             if not wait.lasts():
                 return
             end = _RAISING if passed else "They go on waiting until then."
@@ -272,8 +273,8 @@ class Observer:
         """Kill the ranks that did not hear that the job ends, or could not end it."""
         now = time.monotonic()
         if self._detector.in_state(ENDING):
-            self._ending_since = self._ending_since or now
-        ending = now - (self._ending_since or now)
+            self._ending_since = min(self._ending_since, now)
+        ending = now - self._ending_since
         if ending > deadlines.OBSERVER_WAITS_FOR_LAUNCHER:
             self._tell_others_to_end()
         if not self._killed and (self._is_unheard(now) or ending > self._patience_with_ending()):
@@ -305,11 +306,11 @@ class Observer:
         ranks, leaving = list(self._detector.ranks.values()), self._detector.in_state(LEAVING)
         if self._noticed_leaving or self._reported or not leaving:
             return
-        self._leaving_since = self._leaving_since or time.monotonic()
+        self._leaving_since = min(self._leaving_since, time.monotonic())
         limit, waited = leaving[0].record.limit, self._pauses.seconds_since(self._leaving_since)
         if 0 < limit < waited and not all(rank.dead or rank.has_left for rank in ranks):
             self._noticed_leaving = True
-            notice = self._compose(lambda: report.leaving_notice(ranks, waited))
+            notice = self._compose(functools.partial(report.leaving_notice, ranks, waited))
             self._say(f"\nmpistrat: {notice}\n")
 
 

@@ -129,8 +129,9 @@ class FailureLog:
     def _entries(self, wanted: str) -> list[_FailureEntry]:
         """The entries of this kind from the last seconds, in their order."""
         with open(self._path, encoding="utf-8") as file:
-            found = (line.split() for line in file if line.endswith("\n"))
-            entries = [_FailureEntry(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
+            lines = file.read().rpartition("\n")[0].splitlines()  # the last may be half written
+        found = (line.split() for line in lines)
+        entries = [_FailureEntry(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
         since = time.monotonic() - deadlines.NOTED_FAILURE_COUNTS
         return [entry for entry in entries if entry.kind == wanted and entry.at > since]
 

@@ -71,18 +71,20 @@ def members_of(folder: str, group: int) -> set[int]:
 
 # Files that MPI libraries and their transports make in /dev/shm. Nobody removes them when a job is killed.
 _OF_MPI = re.compile(
-    r"/dev/shm/("
+    r"/dev/shm/(?:"
     r"mpich_shm_|mpich_|"  # mpich_shm_e381180_0
     r"sm_segment\.|vader_segment\.|open_mpi\.|ompi\.|"  # Open MPI: sm_segment.node7.0.1a2b0001.0
     r"ucx_shm_|"  # UCX: ucx_shm_posix_5f3a
-    r"(im)?pi_shm_|Intel_MPI_|shm-col-space-|"  # Intel MPI: Intel_MPI_k3b2c1
+    r"(?:im)?pi_shm_|Intel_MPI_|shm-col-space-|"  # Intel MPI: Intel_MPI_k3b2c1
     r"mvapich|"
     r"fi_shm_|psm2_shm\.|psm3_shm\."  # libfabric and PSM
     r")"
 )
+# A line of /proc/PID/maps: address, rights, offset, device, inode, and such a file.
+_MAPPING = re.compile(rf"(?m)^(?:\S+ ){{4}}(\d+) +({_OF_MPI.pattern}.*)$")
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
 _INIT = "1"  # of that namespace: never a rank
-_OF_A_JOB = re.compile(r"[0-9A-Za-z-]{8,80}")
+_LOCK_OF_A_JOB = re.compile(rf"[0-9A-Za-z-]{{8,80}}{re.escape(_LOCK)}")
 
 
 def _places() -> Iterator[str]:
@@ -198,9 +200,8 @@ class JobFolder:
 def _shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
     """(inode, path) of MPI's files in /dev/shm that are mapped by a process."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
-        lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
-    files = [(int(fields[4]), fields[5]) for fields in lines if len(fields) == 6]
-    return {file for file in files if _OF_MPI.match(file[1]) and not file[1].endswith(" (deleted)")}
+        files = _MAPPING.findall(maps.read())
+    return {(int(inode), path) for inode, path in files if not path.endswith(" (deleted)")}
 
 
 def remove_leftovers() -> list[str]:
@@ -215,7 +216,7 @@ def remove_leftovers() -> list[str]:
             found += [os.path.join(place, n) for n in os.listdir(place) if n.startswith(begins)]
             for file in sorted(found):
                 path = file.removesuffix(_LOCK)
-                of_a_job = path != file and _OF_A_JOB.fullmatch(os.path.basename(path))
+                of_a_job = _LOCK_OF_A_JOB.fullmatch(os.path.basename(file))
                 if of_a_job and _remove_if_abandoned(path):
                     removed.append(path)
     with contextlib.suppress(OSError):
@@ -227,7 +228,7 @@ def _remove_unmapped() -> list[str]:
     """Remove this user's files of MPI that no process maps: of jobs that were killed before they had a folder.
 
     Where processes may be hidden, in a container with numbers of its own, nothing is removed; nor is a file of the last
-    minute, which a starting job may be about to map.
+    minute, which a starting job may be about to map. Raises: OSError where a process of this user hides its mappings.
     """
     if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE:
         return []
@@ -240,10 +241,7 @@ def _remove_unmapped() -> list[str]:
         and entry.stat(follow_symlinks=False).st_uid == os.getuid()
         and entry.stat(follow_symlinks=False).st_mtime < old
     }
-    try:
-        mapped = _mapped_by_any() if left else set()
-    except PermissionError:  # a process of ours does not show its mappings
-        return []
+    mapped = _mapped_by_any() if left else set()
     abandoned = [path for inode, path in left.items() if inode not in mapped]
     for path in abandoned:
         with contextlib.suppress(OSError):
@@ -268,9 +266,7 @@ def _mapped_by_any() -> set[int]:
 def _is_process_of_ours(pid: str) -> bool:
     """By its real user: those that the kernel protects seem to be root's."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as status:
-        for line in status:
-            if line.startswith("Uid:"):
-                return int(line.split()[1]) == os.getuid()
+        return f"\nUid:\t{os.getuid()}\t" in status.read()
     return False
 
 

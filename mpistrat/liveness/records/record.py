@@ -305,6 +305,16 @@ class CallEntry:
     site: str
 
 
+def has_not_come(made: int | None, call: int, *, is_member: bool = False) -> bool:
+    """Whether the ranks in call number `call` of a communicator wait for a rank that has made `made` calls there.
+
+    Args:
+        made: None where the rank has not made the communicator.
+        is_member: the communicator is to have the rank, made or not.
+    """
+    return is_member if made is None else made < call
+
+
 def text_of(call: str, site: str) -> tuple[bytes, int]:
     """What `RankRecord.enter` takes. A call that is too long loses its end, a site its beginning."""
     place = site.encode(errors="replace")
