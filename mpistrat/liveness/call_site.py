@@ -54,8 +54,7 @@ def outside(frame: FrameType | SourceLine) -> FrameType | SourceLine:
     """
     of_library = None
     while True:
-        file = frame.f_code.co_filename
-        owner = _owner_of(file)
+        owner = _owner_of(frame.f_code.co_filename)
         if owner == _OF_PROGRAM:
             return frame
         if owner == _OF_LIBRARY and of_library is None:

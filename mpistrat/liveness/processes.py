@@ -172,10 +172,9 @@ def job_of(pid: int) -> str:
 
 def process_namespace() -> int:
     """What numbers this process: in a container of its own, its pid says nothing to others. 0: not known."""
-    try:
+    with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
+    return 0
 
 
 def _pmix_namespace(pid: int) -> str:
@@ -217,9 +216,9 @@ def _exit_status_of_reaped(pidfd: int) -> int | None:
     request = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
     info = bytearray(_INFO.size)
     _INFO.pack_into(info, 0, _INFO_EXIT, *[0] * 13)
-    try:
+    with contextlib.suppress(OSError):
         fcntl.ioctl(pidfd, request, info, True)
-    except OSError:
-        return None
-    mask, *_, status = _INFO.unpack(info)
-    return status if mask & _INFO_EXIT else None
+        mask, *_, status = _INFO.unpack(info)
+        if mask & _INFO_EXIT:
+            return int(status)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from mpistrat.errors import StallError
 from mpistrat.liveness import deadlines
 from mpistrat.liveness.records.job_folder import report_of
-from mpistrat.liveness.records.record import ENTRY, GROUP, RAISE, RankRecord
+from mpistrat.liveness.records.record import ENTRY, GROUP, RAISE
 from mpistrat.liveness.records.watch import CommunicatorWatch
 
 
@@ -82,12 +83,7 @@ def raise_if_stalled(watch: CommunicatorWatch) -> None:
     """Raises: StallError when the observer has decided so for this communicator."""
     record = watch.record
     if record.abort == RAISE and record.stalled == record.words[watch.slot + GROUP]:
-        raise StallError(_report(record))
-
-
-def _report(record: RankRecord) -> str:
-    try:
-        with open(report_of(record.folder), encoding="utf-8") as file:
-            return file.read()
-    except OSError:
-        return f"rank {record.rank} waited too long for the other ranks; see the report on stderr"
+        text = f"rank {record.rank} waited too long for the other ranks; see the report on stderr"
+        with contextlib.suppress(OSError), open(report_of(record.folder), encoding="utf-8") as file:
+            text = file.read()
+        raise StallError(text)

@@ -8,10 +8,11 @@ does not end the job.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from mpistrat.liveness import deadlines
-from mpistrat.liveness.records.record import has_not_come
+from mpistrat.liveness.records.watch import has_not_come
 
 _ADVICE = (
     "Every rank must make the same calls. Did it skip some: another number of batches, a `return` or sys.exit()"
@@ -59,9 +60,9 @@ class ExitCoordinator:
             if message.code and self._first_failure is None:
                 self._first_failure = now, message
         else:
-            known = self._furthest.get(message.communicator)
-            if known is None or message.call > known.call:
-                self._furthest[message.communicator] = message
+            known = self._furthest.get(message.communicator, message)
+            furthest = max(known, message, key=operator.attrgetter("call"))
+            self._furthest[message.communicator] = furthest
 
     def all_left(self) -> bool:
         return len(self._left) == self._size
@@ -70,12 +71,9 @@ class ExitCoordinator:
         """Why the job is over, and the exit code to end it with; None while it is not."""
         if self.all_left() or not self._left:
             return None
-        for waits in self._furthest.values():
-            missing = [
-                left
-                for left in self._left.values()
-                if has_not_come(left.calls.get(waits.communicator), waits.call)
-            ]
+        for name, waits in self._furthest.items():
+            ended = self._left.values()
+            missing = [left for left in ended if has_not_come(left.calls.get(name), waits.call)]
             if missing:
                 return _never_comes(missing, waits), next((m.code for m in missing if m.code), 1)
         if self._first_failure is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mpistrat.liveness.call_site import call_site
+from mpistrat.liveness.ending.interrupts import is_interactive
 
 _last_exit = SystemExit(), ""  # and how it was raised
 
@@ -29,20 +30,14 @@ class ProgramExit:
     failed: bool = False  # by an uncaught exception, which has been printed
 
 
-def is_interactive() -> bool:
-    """Whether somebody types the program, who goes on after an error."""
-    return bool(sys.flags.interactive) or hasattr(sys, "ps1")
-
-
 def remember_exits() -> None:
     """Wrap `sys.exit`, and `exit` and `quit` outside of interactive use, once."""
     if getattr(sys.exit, "remembers", False):
         return
     sys.exit = _remembering(sys.exit, "sys.exit")
     if not is_interactive():
-        for name in ("exit", "quit"):
-            if hasattr(builtins, name):  # not under `python -S`
-                setattr(builtins, name, _remembering(getattr(builtins, name), name))
+        for name in {"exit", "quit"} & vars(builtins).keys():  # none under `python -S`
+            setattr(builtins, name, _remembering(getattr(builtins, name), name))
 
 
 def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., NoReturn]:

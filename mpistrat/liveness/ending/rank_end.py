@@ -22,13 +22,8 @@ from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
 from mpistrat.errors import CollectiveMismatchError, DivergenceError, StallError, TopologyError
 from mpistrat.liveness import deadlines
 from mpistrat.liveness.bounded_waits import soon, within
-from mpistrat.liveness.ending.interrupts import ignore_interrupts
-from mpistrat.liveness.ending.program_exit import (
-    exit_status,
-    is_interactive,
-    program_exit,
-    remember_exits,
-)
+from mpistrat.liveness.ending.interrupts import ignore_interrupts, is_interactive
+from mpistrat.liveness.ending.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.error_text import advice_for, of_the_program
 from mpistrat.liveness.observer import observation
 from mpistrat.liveness.observer.failure_detector import find_ranks
@@ -55,9 +50,7 @@ class RankEnd:
     def __init__(self) -> None:
         self._pid = os.getpid()
         mpi = _running_mpi()  # numbers ranks as the launcher does, whatever the groups are
-        world = mpi and (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
-        self.rank: int
-        self._size: int
+        world: tuple[int, int] | None = mpi and (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
         self.rank, self._size = world or certain_rank() or (0, 1)
         self.who = f"rank {self.rank} of {self._size} ({os.uname().nodename}, pid {self._pid})"
         self.streams: list[Any] = []

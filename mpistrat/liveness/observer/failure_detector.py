@@ -17,15 +17,8 @@ from dataclasses import dataclass
 from mpistrat.liveness import deadlines, processes
 from mpistrat.liveness.processes import DEAD, KILLED_BY_LAUNCHERS, RUNS, state_of
 from mpistrat.liveness.records.job_folder import line_of, members_of, ranks_in, record_of, stacks_of
-from mpistrat.liveness.records.record import (
-    ENDING,
-    LEAVING,
-    LEFT,
-    RUNNING,
-    CommunicatorSlot,
-    RankRecord,
-    has_not_come,
-)
+from mpistrat.liveness.records.record import ENDING, LEFT, RUNNING, CommunicatorSlot, RankRecord
+from mpistrat.liveness.records.watch import has_not_come
 
 
 @dataclass(eq=False)
@@ -74,10 +67,6 @@ class ObservedRank:
         return f"rank {record.rank} of {record.size} ({record.host}, pid {record.pid})"
 
     @property
-    def has_left(self) -> bool:
-        return self.record.state in (LEAVING, LEFT)
-
-    @property
     def ended_well(self) -> bool:
         """Whether the dead rank had said that it leaves, or ends the job, or had nothing to say."""
         state, status = self.record.state, self.status
@@ -98,8 +87,8 @@ class ObservedRank:
     def has_ended(self) -> bool:
         """Whether it has come to its end, or died there, and nothing may take its place."""
         if self.dead:
-            return (self.has_left or self.ended_well) and not self.replaceable
-        return self.has_left
+            return (self.record.has_left or self.ended_well) and not self.replaceable
+        return self.record.has_left
 
     @property
     def calls(self) -> dict[int, int]:
@@ -114,7 +103,7 @@ class ObservedRank:
     @property
     def is_gone(self) -> bool:
         """Whether it is dead, or has come to the end of its program."""
-        return self.has_left or self.letter in DEAD
+        return self.record.has_left or self.letter in DEAD
 
     @property
     def stands_still(self) -> bool:
@@ -184,11 +173,8 @@ class Wait:
     def lasts(self) -> bool:
         """Whether the ranks still wait in it."""
         call = self.slot.group, self.slot.calls
-        return any(
-            (slot.group, slot.calls) == call and slot.since
-            for rank in self.inside
-            for slot in rank.record.slots()
-        )
+        slots = itertools.chain.from_iterable(rank.record.slots() for rank in self.inside)
+        return any((slot.group, slot.calls) == call and slot.since for slot in slots)
 
 
 def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[Wait]:
@@ -220,13 +206,9 @@ def _wait_of(
     """
     last = max((slot for _, slot in waiting), key=operator.attrgetter("calls"))
     inside = {rank: slot for rank, slot in waiting if slot.calls == last.calls}
-    members = members_of(waiting[0][0].record.folder, last.group)
-    here = {
-        rank: made.get(last.group)
-        for rank, made in calls.items()
-        if last.group in made or rank.number in members
-    }
-    missing = [r for r, made in here.items() if has_not_come(made, last.calls, is_member=True)]
+    group, members = last.group, members_of(waiting[0][0].record.folder, last.group)
+    here = [rank for rank in calls if group in calls[rank] or rank.number in members]
+    missing = [r for r in here if has_not_come(calls[r].get(group), last.calls, is_member=True)]
     return Wait(inside, missing, last.size - len(here), members)
 
 
@@ -328,8 +310,8 @@ class FailureDetector:
             # kill a rank that had said that it is about to end.
             may_be_0 = all(rank.record.exits or rank.status in (0, None) for rank in unexplained)
             return may_be_0 and not calls_differ(ranks)
-        died_for = time.monotonic() - self.first_died
         returned_0 = all(rank.status == 0 for rank in unexplained)
+        died_for = time.monotonic() - self.first_died
         is_early = died_for < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
         return returned_0 and is_early and awaited(ranks).isdisjoint(unexplained)
 
@@ -341,10 +323,9 @@ class FailureDetector:
     def in_state(self, state: int) -> list[ObservedRank]:
         return [rank for rank in self.ranks.values() if rank.record.state == state]
 
-    def let_go(self, lost: list[ObservedRank]) -> None:
-        """The others go on without these."""
-        for rank in lost:
-            rank.lost = True
+    def let_go(self, lost: ObservedRank) -> None:
+        """The others go on without it."""
+        lost.lost = True
         self.first_died = 0.0
 
     def _wait(self, seconds: float) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import signal
@@ -33,7 +34,7 @@ from mpistrat.liveness.records.job_folder import JobFolder, report_of, words_of
 from mpistrat.liveness.records.record import ANNOUNCED, END, ENDING, LEAVING, RAISE, SEEN
 from mpistrat.machine.private_files import create, private
 
-_RAISING = "Raising StallError on the ranks that wait."
+_OUTCOMES = {END: "Ending the job.", RAISE: "Raising StallError on the ranks that wait."}
 
 
 class Observer:
@@ -120,7 +121,8 @@ class Observer:
             dead.record.exits = SEEN
 
     def _say(self, text: str) -> None:
-        within(deadlines.OBSERVER_WAITS_FOR_WRITE, lambda: self._stderr.say(text, self._speakers()))
+        action = functools.partial(self._stderr.say, text, self._speakers())
+        within(deadlines.OBSERVER_WAITS_FOR_WRITE, action)
 
     def _speak_for_ranks(self) -> None:
         """For those that have no stderr of their own."""
@@ -161,8 +163,8 @@ class Observer:
         if not unexplained or self._is_explained or self._is_reported_elsewhere():
             return
         if detector.others_went_on() and all(rank.record.expendable for rank in unexplained):
-            detector.let_go(unexplained)
             for rank in unexplained:  # the others say how many they are
+                detector.let_go(rank)
                 how = describe_exit(rank.status)
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
         elif not detector.exited_together(unexplained):
@@ -201,7 +203,7 @@ class Observer:
             text = self._compose(functools.partial(self._stall_report, wait, waited))
             if not wait.lasts():
                 return
-            end = _RAISING if passed else "They go on waiting until then."
+            end = _OUTCOMES[RAISE] if passed else "They go on waiting until then."
             self._say(f"\nmpistrat: {text}\nmpistrat: {end}\n")
         self._has_noticed_wait = True
         if passed:
@@ -209,10 +211,9 @@ class Observer:
 
     def _stall_report(self, wait: Wait, waited: float) -> str:
         accounts = self._ask_other_nodes(wait)
-        missing = [
-            n for a in accounts for n in a.missing(wait.slot.group, wait.slot.calls, wait.members)
-        ]
-        lines = [line for other in accounts for line in other.lines]
+        call = wait.slot.group, wait.slot.calls, wait.members
+        missing = itertools.chain.from_iterable(other.missing(*call) for other in accounts)
+        lines = [*itertools.chain.from_iterable(other.lines for other in accounts)]
         return report.stall_report(self._detector.going_on, wait, waited, missing, lines)
 
     def _ask_other_nodes(self, wait: Wait) -> list[Account]:
@@ -231,8 +232,7 @@ class Observer:
         text = self._compose(compose)
         if wait is not None and not wait.lasts():
             return
-        end = "Ending the job." if action == END else _RAISING
-        self._say(f"\nmpistrat: {text}\nmpistrat: {end}\n")
+        self._say(f"\nmpistrat: {text}\nmpistrat: {_OUTCOMES[action]}\n")
         if action == RAISE:  # with this text
             with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:
                 file.write(text)
@@ -308,9 +308,9 @@ class Observer:
             return
         self._leaving_since = min(self._leaving_since, time.monotonic())
         limit, waited = leaving[0].record.limit, self._pauses.seconds_since(self._leaving_since)
-        if 0 < limit < waited and not all(rank.dead or rank.has_left for rank in ranks):
+        if 0 < limit < waited and not all(rank.dead or rank.record.has_left for rank in ranks):
             self._noticed_leaving = True
-            notice = self._compose(functools.partial(report.leaving_notice, ranks, waited))
+            notice = self._compose(functools.partial(report.leaving_notice, ranks, leaving, waited))
             self._say(f"\nmpistrat: {notice}\n")
 
 

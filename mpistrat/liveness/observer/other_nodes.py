@@ -126,7 +126,7 @@ class OtherNodes:
         """Called a few times a second, with `time.monotonic()`."""
         record = self._record
         self._raise_if_inside()
-        if not self._others or not record.folder:
+        if not self._others:
             return
         if self._has_asked and not self._raised and record.abort == RAISE:
             self._raised = True
@@ -153,7 +153,5 @@ class OtherNodes:
 def _account_of_node(folder: str) -> Account:
     """Of the ranks whose records lie in `folder`; takes up to two seconds if ranks do not answer."""
     ranks = find_ranks(folder)
-    calls = {
-        str(rank.number): {str(group): made for group, made in rank.calls.items()} for rank in ranks
-    }
+    calls = {str(r.number): {str(group): made for group, made in r.calls.items()} for r in ranks}
     return Account(calls, account_of(ranks))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpistrat.liveness import deadlines, processes
 from mpistrat.liveness.observer.failure_detector import ObservedRank, Wait
 from mpistrat.liveness.observer.stack_request import StackRequest
 from mpistrat.liveness.processes import cpu_seconds, describe_exit, describe_state
-from mpistrat.liveness.records.record import LEAVING, CallEntry
+from mpistrat.liveness.records.record import CallEntry
 
 _MOST_FRAMES = 12
 _MOST_RANKS = 24  # that are described one by one
@@ -24,7 +24,7 @@ def stall_report(
     ranks: list[ObservedRank],
     wait: Wait,
     waited: float,
-    missing_elsewhere: Sequence[int],
+    missing_elsewhere: Iterable[int],
     lines_of_others: Sequence[str],
 ) -> str:
     """Why ranks have waited for `waited` seconds.
@@ -61,7 +61,7 @@ def _limit_of(wait: Wait) -> tuple[str, str]:
     return f"MPISTRAT_STALL_SECONDS allows {limit:g} s", "MPISTRAT_STALL_SECONDS=N (0: no limit)"
 
 
-def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Sequence[int]) -> str:
+def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterable[int]) -> str:
     """Or keeps the others waiting. Args: elsewhere: the numbers of the missing ranks of other nodes."""
     missing = sorted([*elsewhere, *(rank.number for rank in wait.missing)])
     if missing:
@@ -74,7 +74,7 @@ def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
     lines += _spoken_at_death(first)
     others = [rank for rank in ranks if rank is not first]
     lines += _in_calls(others)
-    working = (rank for rank in others if not (rank.inside or rank.has_left))
+    working = (rank for rank in others if not (rank.inside or rank.record.has_left))
     lines += [f"  rank {rank.number}: {_last_words(rank)}" for rank in working]
     if first.record.size > len(ranks) and first.status in processes.KILLED_BY_LAUNCHERS:
         lines.append(
@@ -110,9 +110,8 @@ def account_of(ranks: list[ObservedRank]) -> list[str]:
     return _what_they_do([rank for rank in ranks if rank not in inside]) + _in_calls(inside)
 
 
-def leaving_notice(ranks: list[ObservedRank], seconds: float) -> str:
-    """That ranks have come to their end and wait for others, which may be right."""
-    gone = [rank for rank in ranks if rank.record.state == LEAVING]
+def leaving_notice(ranks: list[ObservedRank], gone: list[ObservedRank], seconds: float) -> str:
+    """That ranks have come to their end and wait for others; this may be right."""
     lines = [
         f"{_ranks(gone)} came to the end of the program {seconds:.0f} s ago and {_verb(gone, 'wait')} for the other "
         "ranks. If one of those waits in turn, in an MPI call of the program's own, this job hangs:"
@@ -141,10 +140,7 @@ def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[s
     started = time.monotonic()
     time.sleep(deadlines.OBSERVER_MEASURES_CPU_TIME)
     elapsed = time.monotonic() - started
-    busy = [
-        (cpu_seconds(rank.pid) - before) / elapsed for rank, before in zip(shown, used, strict=True)
-    ]
-    states = list(map(_state, shown, busy))
+    states = [_state(rank, cpu, elapsed) for rank, cpu in zip(shown, used, strict=True)]
     lines = []
     for (rank, stack), state in zip(_ask_for_stacks(shown), states, strict=True):
         lines += [f"  {rank.who} {state}; it {_last_words(rank, group)}", *_stack(rank, stack)]
@@ -160,10 +156,12 @@ def _ask_for_stacks(ranks: list[ObservedRank]) -> list[tuple[ObservedRank, Stack
     ]
 
 
-def _state(rank: ObservedRank, busy: float) -> str:
+def _state(rank: ObservedRank, used: float, seconds: float) -> str:
+    """Args: used: its CPU time by `seconds` ago."""
+    busy = (cpu_seconds(rank.pid) - used) / seconds
     if rank.dead:
         return describe_exit(rank.status)
-    if rank.has_left:
+    if rank.record.has_left:
         return "has come to the end of its program"
     if program := rank.other_program:
         return f"has become another program, by exec: {program}"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpistrat.liveness import deadlines
-from mpistrat.machine.private_files import create, make_folder
+from mpistrat.machine.private_files import create, make_folder, private
 
 SHARED_MEMORY = "/dev/shm"
 _LOCK = ".lock"
@@ -137,15 +137,13 @@ class JobFolder:
 
         Raises: OSError.
         """
-        error: OSError | None = None
         for place in _places():
-            try:
+            with contextlib.suppress(OSError):
                 root = os.path.join(place, _of_this_user())
                 make_folder(root)
                 _check(root)
                 return cls._locked(os.path.join(root, name))
-            except OSError as failed:
-                error = failed
+        error: OSError | None = None
         for place in _places():  # somebody else has taken those: a name that nobody could foresee
             try:
                 return cls._locked(os.path.join(place, f"{_of_this_user()}-{name}"))
@@ -164,22 +162,17 @@ class JobFolder:
                 if status.st_uid != os.getuid():
                     raise PermissionError(f"{path}{_LOCK} is another user's")
                 if os.stat(path + _LOCK).st_ino == status.st_ino:
-                    try:
+                    with contextlib.suppress(FileExistsError):
                         os.mkdir(path, 0o700)
-                    except FileExistsError:
-                        _check(path)
-                        return folder, False
-                    return folder, True
+                        return folder, True
+                    _check(path)
+                    return folder, False
 
     @contextlib.contextmanager
     def alone(self, role: str) -> Iterator[bool]:
         """Whether no other process of the job is in a block of the same role."""
-        path = os.path.join(self.path, role)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
+        with open(os.path.join(self.path, role), "a", opener=private) as file:
             yield lock(file)
-        finally:
-            os.close(file)
 
     def remember_mappings(self, rank: int) -> None:
         """Note which files in memory this process maps: MPI's, which nobody else removes when it is killed."""
@@ -188,13 +181,12 @@ class JobFolder:
 
     def remove_if_last(self) -> bool:
         """Remove the folder and the mappings that are noted in it, unless another process of the job holds it."""
-        try:
+        with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            fcntl.flock(self._lock, fcntl.LOCK_SH)  # the attempt may have lost it
-            return False
-        _remove(self.path)
-        return True
+            _remove(self.path)
+            return True
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # the attempt may have lost it
+        return False
 
 
 def _shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
@@ -210,10 +202,9 @@ def remove_leftovers() -> list[str]:
     for place in _places():
         root = os.path.join(place, _of_this_user())
         with contextlib.suppress(OSError):
-            names = os.listdir(root) if _is_ours(root) else []
-            found = [os.path.join(root, name) for name in names]
+            found = [entry.path for entry in os.scandir(root)] if _is_ours(root) else []
             begins = f"{_of_this_user()}-"
-            found += [os.path.join(place, n) for n in os.listdir(place) if n.startswith(begins)]
+            found += [entry.path for entry in os.scandir(place) if entry.name.startswith(begins)]
             for file in sorted(found):
                 path = file.removesuffix(_LOCK)
                 of_a_job = _LOCK_OF_A_JOB.fullmatch(os.path.basename(file))
