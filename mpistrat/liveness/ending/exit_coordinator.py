@@ -60,9 +60,9 @@ class ExitCoordinator:
             if message.code and self._first_failure is None:
                 self._first_failure = now, message
         else:
-            known = self._furthest.get(message.communicator, message)
-            furthest = max(known, message, key=operator.attrgetter("call"))
-            self._furthest[message.communicator] = furthest
+            name = message.communicator
+            known = self._furthest.get(name, message)
+            self._furthest[name] = max(known, message, key=operator.attrgetter("call"))
 
     def all_left(self) -> bool:
         return len(self._left) == self._size
@@ -85,11 +85,11 @@ class ExitCoordinator:
 
 
 def _never_comes(missing: list[Left], waits: Waits) -> str:
-    first = missing[0]
+    first, *more = missing
     others = ""
-    if len(missing) > 1:
-        ranks = ", ".join(str(left.rank) for left in missing[1:9])
-        others = f" (so did rank{'s' * (len(missing) > 2)} {ranks}{', …' * (len(missing) > 9)})"
+    if more:
+        ranks = ", ".join(str(left.rank) for left in more[:8])
+        others = f" (so did rank{'s' * (len(more) > 1)} {ranks}{', …' * (len(more) > 8)})"
     return (
         f"{first.who} {first.how}{others}, but another rank waits for it in a collective.\n"
         f"  rank {first.rank}: left after collective number {first.calls[waits.communicator]}\n"

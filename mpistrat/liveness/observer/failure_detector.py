@@ -311,8 +311,7 @@ class FailureDetector:
             may_be_0 = all(rank.record.exits or rank.status in (0, None) for rank in unexplained)
             return may_be_0 and not calls_differ(ranks)
         returned_0 = all(rank.status == 0 for rank in unexplained)
-        died_for = time.monotonic() - self.first_died
-        is_early = died_for < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
+        is_early = time.monotonic() - self.first_died < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
         return returned_0 and is_early and awaited(ranks).isdisjoint(unexplained)
 
     @property

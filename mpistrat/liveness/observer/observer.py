@@ -121,8 +121,7 @@ class Observer:
             dead.record.exits = SEEN
 
     def _say(self, text: str) -> None:
-        action = functools.partial(self._stderr.say, text, self._speakers())
-        within(deadlines.OBSERVER_WAITS_FOR_WRITE, action)
+        within(deadlines.OBSERVER_WAITS_FOR_WRITE, lambda: self._stderr.say(text, self._speakers()))
 
     def _speak_for_ranks(self) -> None:
         """For those that have no stderr of their own."""

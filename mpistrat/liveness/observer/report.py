@@ -175,9 +175,8 @@ def _state(rank: ObservedRank, used: float, seconds: float) -> str:
 def _last_words(rank: ObservedRank, group: int | None = None) -> str:
     """Its last collective of the group, or of any, and those of other groups that it is in."""
     record, slots = rank.record, rank.record.slots()
-    last = next((record.entry_of(slot) for slot in slots if slot.group == group), None)
-    if last is None:
-        last = next(iter(record.last(1)), None)
+    of_group = (record.entry_of(slot) for slot in slots if slot.group == group)
+    last = next(of_group, None) or next(iter(record.last(1)), None)
     words = "has not entered a collective" if last is None else _describe(rank, last)
     for slot in slots:
         entry = record.entry_of(slot)

@@ -26,8 +26,7 @@ _RECORD = "rank-"
 
 def ranks_in(folder: str) -> dict[int, int]:
     """The inodes of the records there, some of which may just be being made, by rank."""
-    with os.scandir(folder) as entries:
-        found = [(e.name, e.inode()) for e in entries if e.name.startswith(_RECORD)]
+    found = [(e.name, e.inode()) for e in os.scandir(folder) if e.name.startswith(_RECORD)]
     return dict(sorted((int(name.removeprefix(_RECORD)), inode) for name, inode in found))
 
 
@@ -154,8 +153,7 @@ class JobFolder:
     @classmethod
     def _locked(cls, path: str) -> tuple[JobFolder, bool]:
         while True:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            os.close(os.open(path + _LOCK, flags, 0o600))
+            os.close(os.open(path + _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
             with contextlib.suppress(FileNotFoundError):  # a cleaner was faster than our lock
                 folder = cls(path)
                 status = os.fstat(folder._lock)
