@@ -49,11 +49,11 @@ class Observer:
         self._stderr = StderrProxy()
         self._report_file = ReportFile()
         self._reported = 0.0  # when; 0.0: nothing was reported
-        # When something was first seen; never yet, where it is infinite.
-        self._ending_since = math.inf  # that a rank ends the job
+        self._ending_since = math.inf  # when a rank was seen to end the job; infinite: not yet
         self._killed = False
-        self._absent_since = math.inf  # ranks at their end, while others wait for all to start
-        self._leaving_since = math.inf  # ranks that wait at their end
+        # Likewise, when ranks at their end were seen, while others wait for all to start.
+        self._absent_since = math.inf
+        self._leaving_since = math.inf  # likewise, when ranks were seen to wait at their end
         self._noticed_leaving = False
         self._has_noticed_wait = False
 

@@ -157,7 +157,7 @@ def _ask_for_stacks(ranks: list[ObservedRank]) -> list[tuple[ObservedRank, Stack
 
 
 def _state(rank: ObservedRank, used: float, seconds: float) -> str:
-    """Args: used: its CPU time by `seconds` ago."""
+    """Args: used: its CPU time, `seconds` ago."""
     busy = (cpu_seconds(rank.pid) - used) / seconds
     if rank.dead:
         return describe_exit(rank.status)
