@@ -112,7 +112,7 @@ class NodeRecords:
                 "temporary files (no space, or no right to write there; or their processes are numbered apart, in "
                 "containers): when ranks wait too long, a StallError cannot say for whom.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _open_folder(self, node: MPI.Intracomm) -> tuple[JobFolder | None, bool]:
