@@ -62,7 +62,7 @@ def _limit_of(wait: Wait) -> tuple[str, str]:
 
 
 def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterable[int]) -> str:
-    """Args: suspects: those that may keep the others waiting; elsewhere: the missing ranks of other nodes, by number."""
+    """Args: suspects: those that may keep the others waiting; elsewhere: missing ranks of other nodes, by number."""
     missing = sorted([*elsewhere, *(rank.number for rank in wait.missing)])
     if missing:
         return f"{_numbers(missing)} {'has' if len(missing) == 1 else 'have'} not come to it"
