@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -22,8 +23,6 @@ _BETWEEN, _OF_LIBRARY, _OF_PROGRAM = range(3)
 
 # A frame in a traceback: its line, and the lines of code below it, which are indented further.
 FRAME = re.compile(r'(?m)^( *)File "(.+)", line (\d+), in (.+)\n(?:\1 {2,}.*\n|\1\[Previous.*\n)*')
-
-_owners: dict[str, int] = {}  # by file name; each collective looks at several frames
 
 
 class SourceLine(NamedTuple):
@@ -55,10 +54,7 @@ def outside(frame: FrameType | SourceLine) -> FrameType | SourceLine:
     """
     of_library = None
     while True:
-        file = frame.f_code.co_filename
-        owner = _owners.get(file)
-        if owner is None:
-            owner = _owners[file] = _owner_of(file)
+        owner = _owner_of(frame.f_code.co_filename)
         if owner == _OF_PROGRAM:
             return frame
         if owner == _OF_LIBRARY and of_library is None:
@@ -95,6 +91,7 @@ def places_of(error: BaseException) -> list[str]:
     return [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in stack]
 
 
+@functools.cache  # each collective looks at several frames
 def _owner_of(file: str) -> int:
     # A library is loaded by the time that a frame of it is seen.
     folders = [os.path.dirname(library) + os.sep for library in _files_of("torch", "torch_xla")]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
+import operator
 import os
 import re
 import signal
@@ -29,6 +31,7 @@ _STATES = {
 # What starts ranks: a launcher proper, whose exit code is the job's, or its daemon on a node. Names have 15 characters.
 _LAUNCHERS = re.compile(r"(mpiexec|mpirun|mpiexec\.\w+|prterun|orterun)$")
 _DAEMONS = re.compile(r"(hydra_pmi_proxy|hydra_bstrap_pr\w*|prted|orted|slurmstepd|flux-shell)$")
+_STARTS_RANKS = re.compile(f"{_LAUNCHERS.pattern}|{_DAEMONS.pattern}")
 
 
 def state_of(pid: int, began: int = 0) -> str:
@@ -47,11 +50,9 @@ def began_at(pid: int) -> int:
 
 def signals_of(pid: int, *kinds: str) -> int:
     """A bit for each signal that the process catches (SigCgt), or ignores (SigIgn); 0 when it is gone."""
-    taken = 0
-    for line in _read(pid, "status").splitlines():
-        kind, _, mask = line.partition(":")
-        taken |= int(mask, 16) if kind in kinds else 0
-    return taken
+    lines = rf"(?m)^(?:{'|'.join(kinds)}):\s*(\w+)"
+    masks = (int(mask, 16) for mask in re.findall(lines, _read(pid, "status")))
+    return functools.reduce(operator.or_, masks, 0)
 
 
 def catches(pid: int, number: int) -> bool:
@@ -144,7 +145,7 @@ def launched(pid: int) -> int:
     """The process, or the ancestor of it, that a launcher has started; the process itself where none is found."""
     child = pid
     for ancestor, name in _ancestors(pid):
-        if _LAUNCHERS.match(name) or _DAEMONS.match(name):
+        if _STARTS_RANKS.match(name):
             return child
         child = ancestor
     return pid
@@ -152,8 +153,7 @@ def launched(pid: int) -> int:
 
 def is_launcher(pid: int) -> bool:
     """Whether the process is a launcher now: its number may be another's since it ended."""
-    name = _name(pid)
-    return bool(_LAUNCHERS.match(name) or _DAEMONS.match(name))
+    return _STARTS_RANKS.match(_name(pid)) is not None
 
 
 def job_of(pid: int) -> str:
@@ -164,7 +164,7 @@ def job_of(pid: int) -> str:
     """
     for ancestor, name in _ancestors(pid):
         began = began_at(ancestor)
-        if began and (_LAUNCHERS.match(name) or _DAEMONS.match(name)):
+        if began and _STARTS_RANKS.match(name):
             namespaces = f"{process_namespace()} {_pmix_namespace(pid)}"
             return f"{ancestor}-{began}-{zlib.crc32(namespaces.encode()):08x}"
     return ""
@@ -172,10 +172,9 @@ def job_of(pid: int) -> str:
 
 def process_namespace() -> int:
     """What numbers this process: in a container of its own, its pid says nothing to others. 0: not known."""
-    try:
+    with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
+    return 0
 
 
 def _pmix_namespace(pid: int) -> str:
@@ -217,9 +216,9 @@ def _exit_status_of_reaped(pidfd: int) -> int | None:
     request = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
     info = bytearray(_INFO.size)
     _INFO.pack_into(info, 0, _INFO_EXIT, *[0] * 13)
-    try:
+    with contextlib.suppress(OSError):
         fcntl.ioctl(pidfd, request, info, True)
-    except OSError:
-        return None
-    mask, *_, status = _INFO.unpack(info)
-    return status if mask & _INFO_EXIT else None
+        mask, *_, status = _INFO.unpack(info)
+        if mask & _INFO_EXIT:
+            return int(status)
+    return None

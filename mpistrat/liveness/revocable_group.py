@@ -20,11 +20,7 @@ from mpi4py import MPI
 from mpistrat.errors import RankLostError
 from mpistrat.liveness import deadlines
 
-_MEANS_LOST = frozenset(
-    getattr(MPI, name)
-    for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
-    if hasattr(MPI, name)  # since mpi4py 4
-)
+_MEANS_LOST = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
 
 
 class RevocableGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from mpistrat.errors import StallError
 from mpistrat.liveness import deadlines
 from mpistrat.liveness.records.job_folder import report_of
-from mpistrat.liveness.records.record import ENTRY, GROUP, RAISE, RankRecord
+from mpistrat.liveness.records.record import ENTRY, GROUP, RAISE
 from mpistrat.liveness.records.watch import CommunicatorWatch
 
 
@@ -34,11 +35,8 @@ def wait_until(
         while time.monotonic() < spin_until:
             if arrived():
                 return
-    record, looked = watch.record, started
-    timeout = watch.timeout
-    limit = record.limit_of(timeout)
-    # Where there are records, one of the ranks reports in its place.
-    patience = deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER * (1 + (record.path is not None))
+    looked, timeout = started, watch.timeout
+    limit = watch.record.limit_of(timeout)
     while not arrived():
         now = time.monotonic()
         if now - looked > deadlines.RANK_STOOD_STILL:
@@ -48,22 +46,29 @@ def wait_until(
         if yields and waited < deadlines.RANK_YIELDS:
             os.sched_yield()
             continue
-        raise_if_stalled(watch)
-        if watch.revocable_group is not None:
-            watch.revocable_group.raise_if_lost()
-        if timeout and waited > timeout and _is_noticed(watch, waited - timeout):
-            raise StallError(
-                f"rank {record.rank} waited {waited:.1f} s for the other ranks, and the timeout of its group is "
-                f"{timeout:g} s. Find out why the others do not come, or pass a longer timeout= where the group is made"
-            )
-        observed = now - record.looked / 1e9 < limit + patience
-        if limit and waited > limit + patience and not observed:
-            raise StallError(
-                f"rank {record.rank} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
-                f"{limit:g} s), and no observer runs on this node that could say which are missing"
-            )
+        _raise_if_over(watch, waited, timeout, limit)
         pause = max(waited / 32, deadlines.RANK_SLEEPS_AT_LEAST)
         time.sleep(min(pause, deadlines.RANK_SLEEPS_AT_MOST))
+
+
+def _raise_if_over(watch: CommunicatorWatch, waited: float, timeout: float, limit: float) -> None:
+    raise_if_stalled(watch)
+    if watch.revocable_group is not None:
+        watch.revocable_group.raise_if_lost()
+    record = watch.record
+    if 0 < timeout < waited and _is_noticed(watch, waited - timeout):
+        raise StallError(
+            f"rank {record.rank} waited {waited:.1f} s for the other ranks, and the timeout of its group is "
+            f"{timeout:g} s. Find out why the others do not come, or pass a longer timeout= where the group is made"
+        )
+    # Where there are records, one of the ranks reports in the observer's place.
+    patience = deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER * (1 + (record.path is not None))
+    unobserved = time.monotonic() - record.looked / 1e9
+    if 0 < limit < min(waited, unobserved) - patience:
+        raise StallError(
+            f"rank {record.rank} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
+            f"{limit:g} s), and no observer runs on this node that could say which are missing"
+        )
 
 
 def _is_noticed(watch: CommunicatorWatch, late: float) -> bool:
@@ -78,12 +83,7 @@ def raise_if_stalled(watch: CommunicatorWatch) -> None:
     """Raises: StallError when the observer has decided so for this communicator."""
     record = watch.record
     if record.abort == RAISE and record.stalled == record.words[watch.slot + GROUP]:
-        raise StallError(_report(record))
-
-
-def _report(record: RankRecord) -> str:
-    try:
-        with open(report_of(record.folder), encoding="utf-8") as file:
-            return file.read()
-    except OSError:
-        return f"rank {record.rank} waited too long for the other ranks; see the report on stderr"
+        text = f"rank {record.rank} waited too long for the other ranks; see the report on stderr"
+        with contextlib.suppress(OSError), open(report_of(record.folder), encoding="utf-8") as file:
+            text = file.read()
+        raise StallError(text)

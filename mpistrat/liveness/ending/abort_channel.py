@@ -48,7 +48,7 @@ class AbortChannel:
         if not self._received:
             self._receive()
         texts = [*self._received.values()]  # a copy: another thread may receive more
-        return texts[0] if texts else None
+        return next(iter(texts), None)
 
     def _receive(self) -> None:
         status = MPI.Status()

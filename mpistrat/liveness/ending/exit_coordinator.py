@@ -8,9 +8,11 @@ does not end the job.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from mpistrat.liveness import deadlines
+from mpistrat.liveness.records.watch import has_not_come
 
 _ADVICE = (
     "Every rank must make the same calls. Did it skip some: another number of batches, a `return` or sys.exit()"
@@ -58,9 +60,9 @@ class ExitCoordinator:
             if message.code and self._first_failure is None:
                 self._first_failure = now, message
         else:
-            known = self._furthest.get(message.communicator)
-            if known is None or message.call > known.call:
-                self._furthest[message.communicator] = message
+            name = message.communicator
+            known = self._furthest.get(name, message)
+            self._furthest[name] = max(known, message, key=operator.attrgetter("call"))
 
     def all_left(self) -> bool:
         return len(self._left) == self._size
@@ -69,12 +71,9 @@ class ExitCoordinator:
         """Why the job is over, and the exit code to end it with; None while it is not."""
         if self.all_left() or not self._left:
             return None
-        for waits in self._furthest.values():
-            missing = [
-                left
-                for left in self._left.values()
-                if left.calls.get(waits.communicator, waits.call) < waits.call
-            ]
+        for name, waits in self._furthest.items():
+            ended = self._left.values()
+            missing = [left for left in ended if has_not_come(left.calls.get(name), waits.call)]
             if missing:
                 return _never_comes(missing, waits), next((m.code for m in missing if m.code), 1)
         if self._first_failure is not None:
@@ -86,11 +85,11 @@ class ExitCoordinator:
 
 
 def _never_comes(missing: list[Left], waits: Waits) -> str:
-    first = missing[0]
+    first, *more = missing
     others = ""
-    if len(missing) > 1:
-        ranks = ", ".join(str(left.rank) for left in missing[1:9])
-        others = f" (so did rank{'s' * (len(missing) > 2)} {ranks}{', …' * (len(missing) > 9)})"
+    if more:
+        ranks = ", ".join(str(left.rank) for left in more[:8])
+        others = f" (so did rank{'s' * (len(more) > 1)} {ranks}{', …' * (len(more) > 8)})"
     return (
         f"{first.who} {first.how}{others}, but another rank waits for it in a collective.\n"
         f"  rank {first.rank}: left after collective number {first.calls[waits.communicator]}\n"

@@ -44,7 +44,8 @@ class ExitGroup:
         self._who, self._losses = who, losses
         self._watched: list[WatchedCalls] = []
         self._reported: dict[str, int] = {}  # the last call of each communicator that was reported
-        self._coordinator = ExitCoordinator(comm.size) if comm.rank == 0 else None
+        # All report to that of rank 0; those of other ranks have nobody to decide about.
+        self._coordinator = ExitCoordinator(comm.size if comm.rank == 0 else 0)
         self.other_nodes = OtherNodes(self._comm, record, self._send)
         self._sending = threading.Lock()
         self._unsent: list[MPI.Request] = []
@@ -83,8 +84,8 @@ class ExitGroup:
             if self._reported.get(calls.name) != call:
                 self._reported[calls.name], stuck = call, True
                 where = f"{collective}\n      at {calls.called_at}"
-                raised = calls.raising and told_of(calls.raising, MPI.COMM_WORLD.rank)
-                self._send(Waits(self._who, calls.name, call, where, raised or ""))
+                raised = told_of(calls.raising, MPI.COMM_WORLD.rank) if calls.raising else ""
+                self._send(Waits(self._who, calls.name, call, where, raised))
         self._receive()
         return stuck
 
@@ -95,10 +96,8 @@ class ExitGroup:
                 self._send(message, rank)
 
     def verdict(self) -> tuple[str, int] | None:
-        """Why the job is over and its exit code, if this rank has the exit coordinator and the job is over."""
-        coordinator = self._coordinator
-        verdict = None if coordinator is None else coordinator.verdict(time.monotonic())
-        return verdict and (f"ending the job: {verdict[0]}", verdict[1])
+        """Why the job is over and its exit code, if this rank decides that and the job is over."""
+        return self._coordinator.verdict(time.monotonic())
 
     def leave(self, end: ProgramExit) -> None:
         calls = {calls.name: calls.calls for calls in self.calls()}
@@ -113,14 +112,16 @@ class ExitGroup:
         """Called again and again until it is true, after `leave` or `end`."""
         self._receive()
         with self._sending:
-            self._unsent = [request for request in self._unsent if not request.Test()]
-        heard_all = self._coordinator is None or self._coordinator.all_left()
-        return self._all_ended.Test() and heard_all and not self._unsent
+            self._forget_sent()
+        return self._all_ended.Test() and self._coordinator.all_left() and not self._unsent
 
     def _send(self, message: Any, rank: int = 0) -> None:
         with self._sending:  # a rank that fails does so in any thread
-            self._unsent = [request for request in self._unsent if not request.Test()]
+            self._forget_sent()
             self._unsent.append(self._comm.isend(message, rank))
+
+    def _forget_sent(self) -> None:
+        self._unsent = [request for request in self._unsent if not request.Test()]
 
     def _receive(self) -> None:
         now = time.monotonic()
@@ -128,7 +129,7 @@ class ExitGroup:
             message = arrived.recv()
             if isinstance(message, (Ask, Answer, Raise, NotedFailure)):
                 self.other_nodes.receive(message)
-            elif self._coordinator is not None:
+            else:
                 self._coordinator.receive(message, now)
         self.other_nodes.look(now)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -65,14 +66,16 @@ def ignore_interrupts() -> Iterator[None]:
     """
     before = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or not raises_keyboard_interrupt(before):
+    with contextlib.ExitStack() as stack:
+        if in_main_thread and raises_keyboard_interrupt(before):
+            signal.signal(signal.SIGINT, lambda number, frame: None)
+            stack.callback(signal.signal, signal.SIGINT, before)
         yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+
+
+def is_interactive() -> bool:
+    """Whether somebody types the program, and goes on after an error."""
+    return bool(sys.flags.interactive) or hasattr(sys, "ps1")
 
 
 def raises_keyboard_interrupt(handler: object) -> bool:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
+import math
 import os
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from mpi4py import MPI
@@ -59,7 +61,7 @@ class JobEnd:
         self._groups: list[ExitGroup] = []
         self._last_actions: list[Callable[[], None]] = []
         self._leaves_together = self._has_left = self._has_warned = False
-        self._raises_since = 0  # ns: when the thread saw that a stall is to be raised
+        self._raises_since = math.inf  # ns: when the thread saw that a stall is to be raised
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_out, name="mpistrat job end", daemon=True)
         self._watches = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -89,7 +91,7 @@ class JobEnd:
                     stacklevel=2,
                 )
             return
-        self._groups = [group for group in self._groups if not group.lost]
+        self._groups = self._whole_groups()
         group = next((group for group in self._groups if group.covers(comm)), None)
         if group is None:
             group = ExitGroup(comm, self._rank.who, self.records.record, self.losses)
@@ -136,6 +138,19 @@ class JobEnd:
         else:
             atexit.register(action)
 
+    def _whole_groups(self) -> list[ExitGroup]:
+        """Those that have lost no rank."""
+        return [group for group in self._groups if not group.lost]
+
+    def _calls(self) -> Iterator[WatchedCalls]:
+        """Of the communicators of all groups."""
+        return itertools.chain.from_iterable(group.calls() for group in self._groups)
+
+    def _end_if_decided(self, group: ExitGroup) -> None:
+        if verdict := group.verdict():
+            why, code = verdict
+            self.end_job(f"ending the job: {why}", code)
+
     def _look_out(self) -> None:
         fallback = FallbackObserver()
         while not self._stop.wait(deadlines.RANK_SLEEPS_WATCHING_GROUPS):
@@ -146,27 +161,28 @@ class JobEnd:
                 self._end_as_reported()
             fallback.look()
             for group in list(self._groups):
-                try:
-                    if not group.lost:
-                        if group.look():
-                            self._rank.flush()  # what was printed so far may be all that this rank will ever say
-                        if verdict := group.verdict():
-                            self.end_job(*verdict)
-                except MPI.Exception as error:
-                    if not means_rank_lost(error) and not group.lost:
-                        raise
+                self._look_at(group)
             if action == RAISE:
                 self._end_if_stuck_in_mpi()
             if self._interrupts.unanswered():
                 site = call_site(sys._current_frames()[threading.main_thread().ident or 0])
                 _end_job(f"was interrupted, but stays in a call at {site}", 130)
 
+    def _look_at(self, group: ExitGroup) -> None:
+        try:
+            if not group.lost:
+                if group.look():
+                    self._rank.flush()  # what was printed so far may be all that this rank will ever say
+                self._end_if_decided(group)
+        except MPI.Exception as error:
+            if not means_rank_lost(error) and not group.lost:
+                raise
+
     def _end_as_reported(self) -> NoReturn:
         """Tell the errors of which this rank could not tell the others: they may be why it waited."""
-        for group in self._groups:
-            for error in filter(None, [call.raising for call in group.calls()]):
-                text = told_of(error, self._rank.rank)
-                self._rank.say_last(f"{self._rank.who} failed\n{text}")
+        for error in filter(None, [calls.raising for calls in self._calls()]):
+            text = told_of(error, self._rank.rank)
+            self._rank.say_last(f"{self._rank.who} failed\n{text}")
         self._rank.abort(self.records.record.code)
 
     def _end_without_files(self) -> NoReturn:
@@ -183,11 +199,11 @@ class JobEnd:
         record = self.records.record
         inside = [b.since for b in record.slots() if b.since and b.group == record.stalled]
         now = time.monotonic_ns()
-        self._raises_since = self._raises_since or now
+        self._raises_since = min(self._raises_since, now)
         stuck_for = (now - max(min(inside, default=now), self._raises_since)) / 1e9
         if stuck_for > deadlines.RANK_WAITS_FOR_MAIN_THREAD_TO_RAISE:
-            waiting = (call for group in self._groups for call in group.calls() if call.waiting_in)
-            site = next((call.called_at for call in waiting), "an unknown place")
+            sites = (calls.called_at for calls in self._calls() if calls.waiting_in)
+            site = next(sites, "an unknown place")
             why = ""
             with contextlib.suppress(OSError), open(report_of(record.folder)) as report:
                 why = f":\n{report.readline().rstrip()}"
@@ -211,7 +227,7 @@ class JobEnd:
             for action in self._last_actions:
                 action()
             self.records.record.state = LEFT
-            if not self.losses.happened and any(group.lost for group in self._groups):
+            if not self.losses.happened and len(self._whole_groups()) < len(self._groups):
                 os._exit(end.code)  # lost since: too late for `end_without_finalize`
         except KeyboardInterrupt:
             _end_job("was interrupted", 130)
@@ -226,7 +242,7 @@ class JobEnd:
         """Tell the groups that this rank is at its end, and wait until all their ranks are at theirs."""
         record = self.records.record
         record.end, record.state = end.how, LEAVING
-        waiting = [group for group in self._groups if not group.lost]
+        waiting = self._whole_groups()
         with self.losses.tolerated():
             for group in waiting:
                 group.leave(end)
@@ -248,8 +264,7 @@ class JobEnd:
             with self.losses.tolerated():
                 if group.lost or group.all_ended():
                     return True
-                if verdict := group.verdict():
-                    self.end_job(*verdict)
+                self._end_if_decided(group)
                 return False
             return True
 
@@ -273,7 +288,7 @@ class JobEnd:
             if self._watches and self._rank.is_running():
                 until = time.monotonic() + deadlines.RANK_WAITS_FOR_EXIT_HANDLERS_OF_OTHERS
                 with contextlib.suppress(MPI.Exception):  # one is lost now
-                    waiting = [group for group in self._groups if not group.lost]
+                    waiting = self._whole_groups()
                     for group in waiting:
                         group.end()
                     self._wait_for(waiting, lambda: time.monotonic() > until)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mpistrat.liveness.call_site import call_site
+from mpistrat.liveness.ending.interrupts import is_interactive
 
-_last_exit: tuple[SystemExit, str] | None = None  # and how it was raised
+_last_exit = SystemExit(), ""  # and how it was raised
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,9 @@ def remember_exits() -> None:
     if getattr(sys.exit, "remembers", False):
         return
     sys.exit = _remembering(sys.exit, "sys.exit")
-    if not sys.flags.interactive and not hasattr(sys, "ps1"):
-        for name in ("exit", "quit"):
-            if hasattr(builtins, name):  # not under `python -S`
-                setattr(builtins, name, _remembering(getattr(builtins, name), name))
+    if not is_interactive():
+        for name in {"exit", "quit"} & vars(builtins).keys():  # none under `python -S`
+            setattr(builtins, name, _remembering(getattr(builtins, name), name))
 
 
 def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., NoReturn]:
@@ -56,7 +56,7 @@ def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., 
 
 def remember_raised(error: SystemExit) -> None:
     """Called by: a frame that `error` passes."""
-    if _last_exit is None or error is not _last_exit[0]:
+    if error is not _last_exit[0]:
         _remember(error, f"raised SystemExit({error.code!r})")
 
 
@@ -71,8 +71,9 @@ def program_exit() -> ProgramExit:
     uncaught = getattr(sys, "last_value", None)  # also set by pytest, for exceptions that it caught
     if uncaught is not None and _ended_the_program(uncaught):
         return ProgramExit(1, f"failed with {type(uncaught).__name__}: {uncaught}", failed=True)
-    if _last_exit is not None and _ended_the_program(_last_exit[0]):
-        return ProgramExit(exit_status(_last_exit[0].code), _last_exit[1])
+    last, how = _last_exit
+    if _ended_the_program(last):
+        return ProgramExit(exit_status(last.code), how)
     return ProgramExit(0, "came to its end (of the script, or by `raise SystemExit`)")
 
 

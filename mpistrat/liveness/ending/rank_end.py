@@ -22,7 +22,7 @@ from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
 from mpistrat.errors import CollectiveMismatchError, DivergenceError, StallError, TopologyError
 from mpistrat.liveness import deadlines
 from mpistrat.liveness.bounded_waits import soon, within
-from mpistrat.liveness.ending.interrupts import ignore_interrupts
+from mpistrat.liveness.ending.interrupts import ignore_interrupts, is_interactive
 from mpistrat.liveness.ending.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.error_text import advice_for, of_the_program
 from mpistrat.liveness.observer import observation
@@ -50,9 +50,7 @@ class RankEnd:
     def __init__(self) -> None:
         self._pid = os.getpid()
         mpi = _running_mpi()  # numbers ranks as the launcher does, whatever the groups are
-        world = mpi and (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
-        self.rank: int
-        self._size: int
+        world: tuple[int, int] | None = mpi and (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
         self.rank, self._size = world or certain_rank() or (0, 1)
         self.who = f"rank {self.rank} of {self._size} ({os.uname().nodename}, pid {self._pid})"
         self.streams: list[Any] = []
@@ -64,7 +62,7 @@ class RankEnd:
     def catch_exceptions(self) -> None:
         """Have an uncaught exception end the job, also where the program has since put a hook of its own in place."""
         previous = sys.excepthook
-        if previous is self._excepthook or sys.flags.interactive or hasattr(sys, "ps1"):
+        if previous is self._excepthook or is_interactive():
             return
 
         def excepthook(
@@ -98,7 +96,7 @@ class RankEnd:
 
     def catch_exits(self) -> None:
         """Have an exit code other than 0 end the job, unless all ranks exit, or the program is interactive."""
-        if sys.flags.interactive or hasattr(sys, "ps1"):
+        if is_interactive():
             return
         remember_exits()
         announce_exits()

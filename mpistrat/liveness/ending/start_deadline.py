@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.liveness.call_site import call_site
@@ -41,18 +41,15 @@ def start_deadline(
     it waits, as mpi4py's calls do, except for MPI_Init: see `init_deadline`.
     """
     seconds = start_seconds()
-    if not seconds or size == 1:
+    with ExitStack() as stack:
+        if seconds and size != 1:
+            message = _message(what, seconds, rank, size)
+            timer = threading.Timer(seconds, lambda: rank_end.rank_end().end_job(message, 1))
+            timer.daemon = True
+            timer.start()
+            stack.callback(timer.cancel)
+            stack.enter_context(_starting(size))
         yield
-        return
-    message = _message(what, seconds, rank, size)
-    timer = threading.Timer(seconds, lambda: rank_end.rank_end().end_job(message, 1))
-    timer.daemon = True
-    timer.start()
-    try:
-        with _starting(size):
-            yield
-    finally:
-        timer.cancel()
 
 
 @contextmanager

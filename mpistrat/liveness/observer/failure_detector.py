@@ -17,14 +17,8 @@ from dataclasses import dataclass
 from mpistrat.liveness import deadlines, processes
 from mpistrat.liveness.processes import DEAD, KILLED_BY_LAUNCHERS, RUNS, state_of
 from mpistrat.liveness.records.job_folder import line_of, members_of, ranks_in, record_of, stacks_of
-from mpistrat.liveness.records.record import (
-    ENDING,
-    LEAVING,
-    LEFT,
-    RUNNING,
-    CommunicatorSlot,
-    RankRecord,
-)
+from mpistrat.liveness.records.record import ENDING, LEFT, RUNNING, CommunicatorSlot, RankRecord
+from mpistrat.liveness.records.watch import has_not_come
 
 
 @dataclass(eq=False)
@@ -35,7 +29,7 @@ class ObservedRank:
     stacks: str
     inode: int  # of the record's file
     # What the launcher has started, if not this process: a script, which may go on, or a program with children.
-    script: int | None
+    script: int  # 0: it has started this process
     script_file: int | None = None  # its pidfd
     dead: bool = False
     status: int | None = None
@@ -73,15 +67,11 @@ class ObservedRank:
         return f"rank {record.rank} of {record.size} ({record.host}, pid {record.pid})"
 
     @property
-    def has_left(self) -> bool:
-        return self.record.state in (LEAVING, LEFT)
-
-    @property
     def ended_well(self) -> bool:
         """Whether the dead rank had said that it leaves, or ends the job, or had nothing to say."""
         state, status = self.record.state, self.status
-        if self.script is not None and not self.record.slots():
-            return not self._script_has_failed
+        if self.script and not self.record.slots():
+            return self.replaceable or not processes.exit_status(self.script, self.script_file)
         if state == LEFT:  # it may be killed all the same, in MPI_Finalize for one
             was_killed = status is not None and os.WIFSIGNALED(status)
             return not (was_killed and os.path.exists(self.record.path or ""))
@@ -91,12 +81,19 @@ class ObservedRank:
     @property
     def replaceable(self) -> bool:
         """Whether a program that the launcher's script runs next may become this rank."""
-        return self.script is not None and state_of(self.script) not in DEAD
+        return state_of(self.script) not in DEAD
 
     @property
-    def _script_has_failed(self) -> bool:
-        ended = self.script is not None and not self.replaceable
-        return ended and bool(processes.exit_status(self.script or 0, self.script_file))
+    def has_ended(self) -> bool:
+        """Whether it has come to its end, or died there, and nothing may take its place."""
+        if self.dead:
+            return (self.record.has_left or self.ended_well) and not self.replaceable
+        return self.record.has_left
+
+    @property
+    def calls(self) -> dict[int, int]:
+        """How many calls it has made in each communicator, by the hash of the communicator's name."""
+        return {slot.group: slot.calls for slot in self.record.slots()}
 
     @property
     def inside(self) -> bool:
@@ -106,7 +103,7 @@ class ObservedRank:
     @property
     def is_gone(self) -> bool:
         """Whether it is dead, or has come to the end of its program."""
-        return self.has_left or self.letter in DEAD
+        return self.record.has_left or self.letter in DEAD
 
     @property
     def stands_still(self) -> bool:
@@ -121,7 +118,7 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
             with contextlib.suppress(OSError, ValueError):  # being made just now
                 record = RankRecord(record_of(folder, rank))
                 started = processes.launched(record.pid)
-                script = None if started == record.pid else started
+                script = 0 if started == record.pid else started
                 found.append(ObservedRank(record, stacks_of(folder, rank), inode, script))
     return found
 
@@ -143,6 +140,11 @@ class Wait:
     @property
     def waiting(self) -> list[ObservedRank]:
         return [*self.inside]
+
+    @property
+    def suspects(self) -> list[ObservedRank]:
+        """The ranks of this node that may keep the others waiting: a rank inside MPI is not missing, but may do so."""
+        return self.missing or [rank for rank in self.waiting if rank.stands_still]
 
     @property
     def since(self) -> int:
@@ -171,11 +173,8 @@ class Wait:
     def lasts(self) -> bool:
         """Whether the ranks still wait in it."""
         call = self.slot.group, self.slot.calls
-        return any(
-            (slot.group, slot.calls) == call and slot.since
-            for rank in self.inside
-            for slot in rank.record.slots()
-        )
+        slots = itertools.chain.from_iterable(rank.record.slots() for rank in self.inside)
+        return any((slot.group, slot.calls) == call and slot.since for slot in slots)
 
 
 def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[Wait]:
@@ -183,45 +182,39 @@ def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[W
 
     With `of_the_dead`, also those that a rank died in.
     """
-    groups: dict[int, list[tuple[ObservedRank, CommunicatorSlot]]] = {}
+    calls: dict[ObservedRank, dict[int, int]] = {}
+    waiting: dict[int, list[tuple[ObservedRank, CommunicatorSlot]]] = {}  # by communicator
     for rank in ranks:
+        calls[rank] = {}
         for slot in rank.record.slots():
-            groups.setdefault(slot.group, []).append((rank, slot))
-    found = [_wait_of(members, ranks, of_the_dead) for members in groups.values()]
-    return sorted(filter(None, found), key=operator.attrgetter("since"))
+            calls[rank][slot.group] = slot.calls
+            if slot.since and (of_the_dead or not rank.dead):
+                waiting.setdefault(slot.group, []).append((rank, slot))
+    found = [_wait_of(pairs, calls) for pairs in waiting.values()]
+    return sorted(found, key=operator.attrgetter("since"))
 
 
 def _wait_of(
-    pairs: Sequence[tuple[ObservedRank, CommunicatorSlot]],
-    ranks: Sequence[ObservedRank],
-    of_the_dead: bool,
-) -> Wait | None:
-    """The last collective of a communicator that some of its ranks wait in. Args: pairs: ranks with their slots."""
-    waiting = [(r, slot) for r, slot in pairs if slot.since and (of_the_dead or not r.dead)]
-    if not waiting:
-        return None
-    call = max(slot.calls for _, slot in waiting)
-    inside = {rank: slot for rank, slot in waiting if slot.calls == call}
-    members = dict(pairs)
-    slot = waiting[0][1]
-    numbers = members_of(ranks[0].record.folder, slot.group)
-    strangers = [rank for rank in ranks if rank.number in numbers and rank not in members]
-    late = [rank for rank, last in members.items() if last.calls < call]
-    elsewhere = slot.size - len(members) - len(strangers)
-    return Wait(inside, late + strangers, elsewhere, numbers)
+    waiting: Sequence[tuple[ObservedRank, CommunicatorSlot]],
+    calls: dict[ObservedRank, dict[int, int]],
+) -> Wait:
+    """The last collective of a communicator that some of its ranks wait in.
+
+    Args:
+        waiting: these ranks, with their slots.
+        calls: how many calls each rank of this node has made, by communicator.
+    """
+    last = max((slot for _, slot in waiting), key=operator.attrgetter("calls"))
+    inside = {rank: slot for rank, slot in waiting if slot.calls == last.calls}
+    group, members = last.group, members_of(waiting[0][0].record.folder, last.group)
+    here = [rank for rank in calls if group in calls[rank] or rank.number in members]
+    missing = [r for r in here if has_not_come(calls[r].get(group), last.calls, is_member=True)]
+    return Wait(inside, missing, last.size - len(here), members)
 
 
 def awaited(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> set[ObservedRank]:
     """The ranks that others wait for in a collective; with `of_the_dead`, also those that a dead rank waited for."""
     return {rank for wait in waits(ranks, of_the_dead=of_the_dead) for rank in wait.missing}
-
-
-def absentees(ranks: Collection[ObservedRank]) -> list[ObservedRank]:
-    """The ranks that have come to their ends while others wait for all to start: they will not join them."""
-    if not any(rank.record.starting for rank in ranks):
-        return []
-    ended = [rank for rank in ranks if rank.has_left or (rank.dead and rank.ended_well)]
-    return [rank for rank in ended if not (rank.dead and rank.replaceable)]
 
 
 class FailureDetector:
@@ -257,9 +250,8 @@ class FailureDetector:
             before = self.ranks.get(rank.number)
             self.deaths = [dead for dead in self.deaths if dead is not before]
             self.ranks[rank.number] = rank
-            if rank.script is not None:
-                with contextlib.suppress(OSError):
-                    rank.script_file = processes.open_pidfd(rank.script)
+            with contextlib.suppress(OSError):  # there is none, or it has ended
+                rank.script_file = processes.open_pidfd(rank.script)
             with contextlib.suppress(OSError):
                 line = os.open(line_of(self._folder, rank.number), os.O_RDONLY | os.O_NONBLOCK)
                 self._by_line[line] = rank
@@ -294,15 +286,15 @@ class FailureDetector:
 
     def unexplained(self) -> list[ObservedRank]:
         """The dead that had not said that they leave or end the job."""
-        # The launcher may kill some when one has returned an exit code.
+        return [r for r in self.deaths if not (r.ended_well or r.lost or self._killed_in_turn(r))]
+
+    def _killed_in_turn(self, rank: ObservedRank) -> bool:
+        """Whether the launcher may have killed the dead rank, because another had returned an exit code."""
+        if rank.status not in KILLED_BY_LAUNCHERS:
+            return False
         returned = [r for r in self.deaths if r.status and os.WIFEXITED(r.status)]
-        by_itself = any(r.ended_well for r in returned)
-
-        def killed_in_turn(rank: ObservedRank) -> bool:
-            had_left = bool(returned) and rank.record.state == LEFT
-            return rank.status in KILLED_BY_LAUNCHERS and (by_itself or had_left)
-
-        return [r for r in self.deaths if not (r.ended_well or r.lost or killed_in_turn(r))]
+        had_left = bool(returned) and rank.record.state == LEFT
+        return had_left or any(r.ended_well for r in returned)
 
     def others_went_on(self) -> bool:
         """Whether there are ranks that live, here or on other nodes, or have come to their end by now."""
@@ -318,18 +310,21 @@ class FailureDetector:
             # kill a rank that had said that it is about to end.
             may_be_0 = all(rank.record.exits or rank.status in (0, None) for rank in unexplained)
             return may_be_0 and not calls_differ(ranks)
-        died_for = time.monotonic() - self.first_died
         returned_0 = all(rank.status == 0 for rank in unexplained)
-        is_early = died_for < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
+        is_early = time.monotonic() - self.first_died < deadlines.OBSERVER_WAITS_FOR_JOINT_EXITS
         return returned_0 and is_early and awaited(ranks).isdisjoint(unexplained)
+
+    @property
+    def starting(self) -> list[ObservedRank]:
+        """Those that wait for all ranks to start."""
+        return [rank for rank in self.ranks.values() if rank.record.starting]
 
     def in_state(self, state: int) -> list[ObservedRank]:
         return [rank for rank in self.ranks.values() if rank.record.state == state]
 
-    def let_go(self, lost: list[ObservedRank]) -> None:
-        """The others go on without these."""
-        for rank in lost:
-            rank.lost = True
+    def let_go(self, lost: ObservedRank) -> None:
+        """The others go on without it."""
+        lost.lost = True
         self.first_died = 0.0
 
     def _wait(self, seconds: float) -> None:
@@ -373,22 +368,19 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
     entered was waiting.
     """
     if all(rank.closed for rank in deaths):
-        deaths = sorted(deaths, key=lambda rank: rank.closed)
+        deaths = sorted(deaths, key=operator.attrgetter("closed"))
     ended_themselves = [
         r for r in deaths if r.status is not None and r.status & 0x7F not in KILLED_BY_LAUNCHERS
     ]
     late = awaited(deaths, of_the_dead=True)
     missing = [rank for rank in deaths if rank in late]
-    return (ended_themselves or missing or deaths)[0]
+    return [*ended_themselves, *missing, *deaths][0]
 
 
 def calls_differ(ranks: Collection[ObservedRank]) -> bool:
     """Whether ranks made different numbers of calls on a communicator, or one is, or died, in a call."""
-    calls: dict[int, set[int]] = {}
-    for rank in ranks:
-        for slot in rank.record.slots():
-            calls.setdefault(slot.group, set()).add(slot.calls)
-    return any(rank.inside for rank in ranks) or any(len(made) > 1 for made in calls.values())
+    calls = {made for rank in ranks for made in rank.calls.items()}
+    return any(rank.inside for rank in ranks) or len(calls) > len(dict(calls))
 
 
 class Pauses:

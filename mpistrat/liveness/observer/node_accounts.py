@@ -12,6 +12,7 @@ import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
+from mpistrat.liveness.records.watch import has_not_come
 from mpistrat.machine.private_files import create
 
 _FILE = "elsewhere"
@@ -29,11 +30,8 @@ class Account:
 
         Args: members: ranks that are to be in it, and may not have made it yet.
         """
-        return [
-            int(rank)
-            for rank, calls in self.calls.items()
-            if calls.get(str(group), 0 if int(rank) in members else call) < call
-        ]
+        made = {int(rank): calls.get(str(group)) for rank, calls in self.calls.items()}
+        return [r for r in made if has_not_come(made[r], call, is_member=r in members)]
 
 
 def leave_accounts(folder: str, accounts: list[Account]) -> None:
@@ -51,8 +49,7 @@ def forget_accounts(folder: str) -> None:
 
 def find_accounts(folder: str) -> list[Account] | None:
     """None as long as there are none."""
-    try:
-        with open(os.path.join(folder, _FILE), encoding="utf-8") as file:
-            return [Account(**account) for account in json.load(file)]
-    except FileNotFoundError:
-        return None
+    path = os.path.join(folder, _FILE)
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+        return [Account(**account) for account in json.load(file)]
+    return None

@@ -87,21 +87,24 @@ class NodeRecords:
         """
         folder, is_new = self._open_folder(node)
         held = node.allgather((folder and folder.path, process_namespace()))
-        path, namespace = next((each for each in held if each[0]), (None, 0))
+        path, namespace = next((each for each in held if each[0]), ("", None))
         if not self._has_joined:
-            if path is not None and process_namespace() == namespace:
+            if process_namespace() == namespace:
                 with contextlib.suppress(OSError):
                     self._move_record_to(path, folder)
             _start(self.record)
             self._has_joined = True
         node.Barrier()
-        if is_new and path:
+        if is_new:
             observation.start_observer(path)
         if self.record.path:
             observation.wait_until_observed()
             if not self.record.looked and node.rank == 0:
                 observation.start_observer(self.record.folder)
                 observation.wait_until_observed()
+        self._warn_of_unseen(node)
+
+    def _warn_of_unseen(self, node: MPI.Intracomm) -> None:
         unseen = sum(node.gather(self.record.path is None) or ())
         if unseen:
             warnings.warn(
@@ -109,7 +112,7 @@ class NodeRecords:
                 "temporary files (no space, or no right to write there; or their processes are numbered apart, in "
                 "containers): when ranks wait too long, a StallError cannot say for whom.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _open_folder(self, node: MPI.Intracomm) -> tuple[JobFolder | None, bool]:

@@ -193,10 +193,9 @@ def has_lost_files() -> bool:
     """Whether the program has closed a descriptor that it did not open: MPI's are then closed, too."""
     if _observed is None or os.getpid() != _observed.record.pid:
         return False
-    try:
+    with contextlib.suppress(OSError):
         return not stat.S_ISFIFO(os.fstat(_observed.line).st_mode)
-    except OSError:
-        return True
+    return True
 
 
 def _leave(record: RankRecord) -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import os
 import signal
 import tempfile
@@ -32,7 +34,7 @@ from mpistrat.liveness.records.job_folder import JobFolder, report_of, words_of
 from mpistrat.liveness.records.record import ANNOUNCED, END, ENDING, LEAVING, RAISE, SEEN
 from mpistrat.machine.private_files import create, private
 
-_RAISING = "Raising StallError on the ranks that wait."
+_OUTCOMES = {END: "Ending the job.", RAISE: "Raising StallError on the ranks that wait."}
 
 
 class Observer:
@@ -47,23 +49,23 @@ class Observer:
         self._stderr = StderrProxy()
         self._report_file = ReportFile()
         self._reported = 0.0  # when; 0.0: nothing was reported
-        self._ending_since = 0.0  # when a rank was seen to end the job
+        self._ending_since = math.inf  # when a rank was seen to end the job; infinite: not yet
         self._killed = False
-        # When ranks at their end were seen, while others wait for all to start.
-        self._absent_since = 0.0
-        self._leaving_since = 0.0  # when ranks were seen to wait at their end
+        # Likewise, when ranks at their end were seen, while others wait for all to start.
+        self._absent_since = math.inf
+        self._leaving_since = math.inf  # likewise, when ranks were seen to wait at their end
         self._noticed_leaving = False
         self._has_noticed_wait = False
 
     def run(self) -> None:
         """Until no rank is left."""
         detector, alone_since = self._detector, time.monotonic()
-        while not detector.all_are_dead or time.monotonic() - alone_since < self._patience():
+        while time.monotonic() - alone_since < self._patience():
+            self._look()
             if not detector.all_are_dead:
                 alone_since = time.monotonic()
             elif detector.ranks and self._folder.remove_if_last():
                 break
-            self._look()
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
         if self._reported and self._launcher and self._may_return_0():
             # It reads what is said there, and waits for the end of that.
@@ -142,18 +144,17 @@ class Observer:
 
     def _judge_starts(self) -> None:
         """Ranks that wait for all ranks to start wait in vain for those that have come to their ends."""
-        ranks = self._detector.ranks.values()
-        absent = failure_detector.absentees(ranks)
-        if not absent or self._is_explained:
-            self._absent_since = 0.0
+        waiting = self._detector.starting
+        absent = [rank for rank in self._detector.ranks.values() if rank.has_ended]
+        if not (waiting and absent) or self._is_explained:
+            self._absent_since = math.inf
             return
-        self._absent_since = self._absent_since or time.monotonic()
-        waiting = [rank for rank in ranks if rank.record.starting]
+        self._absent_since = min(self._absent_since, time.monotonic())
         # Open MPI's launcher ends the job then, without a word about why the others die.
         ended_by_launcher = any(rank.dead for rank in waiting)
         absent_for = time.monotonic() - self._absent_since
         if ended_by_launcher or absent_for > deadlines.OBSERVER_WAITS_FOR_ABSENT_RANKS:
-            self._report(lambda: report.absence_report(absent, waiting), END, 1)
+            self._report(functools.partial(report.absence_report, absent, waiting), END, 1)
 
     def _judge_deaths(self) -> None:
         detector = self._detector
@@ -161,13 +162,14 @@ class Observer:
         if not unexplained or self._is_explained or self._is_reported_elsewhere():
             return
         if detector.others_went_on() and all(rank.record.expendable for rank in unexplained):
-            detector.let_go(unexplained)
             for rank in unexplained:  # the others say how many they are
+                detector.let_go(rank)
                 how = describe_exit(rank.status)
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
         elif not detector.exited_together(unexplained):
             first, ranks = failure_detector.first_death(unexplained), [*detector.ranks.values()]
-            self._report(lambda: report.death_report(ranks, first), END, exit_code(first.status))
+            compose = functools.partial(report.death_report, ranks, first)
+            self._report(compose, END, exit_code(first.status))
 
     def _is_reported_elsewhere(self) -> bool:
         """Whether another node has just asked about a stall: what happens now is its doing."""
@@ -176,13 +178,13 @@ class Observer:
 
     def _judge_waits(self) -> None:
         ranks = self._detector.going_on
-        if self._reported or any(r.record.state == ENDING or r.record.abort for r in ranks):
-            return  # one says why; or a rank did in our place, or another node
+        if self._is_explained or any(rank.record.abort for rank in ranks):
+            return  # a rank says why; or one did in our place, or another node
         for wait in failure_detector.waits(ranks):
             grace = wait.slot.first not in self._detector.ranks or self._is_reported_elsewhere()
             waited = self._pauses.seconds_since(wait.since / 1e9)
             overdue = waited - deadlines.OBSERVER_WAITS_FOR_FIRST_NODE * grace
-            if wait.limit and overdue > wait.limit:
+            if 0 < wait.limit < overdue:
                 compose = functools.partial(self._stall_report, wait, waited)
                 self._report(compose, wait.waiting[0].record.on_stall, 1, wait)
                 return
@@ -197,10 +199,10 @@ class Observer:
         if not (passed or is_long):
             return
         if not self._is_reported_elsewhere():
-            text = self._compose(lambda: self._stall_report(wait, waited))
+            text = self._compose(functools.partial(self._stall_report, wait, waited))
             if not wait.lasts():
                 return
-            end = _RAISING if passed else "They go on waiting until then."
+            end = _OUTCOMES[RAISE] if passed else "They go on waiting until then."
             self._say(f"\nmpistrat: {text}\nmpistrat: {end}\n")
         self._has_noticed_wait = True
         if passed:
@@ -208,10 +210,9 @@ class Observer:
 
     def _stall_report(self, wait: Wait, waited: float) -> str:
         accounts = self._ask_other_nodes(wait)
-        missing = [
-            n for a in accounts for n in a.missing(wait.slot.group, wait.slot.calls, wait.members)
-        ]
-        lines = [line for other in accounts for line in other.lines]
+        call = wait.slot.group, wait.slot.calls, wait.members
+        missing = itertools.chain.from_iterable(other.missing(*call) for other in accounts)
+        lines = [*itertools.chain.from_iterable(other.lines for other in accounts)]
         return report.stall_report(self._detector.going_on, wait, waited, missing, lines)
 
     def _ask_other_nodes(self, wait: Wait) -> list[Account]:
@@ -230,8 +231,7 @@ class Observer:
         text = self._compose(compose)
         if wait is not None and not wait.lasts():
             return
-        end = "Ending the job." if action == END else _RAISING
-        self._say(f"\nmpistrat: {text}\nmpistrat: {end}\n")
+        self._say(f"\nmpistrat: {text}\nmpistrat: {_OUTCOMES[action]}\n")
         if action == RAISE:  # with this text
             with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:
                 file.write(text)
@@ -272,8 +272,8 @@ class Observer:
         """Kill the ranks that did not hear that the job ends, or could not end it."""
         now = time.monotonic()
         if self._detector.in_state(ENDING):
-            self._ending_since = self._ending_since or now
-        ending = now - (self._ending_since or now)
+            self._ending_since = min(self._ending_since, now)
+        ending = now - self._ending_since
         if ending > deadlines.OBSERVER_WAITS_FOR_LAUNCHER:
             self._tell_others_to_end()
         if not self._killed and (self._is_unheard(now) or ending > self._patience_with_ending()):
@@ -305,11 +305,11 @@ class Observer:
         ranks, leaving = list(self._detector.ranks.values()), self._detector.in_state(LEAVING)
         if self._noticed_leaving or self._reported or not leaving:
             return
-        self._leaving_since = self._leaving_since or time.monotonic()
+        self._leaving_since = min(self._leaving_since, time.monotonic())
         limit, waited = leaving[0].record.limit, self._pauses.seconds_since(self._leaving_since)
-        if 0 < limit < waited and not all(rank.dead or rank.has_left for rank in ranks):
+        if 0 < limit < waited and not all(rank.dead or rank.record.has_left for rank in ranks):
             self._noticed_leaving = True
-            notice = self._compose(lambda: report.leaving_notice(ranks, waited))
+            notice = self._compose(functools.partial(report.leaving_notice, ranks, leaving, waited))
             self._say(f"\nmpistrat: {notice}\n")
 
 

@@ -111,13 +111,14 @@ class OtherNodes:
         message = self._left
         if message is None:
             return
-        slots = [b for b in self._record.slots() if b.group == message.group]
-        if any(b.calls < message.call for b in slots):
+        # When this rank entered its last call of the communicator, by the number of the call
+        entered = {b.calls: b.since for b in self._record.slots() if b.group == message.group}
+        if min(entered, default=message.call) < message.call:
             return  # the collective comes next
-        inside = [b.since for b in slots if b.calls == message.call]
-        if not any(inside):
+        since = entered.get(message.call, 0)
+        if not since:
             self._left = None
-        elif time.monotonic_ns() - max(inside) > deadlines.RANK_STAYS_IN_LEFT_COLLECTIVE * 1e9:
+        elif time.monotonic_ns() - since > deadlines.RANK_STAYS_IN_LEFT_COLLECTIVE * 1e9:
             self._left = None
             self._raise(message)
 
@@ -125,7 +126,7 @@ class OtherNodes:
         """Called a few times a second, with `time.monotonic()`."""
         record = self._record
         self._raise_if_inside()
-        if not self._others or not record.folder:
+        if not self._others:
             return
         if self._has_asked and not self._raised and record.abort == RAISE:
             self._raised = True
@@ -152,8 +153,5 @@ class OtherNodes:
 def _account_of_node(folder: str) -> Account:
     """Of the ranks whose records lie in `folder`; takes up to two seconds if ranks do not answer."""
     ranks = find_ranks(folder)
-    calls = {
-        str(rank.number): {str(slot.group): slot.calls for slot in rank.record.slots()}
-        for rank in ranks
-    }
+    calls = {str(r.number): {str(group): made for group, made in r.calls.items()} for r in ranks}
     return Account(calls, account_of(ranks))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpistrat.liveness import deadlines, processes
 from mpistrat.liveness.observer.failure_detector import ObservedRank, Wait
 from mpistrat.liveness.observer.stack_request import StackRequest
 from mpistrat.liveness.processes import cpu_seconds, describe_exit, describe_state
-from mpistrat.liveness.records.record import LEAVING, CallEntry
+from mpistrat.liveness.records.record import CallEntry
 
 _MOST_FRAMES = 12
 _MOST_RANKS = 24  # that are described one by one
@@ -23,24 +24,21 @@ def stall_report(
     ranks: list[ObservedRank],
     wait: Wait,
     waited: float,
-    missing_elsewhere: Sequence[int] = (),
-    lines_of_others: Sequence[str] = (),
+    missing_elsewhere: Iterable[int],
+    lines_of_others: Sequence[str],
 ) -> str:
     """Why ranks have waited for `waited` seconds.
 
     Args: missing_elsewhere, lines_of_others: what other nodes answered, if they did.
     """
-    group, elsewhere = wait.slot.group, wait.elsewhere
+    group, elsewhere, suspects = wait.slot.group, wait.elsewhere, wait.suspects
     allowed, more = _limit_of(wait)
-    # A rank inside MPI is not missing, and may yet be what the others wait for.
-    suspects = wait.missing or [rank for rank in wait.waiting if rank.stands_still]
-    missing = sorted([*missing_elsewhere, *(rank.number for rank in wait.missing)])
     if elsewhere and not lines_of_others:
         lines_of_others = [f"  {elsewhere} of its {wait.slot.size} ranks are on other nodes."]
         rest = "all its ranks on this node have come to it, so some on other nodes have not"
     else:
         rest = "all ranks have come to it, but it does not end"
-    why = _who_is_missing(missing, suspects) or rest
+    why = _who_is_missing(wait, suspects, missing_elsewhere) or rest
     lines = [f"ranks have waited {waited:.1f} s in a collective ({allowed}): {why}"]
     lines += _what_they_do(suspects, group)
     lines += _in_calls([rank for rank in wait.waiting if rank not in suspects], group)
@@ -63,8 +61,9 @@ def _limit_of(wait: Wait) -> tuple[str, str]:
     return f"MPISTRAT_STALL_SECONDS allows {limit:g} s", "MPISTRAT_STALL_SECONDS=N (0: no limit)"
 
 
-def _who_is_missing(missing: list[int], suspects: list[ObservedRank]) -> str:
-    """Args: missing: the numbers of the ranks that have not come; suspects: those that may keep the others waiting."""
+def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterable[int]) -> str:
+    """Args: suspects: those that may keep the others waiting; elsewhere: missing ranks of other nodes, by number."""
+    missing = sorted([*elsewhere, *(rank.number for rank in wait.missing)])
     if missing:
         return f"{_numbers(missing)} {'has' if len(missing) == 1 else 'have'} not come to it"
     return f"{_ranks(suspects)} entered it, and does not go on" if suspects else ""
@@ -72,12 +71,10 @@ def _who_is_missing(missing: list[int], suspects: list[ObservedRank]) -> str:
 
 def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
     lines = [f"{first.who} {_how_it_died(first)}", f"  it {_last_words(first)}"]
-    spoken = _spoken_at_death(first)
-    if spoken:
-        lines += ["  its last words:", *(f"      {line}" for line in spoken)]
+    lines += _spoken_at_death(first)
     others = [rank for rank in ranks if rank is not first]
-    lines += _in_calls([rank for rank in others if rank.inside])
-    working = (rank for rank in others if not (rank.inside or rank.has_left))
+    lines += _in_calls(others)
+    working = (rank for rank in others if not (rank.inside or rank.record.has_left))
     lines += [f"  rank {rank.number}: {_last_words(rank)}" for rank in working]
     if first.record.size > len(ranks) and first.status in processes.KILLED_BY_LAUNCHERS:
         lines.append(
@@ -113,9 +110,8 @@ def account_of(ranks: list[ObservedRank]) -> list[str]:
     return _what_they_do([rank for rank in ranks if rank not in inside]) + _in_calls(inside)
 
 
-def leaving_notice(ranks: list[ObservedRank], seconds: float) -> str:
-    """That ranks have come to their end and wait for others, which may be right."""
-    gone = [rank for rank in ranks if rank.record.state == LEAVING]
+def leaving_notice(ranks: list[ObservedRank], gone: list[ObservedRank], seconds: float) -> str:
+    """That ranks have come to their end and wait for others; this may be right."""
     lines = [
         f"{_ranks(gone)} came to the end of the program {seconds:.0f} s ago and {_verb(gone, 'wait')} for the other "
         "ranks. If one of those waits in turn, in an MPI call of the program's own, this job hangs:"
@@ -144,10 +140,7 @@ def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[s
     started = time.monotonic()
     time.sleep(deadlines.OBSERVER_MEASURES_CPU_TIME)
     elapsed = time.monotonic() - started
-    busy = [
-        (cpu_seconds(rank.pid) - before) / elapsed for rank, before in zip(shown, used, strict=True)
-    ]
-    states = list(map(_state, shown, busy))
+    states = [_state(rank, cpu, elapsed) for rank, cpu in zip(shown, used, strict=True)]
     lines = []
     for (rank, stack), state in zip(_ask_for_stacks(shown), states, strict=True):
         lines += [f"  {rank.who} {state}; it {_last_words(rank, group)}", *_stack(rank, stack)]
@@ -156,17 +149,19 @@ def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[s
     return lines
 
 
-def _ask_for_stacks(ranks: list[ObservedRank]) -> list[tuple[ObservedRank, StackRequest | None]]:
+def _ask_for_stacks(ranks: list[ObservedRank]) -> list[tuple[ObservedRank, StackRequest]]:
     """Of all at once: together they have as long to answer as one."""
     return [
-        (r, None if r.dead else StackRequest(r.pid, r.record.stack_signal, r.stacks)) for r in ranks
+        (r, StackRequest(r.pid, 0 if r.dead else r.record.stack_signal, r.stacks)) for r in ranks
     ]
 
 
-def _state(rank: ObservedRank, busy: float) -> str:
+def _state(rank: ObservedRank, used: float, seconds: float) -> str:
+    """Args: used: its CPU time, `seconds` ago."""
+    busy = (cpu_seconds(rank.pid) - used) / seconds
     if rank.dead:
         return describe_exit(rank.status)
-    if rank.has_left:
+    if rank.record.has_left:
         return "has come to the end of its program"
     if program := rank.other_program:
         return f"has become another program, by exec: {program}"
@@ -180,9 +175,8 @@ def _state(rank: ObservedRank, busy: float) -> str:
 def _last_words(rank: ObservedRank, group: int | None = None) -> str:
     """Its last collective of the group, or of any, and those of other groups that it is in."""
     record, slots = rank.record, rank.record.slots()
-    last = next((record.entry_of(slot) for slot in slots if slot.group == group), None)
-    if last is None:
-        last = next(iter(record.last(1)), None)
+    of_group = (record.entry_of(slot) for slot in slots if slot.group == group)
+    last = next(of_group, None) or next(iter(record.last(1)), None)
     words = "has not entered a collective" if last is None else _describe(rank, last)
     for slot in slots:
         entry = record.entry_of(slot)
@@ -194,12 +188,14 @@ def _last_words(rank: ObservedRank, group: int | None = None) -> str:
 def _describe(rank: ObservedRank, entry: CallEntry) -> str:
     inside = any(slot.base == entry.slot and slot.since for slot in rank.record.slots())
     ago = (time.monotonic_ns() - entry.entered) / 1e9
-    verb = "is in" if inside and not rank.dead else "was in" if inside else "had finished"
+    verb = "had finished"
+    if inside:
+        verb = "was in" if rank.dead else "is in"
     return f"{verb} collective number {entry.number}, entered {ago:.1f} s ago: {entry.call}\n      at {entry.site}"
 
 
-def _stack(rank: ObservedRank, request: StackRequest | None) -> list[str]:
-    if request is None or not request.sent or rank.stands_still:
+def _stack(rank: ObservedRank, request: StackRequest) -> list[str]:
+    if not request.sent or rank.stands_still:
         return []
     frames = _of_the_program(request.frames())
     if not frames:
@@ -218,13 +214,17 @@ def _of_the_program(frames: list[str]) -> list[str]:
 
 def _spoken_at_death(rank: ObservedRank) -> list[str]:
     """What faulthandler wrote about a fatal signal."""
-    try:
-        with open(rank.stacks, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    except OSError:
-        return []
+    text = ""
+    with (
+        contextlib.suppress(OSError),
+        open(rank.stacks, encoding="utf-8", errors="replace") as file,
+    ):
+        text = file.read()
     _, found, after = text.rpartition("Fatal Python error")
-    return [line.rstrip() for line in (found + after).splitlines()[:_MOST_FRAMES]] if found else []
+    if not found:
+        return []
+    lines = (found + after).splitlines()[:_MOST_FRAMES]
+    return ["  its last words:", *(f"      {line.rstrip()}" for line in lines)]
 
 
 def _in_calls(ranks: list[ObservedRank], group: int | None = None) -> list[str]:

@@ -35,11 +35,10 @@ class StackRequest:
         answer = ""
         while self.sent:
             before, answer = answer, self._answer()
-            # A process without a core may stop in the middle of its answer.
-            if answer == before and _frames(answer):
-                break
-            # The deadline comes after a look: others may have been waited for until now.
-            if time.monotonic() > self._deadline:
+            # A process without a core may stop in the middle of its answer. The deadline comes after a look: others may
+            # have been waited for until now.
+            is_complete = answer == before and bool(_frames(answer))
+            if is_complete or time.monotonic() > self._deadline:
                 break
             time.sleep(deadlines.OBSERVER_SLEEPS_UNTIL_STACK)
         return _frames(answer)

@@ -9,6 +9,7 @@ speak for all.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import time
@@ -85,7 +86,7 @@ class FailureLog:
         """
         with self._locked() as file:
             self._note(file, _FAILED, error)
-        soon(lambda: self._is_said(error), max(patience, self._patience))
+        soon(functools.partial(self._is_said, error), max(patience, self._patience))
         with self._locked() as file:
             if not self._is_said(error):
                 say()
@@ -129,8 +130,9 @@ class FailureLog:
     def _entries(self, wanted: str) -> list[_FailureEntry]:
         """The entries of this kind from the last seconds, in their order."""
         with open(self._path, encoding="utf-8") as file:
-            found = (line.split() for line in file if line.endswith("\n"))
-            entries = [_FailureEntry(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
+            lines = file.read().rpartition("\n")[0].splitlines()  # the last may be half written
+        found = (line.split() for line in lines)
+        entries = [_FailureEntry(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
         since = time.monotonic() - deadlines.NOTED_FAILURE_COUNTS
         return [entry for entry in entries if entry.kind == wanted and entry.at > since]
 
@@ -138,13 +140,14 @@ class FailureLog:
         failure, nodes = NotedFailure(kind, self._rank, error), self._nodes
         _write(file, failure)
         if nodes is not None:
-            within(deadlines.RANK_WAITS_FOR_SENDING_OF_FAILURE, lambda: nodes.tell_failure(failure))
+            tell = functools.partial(nodes.tell_failure, failure)
+            within(deadlines.RANK_WAITS_FOR_SENDING_OF_FAILURE, tell)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Any]:
         """The file, to append to. A rank that holds the lock for long is not waited for."""
         with open(self._path, "a", encoding="utf-8", opener=private) as file:
-            soon(lambda: lock(file), deadlines.RANK_WAITS_FOR_LOCK_OF_FAILURES)
+            soon(functools.partial(lock, file), deadlines.RANK_WAITS_FOR_LOCK_OF_FAILURES)
             yield file
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpistrat.liveness import deadlines
-from mpistrat.machine.private_files import create, make_folder
+from mpistrat.machine.private_files import create, make_folder, private
 
 SHARED_MEMORY = "/dev/shm"
 _LOCK = ".lock"
@@ -26,8 +26,7 @@ _RECORD = "rank-"
 
 def ranks_in(folder: str) -> dict[int, int]:
     """The inodes of the records there, some of which may just be being made, by rank."""
-    with os.scandir(folder) as entries:
-        found = [(e.name, e.inode()) for e in entries if e.name.startswith(_RECORD)]
+    found = [(e.name, e.inode()) for e in os.scandir(folder) if e.name.startswith(_RECORD)]
     return dict(sorted((int(name.removeprefix(_RECORD)), inode) for name, inode in found))
 
 
@@ -71,18 +70,20 @@ def members_of(folder: str, group: int) -> set[int]:
 
 # Files that MPI libraries and their transports make in /dev/shm. Nobody removes them when a job is killed.
 _OF_MPI = re.compile(
-    r"/dev/shm/("
+    r"/dev/shm/(?:"
     r"mpich_shm_|mpich_|"  # mpich_shm_e381180_0
     r"sm_segment\.|vader_segment\.|open_mpi\.|ompi\.|"  # Open MPI: sm_segment.node7.0.1a2b0001.0
     r"ucx_shm_|"  # UCX: ucx_shm_posix_5f3a
-    r"(im)?pi_shm_|Intel_MPI_|shm-col-space-|"  # Intel MPI: Intel_MPI_k3b2c1
+    r"(?:im)?pi_shm_|Intel_MPI_|shm-col-space-|"  # Intel MPI: Intel_MPI_k3b2c1
     r"mvapich|"
     r"fi_shm_|psm2_shm\.|psm3_shm\."  # libfabric and PSM
     r")"
 )
+# A line of /proc/PID/maps: address, rights, offset, device, inode, and such a file.
+_MAPPING = re.compile(rf"(?m)^(?:\S+ ){{4}}(\d+) +({_OF_MPI.pattern}.*)$")
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
 _INIT = "1"  # of that namespace: never a rank
-_OF_A_JOB = re.compile(r"[0-9A-Za-z-]{8,80}")
+_LOCK_OF_A_JOB = re.compile(rf"[0-9A-Za-z-]{{8,80}}{re.escape(_LOCK)}")
 
 
 def _places() -> Iterator[str]:
@@ -135,15 +136,13 @@ class JobFolder:
 
         Raises: OSError.
         """
-        error: OSError | None = None
         for place in _places():
-            try:
+            with contextlib.suppress(OSError):
                 root = os.path.join(place, _of_this_user())
                 make_folder(root)
                 _check(root)
                 return cls._locked(os.path.join(root, name))
-            except OSError as failed:
-                error = failed
+        error: OSError | None = None
         for place in _places():  # somebody else has taken those: a name that nobody could foresee
             try:
                 return cls._locked(os.path.join(place, f"{_of_this_user()}-{name}"))
@@ -154,30 +153,24 @@ class JobFolder:
     @classmethod
     def _locked(cls, path: str) -> tuple[JobFolder, bool]:
         while True:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            os.close(os.open(path + _LOCK, flags, 0o600))
+            os.close(os.open(path + _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
             with contextlib.suppress(FileNotFoundError):  # a cleaner was faster than our lock
                 folder = cls(path)
                 status = os.fstat(folder._lock)
                 if status.st_uid != os.getuid():
                     raise PermissionError(f"{path}{_LOCK} is another user's")
                 if os.stat(path + _LOCK).st_ino == status.st_ino:
-                    try:
+                    with contextlib.suppress(FileExistsError):
                         os.mkdir(path, 0o700)
-                    except FileExistsError:
-                        _check(path)
-                        return folder, False
-                    return folder, True
+                        return folder, True
+                    _check(path)
+                    return folder, False
 
     @contextlib.contextmanager
     def alone(self, role: str) -> Iterator[bool]:
         """Whether no other process of the job is in a block of the same role."""
-        path = os.path.join(self.path, role)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
+        with open(os.path.join(self.path, role), "a", opener=private) as file:
             yield lock(file)
-        finally:
-            os.close(file)
 
     def remember_mappings(self, rank: int) -> None:
         """Note which files in memory this process maps: MPI's, which nobody else removes when it is killed."""
@@ -186,21 +179,19 @@ class JobFolder:
 
     def remove_if_last(self) -> bool:
         """Remove the folder and the mappings that are noted in it, unless another process of the job holds it."""
-        try:
+        with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            fcntl.flock(self._lock, fcntl.LOCK_SH)  # the attempt may have lost it
-            return False
-        _remove(self.path)
-        return True
+            _remove(self.path)
+            return True
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # the attempt may have lost it
+        return False
 
 
 def _shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
     """(inode, path) of MPI's files in /dev/shm that are mapped by a process."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
-        lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
-    files = [(int(fields[4]), fields[5]) for fields in lines if len(fields) == 6]
-    return {file for file in files if _OF_MPI.match(file[1]) and not file[1].endswith(" (deleted)")}
+        files = _MAPPING.findall(maps.read())
+    return {(int(inode), path) for inode, path in files if not path.endswith(" (deleted)")}
 
 
 def remove_leftovers() -> list[str]:
@@ -209,13 +200,12 @@ def remove_leftovers() -> list[str]:
     for place in _places():
         root = os.path.join(place, _of_this_user())
         with contextlib.suppress(OSError):
-            names = os.listdir(root) if _is_ours(root) else []
-            found = [os.path.join(root, name) for name in names]
+            found = [entry.path for entry in os.scandir(root)] if _is_ours(root) else []
             begins = f"{_of_this_user()}-"
-            found += [os.path.join(place, n) for n in os.listdir(place) if n.startswith(begins)]
+            found += [entry.path for entry in os.scandir(place) if entry.name.startswith(begins)]
             for file in sorted(found):
                 path = file.removesuffix(_LOCK)
-                of_a_job = path != file and _OF_A_JOB.fullmatch(os.path.basename(path))
+                of_a_job = _LOCK_OF_A_JOB.fullmatch(os.path.basename(file))
                 if of_a_job and _remove_if_abandoned(path):
                     removed.append(path)
     with contextlib.suppress(OSError):
@@ -227,7 +217,7 @@ def _remove_unmapped() -> list[str]:
     """Remove this user's files of MPI that no process maps: of jobs that were killed before they had a folder.
 
     Where processes may be hidden, in a container with numbers of its own, nothing is removed; nor is a file of the last
-    minute, which a starting job may be about to map.
+    minute, which a starting job may be about to map. Raises: OSError where a process of this user hides its mappings.
     """
     if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE:
         return []
@@ -240,10 +230,7 @@ def _remove_unmapped() -> list[str]:
         and entry.stat(follow_symlinks=False).st_uid == os.getuid()
         and entry.stat(follow_symlinks=False).st_mtime < old
     }
-    try:
-        mapped = _mapped_by_any() if left else set()
-    except PermissionError:  # a process of ours does not show its mappings
-        return []
+    mapped = _mapped_by_any() if left else set()
     abandoned = [path for inode, path in left.items() if inode not in mapped]
     for path in abandoned:
         with contextlib.suppress(OSError):
@@ -268,9 +255,7 @@ def _mapped_by_any() -> set[int]:
 def _is_process_of_ours(pid: str) -> bool:
     """By its real user: those that the kernel protects seem to be root's."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as status:
-        for line in status:
-            if line.startswith("Uid:"):
-                return int(line.split()[1]) == os.getuid()
+        return f"\nUid:\t{os.getuid()}\t" in status.read()
     return False
 
 

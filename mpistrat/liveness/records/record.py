@@ -133,7 +133,7 @@ class RankRecord:
                 os.close(file)
         self.words = memoryview(self.map).cast("Q")
         self._numbers = itertools.count(1)  # of entries; threads may take them at the same time
-        if not create and path is not None and not self.started:
+        if not create and path is not None and self.words[VERSION] != MAGIC:
             raise OSError(f"{path} is not a record of this version")
 
     def start(
@@ -200,16 +200,12 @@ class RankRecord:
         A wait that has not ended counts from when it began.
         """
         now = time.monotonic_ns()
-        ended = sum(
-            self.words[WAITED + bucket]
-            for bucket in range(RING)
-            if now // 1_000_000_000 - self.words[_WAITED_SECOND + bucket] <= last
-        )
-        waiting = [
-            now - slot.since
-            for slot in self.slots()
-            if slot.since and (entry := self.entry_of(slot)) and entry.waited < 0
-        ]
+        waited = self.words[WAITED : WAITED + RING]
+        seconds = self.words[_WAITED_SECOND : _WAITED_SECOND + RING]
+        oldest = now // 1_000_000_000 - last
+        ended = sum(ns for ns, second in zip(waited, seconds, strict=True) if second >= oldest)
+        inside = {slot.since: self.entry_of(slot) for slot in self.slots() if slot.since}
+        waiting = [now - since for since, entry in inside.items() if entry and entry.waited < 0]
         return (ended + min(max(waiting, default=0), last * 1_000_000_000)) / 1e9
 
     @property
@@ -224,8 +220,9 @@ class RankRecord:
         return timeout + deadlines.OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT
 
     @property
-    def started(self) -> bool:
-        return self.words[VERSION] == MAGIC
+    def has_left(self) -> bool:
+        """Whether the rank has come to the end of its program."""
+        return self.state in (LEAVING, LEFT)
 
     @property
     def folder(self) -> str:

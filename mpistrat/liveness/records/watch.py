@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from mpistrat.liveness.revocable_group import RevocableGroup
 
 
+def has_not_come(made: int | None, call: int, *, is_member: bool = False) -> bool:
+    """Whether the ranks in call number `call` of a communicator wait for a rank that has made `made` calls there.
+
+    Args:
+        made: None where the rank has not made the communicator.
+        is_member: the communicator is to have the rank, made or not.
+    """
+    return is_member if made is None else made < call
+
+
 @dataclass
 class CommunicatorWatch:
     """A rank's place in one communicator.
