@@ -23,5 +23,5 @@ class ExperimentalTPUStrategy(TPUStrategy):
 
 
 # As users know it: its instances, its errors and pickles show this name.
-ExperimentalTPUStrategy.__module__ = "mpistrat.experimental"
+ExperimentalTPUStrategy.__module__ = __name__.rpartition(".")[0]
 ExperimentalTPUStrategy.__name__ = ExperimentalTPUStrategy.__qualname__ = TPUStrategy.__name__
