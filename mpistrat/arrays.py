@@ -53,7 +53,7 @@ def default_device() -> AbstractContextManager[object]:
     device: Any = None
     with suppress(KeyError, AttributeError):  # torch 2.9 has none after set_default_device(None)
         device = sys.modules["torch"].get_default_device()
-    return nullcontext() if device is None or device.type in ("cpu", "xla") else device
+    return nullcontext() if getattr(device, "type", "cpu") in ("cpu", "xla") else device
 
 
 def is_sharded(value: object) -> bool:
@@ -252,8 +252,8 @@ def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> No
         index = torch.as_tensor(indices, device=result.device).to(torch.int64)
         if combine == "update":
             result[index] = rows
-        elif combine in ("add", "sub"):
-            result.index_add_(0, index, rows, alpha=1 if combine == "add" else -1)
+        elif alpha := {"add": 1, "sub": -1}.get(combine):
+            result.index_add_(0, index, rows, alpha=alpha)
         else:
             reduction = {"mul": "prod", "div": "prod", "min": "amin", "max": "amax"}[combine]
             index = index.view(-1, *(1,) * (rows.ndim - 1)).expand_as(rows)

@@ -28,10 +28,8 @@ class ReduceOp(enum.Enum):
         """`op` itself, or the member that a string names in any case ("sum", "Mean")."""
         if isinstance(op, cls):
             return op
-        if isinstance(op, str):
-            found = _BY_NAME.get(op) or _BY_NAME.get(op.upper())
-            if found is not None:
-                return found
+        if isinstance(op, str) and (found := _BY_NAME.get(op) or _BY_NAME.get(op.upper())):
+            return found
         names = ", ".join(cls.__members__)
         raise ValueError(
             f"reduce_op must be a ReduceOp, or its name in any case: {names}; got {op!r:.60}"
@@ -40,10 +38,8 @@ class ReduceOp(enum.Enum):
     @staticmethod
     def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
         """The reduction that a variable with `aggregation` applies to its updates."""
-        if aggregation is VariableAggregation.SUM:
-            return ReduceOp.SUM
-        if aggregation is VariableAggregation.MEAN:
-            return ReduceOp.MEAN
+        if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+            return ReduceOp[aggregation.name]
         raise ValueError(f"{aggregation} is not a reduction; only SUM and MEAN are")
 
 

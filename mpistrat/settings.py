@@ -40,17 +40,17 @@ class Setting(Generic[T]):
     expected: str = ""
     internal: bool = False
 
-    def __call__(self, environ: Mapping[str, str] | None = None) -> T:
+    def __call__(self, environ: Mapping[str, str] = os.environ) -> T:
         """The value in `environ`, or in os.environ. Raises: TopologyError when the text has none."""
-        text = (os.environ if environ is None else environ).get(self.name, self.default)
+        text = environ.get(self.name, self.default)
         try:
             return self.parse(text)
         except ValueError:
             raise TopologyError(f"{self.name}={text!r:.80}: expected {self.expected}") from None
 
-    def is_set(self, environ: Mapping[str, str] | None = None) -> bool:
+    def is_set(self) -> bool:
         """Whether the user has chosen the value, also where it is the default one."""
-        return self.name in (os.environ if environ is None else environ)
+        return self.name in os.environ
 
 
 def _seconds(text: str) -> float:
@@ -156,11 +156,9 @@ SETTINGS: tuple[Setting[Any], ...] = (
 USERS_CACHE = "XDG_CACHE_HOME"  # "/home/ann/.cache"; the standard has a relative one ignored
 
 
-def cache_folder(environ: Mapping[str, str] | None = None) -> str | None:
+def cache_folder(environ: Mapping[str, str] = os.environ) -> str | None:
     """The folder of measurements, which need not exist. None: nothing is kept; the user says so, or has no home."""
-    environ = os.environ if environ is None else environ
-    folder = _cache(environ)
-    if folder:
+    if folder := _cache(environ):
         return None if folder.lower() == "off" else os.path.abspath(folder)
     users = environ.get(USERS_CACHE, "")
     if not os.path.isabs(users):
@@ -172,14 +170,13 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> str | None:
 _traced_to: str | None = None
 
 
-def trace_folder(environ: MutableMapping[str, str] | None = None) -> str | None:
+def trace_folder(environ: MutableMapping[str, str] = os.environ) -> str | None:
     """The folder of the trace, as an absolute path; None where nothing is to be traced.
 
     The setting is remembered, and leaves the environment: a program that this one starts would take itself for a rank
     of the job, and write to the same files.
     """
     global _traced_to
-    environ = os.environ if environ is None else environ
     _traced_to = _trace(environ) or _traced_to
     environ.pop(_trace.name, None)
     return _traced_to
@@ -194,9 +191,8 @@ MPI_TRANSPORTS = (
 _OF_THE_JOB = "HOSTNAME"
 
 
-def transport_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def transport_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What the user has set for MPI about how to move bytes."""
-    environ = os.environ if environ is None else environ
     return {
         name: environ[name]
         for name in sorted(environ)

@@ -20,10 +20,7 @@ from mpistrat.context import (
 )
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.input.batches import explain_empty_batch
-from mpistrat.input.distribution import (
-    distribute,
-    distribute_from_function,
-)
+from mpistrat.input.distribution import distribute, distribute_from_function
 from mpistrat.input.preparing import prepare
 from mpistrat.input.shards import shard
 from mpistrat.machine.notices import warn_of_no_effect
@@ -211,10 +208,8 @@ class Strategy(RankMethods):
             require_cross_replica(self, "reduce")
             with self._extended.communicator.raising_together():
                 op = ReduceOp.parse(reduce_op)
-            flat = nest.flatten(value)
-            label = nest.describe(value) if nest.is_structure(value) else ""
-            reduced = self._extended.cross_replica_ops.reduce(op, flat, axis, label)
-            return nest.pack_like(value, reduced) if nest.is_structure(value) else reduced[0]
+            flat, label, arrange = _taken_apart(value)
+            return arrange(self._extended.cross_replica_ops.reduce(op, flat, axis, label))
 
     @not_compiled
     def gather(self, value: Any, axis: int) -> Any:
@@ -230,10 +225,9 @@ class Strategy(RankMethods):
         """
         with spans.current.range("strategy.gather"):
             require_cross_replica(self, "gather")
-            label = nest.describe(value) if nest.is_structure(value) else ""
-            return nest.map_structure(
-                lambda leaf: self._extended.cross_replica_ops.gather(leaf, axis, label), value
-            )
+            flat, label, arrange = _taken_apart(value)
+            gather = self._extended.cross_replica_ops.gather
+            return arrange([gather(leaf, axis, label) for leaf in flat])
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of `value` on this rank's replicas, as a tuple; (value,) for a plain one."""
@@ -399,6 +393,12 @@ class _Scope:
         self._entered.__exit__(exc_type, *exc)
         if at_top_level() and self._modules.made is not None:
             self._modules.made.stop_recording(failed=exc_type is not None)
+
+
+def _taken_apart(value: Any) -> tuple[list[Any], str, Callable[[list[Any]], Any]]:
+    """As `nest.take_apart`; what is no nest has no label."""
+    leaves, label, arrange = nest.take_apart(value)
+    return leaves, label if nest.is_structure(value) else "", arrange
 
 
 def _check_run_options(options: Any, rank: int) -> None:

@@ -271,7 +271,7 @@ def _children(value: Any, values: Sequence[Any]) -> list[Any]:
 
 def _regrouped_leaf(values: Sequence[Any], always_wrap: bool) -> Any:
     first = values[0]
-    same = all(other is first for other in values)
+    same = len({*map(id, values)}) == 1
     if same and isinstance(first, PassedWhole):
         return first
     if always_wrap:

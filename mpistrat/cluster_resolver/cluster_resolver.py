@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -99,17 +100,16 @@ class ClusterResolver(ABC):
             )
         if not spec or self.task_type == "evaluator":
             return Topology.single()
-        addresses = worker_addresses(spec)
-        if self.task_type is None and self.task_id is None and len(addresses) == 1:
-            return Topology.from_hosts(0, [host_of(addresses[0])], self.launcher)
-        if self.task_type is None or self.task_id is None:
+        hosts = [host_of(address) for address in worker_addresses(spec)]
+        task = self.task_type, self.task_id
+        if task == (None, None) and len(hosts) == 1:
+            return Topology.from_hosts(0, hosts, self.launcher)
+        if None in task:
             raise ValueError(
-                f"{type(self).__name__}: the cluster has {len(addresses)} workers, but "
-                f"task_type={self.task_type!r} and "
-                f"task_id={self.task_id!r} do not say which of them this process is; give both"
+                f"{type(self).__name__}: the cluster has {len(hosts)} workers, but task_type={task[0]!r} and "
+                f"task_id={task[1]!r} do not say which of them this process is; give both"
             )
-        rank = id_in_cluster(spec, self.task_type, self.task_id)
-        return Topology.from_hosts(rank, [host_of(address) for address in addresses], self.launcher)
+        return Topology.from_hosts(id_in_cluster(spec, *task), hosts, self.launcher)
 
 
 def format_master_url(master: str, rpc_layer: str | None = None) -> str:
@@ -118,5 +118,5 @@ def format_master_url(master: str, rpc_layer: str | None = None) -> str:
 
 def host_of(address: str) -> str:
     """The host of "n1:8888", "10.0.0.1:80", "[fe80::1]:80" or a bare "n1"."""
-    host, colon, port = address.rpartition(":")
-    return host if colon and port.isdigit() and (":" not in host or host.endswith("]")) else address
+    with_port = re.fullmatch(r"(.*\]|[^:]*):\d+", address, re.DOTALL)
+    return with_port[1] if with_port else address

@@ -129,6 +129,6 @@ def _index(job: str, index: Any) -> int:
 
 
 def _densest(tasks: dict[int, str]) -> list[str] | dict[int, str]:
-    if tasks and sorted(tasks) == list(range(len(tasks))):
-        return [tasks[index] for index in range(len(tasks))]
-    return dict(sorted(tasks.items()))
+    ordered = dict(sorted(tasks.items()))
+    dense = ordered and list(ordered) == list(range(len(ordered)))
+    return list(ordered.values()) if dense else ordered

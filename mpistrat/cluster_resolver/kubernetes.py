@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
@@ -78,10 +78,8 @@ class KubernetesClusterResolver(ListedTasksResolver):
                 label_selector=selector, _request_timeout=_SECONDS
             ).items
         except Exception as error:
-            explained = _explained(error, selector)
-            if explained is None:
-                raise
-            raise explained from error
+            _explain(error, selector)
+            raise
         addresses = []
         for pod in sorted(pods, key=lambda pod: pod.metadata.name):
             if pod.status.phase != "Running":
@@ -97,31 +95,30 @@ class KubernetesClusterResolver(ListedTasksResolver):
         from kubernetes import client, config
 
         configuration = client.Configuration()
-        within = self._location is KubernetesExecutableLocation.WITHIN_CLUSTER
+        load: Callable[..., Any] = config.load_kube_config
+        fix = "set KUBECONFIG, or kubectl config"
+        if self._location is KubernetesExecutableLocation.WITHIN_CLUSTER:
+            load = config.load_incluster_config
+            fix = "outside of a pod, give executable_location=KubernetesExecutableLocation.OFF_CLUSTER"
         try:
-            if within:
-                config.load_incluster_config(client_configuration=configuration)
-            else:
-                config.load_kube_config(client_configuration=configuration)
+            load(client_configuration=configuration)
         except config.ConfigException as error:
-            other = "outside of a pod, give executable_location=KubernetesExecutableLocation.OFF_CLUSTER"
             raise RuntimeError(
-                f"the Kubernetes API server cannot be asked: {error} "
-                f"({other if within else 'set KUBECONFIG, or kubectl config'})"
+                f"the Kubernetes API server cannot be asked: {error} ({fix})"
             ) from error
         configuration.retries = _TRIES_AGAIN
         return client.CoreV1Api(client.ApiClient(configuration))
 
 
-def _explained(error: Exception, selector: str) -> Exception | None:
-    """What users can act on, of an error of the client, or of urllib3, with which it connects; None of others."""
+def _explain(error: Exception, selector: str) -> None:
+    """Raises: an error that users can act on, from one of the client, or of urllib3, with which it connects."""
     what = f"listing the pods {selector!r:.80} of all namespaces"
     if type(error).__module__.startswith("urllib3."):
-        return UnavailableError(f"the Kubernetes API server does not answer to {what}: {error}")
-    status = getattr(error, "status", None)
-    if status is None:
-        return None
-    fix = "; this account needs the right to list pods in the cluster" if status == 403 else ""
-    return RuntimeError(
-        f"the Kubernetes API server refuses {what}: {status} {getattr(error, 'reason', '')}{fix}"
-    )
+        raise UnavailableError(
+            f"the Kubernetes API server does not answer to {what}: {error}"
+        ) from error
+    if (status := getattr(error, "status", None)) is not None:
+        fix = "; this account needs the right to list pods in the cluster" if status == 403 else ""
+        raise RuntimeError(
+            f"the Kubernetes API server refuses {what}: {status} {getattr(error, 'reason', '')}{fix}"
+        ) from error

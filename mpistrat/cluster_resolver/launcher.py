@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpistrat.errors import TopologyError
@@ -26,8 +26,8 @@ SIZE_AND_RANK = (
 # these describe mpirun's daemons, which is why they come last.
 SLURM_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun", "")  # "4", "0"
 NODE_NAME = "SLURMD_NODENAME"  # "n9": what Slurm calls the node; the host name need not be different on each
-# These launchers say a rank and no size
-RANK_ONLY = (("PALS_RANKID", "PALS' mpiexec"), ("PMIX_RANK", "a PMIx launcher"))  # "0"
+# These launchers say a rank, "0", and no size
+RANK_ONLY = (("", "PALS_RANKID", "PALS' mpiexec", ""), ("", "PMIX_RANK", "a PMIx launcher", ""))
 
 # Cray's MPICH may number the ranks of the world anew, on the user's wish
 _REORDER = "MPICH_RANK_REORDER_METHOD"
@@ -68,9 +68,9 @@ class LauncherClaim:
 
     def allows_size(self, world_size: int) -> bool:
         """Whether MPI's world may have so many ranks."""
-        if self.size is None or (self.at_least and self.size == 1):
-            return world_size > 1 or not self.rank
-        return world_size > 1 if self.at_least else world_size == self.size
+        if self.size is not None and not self.at_least:
+            return world_size == self.size
+        return world_size > 1 or (self.size in (None, 1) and not self.rank)
 
     def allows_rank(self, world_rank: int) -> bool:
         """Whether this process may have this number in MPI's world."""
@@ -79,9 +79,9 @@ class LauncherClaim:
 
 def library_family(version: str) -> str:
     """OPEN_MPI, MPICH or '' (unknown) for the text of MPI_Get_library_version."""
-    if "Open MPI" in version or "Spectrum MPI" in version:
+    if re.search("Open MPI|Spectrum MPI", version):
         return OPEN_MPI
-    return MPICH if any(name in version for name in ("MPICH", "MVAPICH", "Intel(R) MPI")) else ""
+    return MPICH if re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", version) else ""
 
 
 def library_name(version: str) -> str:
@@ -103,24 +103,20 @@ def certain_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | N
 
     Raises: TopologyError when a variable is not a number.
     """
-    claim = read_claim(environ)
-    if claim is None or claim.rank is None or claim.at_least or _REORDER in environ:
-        return None
-    return (claim.rank, claim.size) if claim.size and claim.size > 1 else None
+    match read_claim(environ):
+        case LauncherClaim(rank=int(rank), size=int(size), at_least=False):
+            return (rank, size) if size > 1 and _REORDER not in environ else None
+    return None
 
 
 def _claims(environ: Mapping[str, str], family: str) -> Iterator[LauncherClaim]:
     """All claims, the one that counts first. Others may be of the shell in which the launcher was called."""
-    for row in sorted(SIZE_AND_RANK, key=lambda row: not (family and row[3] == family)):
-        if row[0] in environ:
+    rows = sorted(SIZE_AND_RANK, key=lambda row: not (family and row[3] == family))
+    if SLURM_STEP[1] in environ and "PRTE_LAUNCHED" not in environ:
+        rows.append(SLURM_STEP)
+    for row in (*rows, *RANK_ONLY):
+        if (row[0] or row[1]) in environ:
             yield _claim(environ, row)
-    size, rank, _, _ = SLURM_STEP
-    if size in environ and rank in environ and "PRTE_LAUNCHED" not in environ:
-        # Each component of a heterogeneous job counts its own tasks.
-        yield _claim(environ, SLURM_STEP, at_least=(_number(environ, "SLURM_HET_SIZE") or 0) > 1)
-    for rank, launcher in RANK_ONLY:
-        if rank in environ:
-            yield LauncherClaim(None, _number(environ, rank), f"{rank}={environ[rank]}", launcher)
 
 
 def describes_daemons(environ: Mapping[str, str]) -> bool:
@@ -157,7 +153,7 @@ def check_library(environ: Mapping[str, str], version: str, library_path: str = 
     """
     family = library_family(version)
     claim = read_claim(environ, family)
-    if claim is None or "" in (claim.family, family) or claim.family == family:
+    if claim is None or {claim.family, family} != {OPEN_MPI, MPICH}:
         return
     if not _may_work_anyway(claim, environ, version):
         raise TopologyError(
@@ -169,15 +165,14 @@ def check_library(environ: Mapping[str, str], version: str, library_path: str = 
 
 def _may_work_anyway(claim: LauncherClaim, environ: Mapping[str, str], version: str) -> bool:
     """Whether a library may work under another MPI's launcher."""
-    is_open_mpi = library_family(version) == OPEN_MPI
     # A launcher that also speaks PMIx, and a library that understands it: the world's size will tell.
-    by_pmix = "PMIX_RANK" in environ and (is_open_mpi or "pmix" in version.lower())
-    # Open MPI up to 4 may have been built for srun --mpi=pmi2.
-    without_pmi = re.search(r"Open MPI v([5-9]|[1-9]\d)", version)
-    by_pmi = is_open_mpi and "SLURM_STEP_ID" in environ and not without_pmi
+    by_pmix, alone = "PMIX_RANK" in environ, claim.size == 1
+    if library_family(version) == OPEN_MPI:
+        # Open MPI up to 4 may have been built for srun --mpi=pmi2.
+        without_pmi = re.search(r"Open MPI v([5-9]|[1-9]\d)", version)
+        return by_pmix or alone or ("SLURM_STEP_ID" in environ and not without_pmi)
     # MPICH aborts in MPI_Init even with one rank.
-    alone = claim.size == 1 and (is_open_mpi or "MPICH Version" not in version)
-    return by_pmix or by_pmi or alone
+    return (by_pmix and "pmix" in version.lower()) or (alone and "MPICH Version" not in version)
 
 
 def check_world(
@@ -286,8 +281,11 @@ def joins_job(variable: str) -> bool:
 def without_inherited(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` of a rank's child, without what says a rank, unless a launcher has started the child since."""
     by_pmix = {name.startswith("PMIX_") for name in environ if joins_job(name)}
-    inherited = {n for n in environ if n.startswith("OMPI_") not in by_pmix}
-    return {n: environ[n] for n in environ if not (n in inherited and _SAYS_RANK.fullmatch(n))}
+    return {
+        name: text
+        for name, text in environ.items()
+        if name.startswith("OMPI_") in by_pmix or not _SAYS_RANK.fullmatch(name)
+    }
 
 
 def environment_of_children(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -295,10 +293,12 @@ def environment_of_children(environ: Mapping[str, str] = os.environ) -> dict[str
     return {name: value for name, value in environ.items() if not confuses_children(name)}
 
 
-def _claim(environ: Mapping[str, str], row: Sequence[str], at_least: bool = False) -> LauncherClaim:
-    """Args: row: of `SIZE_AND_RANK`, or `SLURM_STEP`."""
+def _claim(environ: Mapping[str, str], row: tuple[str, str, str, str]) -> LauncherClaim:
+    """Args: row: of `SIZE_AND_RANK` or `RANK_ONLY`, or `SLURM_STEP`."""
     size, rank, launcher, family = row
     variables = ", ".join(f"{name}={environ[name]}" for name in (size, rank) if name in environ)
+    # Each component of a heterogeneous Slurm job counts its own tasks.
+    at_least = row == SLURM_STEP and _number(environ, "SLURM_HET_SIZE") not in (None, 0, 1)
     return LauncherClaim(
         _number(environ, size), _number(environ, rank), variables, launcher, family, at_least
     )
@@ -306,11 +306,13 @@ def _claim(environ: Mapping[str, str], row: Sequence[str], at_least: bool = Fals
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
-    if text is not None and not re.fullmatch(r"[0-9]{1,18}", text):
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", text):
         raise TopologyError(
             f"{name}={text!r:.80} is not a number. The launcher sets it: unset it, or repair what overwrote it."
         )
-    return None if text is None else int(text)
+    return int(text)
 
 
 def _denies_that_it_is_alone(claim: LauncherClaim, environ: Mapping[str, str]) -> bool:
@@ -318,8 +320,8 @@ def _denies_that_it_is_alone(claim: LauncherClaim, environ: Mapping[str, str]) -
 
     An mpiexec in each task of a step may start one rank: then the step's number does not count.
     """
-    by_mpiexec = any(name in environ for name in ("HYDI_CONTROL_FD", "OMPI_COMM_WORLD_SIZE"))
-    if by_mpiexec and claim.launcher in (SLURM_STEP[2], *(row[1] for row in RANK_ONLY)):
+    by_mpiexec = {"HYDI_CONTROL_FD", "OMPI_COMM_WORLD_SIZE"} & environ.keys()
+    if by_mpiexec and claim.launcher in (SLURM_STEP[2], *(row[2] for row in RANK_ONLY)):
         return False
     return bool(claim.rank) if claim.size is None else claim.size > 1
 

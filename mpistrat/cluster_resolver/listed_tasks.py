@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
@@ -38,10 +39,9 @@ class ListedTasksResolver(ClusterResolver):
 
     def _require(self, module: str, extra: str, package: str) -> None:
         """Raises: ImportError, with the command that installs it, where the client library `module` is missing."""
-        try:
+        found = None
+        with contextlib.suppress(ImportError):  # not even the package that it is in
             found = importlib.util.find_spec(module)
-        except ImportError:  # not even the package that it is in
-            found = None
         if found is None:
             raise ImportError(
                 f"{type(self).__name__} needs the package {package}: pip install 'mpistrat[{extra}]', or "

@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from mpistrat.cluster_resolver import launcher
@@ -72,7 +73,7 @@ class MPIClusterResolver(ClusterResolver):
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """The node of a task when both are given; '' otherwise, for no rank is the others' master."""
-        if task_type is None or task_id is None:
+        if None in (task_type, task_id):
             return ""
         return super().master(task_type, task_id, rpc_layer)
 
@@ -96,7 +97,7 @@ def start_mpi() -> Any:
     global _started
     _refuse_in_worker()
     environ = _environment()
-    mpi, why_not = (_started, []) if _started else import_mpi()
+    mpi, why_not = import_mpi()
     if mpi is None:
         launcher.check_alone(environ, "; ".join(why_not))
         _warn_if_left_alone()
@@ -224,9 +225,6 @@ def _ask_ranks_of(comm: Any, mpi: Any) -> Topology:
 
 def library_path() -> str:
     """The file of the loaded libmpi, '' when the system does not tell."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            paths = [line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line]
-    except OSError:
-        return ""
-    return next(iter(paths), "")
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        return next((line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line), "")
+    return ""

@@ -42,7 +42,7 @@ class SimpleClusterResolver(ClusterResolver):
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """The address of the task when both its type and id are given here, else the master of the constructor."""
-        if task_type is None or task_id is None:
+        if None in (task_type, task_id):
             return format_master_url(self._master, rpc_layer or self.rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
 

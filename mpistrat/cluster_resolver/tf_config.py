@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
@@ -71,12 +72,10 @@ class TFConfigClusterResolver(ClusterResolver):
         if value is None:
             key = {"task_type": "type", "task_id": "index"}.get(name)
             value = self._task().get(key) if key else self._config().get(name)
-        if value is None:
-            return None
-        return _index(value) if name == "task_id" else str(value)
+        return None if value is None else _READ[name](value)
 
     def _set(self, name: str, value: Any) -> None:
-        super()._set(name, _index(value) if name == "task_id" and value is not None else value)
+        super()._set(name, None if value is None else _READ[name](value))
 
     def _config(self) -> dict[str, Any]:
         environ = os.environ if self._environ is None else self._environ
@@ -113,8 +112,8 @@ def parse_tf_config(text: str) -> dict[str, Any]:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        times = collections.Counter(name for name, _ in pairs)
+        twice = next(iter(times - collections.Counter(found.keys())))
         raise ValueError(f"{twice!r:.80} is given twice")
     return found
 
@@ -124,3 +123,7 @@ def _index(index: Any) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise ValueError(f"a task index must be a number from 0 on, got {index!r:.80}")
     return int(text)
+
+
+# How the values of a resolver are read, by name
+_READ: dict[str, Callable[[Any], Any]] = {"task_type": str, "task_id": _index, "rpc_layer": str}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
@@ -45,10 +46,11 @@ class UnionResolver(ClusterResolver):
 
         Raises: KeyError when two resolvers give the same index of a job to different tasks.
         """
-        specs = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
-        jobs = dict.fromkeys(job for spec in specs for job in spec)
-        merged = {job: _merge(job, [spec[job] for spec in specs if job in spec]) for job in jobs}
-        return ClusterSpec(merged)
+        parts: dict[str, list[list[str] | dict[int, str]]] = {}
+        for resolver in self._resolvers:
+            for job, tasks in resolver.cluster_spec().as_dict().items():
+                parts.setdefault(job, []).append(tasks)
+        return ClusterSpec({job: _merge(job, parts[job]) for job in parts})
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
@@ -73,9 +75,10 @@ class UnionResolver(ClusterResolver):
 
 
 def _merge(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+    lists = [part for part in parts if isinstance(part, list)]
     # an empty job comes as {} and has no indices to keep
-    if all(isinstance(part, list) or not part for part in parts):
-        return [address for part in parts for address in part if isinstance(address, str)]
+    if len(lists) + parts.count({}) == len(parts):
+        return list(itertools.chain(*lists))
     merged: dict[int, str] = {}
     for part in parts:
         tasks = dict(enumerate(part)) if isinstance(part, list) else part

@@ -20,3 +20,8 @@ class ExperimentalTPUStrategy(TPUStrategy):
         device_assignment: DeviceAssignment | None = None,
     ) -> None:
         super().__init__(tpu_cluster_resolver, device_assignment)
+
+
+# As users know it: its instances, its errors and pickles show this name.
+ExperimentalTPUStrategy.__module__ = __name__.rpartition(".")[0]
+ExperimentalTPUStrategy.__name__ = ExperimentalTPUStrategy.__qualname__ = TPUStrategy.__name__

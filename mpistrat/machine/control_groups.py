@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -26,11 +27,10 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
     cpus: list[float] = []
     memory: list[tuple[int, int]] = []
     for folder in _folders(groups, mounts):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")  # "200000 100000", "max 100000"
-        if not quota:  # "-1": no limit
-            quota, period = (_read(folder / f"cpu.cfs_{what}_us") for what in ("quota", "period"))
-        if quota.isdigit() and period.isdigit():
-            cpus.append(int(quota) / int(period))
+        version_1 = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+        quota = _read(folder / "cpu.max") or version_1  # "200000 100000"; "max …", "-1 …": no limit
+        if found := re.fullmatch(r"(\d+) (\d+)", quota):
+            cpus.append(int(found[1]) / int(found[2]))
         for limit, used, cache in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -74,7 +74,6 @@ def number_in(file: Path, name: str) -> int:
 
 def _read(file: Path) -> str:
     """The text of a file; "" where it cannot be read."""
-    try:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
         return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -22,9 +24,9 @@ def cpu_share(my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection
     """
     from fractions import Fraction  # here, because it makes importing mpistrat slower
 
-    masks = [frozenset(cpus) for cpus in cpus_of_local_ranks]
+    users = collections.Counter(itertools.chain(*map(set, cpus_of_local_ranks)))
     # fractions, because 3 * (1/3) in floats may be less than 1
-    shares = (Fraction(1, max(1, sum(cpu in mask for mask in masks))) for cpu in set(my_cpus))
+    shares = (Fraction(1, max(1, users[cpu])) for cpu in set(my_cpus))
     return sum(shares, Fraction())
 
 

@@ -6,6 +6,7 @@ Intel XPU, or another's. Without torch they are those of CuPy.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import os
@@ -28,13 +29,12 @@ _DEVICE = re.compile(
 def check_device(device: str) -> str:
     """`device` in our spelling ("cpu:0", "cuda:1"); ValueError for what is not a device of this rank."""
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
-    named = "" if match is None else match["kind"].lower()
-    present = accelerator()
-    kind = {"gpu": present or "cuda", "tpu": "xla"}.get(named, named)
+    named, index = (match["kind"].lower(), int(match["index"] or 0)) if match else ("", 0)
+    present = accelerator() or "cuda"
+    kind = {"gpu": present, "tpu": "xla"}.get(named, named)
     # XLA's devices are those of a TPUStrategy: without one there are none.
-    if match is None or kind not in ("cpu", "cuda", present, *device_kinds):
+    if kind not in ("cpu", "cuda", present, *device_kinds):
         raise ValueError(f"expected a device such as 'cpu:0' or 'cuda:1', got {device!r:.60}")
-    index = int(match["index"] or 0)
     if kind in ("cuda", present) and (kind != present or index >= num_accelerators()):
         raise ValueError(f"device {device!r} does not exist: this process sees {_seen_in_words()}")
     return f"{kind}:{index}"
@@ -78,7 +78,8 @@ def torch_accelerator() -> str:
     """
     torch = sys.modules.get("torch")
     device = None if torch is None else torch.accelerator.current_accelerator(check_available=True)
-    return "" if device is None or device.type == "xla" else str(device.type)
+    kind = str(getattr(device, "type", ""))
+    return "" if kind == "xla" else kind
 
 
 def accelerator() -> str:
@@ -207,7 +208,7 @@ def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
 
 def _one_each(seen: Sequence[Sequence[str]]) -> list[list[str]]:
     """The name of each rank's accelerator; an empty list where the rank sees none."""
-    users: dict[str, list[int]] = {name: [] for names in seen for name in names}
+    users: dict[str, list[int]] = collections.defaultdict(list)
     for rank, names in enumerate(seen):
         if names:
             limits = itertools.count(1)

@@ -18,7 +18,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
         return tuple(map(str, range(_number_by_nvidia_smi())))
     # CUDA ignores the first entry that is no device, and all that follow it.
     entries = map(str.strip, listed.split(","))
-    return tuple(itertools.takewhile(lambda entry: entry and entry[0] != "-", entries))
+    return tuple(itertools.takewhile(re.compile("[^-]").match, entries))
 
 
 def _number_by_nvidia_smi() -> int:

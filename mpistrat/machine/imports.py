@@ -37,12 +37,9 @@ _loading = _WhenLoaded()
 
 def when_loaded(module: str, action: Callable[[], None]) -> None:
     """Call `action` when the import of `module` has ended: now, if it is loaded."""
-    actions = _loading.actions.get(module)
-    if actions is not None:
-        actions.append(action)
-    elif module in sys.modules:
+    if module in sys.modules and module not in _loading.actions:
         action()
-    else:
-        _loading.actions[module] = [action]
-        if _loading not in sys.meta_path:
-            sys.meta_path.insert(0, _loading)
+        return
+    _loading.actions.setdefault(module, []).append(action)
+    if _loading not in sys.meta_path:
+        sys.meta_path.insert(0, _loading)

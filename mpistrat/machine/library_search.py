@@ -27,7 +27,7 @@ def visible_mpi_libraries(environ: Mapping[str, str] = os.environ) -> list[tuple
     """
     preloaded = environ.get(PRELOAD, "").replace(":", " ").split()
     found = [(PRELOAD, path) for path in preloaded if os.path.basename(path).startswith("libmpi")]
-    for entry in filter(None, environ.get(CHOSEN, "").split(os.pathsep)):
+    for entry in _entries(environ, CHOSEN):
         entry = os.path.expanduser(os.path.expandvars(entry))
         paths = _in_folder(entry) if os.path.isdir(entry) else [entry]
         found += [(CHOSEN, path) for path in paths]
@@ -38,8 +38,12 @@ def visible_mpi_libraries(environ: Mapping[str, str] = os.environ) -> list[tuple
 
 def libraries_on_path(pattern: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Files of LD_LIBRARY_PATH's folders that are libraries and have such a name."""
-    folders = environ.get(LIBRARY_PATH, "").split(os.pathsep)
-    return [path for folder in filter(None, folders) for path in _in_folder(folder, pattern)]
+    folders = _entries(environ, LIBRARY_PATH)
+    return [path for folder in folders for path in _in_folder(folder, pattern)]
+
+
+def _entries(environ: Mapping[str, str], name: str) -> list[str]:
+    return [*filter(None, environ.get(name, "").split(os.pathsep))]
 
 
 def _prefixes() -> Iterator[tuple[str, str]]:

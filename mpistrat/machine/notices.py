@@ -73,11 +73,15 @@ def say(text: str, *, last: bool = False) -> bool:
     """
     stream = sys.stderr
     with contextlib.suppress(Exception):  # None, closed, full, or an object of the program's
-        if _is_stderr(stream) and not (last and _ends_with_us(stream)):
+        if _may_be_read(stream, last):
             stream.write(text)
             stream.flush()
             return True
-    return _is_stderr(2) and not (last and _ends_with_us(2)) and write(2, text)
+    return _may_be_read(2, last) and write(2, text)
+
+
+def _may_be_read(place: Any, last: bool) -> bool:
+    return _is_stderr(place) and not (last and _ends_with_us(place))
 
 
 def _is_stderr(place: Any) -> bool:
@@ -102,11 +106,10 @@ def _descriptor_of(place: Any) -> int | None:
     """Of a descriptor or stream; None for a stream that has none, or is closed."""
     if isinstance(place, int):
         return place
-    try:
+    with contextlib.suppress(Exception):
         descriptor = place.fileno()
-    except Exception:
-        return None
-    return descriptor if isinstance(descriptor, int) else None
+        return descriptor if isinstance(descriptor, int) else None
+    return None
 
 
 def write(descriptor: int, text: str) -> bool:
@@ -114,16 +117,15 @@ def write(descriptor: int, text: str) -> bool:
     data = text.encode(errors="replace")
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
-    try:
+    with contextlib.suppress(OSError):
         while data:
             try:
                 data = data[os.write(descriptor, data) :]
             except BlockingIOError:
                 if not poll.poll(_MILLISECONDS_FOR_A_READER):
                     return False
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

@@ -17,13 +17,13 @@ def caches_of(
     Empty where there is none, as for a process that is not bound, and where the kernel does not know: the host of a
     virtual machine moves its processors.
     """
-    found = set()
+    found, wanted = set(), sum(1 << cpu for cpu in set(cpus))
     with contextlib.suppress(OSError, ValueError):
         if "hypervisor" in Path(described).read_text(encoding="utf-8"):
             return ()
         for folder in Path(devices).glob(f"cpu{min(cpus)}/cache/index*"):
             names = "level", "shared_cpu_map"
             level, sharing = ((folder / name).read_text(encoding="utf-8").strip() for name in names)
-            if all(int(sharing.replace(",", ""), 16) >> cpu & 1 for cpu in cpus):
+            if wanted & int(sharing.replace(",", ""), 16) == wanted:
                 found.add(f"{level} {sharing}")
     return tuple(sorted(found))

@@ -1,6 +1,7 @@
 """The doors of the package: the names that a program sees."""
 
 import importlib
+import pickle
 import subprocess
 import sys
 
@@ -54,6 +55,8 @@ def test_names_of_experimental_are_those_of_the_package() -> None:
     assert ms.experimental.ValueContext is ms.ValueContext
     assert ms.experimental.coordinator is ms.coordinator
     assert issubclass(ms.experimental.TPUStrategy, ms.TPUStrategy)
+    assert ms.experimental.TPUStrategy.__name__ == "TPUStrategy"
+    assert pickle.loads(pickle.dumps(ms.experimental.TPUStrategy)) is ms.experimental.TPUStrategy
     with pytest.raises(ValueError, match=r"^the device assignment must be .* got 'all'"):
         ms.experimental.TPUStrategy(None, device_assignment="all")  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
@@ -76,11 +77,11 @@ def job_roles(
     """
     make_claim = functools.partial(_claim_of_rank, resolver, num_ps, chief, environ)
     claims = task_claims.exchange(make_claim, all_gather_object)
-    _check_arguments(claims)
+    chief = _agreed_chief(claims)
     task_claims.check_same_cluster(claims)
-    chief = next((claim.chief for claim in claims if claim.chief is not None), False)
     if num_ps is not None:
-        return _of_servers(topology, _servers_by_node(topology, num_ps, chief), chief)
+        servers = _servers_by_node(topology, num_ps, chief)
+        return _of_servers(topology, servers, [0] if chief else [])
     if (spec := claims[0].cluster_spec) is not None:
         return JobRoles(topology.rank, _claimed_tasks(spec, claims, chief), spec)
     return _of_components(topology, [claim.component for claim in claims], chief)
@@ -96,7 +97,7 @@ def check_num_ps(num_ps: Any) -> None:
 
 def works_alone(topology: Topology, resolver: ClusterResolver | None) -> bool:
     """Whether this is the only rank, and no cluster names its task. Communicates nothing."""
-    of_mpi = resolver is None or isinstance(resolver, MPIClusterResolver)
+    of_mpi = isinstance(resolver, (MPIClusterResolver, NoneType))
     return topology.size == 1 and of_mpi and not task_claims.names_cluster(os.environ)
 
 
@@ -106,7 +107,7 @@ def _claim_of_rank(
     chief: bool | None,
     environ: Mapping[str, str],
 ) -> _RoleClaim:
-    if resolver is not None and not isinstance(resolver, ClusterResolver):
+    if not isinstance(resolver, (ClusterResolver, NoneType)):
         raise ValueError(f"cluster_resolver must be a ClusterResolver, got {resolver!r:.80}")
     if isinstance(resolver, MPIClusterResolver):
         resolver = None
@@ -122,27 +123,26 @@ def _claim_of_rank(
         resolver = TFConfigClusterResolver(environ=environ)
     if resolver is None:
         return _RoleClaim(chief=chief, component=own_component(environ))
-    spec = resolver.cluster_spec()  # before the task: SlurmClusterResolver knows it then
     return _RoleClaim(
         chief=chief,
         source=resolver.made_of or type(resolver).__name__,
-        cluster_spec=spec,
+        cluster_spec=resolver.cluster_spec(),  # before the task: SlurmClusterResolver knows it then
         task_type=resolver.task_type,
         task_id=resolver.task_id,
     )
 
 
-def _check_arguments(claims: Sequence[_RoleClaim]) -> None:
-    """Raises: ValueError where ranks were given different things."""
+def _agreed_chief(claims: Sequence[_RoleClaim]) -> bool:
+    """Whether there is a chief. Raises: ValueError where ranks were given different things."""
     first = claims[0]
-    sure = next((claim for claim in claims if claim.chief is not None), first)
+    chief = next((claim.chief for claim in claims if claim.chief is not None), False)
     for rank, claim in enumerate(claims):
-        differ = claim.chief is not None and claim.chief != sure.chief
-        if claim.num_ps != first.num_ps or differ:
+        if claim.num_ps != first.num_ps or claim.chief not in (None, chief):
             raise ValueError(
                 f"rank 0 was given {_arguments_of(first)}, and rank {rank} {_arguments_of(claim)}: all "
                 "ranks need the same"
             )
+    return chief
 
 
 def _arguments_of(claim: _RoleClaim) -> str:
@@ -162,33 +162,32 @@ def _servers_by_node(topology: Topology, num_ps: int, chief: bool) -> list[int]:
     return [rank for turn in turns for rank in turn if rank][:num_ps]
 
 
-def _of_components(topology: Topology, components: Sequence[int | None], chief: bool) -> JobRoles:
-    known = [component for component in components if component is not None]
-    if len(known) < topology.size:
+def _of_components(topology: Topology, components: Sequence[Any], chief: bool) -> JobRoles:
+    if None in components:
         raise ValueError(
             "nothing tells which ranks are parameter servers: give num_ps=, their number; or a cluster_resolver or "
             f"{TF_CONFIG}, which name each rank's task; or submit a heterogeneous Slurm job, whose first component has "
             "the servers"
         )
-    first = [rank for rank, component in enumerate(known) if component == min(known)]
+    lowest = min(components)
+    first = [rank for rank, component in enumerate(components) if component == lowest]
     if len(first) == topology.size:
         raise ValueError(
-            f"all {topology.size} ranks are in component {known[0]} of the heterogeneous Slurm job, whose first "
+            f"all {topology.size} ranks are in component {lowest} of the heterogeneous Slurm job, whose first "
             "component has the parameter servers: have one srun start the workers, too (--het-group=0,1), or give "
             "num_ps="
         )
-    if chief and len(first) == 1:
+    chiefs = first[:1] if chief else []
+    servers = first[len(chiefs) :]
+    if not servers:
         raise ValueError(
-            f"component {min(known)} of the heterogeneous Slurm job has 1 rank, the chief, and no parameter server: "
+            f"component {lowest} of the heterogeneous Slurm job has 1 rank, the chief, and no parameter server: "
             "give it one task more than there are to be servers (--ntasks), or give num_ps="
         )
-    return _of_servers(topology, first[1:] if chief else first, chief, leader=first[0])
+    return _of_servers(topology, servers, chiefs)
 
 
-def _of_servers(
-    topology: Topology, servers: Sequence[int], chief: bool, leader: int = 0
-) -> JobRoles:
-    chiefs = [leader] if chief else []
+def _of_servers(topology: Topology, servers: Sequence[int], chiefs: Sequence[int]) -> JobRoles:
     workers = [rank for rank in range(topology.size) if rank not in {*servers, *chiefs}]
     tasks = {"chief": chiefs, "worker": workers, "ps": sorted(servers)}
     ranks = {job: tuple(found) for job, found in tasks.items() if found}
@@ -204,8 +203,9 @@ def _claimed_tasks(
     _check_jobs(spec, task_claims.describe_cluster(claims[0]), chief)
     for rank, claim in enumerate(claims):
         _check_claim(rank, claim, spec)
-    tasks = {job: task_roles.task_count(spec, job) for job in task_roles.TASK_TYPES}
-    counts = {job: count for job, count in tasks.items() if count}
+    counts = {
+        job: count for job in task_roles.TASK_TYPES if (count := task_roles.task_count(spec, job))
+    }
     number = sum(counts.values())
     if number != len(claims):
         raise TopologyError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,12 +81,10 @@ def describe_cluster(claim: TaskClaim) -> str:
 
 def names_cluster(environ: Mapping[str, str]) -> bool:
     """Whether TF_CONFIG names a cluster; also where it is malformed, which is raised when it is read."""
-    try:
-        return bool(
-            environ.get(TF_CONFIG) and TFConfigClusterResolver(environ=environ).cluster_spec()
-        )
-    except ValueError:
-        return True
+    with contextlib.suppress(ValueError):
+        resolver = TFConfigClusterResolver(environ=environ)
+        return bool(environ.get(TF_CONFIG) and resolver.cluster_spec())
+    return True
 
 
 def resolver_of_trainers(
@@ -134,9 +133,10 @@ def _of_tf_config(topology: Topology) -> TFConfigClusterResolver | None:
             + _BY_MPI_ALONE
         )
     if topology.size > 1:
-        return resolver if spec or index else None
-    alone = sum(map(spec.num_tasks, spec.jobs)) <= 1
-    return None if alone and job not in TASK_TYPES else resolver
+        names_others = bool(spec or index)
+    else:
+        names_others = sum(map(spec.num_tasks, spec.jobs)) > 1 or job in TASK_TYPES
+    return resolver if names_others else None
 
 
 def _compare(found: ClusterResolver, topology: Topology, *, of_tf_config: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,18 +114,13 @@ def worker_addresses(cluster_spec: Cluster) -> list[str]:
     Raises: ValueError when there are none, or when task indices are missing.
     """
     spec = normalize_cluster_spec(cluster_spec)
-    addresses = [
-        address
-        for job in ("chief", "worker")
-        if task_count(spec, job)
-        for address in spec.job_tasks(job)
-    ]
-    known = [address for address in addresses if address is not None]
-    if not known or len(known) < len(addresses):
+    jobs = [spec.job_tasks(job) for job in ("chief", "worker") if task_count(spec, job)]
+    addresses: list[Any] = [*itertools.chain(*jobs)]
+    if not addresses or None in addresses:
         raise ValueError(
             f"the ranks of a job are its chief and its workers 0..n-1 without gaps, got {spec}"
         )
-    return known
+    return addresses
 
 
 def collective_leader(cluster_spec: Cluster, task_type: str | None, task_id: int | None) -> str:

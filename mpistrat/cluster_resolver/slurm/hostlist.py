@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 MOST_HOSTS = 1 << 20  # a list of more is a typing error; Slurm itself stops at 65,533 nodes
 
-_PART = re.compile(r"([^,\[\]\s]*)(?:\[([^\[\]\s]*)\])?")  # "n1", "t02n[13,41]", "n[001,007-015]"
+_PART = re.compile(r"(?=.)([^,\[\]\s]*)(?:\[([^\[\]\s]*)\])?")  # "n1", "n[13,41]", "n[001,007-015]"
+# What stands between commas; those inside brackets do not count.
+_BETWEEN_COMMAS = re.compile(r"(?:^|,)((?:[^,\[]|\[[^\]]*\]?)*)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")  # "7", "007-015"
 _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")  # "2", "2(x3)"
 
@@ -21,9 +22,9 @@ def expand_hostlist(hostlist: str) -> list[str]:
     Raises: ValueError for anything else.
     """
     hosts: list[str] = []
-    for part in _split(hostlist):
+    for part in _BETWEEN_COMMAS.findall(hostlist) if hostlist else ():
         match = _PART.fullmatch(part)
-        if not part or match is None:
+        if match is None:
             raise ValueError(
                 f"host list {hostlist!r:.200}: {part!r:.80} is not a name, nor a name with one [range] at its end"
             )
@@ -49,18 +50,6 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
         _check_length(len(counts) + repeat, tasks_per_node)
         counts += [int(match[1])] * repeat
     return counts
-
-
-def _split(hostlist: str) -> list[str]:
-    """At the commas that are not inside brackets."""
-    cuts, inside = [-1], False
-    for position, character in enumerate(hostlist):
-        if character in "[]":
-            inside = character == "["
-        elif character == "," and not inside:
-            cuts.append(position)
-    cuts.append(len(hostlist))
-    return [hostlist[a + 1 : b] for a, b in itertools.pairwise(cuts)] if hostlist else []
 
 
 def _numbered(prefix: str, ranges: str, hostlist: str) -> list[str]:

@@ -67,10 +67,7 @@ def slurm_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
     if not job_id:
         return None
     array, task = environ.get(ARRAY_ID, ""), environ.get(ARRAY_TASK, "")
-    known = end_time.isdecimal() and float(end_time) > 0
-    return SlurmJob(
-        f"{array}_{task}" if array and task else job_id, float(end_time) if known else None
-    )
+    return SlurmJob(f"{array}_{task}" if array and task else job_id, _positive(end_time))
 
 
 def slurm_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -82,13 +79,16 @@ def slurm_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
+def _positive(text: str) -> float | None:
+    """The number; None of "0", and of what is none."""
+    return float(text) if text.isdecimal() and float(text) > 0 else None
+
+
 def _seconds_since_1970(text: str) -> float:
     if text in _NO_LIMIT:
         return math.inf
     try:
-        if text.isdecimal() and float(text) > 0:
-            return float(text)
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+        return _positive(text) or time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         raise SlurmError(f"squeue gave {text!r} for the time at which the job ends") from None
 

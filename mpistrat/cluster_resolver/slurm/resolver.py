@@ -142,8 +142,7 @@ class SlurmClusterResolver(ClusterResolver):
 
         The step's list does not show it: its nodes are sorted, over all components.
         """
-        several = COMPONENTS in self._environ and self._number(COMPONENTS) > 1
-        if not several or len(tasks) == 1:
+        if self._number(COMPONENTS, "1") <= 1 or len(tasks) == 1:
             return [tasks]
         hosts = hosts_of_components(self._environ)
         components = [[task for task in tasks if task[0] in listed] for listed in hosts]
@@ -202,13 +201,12 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _share_gpus(self, per_node: int | None, per_task: int | None) -> int:
         most_tasks = max(place.local_rank for place in self._places) + 1
-        bound = GPUS_PER_TASK in self._environ or (
-            GPUS_ON_NODE in self._environ and len(self._visible) < self._number(GPUS_ON_NODE)
-        )
-        if bound and per_node is None and per_task is None:
+        visible = len(self._visible)
+        bound = GPUS_PER_TASK in self._environ or visible < self._number(GPUS_ON_NODE, "0")
+        if bound and (per_node, per_task) == (None, None):
             self._auto_set_gpu = False  # each task sees only its own
-            return len(self._visible)
-        per_node = len(self._visible) if per_node is None else _count("gpus_per_node", per_node)
+            return visible
+        per_node = visible if per_node is None else _count("gpus_per_node", per_node)
         per_task = per_node // most_tasks if per_task is None else _count("gpus_per_task", per_task)
         if most_tasks * per_task > per_node:
             raise TopologyError(
@@ -224,16 +222,17 @@ class SlurmClusterResolver(ClusterResolver):
         known = len(self._visible) >= last
         return list(self._visible[first:last]) if known else list(map(str, range(first, last)))
 
-    def _variable(self, name: str) -> str:
-        if name not in self._environ:
+    def _variable(self, name: str, default: str | None = None) -> str:
+        text = self._environ.get(name, default)
+        if text is None:
             raise TopologyError(
                 f"{name} is not set: SlurmClusterResolver describes a step, so start this program with srun. Under "
                 f"mpirun, MPIClusterResolver asks MPI instead."
             )
-        return self._environ[name]
+        return text
 
-    def _number(self, name: str) -> int:
-        text = self._variable(name)
+    def _number(self, name: str, default: str | None = None) -> int:
+        text = self._variable(name, default)
         if not re.fullmatch(r"[0-9]{1,9}", text):
             raise TopologyError(f"{name}={text!r:.80} is not a number; srun sets it")
         return int(text)

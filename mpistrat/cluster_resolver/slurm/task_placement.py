@@ -47,11 +47,8 @@ def _nodes_of_tasks(
     counts = [count for _, count in tasks_of_nodes]
     if distribution in ("block", "unknown", "*", ""):
         return _dealt(counts, max(counts, default=1))
-    if distribution == "cyclic":
-        return _dealt(counts, 1)
-    plane = re.fullmatch(r"plane=([0-9]{1,9})", distribution)
-    if plane and int(plane[1]):
-        return _dealt(counts, int(plane[1]))
+    if in_turn := re.fullmatch(r"cyclic|plane=(?!0+$)([0-9]{1,9})", distribution):
+        return _dealt(counts, int(in_turn[1] or 1))
     if distribution == "arbitrary" and host_of_task:
         if collections.Counter(host_of_task) != collections.Counter(dict(tasks_of_nodes)):
             raise TopologyError(
@@ -68,11 +65,5 @@ def _nodes_of_tasks(
 
 def _dealt(counts: list[int], at_once: int) -> list[int]:
     """Nodes get up to `at_once` tasks in turn until each has its count."""
-    left = list(counts)
-    nodes: list[int] = []
-    while any(left):
-        for node, rest in enumerate(left):
-            dealt = min(at_once, rest)
-            nodes += [node] * dealt
-            left[node] -= dealt
-    return nodes
+    turns = [(task // at_once, node) for node, count in enumerate(counts) for task in range(count)]
+    return [node for _, node in sorted(turns)]

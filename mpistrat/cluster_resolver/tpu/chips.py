@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 _DEVICES = Path("/sys/bus/pci/devices")
@@ -20,9 +21,7 @@ def local_cores(devices: Path = _DEVICES) -> int:
     """XLA devices of the TPU chips in this host; 0 where there are none."""
     found = 0
     for device in devices.glob("*"):
-        try:
+        with contextlib.suppress(OSError):  # one that was just taken out, or may not be looked at
             if (device / "vendor").read_text().strip() == _GOOGLE:
                 found += _CORES.get((device / "device").read_text().strip(), 0)
-        except OSError:  # a device that has just been taken out, or may not be looked at
-            continue
     return found

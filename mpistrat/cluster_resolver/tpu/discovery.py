@@ -60,8 +60,8 @@ class _Found:
 
     def get(self, what: str) -> str:
         """'' where the source does not have it."""
-        values = (self._read(name) for name in self._names.get(what, ()))
-        return next((value.strip() for value in values if value and value.strip()), "")
+        values = ((self._read(name) or "").strip() for name in self._names.get(what, ()))
+        return next(filter(None, values), "")
 
     def need(self, what: str) -> str:
         if not (value := self.get(what)):
@@ -117,9 +117,9 @@ def _found(environ: Mapping[str, str]) -> _Found:
         return _Found("the variables of the environment", _VARIABLES, dict(environ).get)
 
     @functools.cache
-    def attribute(name: str) -> str | None:
+    def attribute(name: str) -> str:
         try:
-            return read_metadata(f"instance/attributes/{name}", environ)
+            return read_metadata(f"instance/attributes/{name}", environ) or ""
         except OSError as error:
             raise NotFoundError(
                 f"no TPU found: neither {SKIP_METADATA} nor {ACCELERATOR_TYPE} is set, and Google's metadata server "
@@ -128,11 +128,11 @@ def _found(environ: Mapping[str, str]) -> _Found:
 
     def read(name: str) -> str | None:
         if name == ENDPOINTS:
-            endpoints = (attribute(name) or "").split(",")
+            endpoints = attribute(name).split(",")
             return ",".join(endpoint.split(":", 2)[-1] for endpoint in endpoints)
         return lines.get(name) if name.isupper() else attribute(name)
 
-    lines = parse_tpu_env(attribute(TPU_ENV) or "")
+    lines = parse_tpu_env(attribute(TPU_ENV))
     return _Found("the attributes of the metadata server", _METADATA, read)
 
 

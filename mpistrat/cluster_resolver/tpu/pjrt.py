@@ -165,7 +165,7 @@ def _ranks_per_host(topology: Topology, tpu: TPUSlice) -> int:
             f"{topology.size} ranks run on {topology.num_nodes} nodes, but a {tpu.accelerator_type} has {hosts} hosts: "
             f"{fix}, on all of them"
         )
-    if any(count not in (1, units) or count != counts[0] for count in counts):
+    if len(set(counts)) > 1 or counts[0] not in (1, units):
         raise ValueError(
             f"{topology.size} ranks run as {counts} on the {hosts} hosts of a {tpu.accelerator_type} with "
             f"{tpu.chips_per_host} chips each: {fix}"

@@ -51,18 +51,18 @@ class TPUClusterResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
     ):
         super().__init__(job_name, 0)
-        if coordinator_address and not coordinator_name:
-            raise ValueError(
-                f"coordinator_address={coordinator_address!r:.80} without coordinator_name: name its job"
-            )
+        self._coordinator: dict[str, list[str]] = {}
+        if coordinator_address:
+            if not coordinator_name:
+                raise ValueError(
+                    f"coordinator_address={coordinator_address!r:.80} without coordinator_name: name its job"
+                )
+            self._coordinator[coordinator_name] = [coordinator_address]
         self._environ = environ
         self._local = tpu == _LOCAL
         self._endpoints = _endpoints(tpu)
         name = tpu if isinstance(tpu, str) and not self._local and not self._endpoints else None
         self._asked = {"name": name, "zone": zone, "project": project}
-        self._coordinator: dict[str, list[str]] = {}
-        if coordinator_name and coordinator_address:
-            self._coordinator[coordinator_name] = [coordinator_address]
 
     def slice(self) -> TPUSlice | None:
         """The slice, and the worker id of this host; None for "local", where PJRT finds the chips itself."""
@@ -73,7 +73,7 @@ class TPUClusterResolver(ClusterResolver):
         found = discover_slice(self._environ, [host_of(e) for e in self._endpoints])
         for what, asked in self._asked.items():
             actual = getattr(found, what)
-            if asked and actual and asked != actual:
+            if actual and asked not in (None, "", actual):
                 raise ValueError(
                     f"TPUClusterResolver: {what}={asked!r:.80}, but this host belongs to a "
                     f"{found.accelerator_type} whose {what} is {actual!r:.80}: start the ranks on the hosts of the "
@@ -97,7 +97,7 @@ class TPUClusterResolver(ClusterResolver):
         """grpc:// and the address of the task that is given, else of this resolver's; '' for "local"."""
         if self._local:
             return ""
-        if task_type is None or task_id is None:
+        if None in (task_type, task_id):
             task_type, task_id = self.task_type, self.task_id
         return super().master(task_type or "worker", task_id or 0, _GRPC)
 
@@ -123,12 +123,12 @@ class TPUClusterResolver(ClusterResolver):
 
 def _endpoints(tpu: str | Sequence[str] | None) -> list[str]:
     """["10.0.0.1:8470", …] of what are addresses; none of a name."""
-    if not tpu or tpu == _LOCAL:
-        return []
-    listed = tpu.split(",") if isinstance(tpu, str) else list(tpu)
-    # A TPU's name has letters, digits and hyphens.
-    if isinstance(tpu, str) and tpu != "localhost" and re.fullmatch(r"[a-zA-Z0-9-]+", tpu):
-        return []
+    listed = tpu or ()
+    if isinstance(tpu, str):
+        # A TPU's name has letters, digits and hyphens; "local" looks like one.
+        if re.fullmatch(r"(?!localhost\Z)[a-zA-Z0-9-]*", tpu):
+            return []
+        listed = tpu.split(",")
     found = [_endpoint(address) for address in listed]
     if len(set(found)) < len(found):
         raise ValueError(f"tpu={tpu!r:.200} names a host twice")

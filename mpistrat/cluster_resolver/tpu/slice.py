@@ -12,6 +12,9 @@ Bounds = tuple[int, int, int]
 _ACCELERATOR_TYPE = re.compile(r"(?:v|tpu)([0-9]{1,2})([A-Za-z]{0,7})-([0-9]{1,6})")
 _COUNTED_BY_CORES = ("2", "3", "4", "5p", "7x")  # v4-16 is 16 cores on 8 chips
 _COUNTED_BY_CHIPS = ("5e", "5lite", "5litepod", "6e")  # v5litepod-16 is 16 chips
+# By generation; of others, one.
+_UNITS_OF_CHIP = {7: 2}
+_CORES_OF_CHIP = {2: 2, 3: 2, 7: 2}
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,12 @@ class TPUSlice:
     @property
     def units_per_host(self) -> int:
         """What TPU_VISIBLE_CHIPS counts: chips; halves of chips from the 7th generation on, which are devices each."""
-        return self.chips_per_host * (2 if self.version == 7 else 1)
+        return self.chips_per_host * _UNITS_OF_CHIP.get(self.version, 1)
 
     @property
     def cores_per_host(self) -> int:
         """XLA devices of each host: two for a chip of the generations 2, 3 and 7, else one."""
-        return self.chips_per_host * (2 if self.version in (2, 3, 7) else 1)
+        return self.chips_per_host * _CORES_OF_CHIP.get(self.version, 1)
 
 
 def parse_bounds(text: str) -> Bounds:

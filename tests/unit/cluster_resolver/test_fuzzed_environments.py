@@ -261,8 +261,8 @@ def worlds(data: Any) -> None:
 
 def any_claims(data: Any) -> None:
     """Whatever the variables hold, there is an answer or a TopologyError; a world of 1 that is not alone is refused."""
-    names = [name for row in (*launcher.SIZE_AND_RANK, launcher.SLURM_STEP) for name in row[:2]]
-    names += [row[0] for row in launcher.RANK_ONLY]
+    rows = (*launcher.SIZE_AND_RANK, launcher.SLURM_STEP, *launcher.RANK_ONLY)
+    names = [name for row in rows for name in row[:2] if name]
     names += ["SLURM_HET_SIZE", "SLURM_STEP_ID", "PRTE_LAUNCHED", "MPI4PY_LIBMPI", "PMI_FD"]
     values = st.one_of(JUNK, st.integers(0, 4).map(str))
     environ = data.draw(st.dictionaries(st.sampled_from(names), values))
