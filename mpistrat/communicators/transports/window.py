@@ -150,16 +150,16 @@ class WindowTransport(Transport, NodeMemory):
 
     def _measure(self, blocks: Blocks) -> None:
         """Find out from which size on memory is faster than MPI."""
-        crowded = any(self.mpi.comm.allgather(self._watch.crowded))
+        crowded = True in self.mpi.comm.allgather(self._watch.crowded)
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
         largest = SIZES_ON_NODE[-1] // 4
         both = functools.cache(lambda: [written(largest), written(largest)])  # if they are needed
-        routes = {
-            MEMORY: lambda zeros: blocks.all_reduce(Operands(zeros, out=both()[1][: len(zeros)])),
-            MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros, out=both()[1][: len(zeros)])),
-        }
+
+        def route(way: Exchange) -> Callable[[Array], None]:
+            return lambda zeros: way.all_reduce(Operands(zeros, out=both()[1][: len(zeros)]))
+
         self.costs = costs_of(
-            routes,
+            {MEMORY: route(blocks), MPI: route(self.mpi)},
             Router(Transports(self.mpi)),
             self.mpi.library,
             [self.size],
@@ -185,7 +185,7 @@ class WindowTransport(Transport, NodeMemory):
         buffer, op, nbytes = operands.buffer, operands.reduction.op, operands.buffer.nbytes
         if nbytes < SMALLEST or not are_sliced(call, op, buffer.dtype, operands.tree):
             return None
-        blocks = self._blocks or self.shared_blocks()
+        blocks = self.shared_blocks()
         if blocks is None:
             return None
         window = self.window if call == "all_reduce" else None
