@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Sequence
@@ -101,9 +102,7 @@ def add_slices(values: Sequence[IndexedSlices]) -> IndexedSlices:
 def divide(total: Any, count: int) -> Any:
     """A sum over `count` replicas as their mean."""
     if isinstance(total, IndexedSlices):
-        return IndexedSlices(
-            arrays.true_divide(total.values, count), total.indices, total.dense_shape
-        )
+        return dataclasses.replace(total, values=arrays.true_divide(total.values, count))
     return arrays.true_divide(total, count)
 
 

@@ -104,12 +104,7 @@ class Packer:
         self._plans.clear()
 
     def packs(
-        self,
-        like: Any,
-        indices: Sequence[int],
-        communicator: Communicator,
-        *,
-        asks: bool = True,
+        self, like: Any, indices: Sequence[int], communicator: Communicator, *, asks: bool = True
     ) -> list[Pack]:
         """One for each dtype and device, with the tensors in the order of `indices`; uninitialized.
 
