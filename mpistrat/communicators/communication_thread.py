@@ -100,11 +100,7 @@ class CommunicationThread:
 
     def _run(self) -> None:
         make_own_current()
-        while True:
-            submitted = self._work.get()
-            if submitted is None:
-                return
-            work, place, done = submitted
+        for work, place, done in iter(self._work.get, None):
             instead.place = place
             try:
                 work()
@@ -114,7 +110,7 @@ class CommunicationThread:
             else:
                 instead.place = None
                 done.set_result(None)
-            del submitted, work, place, done  # which may hold the memory of gradients
+            del work, place, done  # which may hold the memory of gradients
 
     def _check_idle(self) -> None:
         """At exit, before MPI_Finalize, which a thread inside MPI may keep from returning."""

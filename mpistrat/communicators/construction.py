@@ -81,11 +81,12 @@ def new_communicator(comm: MPI.Intracomm, check: str = "always") -> Router:
 def discard(comm: MPI.Intracomm) -> None:
     """Let go of our communicators over the ranks of `comm`, one of which has failed, and of their memory."""
     cached = cast("dict[str, Router] | None", comm.Get_attr(_CACHED))
-    for communicator in (cached or {}).values():
+    if cached is None:
+        return
+    for communicator in cached.values():
         for implementation in CommunicationImplementation:
             CommunicationThread.discard(communicator.by(implementation))
-    if cached is not None:
-        comm.Delete_attr(_CACHED)
+    comm.Delete_attr(_CACHED)
 
 
 def transports_of(mpi: MpiTransport, name: str) -> tuple[Transports, CommunicatorWatch]:

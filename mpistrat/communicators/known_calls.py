@@ -6,17 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from mpistrat.arrays import Array, dtype_name, is_cupy, is_on_accelerator, is_on_xla
+from mpistrat.communicators import operand_checks
 from mpistrat.communicators.contract.call_signature import CallSignature, signature_of
 from mpistrat.communicators.contract.joint_errors import RaisingTogether
 from mpistrat.communicators.node.slots import SharedSlots, Slot
 from mpistrat.communicators.node.small_calls import SmallCall, small_call
-from mpistrat.communicators.operand_checks import (
-    check_exchange,
-    check_gathered,
-    check_out,
-    check_parts,
-    check_reduction,
-)
 from mpistrat.communicators.transport import Operands
 
 # The operation, the label and the scale that ranks must agree on; "" and None of a call that has none.
@@ -104,15 +98,15 @@ def _check(call: str, operands: Operands, agreed: Agreed, size: int) -> None:
     """Raises: ValueError or TypeError for operands that `size` ranks cannot make a call with."""
     buffer, out = operands.buffer, operands.target
     if agreed[0]:
-        check_reduction(agreed[0], agreed[2], buffer)
+        operand_checks.check_reduction(agreed[0], agreed[2], buffer)
     if call == "all_reduce":
-        check_out(buffer, out)
+        operand_checks.check_out(buffer, out)
     elif call == "reduce_scatter":
-        check_parts(buffer, out, size)
+        operand_checks.check_parts(buffer, out, size)
     elif call == "all_gather_into":
-        check_gathered(buffer, out, size)
+        operand_checks.check_gathered(buffer, out, size)
     elif call == "all_to_all":
-        check_exchange(buffer, out, operands.sent, operands.received, size)
+        operand_checks.check_exchange(buffer, out, operands.sent, operands.received, size)
 
 
 def words_of(call: str, operands: Operands, agreed: Agreed) -> tuple[Any, ...]:

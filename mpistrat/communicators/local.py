@@ -25,6 +25,7 @@ class LocalCommunicator(Communicator):
 
     rank = 0
     size = 1
+    takes_device_buffers = True
 
     def all_reduce(
         self,

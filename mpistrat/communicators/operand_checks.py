@@ -22,7 +22,7 @@ def check_reduction(op: str, scale: float | None, buffer: Array) -> None:
 
 def check_out(buffer: Array, out: Array) -> None:
     """Of `all_reduce`. Raises: ValueError unless `out` has the shape and dtype of `buffer`."""
-    if out.shape != buffer.shape or out.dtype != buffer.dtype:
+    if (out.shape, out.dtype) != (buffer.shape, buffer.dtype):
         raise ValueError(
             f"out must be {dtype_name(buffer)} of {tuple(buffer.shape)} as the buffer, got {dtype_name(out)} "
             f"of {tuple(out.shape)}"
@@ -32,7 +32,7 @@ def check_out(buffer: Array, out: Array) -> None:
 def check_parts(buffer: Array, out: Array, size: int) -> None:
     """Of `reduce_scatter`. Raises: ValueError unless `buffer` has `size` times as many rows as `out`."""
     expected = (size * out.shape[0], *out.shape[1:]) if out.ndim else (size,)
-    if tuple(buffer.shape) != expected or dtype_name(buffer) != dtype_name(out):
+    if (tuple(buffer.shape), dtype_name(buffer)) != (expected, dtype_name(out)):
         raise ValueError(
             f"reduce_scatter over {size} ranks into {dtype_name(out)} of {tuple(out.shape)} needs a buffer of {size} "
             f"times as many rows, got {dtype_name(buffer)} of {tuple(buffer.shape)}"
@@ -41,7 +41,7 @@ def check_parts(buffer: Array, out: Array, size: int) -> None:
 
 def check_gathered(buffer: Array, out: Array, size: int) -> None:
     """Of `all_gather_into`. Raises: ValueError unless `out` has room for `size` buffers."""
-    if num_elements(out) != size * num_elements(buffer) or out.dtype != buffer.dtype:
+    if (num_elements(out), out.dtype) != (size * num_elements(buffer), buffer.dtype):
         raise ValueError(
             f"all_gather_into over {size} ranks of {dtype_name(buffer)} of {tuple(buffer.shape)} needs an out of "
             f"{size} times as many elements, got {dtype_name(out)} of {tuple(out.shape)}"
@@ -52,13 +52,13 @@ def check_exchange(
     buffer: Array, out: Array, sent: Sequence[int], received: Sequence[int], size: int
 ) -> None:
     """Of `all_to_all`. Raises: ValueError unless the counts are of the rows of `buffer` and of `out`."""
-    if buffer.dtype != out.dtype or not buffer.ndim or buffer.shape[1:] != out.shape[1:]:
+    if not buffer.ndim or (buffer.dtype, buffer.shape[1:]) != (out.dtype, out.shape[1:]):
         raise ValueError(
             f"all_to_all needs a buffer and an out of rows of one dtype and shape, got {dtype_name(buffer)} of "
             f"{tuple(buffer.shape)} and {dtype_name(out)} of {tuple(out.shape)}"
         )
     for name, array, counts in (("sent", buffer, sent), ("received", out, received)):
-        if len(counts) != size or min(counts) < 0 or sum(counts) != array.shape[0]:
+        if (len(counts), sum(counts)) != (size, array.shape[0]) or min(counts) < 0:
             raise ValueError(
                 f"all_to_all over {size} ranks: {name} must be {size} counts that add up to the "
                 f"{array.shape[0]} rows, got {list(counts)}"

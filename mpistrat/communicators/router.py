@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -84,9 +83,12 @@ class Router(Communicator):
         self.rank, self.size = transports.mpi.rank, transports.mpi.size
         self.thread_multiple = transports.mpi.thread_multiple
         self.on_one_node = contract.watch is not None and contract.watch.peers is not None
-        self.takes_device_buffers = any(t.takes_device_buffers for t in transports.preferred)
-        self.ordered_by_streams = any(t.ordered_by_streams for t in transports.preferred)
-        self._enter = _entering(contract, last_words)
+        # One that takes buffers on devices is asked first: see `move_by`.
+        first = next(iter(transports.preferred), transports.mpi)
+        self.takes_device_buffers = first.takes_device_buffers
+        self.ordered_by_streams = first.ordered_by_streams
+        # Surrounds a call, of which it gets the words. It does not refer to this communicator.
+        self._enter = lambda *words: contract.enter(signature_of(words + last_words))
         self.memory = CheckedMemory(transports.memory, self._enter)
         # Without an agreement there is nothing that small calls could travel with.
         slots = None if contract.agreement is None else transports.slots
@@ -219,7 +221,7 @@ class Router(Communicator):
     def move_by(
         self,
         transport: Transport,
-        forced: Mapping[CommunicationImplementation, Transport] | None = None,
+        forced: Mapping[CommunicationImplementation, Transport] = {},
     ) -> None:
         """From now on `transport`, over the same ranks, is asked first. Collective.
 
@@ -228,7 +230,7 @@ class Router(Communicator):
         others = self.transports.preferred
         known = {
             implementation: replace(self.transports, preferred=[first, *others])
-            for implementation, first in (forced or {}).items()
+            for implementation, first in forced.items()
         }
         self.transports = replace(
             self.transports,
@@ -261,10 +263,3 @@ class _Overridden(Router):
 
     def explain(self) -> str:
         return f"implementation={self._implementation.name} was asked for:\n{super().explain()}"
-
-
-def _entering(
-    contract: Unchecked, last_words: tuple[str, ...]
-) -> Callable[..., contextlib.AbstractContextManager[None]]:
-    """A function of the words of a call, whose result surrounds the call. It does not refer to the communicator."""
-    return lambda *words: contract.enter(signature_of(words + last_words))

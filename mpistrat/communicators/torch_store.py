@@ -58,7 +58,7 @@ def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
     if ranks.comm is None or ranks.size == 1:
         return c10d.HashStore
     path = ranks.comm.bcast(_new_file()) if ranks.topology.num_nodes == 1 else ""
-    seen = bool(path) and os.path.isdir(os.path.dirname(path))  # not from another container
+    seen = os.path.isdir(os.path.dirname(path))  # not from another container
     if all(ranks.comm.allgather(seen)):
         return functools.partial(c10d.FileStore, path, ranks.size)
     address = ranks.address
@@ -93,12 +93,12 @@ def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) 
     and nobody else's lines on stderr are kept back.
     """
     level = level_of_log()
-    is_default = level.value == WARNING
-    level.value = ERROR if is_default else level.value
+    before = level.value
+    level.value = {WARNING: ERROR}.get(before, before)
     try:
         return c10d.TCPStore(address, port, size, hosts, TIMEOUT, False, master_listen_fd=fd)
     finally:
-        level.value = WARNING if is_default else level.value
+        level.value = before
 
 
 def level_of_log() -> ctypes.c_int:

@@ -75,6 +75,10 @@ class Exchange:
     def all_reduce(self, operands: Operands) -> None:
         self._refuse("all_reduce")
 
+    def add_up(self, buffer: Array) -> None:
+        """All-reduce `buffer` in place."""
+        self.all_reduce(Operands(buffer))
+
     def reduce(self, operands: Operands) -> None:
         """By an all-reduce, where there is no better way."""
         total = self._total(operands)

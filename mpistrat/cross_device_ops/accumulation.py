@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,12 +36,16 @@ def check_alike(values: Sequence[Array]) -> None:
     first = values[0]
     if not arrays.is_torch(first) and first.dtype.kind in "OSUMm":
         raise InvalidArgumentError(f"cannot reduce {signature(first)}; only numbers can be")
-    for other in values[1:]:
-        if other.shape != first.shape or other.dtype != first.dtype:
-            by_replica = ", ".join(f"replica {i}: {signature(v)}" for i, v in enumerate(values))
-            raise InvalidArgumentError(
-                f"all replicas must pass the same shape and dtype; got {by_replica}"
-            )
+    if len({(value.shape, value.dtype) for value in values}) > 1:
+        by_replica = _by_owner(map(signature, values))
+        raise InvalidArgumentError(
+            f"all replicas must pass the same shape and dtype; got {by_replica}"
+        )
+
+
+def _by_owner(words: Iterable[str], owner: str = "replica") -> str:
+    """For people: "replica 0: float32[2], replica 1: float32[3]"."""
+    return ", ".join(f"{owner} {number}: {word}" for number, word in enumerate(words))
 
 
 def sum_of(components: Sequence[Any]) -> Any:
@@ -81,10 +87,7 @@ def is_summable(dtype: Any) -> bool:
 
 def add_n(values: Sequence[Array]) -> Array:
     """The sum of `values`, in order; a new array when there is more than one."""
-    total = values[0]
-    for other in values[1:]:
-        total = total + other
-    return total
+    return functools.reduce(operator.add, values)
 
 
 def add_slices(values: Sequence[IndexedSlices]) -> IndexedSlices:
@@ -99,21 +102,19 @@ def add_slices(values: Sequence[IndexedSlices]) -> IndexedSlices:
 def divide(total: Any, count: int) -> Any:
     """A sum over `count` replicas as their mean."""
     if isinstance(total, IndexedSlices):
-        return IndexedSlices(
-            arrays.true_divide(total.values, count), total.indices, total.dense_shape
-        )
+        return dataclasses.replace(total, values=arrays.true_divide(total.values, count))
     return arrays.true_divide(total, count)
 
 
 def are_slices(values: Sequence[Any]) -> bool:
     """Whether the components of one value are IndexedSlices; InvalidArgumentError if only some are."""
-    sparse = [isinstance(value, IndexedSlices) for value in values]
-    if any(sparse) and not all(sparse):
-        by_replica = ", ".join(f"replica {i}: {type(v).__name__}" for i, v in enumerate(values))
+    are_sparse = {isinstance(value, IndexedSlices) for value in values}
+    if len(are_sparse) > 1:
+        by_replica = _by_owner([type(value).__name__ for value in values])
         raise InvalidArgumentError(
             f"all replicas must pass the same kind of value; got {by_replica}"
         )
-    return sparse[0]
+    return are_sparse.pop()
 
 
 def check_no_slices(value: Any) -> None:
@@ -148,12 +149,9 @@ def check_joinable(values: Sequence[Array], axis: int, owner: str = "replica") -
     if not -len(first) <= axis < len(first):
         raise ValueError(f"axis {axis} is out of range for arrays of shape {list(first)}")
     axis = int(axis) % len(first)
-    around = (first[:axis], first[axis + 1 :], values[0].dtype)
-    for value in values[1:]:
-        shape = tuple(value.shape)
-        if (shape[:axis], shape[axis + 1 :], value.dtype) != around or len(shape) != len(first):
-            by_owner = ", ".join(f"{owner} {i}: {signature(v)}" for i, v in enumerate(values))
-            raise InvalidArgumentError(
-                f"gather along axis {axis} needs one dtype, and shapes that are equal elsewhere; got {by_owner}"
-            )
+    if len({(v.dtype, len(v.shape), v.shape[:axis], v.shape[axis + 1 :]) for v in values}) > 1:
+        by_owner = _by_owner(map(signature, values), owner)
+        raise InvalidArgumentError(
+            f"gather along axis {axis} needs one dtype, and shapes that are equal elsewhere; got {by_owner}"
+        )
     return axis

@@ -261,23 +261,18 @@ class MpiAllReduce(CrossDeviceOps):
         Returns: the sums, by index.
         """
         sums: dict[int, Array] = {}
-        communicator = self.communicator
-        own_pack = None
-        if len(indices) == len(contributions) == 1:
-            own_pack = packing.pack_of_itself(like, indices, contributions)
-        for pack in [own_pack] if own_pack else packer.packs(like, indices, communicator):
-            for number, gradients in enumerate(contributions):
-                values = [*map(gradients.__getitem__, pack.indices)]
-                if number:
-                    packing.add(pack.pieces, values)
-                elif pack is not own_pack:
-                    packing.fill(pack.pieces, values)
-            stays = pack.flat.is_cpu or communicator.takes_device_buffers or communicator.size == 1
-            host = pack.flat if stays else arrays.to_host(pack.flat)
-            operand = host if pack.host is None else pack.host
+        communicator, (first, *others) = self.communicator, contributions
+        own_packs = packing.pack_of_itself(like, indices, contributions)
+        for pack in own_packs or packer.packs(like, indices, communicator):
+            if not own_packs:
+                packing.fill(pack.pieces, pack.of(first))
+            for gradients in others:
+                packing.add(pack.pieces, pack.of(gradients))
+            stays = pack.flat.is_cpu or communicator.takes_device_buffers
+            operand = pack.operand if stays else arrays.to_host(pack.flat)
             communicator.all_reduce(operand, reduction_of(pack.indices), follows=True)
             if not stays:
-                pack.flat.copy_(host)
+                pack.flat.copy_(operand)
             sums.update(zip(pack.indices, pack.pieces, strict=True))
         return sums
 
@@ -349,7 +344,7 @@ def _pack_of(
     like = [totals[i] for i in group]
     first = like[0]
     on_device = arrays.is_on_accelerator(first)
-    stays = not on_device or communicator.takes_device_buffers or communicator.size == 1
+    stays = not on_device or communicator.takes_device_buffers
     return _ArrayPack(
         group,
         reducing(op, packing.name_of(name, like)),

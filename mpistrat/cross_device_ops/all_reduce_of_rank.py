@@ -57,11 +57,10 @@ class _PackedAllReduce(ReductionToOneDevice):
 
     @staticmethod
     def _can_pack(value: PerReplica, like: PerReplica) -> bool:
-        first = like.values[0]
-        return len(value.values) == len(like.values) > 1 and not any(
-            isinstance(component, IndexedSlices) or component.dtype != first.dtype
-            for component in (first, *value.values)
-        )
+        components = like.values[0], *value.values
+        dtypes = {getattr(component, "dtype", None) for component in components}  # None: sparse
+        are_dense_and_alike = len(dtypes - {None}) == len(dtypes) == 1
+        return are_dense_and_alike and len(value.values) == len(like.values) > 1
 
 
 class NcclAllReduce(_PackedAllReduce):
@@ -74,8 +73,8 @@ class NcclAllReduce(_PackedAllReduce):
     between_ranks = CommunicationImplementation.NCCL
 
     def add(self, values: Sequence[Any]) -> Any:
-        on_gpus = all(arrays.is_torch(value) and value.is_cuda for value in values)
-        if not on_gpus or len({value.get_device() for value in values}) < len(values):
+        devices = {v.get_device() for v in values if arrays.is_torch(v) and v.is_cuda}
+        if len(devices) < len(values):
             return super().add(values)
         from torch.nn.parallel import comm
 

@@ -43,35 +43,28 @@ def check_pairs(value_destination_pairs: Any) -> None:
         check_destinations(destinations)
 
 
-def num_destinations(destinations: Any) -> int:
-    return len(destinations.values) if isinstance(destinations, DistributedValues) else 1
-
-
 def place(value: Any, destinations: Any) -> Any:
     """`value` where `destinations` says: itself for one device, a `Mirrored` of copies for several."""
     if isinstance(destinations, str) and arrays.is_array(value):
         return arrays.to_device(value, check_device(destinations))
-    count = num_destinations(destinations)
-    if count == 1:
+    if not isinstance(destinations, DistributedValues) or len(destinations.values) == 1:
         return value
     if isinstance(value, IndexedSlices):
         rows, indices = place(value.values, destinations), place(value.indices, destinations)
         parts = zip(rows.values, indices.values, strict=True)
         return Mirrored([IndexedSlices(v, i, value.dense_shape) for v, i in parts])
-    if not arrays.is_torch(value):
-        return Mirrored([value, *(arrays.copy(value) for _ in range(count - 1))])
     components: list[Any] = []
     for destination in destinations.values:
-        there = value.to(_device_of(destination, value.device))
+        there = _moved_to(destination, value) if arrays.is_torch(value) else value
         components.append(arrays.copy(there) if there is value and components else there)
     return Mirrored(components)
 
 
-def _device_of(destination: Any, default: Any) -> Any:
-    """Where a component of `destinations` is; `default` for a number, or an array of NumPy before version 2."""
+def _moved_to(destination: Any, tensor: Any) -> Any:
+    """`tensor` where a component of destinations is. Numbers, and arrays of NumPy before version 2, move nothing."""
     if isinstance(destination, IndexedSlices):
         destination = destination.values
-    return getattr(arrays.detach_read(destination), "device", default)
+    return tensor.to(getattr(arrays.detach_read(destination), "device", tensor.device))
 
 
 def components_of(value: Any) -> tuple[Any, ...]:

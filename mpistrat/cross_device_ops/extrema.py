@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import array_api_compat as api
+import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
+from mpistrat.communicators.reduction.arithmetic import SUMMED_AS_FLOAT32
 from mpistrat.cross_device_ops import accumulation
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
@@ -83,18 +85,19 @@ def over_axes(op: ReduceOp, component: Any, axis: int | Sequence[int]) -> Array:
     xp = api.array_namespace(value)
     if op is ReduceOp.PRODUCT:
         reduced = xp.prod(value, axis=axes, dtype=value.dtype)
-    elif all(value.shape[i] for i in axes):
-        reduced = (xp.max if op is ReduceOp.MAX else xp.min)(value, axis=axes)
+    elif 0 not in [value.shape[i] for i in axes]:
+        reduced = {ReduceOp.MAX: xp.max, ReduceOp.MIN: xp.min}[op](value, axis=axes)
     else:
-        shape = [size for i, size in enumerate(value.shape) if i not in axes]
-        reduced = arrays.zeros(shape, value) + _least(op, value)
+        least, greatest = _limits(value)
+        zeros = arrays.zeros(np.delete(value.shape, axes).tolist(), value)
+        reduced = zeros + {ReduceOp.MAX: least, ReduceOp.MIN: greatest}[op]
     return arrays.cast(xp.asarray(reduced, device=api.device(value)), dtype)
 
 
 def _widened(value: Array) -> Array:
     if arrays.is_bool(value):
         return arrays.cast(value, "uint8")
-    short = arrays.is_floating(value) and arrays.itemsize(value) < 4
+    short = arrays.dtype_name(value).startswith(SUMMED_AS_FLOAT32)
     return arrays.cast(value, "float32") if short else value
 
 
@@ -105,16 +108,17 @@ def _comparable(op: ReduceOp, value: Array) -> Array:
         return value
     xp = api.array_namespace(value)
     ordered = _reordered(value.view(arrays.dtype_like(integer, value)))
-    winning = ReduceOp.MIN if op is ReduceOp.MAX else ReduceOp.MAX
-    return xp.where(value != value, xp.full_like(ordered, _least(winning, ordered)), ordered)
+    least, greatest = _limits(ordered)
+    winning = {ReduceOp.MAX: greatest, ReduceOp.MIN: least}[op]
+    return xp.where(value != value, xp.full_like(ordered, winning), ordered)
 
 
-def _least(op: ReduceOp, like: Array) -> Any:
-    """The number that changes no other in `op`, MAX or MIN."""
+def _limits(like: Array) -> tuple[Any, Any]:
+    """The least and the greatest number of the dtype of `like`."""
     if arrays.is_floating(like):
-        return -math.inf if op is ReduceOp.MAX else math.inf
+        return -math.inf, math.inf
     limits = api.array_namespace(like).iinfo(like.dtype)
-    return limits.min if op is ReduceOp.MAX else limits.max
+    return limits.min, limits.max
 
 
 def _reordered(bits: Array) -> Array:

@@ -8,6 +8,8 @@ from typing import Any
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators import Communicator, Reduction, reducing
+from mpistrat.communicators.node.memory import NO_MEMORY, NodeMemory
+from mpistrat.communicators.reduction.arithmetic import SUMMED_AS_FLOAT32
 from mpistrat.communicators.reduction.tree import ReductionTree, tree_of_ranks, tree_of_replicas
 from mpistrat.cross_device_ops import accumulation, extrema, packing
 from mpistrat.cross_device_ops.all_reduce import MpiAllReduce, name_of
@@ -80,7 +82,7 @@ class OrderedAllReduce(MpiAllReduce):
             like = [firsts[i] for i in group]
             of_replicas = list(zip(*[operands[i] for i in group], strict=True))
             reduction = reducing(label=packing.name_of(name, like))
-            sums = self._sum(self._packer, None, like, of_replicas, reduction, packing.unpack)
+            sums = self._sum(self._packer, NO_MEMORY, like, of_replicas, reduction, packing.unpack)
             totals.update(zip(group, sums, strict=True))
         return [totals[i] for i in range(len(values))]
 
@@ -99,9 +101,10 @@ class OrderedAllReduce(MpiAllReduce):
         for group in packing.alike(like, indices):
             parameters = [like[i] for i in group]
             of_replicas = [[gradients[i] for i in group] for gradients in contributions]
-            reduction = reduction_of(group)
-            cut, window = packing.pieces_of, self.communicator
-            pieces = self._sum(packer, window, parameters, of_replicas, reduction, cut)
+            reduction, window = reduction_of(group), self.communicator.memory
+            pieces = self._sum(
+                packer, window, parameters, of_replicas, reduction, packing.pieces_of
+            )
             sums.update(zip(group, pieces, strict=True))
         return sums
 
@@ -117,7 +120,7 @@ class OrderedAllReduce(MpiAllReduce):
     def _sum(
         self,
         packer: packing.Packer,
-        window: Communicator | None,
+        window: NodeMemory,
         like: Sequence[Any],
         values: Sequence[Sequence[Array | None]],
         reduction: Reduction,
@@ -126,7 +129,7 @@ class OrderedAllReduce(MpiAllReduce):
         """The sums over all replicas of arrays of one dtype and device, in one message.
 
         Args:
-            window: in whose window the sums are, where there is room.
+            window: the sums are in its window, where there is room.
             values: for each replica of this rank one for each of `like`; None counts as zero.
             cut: cuts the message into arrays.
         """
@@ -136,10 +139,10 @@ class OrderedAllReduce(MpiAllReduce):
         tree = tree_of_ranks(counted)
         length = sum(map(arrays.num_elements, like))
         # Of several replicas of a rank, 16-bit floats are summed as float32, and rounded once, at the end.
-        short = arrays.is_floating(like[0]) and arrays.itemsize(like[0]) < 4
+        short = arrays.dtype_name(like[0]).startswith(SUMMED_AS_FLOAT32)
         widens = short and max(counted) > 1
         summed = arrays.dtype_like("float32", like[0]) if widens else like[0].dtype
-        within = window if tree.one_each else None
+        within = window if tree.one_each else NO_MEMORY
         sums = packer.memory(len(of_rank.left) * length, like[0], summed, within)
         sums = sums.reshape(len(of_rank.left), length)
         _add_up(of_rank, sums, packer, like, values, cut)
@@ -147,7 +150,7 @@ class OrderedAllReduce(MpiAllReduce):
         self.communicator.all_reduce_by_tree(host, tree, reduction)
         total = arrays.to_device_of(host[0], like[0])
         if widens:
-            rounded = packer.memory(length, like[0])
+            rounded = packer.memory(length, like[0], like[0].dtype)
             rounded[...] = total
             total = rounded
         return cut(total, like)

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 import operator
 import sys
 import weakref
@@ -21,6 +22,7 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
+from mpistrat.communicators.node.memory import NO_MEMORY, NodeMemory
 from mpistrat.communicators.recycled_buffers import SMALLEST, RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
 
@@ -44,15 +46,19 @@ class Pack:
         flat: of shape [elements].
         indices: of the tensors in their list.
         pieces: views of `flat`, in the shapes of the tensors.
-        host: `flat` as NumPy has it, whose calls take a third of the time of torch's; None where it cannot.
+        operand: `flat`; on the host as NumPy has it, if it does: NumPy's calls take a third of the time of torch's.
         alone: what `references` gives while nothing else refers to the pack.
     """
 
     flat: Array
     indices: list[int]
     pieces: list[Array]
-    host: np.ndarray | None = None
+    operand: Array
     alone: Any = None
+
+    def of(self, tensors: Sequence[Any]) -> list[Any]:
+        """Those of `tensors`, one for each of the list, that have a piece."""
+        return [*map(tensors.__getitem__, self.indices)]
 
     def references(self) -> Any:
         """How often the memory and each piece are referred to, from Python and from torch; and where they lie."""
@@ -91,19 +97,14 @@ class Packer:
         self.like = self._recycled.like
         _packers.add(self)
         self._plans: collections.deque[PackPlan] = collections.deque(maxlen=_TURNS)
-        self._asked: dict[Communicator | None, int] = {}  # for a window of so many bytes
+        self._asked: dict[Communicator, int] = {}  # for a window of so many bytes
 
     def forget(self) -> None:
         """Keep no pack, and no plan. Memory that is in use stays so."""
         self._plans.clear()
 
     def packs(
-        self,
-        like: Any,
-        indices: Sequence[int],
-        communicator: Communicator | None = None,
-        *,
-        asks: bool = True,
+        self, like: Any, indices: Sequence[int], communicator: Communicator, *, asks: bool = True
     ) -> list[Pack]:
         """One for each dtype and device, with the tensors in the order of `indices`; uninitialized.
 
@@ -133,45 +134,39 @@ class Packer:
         return packs
 
     def _new_pack(
-        self, tensors: list[Any], group: list[int], communicator: Communicator | None, asks: bool
+        self, tensors: list[Any], group: list[int], communicator: Communicator, asks: bool
     ) -> Pack:
         first, length = tensors[0], sum([tensor.numel() for tensor in tensors])
-        nbytes = length * first.itemsize
-        lacks = communicator is not None and nbytes > communicator.memory.window_capacity
-        if lacks and asks and nbytes > self._asked.get(communicator, 0):
-            self._plans.clear()  # a smaller window goes once nothing lies in it
-            flat = self.memory(length, first, communicator=communicator)
-            self._asked[communicator] = nbytes  # there may be no room for it, as all ranks know
-        else:
-            flat = self.memory(length, first, communicator=None if lacks else communicator)
-        pack = Pack(flat, group, pieces_of(flat, tensors))
+        nbytes, window, asked = length * first.itemsize, communicator.memory, self._asked
+        largest = asked.get(communicator, 0)
+        if nbytes > window.window_capacity:
+            if asks and nbytes > largest:
+                self._plans.clear()  # a smaller window goes once nothing lies in it
+                largest = nbytes
+            else:
+                window = NO_MEMORY
+        flat = self.memory(length, first, first.dtype, window)
+        asked[communicator] = largest  # there may be no room for it, as all ranks know
+        pack = Pack(flat, group, pieces_of(flat, tensors), flat)
         if not arrays.is_on_accelerator(flat):  # where another allocator recycles
-            pack.host = arrays.to_numpy(flat) if arrays.numpy_knows(flat.dtype) else None
+            if arrays.numpy_knows(flat.dtype):
+                pack.operand = arrays.to_numpy(flat)
             pack.alone = pack.references()
         return pack
 
-    def memory(
-        self,
-        length: int,
-        like: Array,
-        dtype: Any = None,
-        communicator: Communicator | None = None,
-    ) -> Array:
-        """Uninitialized, of shape [length], where `like` is; of its dtype, or `dtype`, one of the same library.
+    def memory(self, length: int, like: Array, dtype: Any, window: NodeMemory = NO_MEMORY) -> Array:
+        """Uninitialized, of shape [length], where `like` is; of `dtype`, one of the same library.
 
-        Args: communicator: as of `packs`.
+        Args: window: memory on the host is in its window, where there is room: then the call is collective.
         """
-        dtype = like.dtype if dtype is None else dtype
         if arrays.is_on_accelerator(like):  # whose allocator recycles
             return api.array_namespace(like).empty(length, dtype=dtype, device=api.device(like))
-        memory = None
-        if communicator is not None:
-            nbytes = length * dtype.itemsize
-            memory = communicator.memory.window_buffer(nbytes)
-            if memory is None and nbytes <= communicator.memory.window_capacity:
-                for packer in list(_packers):  # their packs that are not in use leave the window
-                    packer.forget()
-                memory = communicator.memory.window_buffer(nbytes)
+        nbytes = length * dtype.itemsize
+        memory = window.window_buffer(nbytes)
+        if memory is None and 0 < nbytes <= window.window_capacity:
+            for packer in list(_packers):  # their packs that are not in use leave the window
+                packer.forget()
+            memory = window.window_buffer(nbytes)
         if memory is None:
             return self._recycled.empty((length,), dtype)
         if arrays.is_torch(like):
@@ -218,8 +213,7 @@ def layouts(tensors: Iterable[Any]) -> list[Any]:
 
 def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:
     """The `indices` of each dtype and device, in their order. A tensor on "meta" stands for one of the host."""
-    is_whole = isinstance(indices, range) and len(indices) == len(like)
-    some = like if is_whole else [like[i] for i in indices]
+    some = [like[i] for i in indices]
     if len(set(map(_DTYPE, some))) == 1 and _are_on_host(some):
         return [list(indices)]
     found: dict[tuple[Any, Any], list[int]] = {}
@@ -247,10 +241,9 @@ def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Arr
     A group is closed once its bytes exceed the limit, so the array that crosses it stays inside.
     """
     groups: list[list[Array]] = []
-    filled = 0
+    limit, filled = bytes_per_pack or sys.maxsize, math.inf  # the first value begins a group
     for value in values:
-        starts = not groups or value.dtype != groups[-1][0].dtype
-        if starts or (bytes_per_pack and filled > bytes_per_pack):
+        if filled > limit or value.dtype != groups[-1][0].dtype:
             groups.append([])
             filled = 0
         groups[-1].append(value)
@@ -262,8 +255,8 @@ def concat_and_split(values: Sequence[Array], num_packs: int) -> list[Array]:
     """All elements of `values` as `num_packs` flat arrays of equal length; the last takes the rest."""
     flat = concatenated(values)
     length = arrays.num_elements(flat) // num_packs
-    starts = [i * length for i in range(num_packs)]
-    return [*(flat[start : start + length] for start in starts[:-1]), flat[starts[-1] :]]
+    starts = (np.arange(num_packs) * length).tolist()
+    return [flat[first:end] for first, end in itertools.pairwise([*starts, None])]
 
 
 def concatenated(values: Sequence[Array]) -> Array:
@@ -300,17 +293,19 @@ def pieces_of(flat: Array, like: Sequence[Any]) -> list[Array]:
 
 def pack_of_itself(
     like: Sequence[Any], indices: Sequence[int], contributions: Sequence[Sequence[Any]]
-) -> Pack | None:
-    """The pack of one gradient on an accelerator, in its own memory; None where that is not possible.
+) -> list[Pack]:
+    """The pack of one gradient on an accelerator, in its own memory; none where that is not possible.
 
-    Args: as of `MpiAllReduce.all_reduce_packs`, of one index and one replica.
+    Args: as of `MpiAllReduce.all_reduce_packs`.
     """
-    (index,), (gradients,) = indices, contributions
-    gradient = gradients[index]
-    if gradient is None or not (arrays.is_torch(gradient) and arrays.is_on_gpu(gradient)):
-        return None
-    flat = flat_view(gradient, like[index])
-    return None if flat is None else Pack(flat, [index], [gradient])
+    if len(indices) == len(contributions) == 1:
+        (index,), (gradients,) = indices, contributions
+        gradient = gradients[index]
+        if gradient is not None and arrays.is_on_gpu(gradient):
+            flat = flat_view(gradient, like[index])
+            if flat is not None:
+                return [Pack(flat, [index], [gradient], flat)]
+    return []
 
 
 def flat_view(tensor: Any, like: Any) -> Any:
@@ -333,17 +328,12 @@ def flat_view(tensor: Any, like: Any) -> Any:
 
 def is_dense(tensor: Any) -> bool:
     """Whether the elements of a tensor fill their memory without gaps or overlap, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return sys.modules["torch"].ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def fill(pieces: Sequence[Array], values: Sequence[Any]) -> None:
     """Copy `values` into `pieces`; None counts as zero."""
-    if not pieces or pieces[0].__class__ is np.ndarray:
+    if not arrays.is_torch(pieces[0]):
         for piece, value in zip(pieces, values, strict=True):
             piece[...] = 0 if value is None else value
         return
@@ -365,7 +355,7 @@ def add(pieces: Sequence[Array], values: Sequence[Any], absent: str = "skipped")
     """
     for piece, value in zip(pieces, values, strict=True):
         if value is not None:
-            piece += value.to_dense() if arrays.is_torch(value) and value.is_sparse else value
+            piece += value.to_dense() if getattr(value, "is_sparse", False) else value
         elif absent == "zero":
             piece += 0
 
@@ -376,19 +366,20 @@ _WITHOUT = frozenset([IndexedSlices, type(None)])
 
 def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
     """Which of `values` share a pack: by dtype, device and size. IndexedSlices and None have none."""
-    if len(values) == 1:
-        return [] if type(values[0]) in _WITHOUT else [[0]]
-    dense: Sequence[int] = range(len(values))
-    if not _WITHOUT.isdisjoint(map(type, values)):
-        dense = [i for i in dense if type(values[i]) not in _WITHOUT]
-    if not bytes_per_pack:
-        return alike(values, dense)
-    found = []
-    for group in alike(values, dense):
-        rest = iter(group)
-        for part in group_by_size([values[i] for i in group], bytes_per_pack):
-            found.append(list(itertools.islice(rest, len(part))))
+    dense = [i for i, value in enumerate(values) if type(value) not in _WITHOUT]
+    if len(dense) == 1:
+        return [dense]
+    found = alike(values, dense)
+    if bytes_per_pack:
+        found = [part for group in found for part in _cut(group, values, bytes_per_pack)]
     return found
+
+
+def _cut(group: list[int], values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
+    """The indices of `group`, cut as `group_by_size` cuts their values."""
+    rest = iter(group)
+    parts = group_by_size([values[i] for i in group], bytes_per_pack)
+    return [list(itertools.islice(rest, len(part))) for part in parts]
 
 
 def name_of(name: str, like: Sequence[Array]) -> str:

@@ -56,7 +56,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             return accumulation.add_slices(values)
         if self.reduce_to_device is not None:
             values = [arrays.to_device(value, self.reduce_to_device) for value in values]
-        elif arrays.is_torch(values[0]):
-            values = [value.to(values[0].device) for value in values]
+        else:
+            values = arrays.on_one_device(values)
         accumulation.check_summable(values)
         return self.accumulation_fn(values)

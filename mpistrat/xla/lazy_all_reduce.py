@@ -62,7 +62,7 @@ class LazyAllReduce(MpiAllReduce):
         device = flat.device
         host = to_host(flat)
         del flat
-        buffer = packer.memory(len(host), host, communicator=communicator)
+        buffer = packer.memory(len(host), host, host.dtype, communicator.memory)
         buffer.copy_(host)
         communicator.all_reduce(buffer, reduction)
         return to_device(buffer, str(device))

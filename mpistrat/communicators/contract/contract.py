@@ -69,10 +69,11 @@ class Contract(Unchecked):
         self._mpi = mpi
         self._record = self.watch.record
         self._board = self.watch.slot
-        if check == "always" and self.watch.peers is None:
-            self.agreement = MessageAgreement(mpi, self.watch)
-        elif check == "always":
-            self.agreement = SharedMemoryAgreement(self.watch)
+        if check == "always":
+            if self.watch.peers is None:
+                self.agreement = MessageAgreement(mpi, self.watch)
+            else:
+                self.agreement = SharedMemoryAgreement(self.watch)
         self._spans: CollectiveSpans | None = None
         if timeline is not None:
             from mpistrat.communicators.contract.collective_spans import CollectiveSpans

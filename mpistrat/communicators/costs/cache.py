@@ -34,7 +34,7 @@ def read(folder: str, key: dict[str, Any]) -> list[Observation]:
     try:
         with open(path_of(folder, key), encoding="utf-8") as file:
             content = json.load(file)
-        if content["format"] != FORMAT or _text_of(content["key"]) != _text_of(key):
+        if (content["format"], _text_of(content["key"])) != (FORMAT, _text_of(key)):
             return []
         found = [Observation(**fields) for fields in content["observations"]]
         if not all(observation.is_possible() for observation in found):

@@ -225,7 +225,7 @@ def _kept(key: dict[str, Any], here: float) -> list[Observation]:
     """What earlier jobs have measured at about the distance `here`, the newest last."""
     return [
         observation
-        for observation in cache.read(cache_folder() or os.devnull, key)
+        for observation in cache.read(_folder(), key)
         if are_near(observation.distance, here)
         and observation.seconds.keys() == set(key["ways"])
         and all(1 < len(times) < len(key["memory"]) for times in observation.seconds.values())
@@ -325,12 +325,15 @@ def _joined(
     least = measured.seconds.min(axis=0)
     least = least[np.isfinite(least).all(axis=1)]  # the largest sizes are missing if time ran out
     times = dict(zip(routes, least.T.tolist(), strict=True))
-    new = [Observation(time.time(), here, times)] if len(least) > 1 else []
-    if not kept and not new:
+    used = [*kept]
+    if len(least) > 1:
+        new = Observation(time.time(), here, times)
+        if measured.stayed:
+            cache.add(_folder(), key, new)
+        if measured.stayed or not kept:
+            used.append(new)
+    if not used:
         return Costs({}, f"not measured: calls of two sizes took longer than {_limit(key):g} s")
-    if new and measured.stayed:
-        cache.add(cache_folder() or os.devnull, key, *new)
-    used = [*kept, *new] if measured.stayed or not kept else kept
     disturbed = measured.cpu_share < LEAST_CPU_SHARE
     counts = f"least of {len(measured.seconds)} rounds of calls of each of {len(least)} sizes"
     share = f"{100 * measured.cpu_share:.0f} %"
@@ -353,6 +356,11 @@ def _fitted(observations: Sequence[Observation], key: dict[str, Any], origin: st
     return Costs(lines, origin, jobs=len(observations), sizes=sizes, seconds=least)
 
 
+def _folder() -> str:
+    """The folder of measurements; a path that is no folder where nothing is kept."""
+    return cache_folder() or os.devnull
+
+
 def _limit(key: dict[str, Any]) -> float:
     one_node = len(key["ranks_of_nodes"]) == 1
     return deadlines.RANK_MEASURES_ON_NODE if one_node else deadlines.RANK_MEASURES_BETWEEN_NODES
@@ -360,7 +368,7 @@ def _limit(key: dict[str, Any]) -> float:
 
 def _read(kept: Sequence[Observation], key: dict[str, Any]) -> str:
     """For people: "2026-01-31 12:00 UTC, in 3 earlier jobs, read from ~/.cache/…"."""
-    path = cache.path_of(cache_folder() or os.devnull, key)
+    path = cache.path_of(_folder(), key)
     home = os.path.expanduser("~")
     shown = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path
     return f"{_date(kept[-1].when)}, in {len(kept)} earlier jobs, read from {shown}"

@@ -20,13 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.node.shared_memory import (
-    first_failure,
-    forget_written,
-    mapped,
-    new_file,
-    share,
-)
+from mpistrat.communicators.node import shared_memory
 from mpistrat.communicators.reduction.arithmetic import arithmetic_of, scale
 
 if TYPE_CHECKING:
@@ -94,7 +88,7 @@ class View:
             if copies:
                 self.memory[first:end] = self._shared[first:end]
             else:
-                forget_written(self.memory[first:end])
+                shared_memory.forget_written(self.memory[first:end])
 
     def detach(self, first: int, end: int) -> None:
         """Make the pages from `first` to before `end` this view's own, so that they stay as they are."""
@@ -121,7 +115,7 @@ class CommonMemory:
         across: Callable[[Array], None] | None,
     ) -> None:
         self.first, self.end = bounds
-        self.shared = mapped(descriptor, nbytes, counted=self.end - self.first)
+        self.shared = shared_memory.mapped(descriptor, nbytes, counted=self.end - self.first)
         self.contributions = contributions
         self._blocks, self._across = blocks, across
         self.contribution = contributions[blocks.rank] if contributions else None
@@ -149,12 +143,14 @@ class CommonMemory:
         rank = blocks.rank
         contributions: list[np.ndarray] = []
         if summed:
-            segments, why = share(nbytes, rank, all_gather_object, populate=False)
+            segments, why = shared_memory.share(nbytes, rank, all_gather_object, populate=False)
             if segments is None:
                 return None, why
             contributions = segments
         memory = None
-        descriptor, why = new_file(nbytes, rank, populate=False) if rank == 0 else (-1, "")
+        descriptor, why = (
+            shared_memory.new_file(nbytes, rank, populate=False) if rank == 0 else (-1, "")
+        )
         pid, number, failure = all_gather_object((os.getpid(), descriptor, why))[0]
         try:
             if not failure:
@@ -167,7 +163,7 @@ class CommonMemory:
                 f"rank {rank} could not map shared memory, or not read its own page tables: {error}"
             )
         # All have opened the file before rank 0 may close it.
-        failure = first_failure(all_gather_object(why))
+        failure = shared_memory.first_failure(all_gather_object(why))
         if failure and memory is None and descriptor >= 0:
             os.close(descriptor)
         return (None, failure) if failure else (memory, "")
@@ -190,7 +186,8 @@ class CommonMemory:
         return "" if seen else "private mappings of a file do not show what is written to it"
 
     def view(self) -> View:
-        return View(mapped(self._descriptor, len(self.shared), private=True), self.shared)
+        memory = shared_memory.mapped(self._descriptor, len(self.shared), private=True)
+        return View(memory, self.shared)
 
     def publish(self, view: View, pages: np.ndarray) -> None:
         """Copy `pages` of this rank's view to its slice. Nobody may read meanwhile."""

@@ -48,7 +48,7 @@ def share(
     segments: list[np.ndarray] = []
     try:
         files = all_gather_object((os.getpid(), descriptor, why))
-        if not any(failure for *_, failure in files):
+        if not first_failure(failure for *_, failure in files):
             try:
                 segments = [
                     mapped(descriptor, nbytes, counted=nbytes)

@@ -219,13 +219,12 @@ def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall |
     nbytes = int(operands.buffer.nbytes)
     if call in ("all_gather", "all_to_all"):  # the ranks' sizes may differ
         return _SMALL_CALLS[call](slots, operands)
-    if nbytes > LARGEST:
+    largest = largest_combined(slots.size) if call in ("all_reduce", "reduce") else LARGEST
+    if nbytes > largest:
         return None
-    if call in ("all_reduce", "reduce", "reduce_scatter"):
-        if not can_combine(operands.buffer.dtype, operands.reduction.op):
-            return None
-        if call != "reduce_scatter" and nbytes > largest_combined(slots.size):
-            return None
+    combines = call in ("all_reduce", "reduce", "reduce_scatter")
+    if combines and not can_combine(operands.buffer.dtype, operands.reduction.op):
+        return None
     return _SMALL_CALLS[call](slots, operands)
 
 

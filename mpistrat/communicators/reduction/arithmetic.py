@@ -24,7 +24,14 @@ KNOWN_TO_MPI = frozenset(
 # MPI has no bfloat16 (mpi4py hands it over as bytes, which Open MPI then adds) and not everywhere a
 # float16: both, and torch's floats of 8 bits, are summed as float32 and rounded once.
 SUMMED_AS_FLOAT32 = ("float16", "bfloat16", "float8")
-_OF_COMPLEX = ("sum", "prod")
+# What each operation combines: how the names of dtypes begin.
+_INTEGERS = ("int", "uint")
+_REAL = (*_INTEGERS, "float", "bfloat")
+_COMBINED = {
+    **dict.fromkeys(("sum", "prod"), (*_REAL, "complex")),
+    **dict.fromkeys(("max", "min"), _REAL),
+    **dict.fromkeys(BITWISE, _INTEGERS),
+}
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
     "max": np.maximum,
@@ -72,11 +79,8 @@ class Arithmetic(abc.ABC):
 def can_combine(dtype: Any, op: str) -> bool:
     """Whether `arithmetic_of` knows elements of `dtype`, of NumPy or torch."""
     name = name_of_dtype(dtype)
-    if (op in BITWISE and "float" in name) or (isinstance(dtype, np.dtype) and not dtype.isnative):
-        return False
-    if name.startswith(SUMMED_AS_FLOAT32):
-        return True
-    return name in KNOWN_TO_MPI and (op in _OF_COMPLEX or not name.startswith("complex"))
+    known = name in KNOWN_TO_MPI or name.startswith(SUMMED_AS_FLOAT32)
+    return known and name.startswith(_COMBINED[op]) and getattr(dtype, "isnative", True)
 
 
 @functools.lru_cache

@@ -38,7 +38,7 @@ class ReductionTree:
         self.replicas = replicas
         self.held = tuple(tuple(parts) for parts in held)
         self.additions: list[tuple[int, int]] = []
-        flat = [part for parts in self.held for part in parts]
+        flat = [*itertools.chain(*self.held)]
         # Finished subtrees and their positions; they wait for their right neighbours.
         sums: list[tuple[range, int]] = []
         for position in sorted(range(len(flat)), key=lambda i: flat[i].start):
@@ -60,7 +60,7 @@ class ReductionTree:
     @property
     def one_each(self) -> bool:
         """Whether every rank holds exactly one sum."""
-        return all(len(parts) == 1 for parts in self.held)
+        return set(map(len, self.held)) == {1}
 
     def within(self, ranks: Sequence[int]) -> ReductionTree:
         """The tree of some of the ranks, which add up what they can among themselves."""

@@ -23,7 +23,7 @@ class CompressedTransport(Transport):
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
         buffer, reduction = operands.buffer, operands.reduction
-        is_sum = call == "all_reduce" and reduction.op == "sum" and operands.tree is None
+        is_sum = (call, reduction.op, operands.tree) == ("all_reduce", "sum", None)
         if reduction.compressor is None or not is_sum or buffer.nbytes < self._smallest:
             return None
         return self if dtype_name(buffer).startswith(_DTYPES) else None

@@ -69,9 +69,10 @@ class HierarchicalTransport(Transport, NodeMemory):
         self._shared: bool | None = None
         self._within = Router(Transports(node.mpi, [node]))
         self._parts: dict[ReductionTree, tuple[ReductionTree, ReductionTree]] = {}
-        # By rank: the first rank of its node, and its place there.
+        # By rank: its node, as the first rank of that, and its place there.
         first = node.mpi.comm.allgather(self.rank)[0]
-        self._places: list[tuple[int, int]] = mpi.comm.allgather((first, node.rank))
+        of_ranks: list[tuple[int, int]] = mpi.comm.allgather((first, node.rank))
+        self._nodes, self._places = zip(*of_ranks, strict=True)
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
         buffer, op, tree = operands.buffer, operands.reduction.op, operands.tree
@@ -97,9 +98,9 @@ class HierarchicalTransport(Transport, NodeMemory):
             if self.across is not None:
                 self.across.all_reduce(buffer[: len(buffer) // self.senders])
 
-        ranks_of_nodes = list(collections.Counter(first for first, _ in self._places).values())
+        ranks_of_nodes = list(collections.Counter(self._nodes).values())
         costs = costs_of(
-            {BETWEEN: between, MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros))},
+            {BETWEEN: between, MPI: self.mpi.add_up},
             Router(Transports(self.mpi)),
             self.mpi.library,
             ranks_of_nodes,
@@ -107,7 +108,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         )
         nodes: list[Costs] = self.mpi.comm.allgather(self.node.costs)
         known = {}
-        if costs.routes and all(node.routes for node in nodes):
+        if all(of.routes for of in [costs, *nodes]):
             memory = slowest(node.routes[MEMORY] for node in nodes)
             by_node = memory.followed_by(costs.routes[BETWEEN])
             known = {BY_NODE: by_node, MEMORY: memory, **costs.routes}
@@ -168,10 +169,10 @@ class HierarchicalTransport(Transport, NodeMemory):
         if blocks is None:
             self._refuse("broadcast")
         memory = bytes_of(operands.buffer)
-        node, place = self._places[operands.root]
-        here = self._places[self.rank][0] == node
+        node = self._nodes[operands.root]
+        here = self._nodes[self.rank] == node
         if here:
-            self._within.broadcast(memory, place)
+            self._within.broadcast(memory, self._places[operands.root])
         bounds = share_of(len(memory), 1, self.node.size, self.senders)
         slices = [memory[start:stop] for start, stop in bounds]
         own_slice = slices[self.node.rank]
@@ -182,21 +183,22 @@ class HierarchicalTransport(Transport, NodeMemory):
 
     def _peers(self) -> list[int]:
         """The first ranks of the nodes that the ranks of `across` are on, in their order."""
-        return [first for first, place in self._places if place == self.node.rank]
+        of_ranks = zip(self._nodes, self._places, strict=True)
+        return [first for first, place in of_ranks if place == self.node.rank]
 
     def _parts_of(self, tree: ReductionTree) -> tuple[ReductionTree, ReductionTree]:
         """The part of `tree` that this node's ranks add up, and the part that the ranks of `across` add up then."""
         if tree not in self._parts:
             nodes: dict[int, list[int]] = {}
-            for rank, (first, _) in enumerate(self._places):
+            for rank, first in enumerate(self._nodes):
                 nodes.setdefault(first, []).append(rank)
             within = {first: tree.within(ranks) for first, ranks in nodes.items()}
             between = ReductionTree(tree.replicas, [within[first].sums for first in self._peers()])
-            self._parts[tree] = within[self._places[self.rank][0]], between
+            self._parts[tree] = within[self._nodes[self.rank]], between
         return self._parts[tree]
 
     def explain(self, rest: str) -> str:
-        nodes = len({first for first, _ in self._places})
+        nodes = len(set(self._nodes))
         if self._shared is False:
             sizes = "never, for a node has no shared memory"
         else:

@@ -16,14 +16,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.communicators.costs import measurement
 from mpistrat.communicators.costs.distance import NBYTES, distance
-from mpistrat.communicators.costs.measurement import (
-    NOT_MEASURED,
-    SIZES_ON_NODE,
-    BufferMemory,
-    costs_of,
-    written,
-)
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, room_for, view_of
 from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.node.common_memory import PAGE, CommonMemory
@@ -67,7 +61,7 @@ class WindowTransport(Transport, NodeMemory):
         self.rank, self.size = mpi.rank, mpi.size
         self._watch, self._limit = watch, limit
         self.why_not = ""
-        self.costs = NOT_MEASURED
+        self.costs = measurement.NOT_MEASURED
         self.borders: Sequence[float] = ()
         self._blocks: Blocks | None = None
         self.window: Window | None = None
@@ -150,20 +144,21 @@ class WindowTransport(Transport, NodeMemory):
 
     def _measure(self, blocks: Blocks) -> None:
         """Find out from which size on memory is faster than MPI."""
-        crowded = any(self.mpi.comm.allgather(self._watch.crowded))
+        crowded = True in self.mpi.comm.allgather(self._watch.crowded)
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
-        largest = SIZES_ON_NODE[-1] // 4
+        sizes, written = measurement.SIZES_ON_NODE, measurement.written
+        largest = sizes[-1] // 4
         both = functools.cache(lambda: [written(largest), written(largest)])  # if they are needed
-        routes = {
-            MEMORY: lambda zeros: blocks.all_reduce(Operands(zeros, out=both()[1][: len(zeros)])),
-            MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros, out=both()[1][: len(zeros)])),
-        }
-        self.costs = costs_of(
-            routes,
+
+        def route(way: Exchange) -> Callable[[Array], None]:
+            return lambda zeros: way.all_reduce(Operands(zeros, out=both()[1][: len(zeros)]))
+
+        self.costs = measurement.costs_of(
+            {MEMORY: route(blocks), MPI: route(self.mpi)},
             Router(Transports(self.mpi)),
             self.mpi.library,
             [self.size],
-            memory=BufferMemory("host", SIZES_ON_NODE, lambda length: both()[0][:length]),
+            memory=measurement.BufferMemory("host", sizes, lambda length: both()[0][:length]),
             distance=functools.partial(distance, segments, self.rank, blocks.tick),
         )
         self.borders = self.costs.borders(MEMORY, MPI, SMALLEST)
@@ -185,7 +180,7 @@ class WindowTransport(Transport, NodeMemory):
         buffer, op, nbytes = operands.buffer, operands.reduction.op, operands.buffer.nbytes
         if nbytes < SMALLEST or not are_sliced(call, op, buffer.dtype, operands.tree):
             return None
-        blocks = self._blocks or self.shared_blocks()
+        blocks = self.shared_blocks()
         if blocks is None:
             return None
         window = self.window if call == "all_reduce" else None

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpistrat.communicators.costs import measurement
 from mpistrat.communicators.costs.measurement import SIZES_ON_DEVICE, Costs
 from mpistrat.communicators.costs.model import Cost
 from mpistrat.communicators.local import LocalCommunicator
@@ -70,7 +71,7 @@ def by_node(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> HierarchicalDevice
             assert WAITED[-1] is zeros
         return costs
 
-    monkeypatch.setattr(hierarchical, "costs_of", costs_of)
+    monkeypatch.setattr(measurement, "costs_of", costs_of)
     args: Any = ALONE, 0, CommunicatorWatch()
     parts = [Flat(*args, f"through {name}") for name in ("a group", "MPI", "a flat group")]
     transport = HierarchicalDeviceTransport(*args, [0, 0, 1, 1], *parts)

@@ -14,12 +14,7 @@ from collections.abc import Callable, Sequence
 
 from mpistrat.arrays import Array, is_on_gpu, num_elements
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.costs.measurement import (
-    NOT_MEASURED,
-    SIZES_ON_DEVICE,
-    BufferMemory,
-    costs_of,
-)
+from mpistrat.communicators.costs import measurement
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.reduction.arithmetic import scale
 from mpistrat.communicators.transport import Exchange, Operands, combined_as_float32
@@ -64,7 +59,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
     ) -> None:
         super().__init__(host, index, watch)
         self.within, self.between, self.flat = within, between, flat
-        self.costs = NOT_MEASURED
+        self.costs = measurement.NOT_MEASURED
         self.smallest = float(SMALLEST)
         self._nodes = nodes
         # By rank: its place on its node.
@@ -107,13 +102,14 @@ class HierarchicalDeviceTransport(DeviceTransport):
         for all_reduce in (self.all_reduce, self.flat.all_reduce):
             waiting(all_reduce)(zeros(_FIRST // 4))
         by = self.within.why, type(self.between).__name__, type(self.flat).__name__
-        self.costs = costs_of(
+        name = f"{library.name}, {', '.join(by)}"
+        self.costs = measurement.costs_of(
             {BY_NODE: waiting(self.all_reduce), ALL_ALIKE: waiting(self.flat.all_reduce)},
             self.host,
             mpi,
             list(collections.Counter(self._nodes).values()),
             asleep=[BY_NODE, ALL_ALIKE],
-            memory=BufferMemory(f"{library.name}, {', '.join(by)}", SIZES_ON_DEVICE, zeros),
+            memory=measurement.BufferMemory(name, measurement.SIZES_ON_DEVICE, zeros),
         )
         self.smallest = self.costs.cheaper_from(BY_NODE, ALL_ALIKE, SMALLEST)
         slices = f"in {self.within.size} slices between the nodes, {self.between.why}"
@@ -169,8 +165,7 @@ def takes(call: str, operands: Operands) -> bool:
         call in _CALLS
         and is_on_gpu(operands.buffer)
         and operands.buffer.nbytes >= SMALLEST
-        and operands.tree is None
-        and operands.reduction.compressor is None
+        and (operands.tree, operands.reduction.compressor) == (None, None)
     )
 
 

@@ -157,7 +157,7 @@ class NativeTransport(DeviceTransport):
 
     def _gather(self, buffer: Array) -> list[Array]:
         shapes = self.host.all_gather_object(tuple(buffer.shape))
-        if all(shape == shapes[0] for shape in shapes):
+        if len(set(shapes)) == 1:
             rows = buffer.new_empty((self.size, *buffer.shape))
             self.all_gather_into(Operands(buffer, out=rows))
             return list(rows.unbind())
@@ -186,7 +186,7 @@ class NativeTransport(DeviceTransport):
         summed = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         numbers = _numbers_of(buffer.detach().to(dtype), operands.reduction)
         result = _numbers_of(summed, operands.reduction)
-        if numbers is None or result is None or not _are_on(self._device, buffer, out):
+        if numbers is None or not _are_on(self._device, buffer, out):
             super().reduce_scatter(operands)
         elif buffer.numel():
             options = dist.ReduceScatterOptions()
@@ -239,15 +239,15 @@ class NativeTransport(DeviceTransport):
 
 
 def _are_on(device: torch.device, *buffers: Array) -> bool:
-    return all(buffer.device == device for buffer in buffers)
+    return {buffer.device for buffer in buffers} == {device}
 
 
 def _is_combined_as_it_is(operands: Operands, device: torch.device) -> bool:
     """Whether a sum is of numbers that the group adds up as they are, in place."""
     buffer, reduction = operands.buffer, operands.reduction
+    kind = reduction.op, reduction.compressor, operands.tree, operands.out
     return (
-        reduction.op == "sum"
-        and (reduction.compressor, operands.tree, operands.out) == (None, None, None)
+        kind == ("sum", None, None, None)
         and buffer.device == device
         and dtype_name(buffer) in DTYPES
         and _summed_as(buffer, reduction) == buffer.dtype

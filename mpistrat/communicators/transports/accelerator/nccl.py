@@ -128,7 +128,8 @@ class NcclTransport(DeviceTransport):
 
     def _spread(self, buffer: Array, root: int) -> None:
         library = self.library(buffer)
-        counts = [int(buffer.nbytes) if rank == root else 0 for rank in range(self.size)]
+        counts = [0] * self.size
+        counts[root] = int(buffer.nbytes)
         pointers = [library.pointer(buffer)] * self.size
         self._run(library, lambda nccl, stream: nccl.broadcast_bytes(pointers, counts, stream))
 

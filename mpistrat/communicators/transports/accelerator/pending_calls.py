@@ -93,7 +93,10 @@ class PendingCalls:
         """Returns: whether any are under way. Called by a thread of its own."""
         if self._listens and self._calls:  # a start has no calls, and hears for itself
             self._group.hear()
-        self._forget_done()
+        while self._calls and self._library.is_done(self._calls[0].event):
+            self._calls.popleft()
+            self._progress = time.monotonic_ns()
+            self._leave()
         if not self._calls or self._group.group is None:
             self._calls.clear()
             self._leave()
@@ -104,13 +107,6 @@ class PendingCalls:
         except StallError as error:
             self._group.abort(error)
         return True
-
-    def _forget_done(self) -> None:
-        calls = self._calls
-        while calls and self._library.is_done(calls[0].event):
-            calls.popleft()
-            self._progress = time.monotonic_ns()
-            self._leave()
 
     def _record_oldest(self) -> None:
         """Say that this rank is in the oldest call, if it is so for a while."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from mpistrat.arrays import Array, itemsize, num_elements
@@ -19,13 +20,11 @@ class StagedTransport(DeviceTransport):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stages: dict[DeviceLibrary, _Stages] = {}
+        self._stages_of = functools.cache(_Stages)
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         library = self.library(buffer)
-        if library not in self._stages:
-            self._stages[library] = _Stages(library)
-        stages = self._stages[library]
+        stages = self._stages_of(library)
         flat = library.flat(buffer)
         step = CHUNK // itemsize(flat)
         chunks = [flat[start : start + step] for start in range(0, num_elements(flat), step)]
