@@ -92,7 +92,8 @@ class MaxSizePartitioner(Partitioner):
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         _check(shape, axis)
-        others = math.prod(size for at, size in enumerate(shape) if at != axis % len(shape))
+        at = axis % len(shape)
+        others = math.prod([*shape[:at], *shape[at + 1 :]])
         row = others * (arrays.itemsize_of(dtype) or self._bytes_per_string)
         rows = max(1, self._max_shard_bytes // row if row else shape[axis])
         shards = max(1, -(-shape[axis] // rows))

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from mpistrat.parameter_server.client.client import Address, Client
+from mpistrat.parameter_server.client.client import Client
 from mpistrat.parameter_server.modules.remote_rows import leave_on_servers, looks_up
 from mpistrat.parameter_server.modules.remote_steps import RemoteSteps, has_remote_parameters
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensors
+from mpistrat.parameter_server.protocol.messages import Address
 from mpistrat.parameter_server.protocol.staleness import WorkerClock
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.mirroring import Mirroring

@@ -144,7 +144,7 @@ class RemoteOptimizer:
 
     def __init__(self, optimizer: Optimizer, number: int, tensors: RemoteTensors) -> None:
         self.number = number
-        self._client, self._owns = tensors.client, tensors.owns
+        self._optimizers, self._owns = tensors.client.optimizers, tensors.owns
         self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
         optimizer.register_state_dict_pre_hook(_while_alive(self._fetch))
         optimizer.register_state_dict_post_hook(_while_alive(self._drop))
@@ -163,7 +163,7 @@ class RemoteOptimizer:
                     for tensor in new.values()
                     for address in tensor.addresses
                 ]
-                self._client.make_optimizer(self.number, definition, arrays)
+                self._optimizers.make(self.number, definition, arrays)
                 self._made.update(new)
         self._move_loaded_state(optimizer)
 
@@ -186,7 +186,7 @@ class RemoteOptimizer:
         }
         parts = server_optimizers.split_state(whole, remote.rows) if remote.split else [whole]
         for address, part in zip(remote.addresses, parts, strict=True):
-            self._client.load_optimizer_state(self.number, address, part)
+            self._optimizers.load_state(self.number, address, part)
 
     def _fetch(self, optimizer: Optimizer) -> None:
         """Put the servers' state into the optimizer's."""
@@ -195,7 +195,7 @@ class RemoteOptimizer:
                 remote: RemoteTensor | None = self._made.get(parameter)
                 if remote is None or parameter in optimizer.state:
                     continue
-                states = [self._client.optimizer_state(self.number, a) for a in remote.addresses]
+                states = [self._optimizers.state(self.number, a) for a in remote.addresses]
                 state = server_optimizers.join_states(states) if remote.split else states[0]
                 if state:
                     layout = view_of(torch.empty(0, dtype=parameter.dtype, device="cpu")).dtype

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpistrat.parameter_server.client.client import Address, Change, Client
-from mpistrat.parameter_server.protocol.messages import GradientMethod
+from mpistrat.parameter_server.client.client import Change, Client
+from mpistrat.parameter_server.protocol.messages import Address, GradientMethod
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, version
 
 # Of a tensor's parts, in order: the server's rank, and the array's number there.

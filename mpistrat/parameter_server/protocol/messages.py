@@ -169,6 +169,20 @@ class TensorSpec(NamedTuple):
         return array.view(self.native_dtype).reshape(self.shape)
 
 
+class Address(NamedTuple):
+    """Names an array on a server; equal on all ranks.
+
+    Attributes:
+        server: the rank of the server that makes it.
+        key: the array's number.
+    """
+
+    server: int
+    key: int
+    name: str
+    spec: TensorSpec
+
+
 class SharedTensor(NamedTuple):
     """An array in memory that both sides map."""
 

@@ -120,7 +120,7 @@ def consistent_snapshot(routes: Routes) -> Iterator[None]:
                 _hold_all(routes, held)
                 break
             except UnavailableError:  # a server has died meanwhile
-                if any(map(routes.is_lost_with, routes.servers)):
+                if routes.lost():
                     raise
                 _release_all(routes, held)
         yield

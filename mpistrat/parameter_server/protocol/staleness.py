@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from mpistrat.errors import StallError, UnavailableError
 from mpistrat.parameter_server.protocol.messages import ENDED, FAILED, MAY_BEGIN, STEPS, WhenSafe
 from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
-from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
+from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint, outcome_of, raise_first
 
 
 class ServerClock:
@@ -143,8 +144,7 @@ class WorkerClock:
 
     def _notify(self, method: str) -> None:
         push = self._routes.next_push(self._servers)
-        for server in self._servers:
-            self._routes.rpc.notify(server, method, (self.steps, push))
+        self._routes.rpc.notify_all(self._servers, method, (self.steps, push))
 
     def all_steps(self) -> dict[int, int]:
         """How many steps each worker has ended, by rank."""
@@ -153,14 +153,10 @@ class WorkerClock:
 
 def _all_of(calls: Sequence[FailoverRequest]) -> list[int]:
     """Raises: StallError and UnavailableError at once; the first other error when all replies have come."""
-    answers, errors = [], []
+    answers: list[Any] = []
     for call in calls:
-        try:
-            answers.append(call.wait())
-        except (StallError, UnavailableError):
-            raise
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+        answers.append(outcome_of(call.wait))
+        if isinstance(answers[-1], (StallError, UnavailableError)):
+            raise answers[-1]
+    raise_first(answers)
     return answers

@@ -123,6 +123,11 @@ class RpcEndpoint:
         """Send a notice, which has no reply. Called by: any thread."""
         self.channel.send(to, (_NOTICE, method, body))
 
+    def notify_all(self, ranks: Iterable[int], method: str, body: Any = None) -> None:
+        """`notify` each of these ranks."""
+        for rank in ranks:
+            self.notify(rank, method, body)
+
     def call(self, to: int, method: str, body: Any = None) -> PendingReply:
         """Send a request. Called by: any thread."""
         reply = PendingReply(self, to, method)
@@ -220,8 +225,7 @@ def _call_all(calls: Iterable[Callable[[], None]]) -> None:
             call()
         except BaseException as error:
             errors.append(error)
-    if errors:
-        raise errors[0]
+    raise_first(errors)
 
 
 _KNOWN_EVERYWHERE: tuple[type[Exception], ...] = (
@@ -241,6 +245,13 @@ def outcome_of(work: Callable[[], Any]) -> Any:
         return work()
     except Exception as error:
         return error
+
+
+def raise_first(outcomes: Iterable[Any]) -> None:
+    """Raises: the first error among the outcomes, if there is one."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 def portable_error(error: Exception) -> Exception:

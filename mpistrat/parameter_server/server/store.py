@@ -16,7 +16,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.idempotency import IdempotencyCache, session_of
 from mpistrat.parameter_server.protocol.tables import Table
-from mpistrat.parameter_server.rpc.endpoint import outcome_of
+from mpistrat.parameter_server.rpc.endpoint import outcome_of, raise_first
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
 
 if TYPE_CHECKING:
@@ -225,9 +225,7 @@ class Store:
         """
         self.idempotency.settle(session_of(client), updates.settled)
         outcomes = [outcome_of(partial(self._update, update, client)) for update in updates.updates]
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
+        raise_first(outcomes)
         return outcomes
 
     def _update(self, update: messages.Update, client: int) -> messages.InlineTensor | None:

@@ -12,8 +12,8 @@ from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.context import AnyStrategy
 from mpistrat.machine.devices import task_of
 from mpistrat.machine.notices import tell
-from mpistrat.parameter_server.client.client import Address
 from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
+from mpistrat.parameter_server.protocol.messages import Address
 from mpistrat.parameter_server.protocol.snapshot import consistent_snapshot
 from mpistrat.parameter_server.protocol.staleness import WorkerClock
 from mpistrat.parameter_server.rpc.endpoint import attributed_error

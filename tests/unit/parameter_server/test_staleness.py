@@ -85,6 +85,10 @@ class _Routes:
     def notify(self, server, kind, body):
         self._clocks[server].ended(self._rank, body[0])
 
+    def notify_all(self, servers, kind, body):
+        for server in servers:
+            self.notify(server, kind, body)
+
     def call(self, server, kind, body=None):
         self.called += 1
         rpc = self._rpcs[server]
