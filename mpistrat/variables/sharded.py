@@ -12,12 +12,7 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.variables.updates import (
-    check_is_slices,
-    check_rows,
-    check_shape,
-    numbers_for,
-)
+from mpistrat.variables.updates import check_is_slices, check_rows, check_shape, numbers_for
 from mpistrat.variables.variable import Variable
 
 

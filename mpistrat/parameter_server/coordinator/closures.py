@@ -24,7 +24,7 @@ class Closure:
     Attributes:
         name: the function's.
         payload: function, positional and keyword arguments, pickled.
-        resources: what it needs of the worker.
+        resources: all that it needs of the worker.
         result: gets what the function returns or raises.
         internal: the coordinator's own: it goes first, and its error is raised to its caller alone.
         repeated: a worker that has died may have begun it, and what that worker sent may still arrive.

@@ -6,8 +6,8 @@ adds to buffers, such as batch norm's statistics, is added on the servers when i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class RemoteModules(StrategyModules):
         self._place = place
         self.recorder = self._mirroring.recorder
         self.tensors = RemoteTensors(client, owns)
-        self.steps = RemoteSteps(self.tensors, clock, self._rule)
+        self.steps = RemoteSteps(self.tensors, clock, self._rule, itertools.count().__next__)
 
     def _rule(self) -> str:
         workers = self.parts.strategy.workers_combined
@@ -111,16 +111,14 @@ class RemoteModules(StrategyModules):
             hooks.before_copy(module, self.refresh)
 
     def _recorded(self) -> Iterator[torch.nn.Module]:
-        return chain.from_iterable(root.modules() for root in self.recorder.roots())
+        return itertools.chain.from_iterable(root.modules() for root in self.recorder.roots())
 
     def _is_looked_up(self, parameter: torch.Tensor, split: bool) -> bool:
         """Whether embeddings alone use the parameter, and it is split or one of them wants sparse gradients."""
         if self.parts.group.num_local_replicas > 1:
             return False
         users = [
-            module
-            for module in self._recorded()
-            if id(parameter) in map(id, module._parameters.values())
+            module for module in self._recorded() if parameter in {*module._parameters.values()}
         ]
         if {*map(looks_up, users)} != {True}:
             return False

@@ -74,9 +74,9 @@ class RemoteTensor:
     def pull_rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Args: indices: of rows, ascending. Raises: IndexError."""
         count = sum(self.rows)
-        if len(indices) and not (int(indices[0]) >= 0 and int(indices[-1]) < count):
-            wrong = int(indices[0]) if indices[0] < 0 else int(indices[-1])
-            raise IndexError(f"row {wrong} of an embedding of {count} rows")
+        for row in (*indices[:1].tolist(), *indices[-1:].tolist()):
+            if not 0 <= row < count:
+                raise IndexError(f"row {row} of an embedding of {count} rows")
         parts = [
             self.client.rows(address, (indices[part] - first).cpu().numpy())
             for address, first, part in self.by_part(indices)
@@ -121,7 +121,7 @@ class RemoteTensors:
             weakref.WeakValueDictionary()
         )
 
-    def __contains__(self, tensor: torch.Tensor) -> bool:
+    def __contains__(self, tensor: torch.Tensor | None) -> bool:
         return tensor in self._remote
 
     def __getitem__(self, tensor: torch.Tensor) -> RemoteTensor:

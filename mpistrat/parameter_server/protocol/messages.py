@@ -55,7 +55,7 @@ class Push(NamedTuple):
 
 
 class NewArray(NamedTuple):
-    """A new array: its first value is `value`, or zeros.
+    """A new array: its first value is `value`.
 
     Attributes:
         server: the server that is to make it. Its backup does when that server has died.
@@ -65,7 +65,7 @@ class NewArray(NamedTuple):
     server: int
     name: str
     spec: TensorSpec
-    value: PackedTensor | None
+    value: PackedTensor
 
 
 class GradientMethod(NamedTuple):

@@ -13,23 +13,19 @@ from mpistrat.parameter_server.rpc.endpoint import PendingReply, RpcEndpoint
 from mpistrat.parameter_server.rpc.segments import Mappings
 
 
-def backups_of(servers: Sequence[int]) -> dict[int, int]:
-    """Each server's backup: the next server, in a ring."""
-    return dict(zip(servers, (*servers[1:], servers[0]), strict=True))
-
-
 class Routes:
     """
     Args:
         servers: ranks, in task order.
         replicated: whether the servers have backups.
     Attributes:
-        backups: by server; empty where they have none.
+        backups: by server, each the next server, in a ring; empty where they have none.
     """
 
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
         self.rpc, self.servers = rpc, tuple(servers)
-        self.backups = backups_of(servers) if replicated else {}
+        following = (*servers[1:], servers[0])
+        self.backups = dict(zip(servers, following, strict=True)) if replicated else {}
         self._primaries = dict(zip(self.backups.values(), self.backups, strict=True))
         self._pushes = itertools.count()
         self._has_left = False

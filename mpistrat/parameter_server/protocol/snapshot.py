@@ -57,8 +57,8 @@ class ChangeLock:
             return
         self.passed(source, push)
         work()
-        if part and admitted:
-            self._admitted.discard(part)
+        if admitted:
+            self._admitted -= {part}
             self._answer_if_all_came()
 
     def passed(self, source: int, push: Push | None) -> None:

@@ -119,10 +119,9 @@ class WorkerClock:
             self._slowest = min(_all_of(calls))
         except StallError:
             rpc = self._routes.rpc
-            steps = {rpc.name_of(rank): n for rank, n in self.all_steps().items()}
             raise StallError(
                 f"{rpc.name_of(rpc.rank)} has waited too long (MPISTRAT_STALL_SECONDS) to begin step "
-                f"{self.steps} with max_staleness={self._max_staleness}; steps ended so far: {steps}"
+                f"{self.steps} with max_staleness={self._max_staleness}; steps ended so far: {self.all_steps()}"
             ) from None
 
     def end(self) -> None:
@@ -146,9 +145,10 @@ class WorkerClock:
         push = self._routes.next_push(self._servers)
         self._routes.rpc.notify_all(self._servers, method, (self.steps, push))
 
-    def all_steps(self) -> dict[int, int]:
-        """How many steps each worker has ended, by rank."""
-        return dict(self._routes.call(self._servers[0], STEPS).wait())
+    def all_steps(self) -> dict[str, int]:
+        """How many steps each worker has ended, by its name."""
+        steps = self._routes.call(self._servers[0], STEPS).wait()
+        return {self._routes.rpc.name_of(rank): ended for rank, ended in steps.items()}
 
 
 def _all_of(calls: Sequence[FailoverRequest]) -> list[int]:

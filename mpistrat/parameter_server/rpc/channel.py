@@ -76,15 +76,14 @@ class Channel:
         node.Free()
         self._poll = select.poll()
         self._poll.register(self._inbox.descriptor, select.POLLIN)
-        for peer, address in enumerate(comm.allgather(self._inbox.address)):
-            if peer not in ranks_of_node:
-                continue
+        addresses = comm.allgather(self._inbox.address)
+        for peer in ranks_of_node:
             try:
-                self._pipes[peer] = PipeOutbox(address, self.rank)
+                self._pipes[peer] = PipeOutbox(addresses[peer], self.rank)
             except OSError:  # a container of its own, or a /proc that shows no other processes
                 continue
             if peer != self.rank:
-                self._watch(peer, address.pid)
+                self._watch(peer, addresses[peer].pid)
         reached = comm.allgather(sorted(self._pipes))  # all ranks have opened what they could
         self._mpi = MpiMessages(comm)
         reached_by_all = all(self.rank in peers for peers in reached)

@@ -140,7 +140,7 @@ class _Arriving:
             for buffer in self.message[1]
             if len(buffer)
         ]
-        return all(request.Test() for request in self.requests)
+        return self.has_come()
 
 
 def _all_done(requests: list[MPI.Request]) -> bool:

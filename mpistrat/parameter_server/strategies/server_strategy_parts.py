@@ -206,8 +206,7 @@ def with_servers(
         return cluster.coordinator.paused()
 
     checkpoints = CheckpointsOfJob(job, owns, paused)
-    plan = _input_plan(job, group)
-    parts = Parts(modules, variables, plan, checkpoints, between_graph=True)
+    parts = Parts(modules, variables, _input_plan(job, group), checkpoints, between_graph=True)
     extended = ServersExtended(
         strategy, parts, job, is_worker=not coordinated, torch_references=torch_references
     )
