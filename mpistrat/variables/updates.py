@@ -136,7 +136,7 @@ def _check_slices(array: Array, slices: Any, name: str) -> None:
 
 
 def check_is_slices(name: str, operand: Any) -> None:
-    """TypeError for what the scatter methods of the variable `name` do not take."""
+    """TypeError for an operand that the scatter methods of the variable `name` do not take."""
     if not isinstance(operand, IndexedSlices):
         raise TypeError(
             f"variable {name!r}: scatter methods take IndexedSlices, got {operand!r:.60}"
@@ -144,7 +144,7 @@ def check_is_slices(name: str, operand: Any) -> None:
 
 
 def check_rows(name: str, indices: np.ndarray, rows: int) -> None:
-    """IndexError for indices of which the variable `name`, of so many rows, lacks one."""
+    """IndexError for an index outside the rows of the variable `name`."""
     outside = indices[(indices < 0) | (indices >= rows)]
     if len(outside):
         raise _out_of_bounds(outside[0], rows, name)

@@ -18,7 +18,7 @@ from mpistrat.parameter_server.protocol.idempotency import UpdateNumbers, sessio
 from mpistrat.parameter_server.protocol.messages import Address, GradientMethod, Push
 from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
 from mpistrat.parameter_server.protocol.tables import MappedTable
-from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint, outcome_of, raise_first
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint, outcome_of, without_errors
 from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, SharedRegion
 
 
@@ -161,9 +161,8 @@ class Client:
             answers.append(outcome_of(call.wait))
             if call.come:  # otherwise the server may still write to the region
                 self._memory.buffers.give_back(region)
-        raise_first(answers)
         values: list[Array | None] = [None] * len(changes)
-        for at, answer in zip(positions.values(), answers, strict=True):
+        for at, answer in zip(positions.values(), without_errors(answers), strict=True):
             for position, value in zip(at, answer, strict=True):
                 values[position] = value and messages.unpack(value, self._memory.mappings)
         return values

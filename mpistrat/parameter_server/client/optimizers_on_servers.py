@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class OptimizersOnServers:
-    """An optimizer has a number, which is equal on all workers. Args: routes: to the servers."""
+    """An optimizer has a number, equal on all workers. Args: routes: to the servers."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
@@ -45,7 +45,7 @@ class OptimizersOnServers:
             call.wait()
 
     def state(self, optimizer: int, address: Address) -> State:
-        """What the optimizer keeps for an array: NumPy arrays and numbers, by name."""
+        """The state that the optimizer has for an array: NumPy arrays and numbers, by name."""
         body = optimizer, address.key
         state: State = self._routes.call(address.server, messages.OPTIMIZER_STATE, body).wait()
         return state

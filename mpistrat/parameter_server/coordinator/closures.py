@@ -133,7 +133,7 @@ class ClosureQueue:
     def put_back(self, closures: Iterable[Closure]) -> None:
         """Closures that were under way and have not ended: the next ones again, as if they had never been taken."""
         with self.changed:
-            closures = [c for c in closures if c in self.under_way]  # without those given up
+            closures = [*filter(self.under_way.__contains__, closures)]  # without those given up
             self.under_way.difference_update(closures)
             if self._error is not None:
                 self._cancel(closures, self._error)

@@ -31,7 +31,7 @@ class Resource:
 
     Attributes:
         id: in the closures that need it.
-        needs: the resources that it is made from, and those of which these are made.
+        needs: all resources that it is made from, the needs of these included.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ResourceTable:
         return Resource(self, packed, [*itertools.chain(*needs)])
 
     def pack(self, value: Any) -> tuple[bytes, list[Resource]]:
-        """`value`, pickled, and all resources that it needs of a worker. Raises: what pickling raises."""
+        """`value`, pickled, and all resources that it needs of a worker. Raises: the error of pickling."""
         needs: list[Resource] = []
 
         def reference_of(part: Any) -> Any | None:

@@ -36,7 +36,7 @@ def has_remote_parameters(optimizer: Optimizer) -> bool:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What to call `step` with instead, or None. `args` begin with the optimizer itself."""
     parameters = hooks.parameters_of(optimizer)
-    remote = [p for p in parameters if p in _remote]
+    remote = [*filter(_remote.__contains__, parameters)]
     if not remote and not _inside_run():
         return None
     for parameter in parameters:

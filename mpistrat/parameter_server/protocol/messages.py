@@ -139,8 +139,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        size: int = self.native_dtype.itemsize
-        return size
+        return int(self.native_dtype.itemsize)
 
     @property
     def native_dtype(self) -> Any:

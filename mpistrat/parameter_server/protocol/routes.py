@@ -38,7 +38,7 @@ class Routes:
         """The living server that gets the requests about arrays made on `server`; that itself, if none lives."""
         if server not in self.backups:
             return server
-        living = (copy for copy in self.copies_of(server) if not self.rpc.channel.has_died(copy))
+        living = itertools.filterfalse(self.rpc.channel.has_died, self.copies_of(server))
         return next(living, server)
 
     def primary_of(self, backup: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from mpistrat.errors import StallError, UnavailableError
 from mpistrat.parameter_server.protocol.messages import ENDED, FAILED, MAY_BEGIN, STEPS, WhenSafe
 from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
-from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint, outcome_of, raise_first
+from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint, outcome_of, without_errors
 
 
 class ServerClock:
@@ -158,5 +158,4 @@ def _all_of(calls: Sequence[FailoverRequest]) -> list[int]:
         answers.append(outcome_of(call.wait))
         if isinstance(answers[-1], (StallError, UnavailableError)):
             raise answers[-1]
-    raise_first(answers)
-    return answers
+    return without_errors(answers)

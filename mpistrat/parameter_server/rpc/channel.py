@@ -84,10 +84,10 @@ class Channel:
                 continue
             if peer != self.rank:
                 self._watch(peer, addresses[peer].pid)
-        reached = comm.allgather(sorted(self._pipes))  # all ranks have opened what they could
+        reached = comm.allgather({*self._pipes})  # all ranks have opened what they could
         self._mpi = MpiMessages(comm)
-        reached_by_all = all(self.rank in peers for peers in reached)
-        self._uses_mpi = len(self._pipes) < self.size or not reached_by_all
+        reached_by_all = set.intersection(*reached)
+        self._uses_mpi = len(self._pipes) < self.size or self.rank not in reached_by_all
         self._looked = 0.0
 
     def _watch(self, peer: int, pid: int) -> None:

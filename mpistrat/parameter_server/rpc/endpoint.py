@@ -225,7 +225,7 @@ def _call_all(calls: Iterable[Callable[[], None]]) -> None:
             call()
         except BaseException as error:
             errors.append(error)
-    raise_first(errors)
+    without_errors(errors)
 
 
 _KNOWN_EVERYWHERE: tuple[type[Exception], ...] = (
@@ -247,11 +247,12 @@ def outcome_of(work: Callable[[], Any]) -> Any:
         return error
 
 
-def raise_first(outcomes: Iterable[Any]) -> None:
-    """Raises: the first error among the outcomes, if there is one."""
+def without_errors(outcomes: list[Any]) -> list[Any]:
+    """The outcomes. Raises: the first error among them."""
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
+    return outcomes
 
 
 def portable_error(error: Exception) -> Exception:

@@ -62,7 +62,7 @@ class Backup:
 
     def covers(self, keys: Iterable[int]) -> bool:
         """Whether the backup has these arrays."""
-        return self._rank is not None and all(key in self._names for key in keys)
+        return self._rank is not None and self._names.keys() >= {*keys}
 
     def forward(
         self, method: str, source: int, body: Any, region: SharedRegion | None = None

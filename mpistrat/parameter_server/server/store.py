@@ -18,7 +18,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.idempotency import IdempotencyCache, session_of
 from mpistrat.parameter_server.protocol.tables import Table
-from mpistrat.parameter_server.rpc.endpoint import outcome_of, raise_first
+from mpistrat.parameter_server.rpc.endpoint import outcome_of, without_errors
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
 
 if TYPE_CHECKING:
@@ -209,9 +209,9 @@ class Store:
         Returns: for each update, the value then, if it is small. Raises: the first error, once all have been tried.
         """
         self.idempotency.settle(session_of(client), updates.settled)
-        outcomes = [outcome_of(partial(self._update, update, client)) for update in updates.updates]
-        raise_first(outcomes)
-        return outcomes
+        return without_errors(
+            [outcome_of(partial(self._update, update, client)) for update in updates.updates]
+        )
 
     def _update(self, update: messages.Update, client: int) -> messages.InlineTensor | None:
         table = self.table(update.key)

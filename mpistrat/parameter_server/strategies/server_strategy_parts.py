@@ -58,9 +58,8 @@ class CheckpointsOfJob(CheckpointRole):
         """The rank that makes variables; of workers that train by themselves the first that is still alive."""
         if self._owns or "chief" in self._job.roles.ranks:
             return self._owns
-        died = self._job.rpc.channel.has_died
-        first = next((rank for rank in self._job.workers if not died(rank)), None)
-        return self._job.rpc.rank == first
+        living = itertools.filterfalse(self._job.rpc.channel.has_died, self._job.workers)
+        return self._job.rpc.rank == next(living, None)
 
     @property
     def restores(self) -> bool:
