@@ -24,7 +24,7 @@ class Routes:
 
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
         self.rpc, self.servers = rpc, tuple(servers)
-        following = (*servers[1:], servers[0])
+        following = (*servers[1:], *servers[:1])
         self.backups = dict(zip(servers, following, strict=True)) if replicated else {}
         self._primaries = dict(zip(self.backups.values(), self.backups, strict=True))
         self._pushes = itertools.count()
