@@ -70,6 +70,11 @@ class TorchModules:
         if self.are_seen:
             self.get().before_run()
 
+    def after_run(self) -> None:
+        """Replicas have computed, on this rank."""
+        if self.made is not None:
+            self.made.after_run()
+
     def after_loader(self) -> None:
         """All ranks are here: a loader has ended inside `Strategy.replica()`."""
         if self.made is not None:

@@ -7,7 +7,7 @@ from typing import Any
 from mpistrat import arrays
 from mpistrat.context import AnyStrategy, get_replica_context, per_thread
 from mpistrat.reduce_op import VariableAggregation
-from mpistrat.variables.variable import DistributedVariable, check_scatter
+from mpistrat.variables.variable import DistributedVariable
 
 
 class AggregatingVariable(DistributedVariable):
@@ -21,12 +21,7 @@ class AggregatingVariable(DistributedVariable):
         self._here()
         return self._values[0].sparse_read(indices)
 
-    def _update(self, method: str, operand: Any) -> Any:
-        replica = self._here()
-        check_scatter(self, method)
-        if replica is None:
-            self._update_all(method, operand)
-            return self.read_value()
+    def _update_inside_run(self, replica: int, method: str, operand: Any) -> Any:
         if per_thread.updated_replica is not None:
             return self._values[0]._update(method, operand)
         if self.aggregation is VariableAggregation.NONE:

@@ -10,6 +10,7 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators import Communicator
+from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.communicators.node.common_memory import PAGE, CommonMemory
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.variables.updates import fitting_operand, updated
@@ -91,11 +92,8 @@ class NodeVariable(PlainVariable):
 def _as(memory: np.ndarray, like: Array) -> Array:
     """The first bytes of `memory` as an array of the library, dtype and shape of `like`."""
     nbytes = arrays.num_elements(like) * arrays.itemsize(like)
-    if not arrays.is_torch(like):
-        return memory[:nbytes].view(like.dtype).reshape(like.shape)
-    import torch
-
-    return torch.from_numpy(memory[:nbytes]).view(like.dtype).reshape(like.shape)
+    numbers = memory[:nbytes].view(view_of(like).dtype).reshape(tuple(like.shape))
+    return as_buffer_of(like, numbers)
 
 
 def _rows_in(slices: IndexedSlices, part: slice) -> IndexedSlices:

@@ -38,7 +38,20 @@ class FixedShardsPartitioner(Partitioner):
         return _only_along(axis, min(self._num_shards, shape[axis]), shape)
 
 
-class MinSizePartitioner(Partitioner):
+class _SizePartitioner(Partitioner):
+    """Reckons by the bytes of elements. Args: others: further arguments of the subclass, each at least 1."""
+
+    def __init__(self, bytes_per_string: int, **others: int) -> None:
+        for name, value in {**others, "bytes_per_string": bytes_per_string}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self._bytes_per_string = bytes_per_string
+
+    def _itemsize(self, dtype: Any) -> int:
+        return arrays.itemsize_of(dtype) or self._bytes_per_string
+
+
+class MinSizePartitioner(_SizePartitioner):
     """As many shards as can have `min_shard_bytes` each, by the mean: one of them may have a bit less.
 
     Args:
@@ -53,22 +66,17 @@ class MinSizePartitioner(Partitioner):
         max_shards: int = 1,
         bytes_per_string: int = _BYTES_PER_STRING,
     ) -> None:
-        _at_least_one(
-            min_shard_bytes=min_shard_bytes,
-            max_shards=max_shards,
-            bytes_per_string=bytes_per_string,
-        )
+        super().__init__(bytes_per_string, min_shard_bytes=min_shard_bytes, max_shards=max_shards)
         self._min_shard_bytes, self._max_shards = min_shard_bytes, max_shards
-        self._bytes_per_string = bytes_per_string
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         _check(shape, axis)
-        total = math.prod(shape) * (arrays.itemsize_of(dtype) or self._bytes_per_string)
+        total = math.prod(shape) * self._itemsize(dtype)
         wanted = -(-total // self._min_shard_bytes)
         return _only_along(axis, max(1, min(shape[axis], self._max_shards, wanted)), shape)
 
 
-class MaxSizePartitioner(Partitioner):
+class MaxSizePartitioner(_SizePartitioner):
     """As few shards as have at most `max_shard_bytes` each; a row is never split.
 
     Args:
@@ -82,27 +90,19 @@ class MaxSizePartitioner(Partitioner):
         max_shards: int | None = None,
         bytes_per_string: int = _BYTES_PER_STRING,
     ) -> None:
-        _at_least_one(
-            max_shard_bytes=max_shard_bytes,
-            max_shards=max_shards or 1,
-            bytes_per_string=bytes_per_string,
+        super().__init__(
+            bytes_per_string, max_shard_bytes=max_shard_bytes, max_shards=max_shards or 1
         )
         self._max_shard_bytes, self._max_shards = max_shard_bytes, max_shards
-        self._bytes_per_string = bytes_per_string
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         _check(shape, axis)
-        others = math.prod(size for at, size in enumerate(shape) if at != axis % len(shape))
-        row = others * (arrays.itemsize_of(dtype) or self._bytes_per_string)
+        at = axis % len(shape)
+        others = math.prod([*shape[:at], *shape[at + 1 :]])
+        row = others * self._itemsize(dtype)
         rows = max(1, self._max_shard_bytes // row if row else shape[axis])
         shards = max(1, -(-shape[axis] // rows))
         return _only_along(axis, min(shards, self._max_shards or shards), shape)
-
-
-def _at_least_one(**arguments: int) -> None:
-    for name, value in arguments.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def _check(shape: Sequence[int], axis: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import bisect
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,9 +11,8 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
-from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.variables.updates import out_of_bounds
+from mpistrat.variables.updates import check_is_slices, check_rows, check_shape, numbers_for
 from mpistrat.variables.variable import Variable
 
 
@@ -51,17 +51,16 @@ class ShardedVariable(Variable):
                     f"{first.dtype} {list(first.shape)} and {variable.dtype} {list(variable.shape)}"
                 )
         self.variables = list(variables)
-        ends = [0, *itertools.accumulate(variable.shape[0] for variable in variables)]
-        self.offsets = ends[:-1]
-        self._ends = ends[1:]
         self.name = name
+        self._division = Division(name, [variable.shape[0] for variable in variables])
+        self.offsets = self._division.offsets
         self.trainable = first.trainable
         self.synchronization, self.aggregation = first.synchronization, first.aggregation
         self.strategy = getattr(first, "strategy", None)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self._ends[-1], *self.variables[0].shape[1:])
+        return (self._division.ends[-1], *self.variables[0].shape[1:])
 
     @property
     def dtype(self) -> Any:
@@ -82,9 +81,7 @@ class ShardedVariable(Variable):
 
         Args: indices: integers, of shape [n]. Returns: an array of shape [n, ...].
         """
-        positions = _positions(indices)
-        owners = self._owners(positions)
-        _check_division(self, "sparse_read")
+        positions, owners = self._division.owners(indices, "sparse_read")
         return self._joined(
             [
                 self.variables[shard].sparse_read(positions[owners == shard] - self.offsets[shard])
@@ -103,40 +100,32 @@ class ShardedVariable(Variable):
             return self.read_value()
         first, rest = keys[0], keys[1:]
         if isinstance(first, slice):
-            return self._slice(first)[(slice(None), *rest)]
+            return self._rows(range(*first.indices(self.shape[0])))[(slice(None), *rest)]
         if isinstance(first, (int, np.integer)):
             row, size = int(first), self.shape[0]
             if not -size <= row < size:
                 raise IndexError(f"row {row} of {self.name!r}, which has {size} rows")
-            (shard,) = self._owners(np.array([row % size]))
+            shard = bisect.bisect_right(self._division.ends, row % size)
             return self.variables[shard].read_value()[(row % size - self.offsets[shard], *rest)]
         return self.read_value()[key]
 
-    def _slice(self, rows: slice) -> Array:
-        wanted = range(*rows.indices(self.shape[0]))
-        rising = wanted if wanted.step > 0 else wanted[::-1]
+    def _rows(self, wanted: range) -> Array:
+        if wanted.step < 0:
+            return arrays.flipped(self._rows(wanted[::-1]))
         parts = []
-        for variable, offset, end in zip(self.variables, self.offsets, self._ends, strict=True):
-            steps = max(0, -((rising.start - offset) // rising.step))
-            begin, stop = rising.start + steps * rising.step, min(end, rising.stop)
+        ends = self._division.ends
+        for variable, offset, end in zip(self.variables, self.offsets, ends, strict=True):
+            steps = max(0, -((wanted.start - offset) // wanted.step))
+            begin, stop = wanted.start + steps * wanted.step, min(end, wanted.stop)
             if begin < stop:
-                parts.append(variable.read_value()[begin - offset : stop - offset : rising.step])
-        found = self._joined(parts)
-        return found if wanted.step > 0 else arrays.flipped(found)
+                parts.append(variable.read_value()[begin - offset : stop - offset : wanted.step])
+        return self._joined(parts)
 
     def _joined(self, parts: list[Array]) -> Array:
         """The rows of all `parts`; without any, an array of no rows."""
         if len(parts) > 1:
             return arrays.concatenate(parts)
         return parts[0] if parts else self.variables[0].read_value()[:0]
-
-    def _owners(self, positions: np.ndarray) -> np.ndarray:
-        """The shard that has each row."""
-        size = self.shape[0]
-        outside = positions[(positions < 0) | (positions >= size)]
-        if len(outside):
-            raise out_of_bounds(outside[0], size, self.name)
-        return np.searchsorted(self._ends, positions, side="right")
 
     def _update(self, method: str, operand: Any) -> ShardedVariable:
         scatters = method.startswith("scatter_")
@@ -151,13 +140,8 @@ class ShardedVariable(Variable):
             variable._update(method, operand)
 
     def _slices_of_shards(self, method: str, slices: Any) -> list[IndexedSlices]:
-        if not isinstance(slices, IndexedSlices):
-            raise TypeError(
-                f"variable {self.name!r}: scatter methods take IndexedSlices, got {slices!r:.60}"
-            )
-        positions = _positions(slices.indices)
-        owners = self._owners(positions)
-        _check_division(self, method)
+        check_is_slices(self.name, slices)
+        positions, owners = self._division.owners(slices.indices, method)
         parts = []
         for shard, offset in enumerate(self.offsets):
             # Also where there are none: updates of distributed variables are collective.
@@ -168,26 +152,47 @@ class ShardedVariable(Variable):
     def _rows_of_shards(self, value: Any) -> list[Array]:
         whole = arrays.detach_read(value)
         if not arrays.is_array(whole):
-            try:
-                whole = arrays.cast_like(arrays.as_array(whole), self.variables[0].read_value())
-            except TypeError as error:
-                raise TypeError(f"variable {self.name!r}: {error}") from None
-        if tuple(whole.shape) != self.shape:
-            raise InvalidArgumentError(
-                f"variable {self.name!r} has shape {list(self.shape)}, the operand {list(whole.shape)}"
+            numbers = numbers_for(self.name, whole)
+            whole = arrays.cast_like(numbers, self.variables[0].read_value())
+        check_shape(self.name, self.shape, whole)
+        return self._division.parts(whole)
+
+
+class Division:
+    """Divides the rows of the variable `name` into shards of these sizes.
+
+    Attributes:
+        offsets: the first row of each shard.
+        ends: the row after its last.
+    """
+
+    def __init__(self, name: str, sizes: list[int]) -> None:
+        self._name, self._sizes = name, sizes
+        self.ends: list[int] = np.cumsum(sizes).tolist()
+        self.offsets = [0, *self.ends[:-1]]
+
+    def parts(self, whole: Array) -> list[Array]:
+        return [whole[start:end] for start, end in zip(self.offsets, self.ends, strict=True)]
+
+    def owners(self, indices: Any, method: str) -> tuple[np.ndarray, np.ndarray]:
+        """The indices on the host, and the shard that has the row at each.
+
+        Raises, for `method`: NotImplementedError: the shards are not as TensorFlow has them.
+        """
+        positions = _positions(indices)
+        check_rows(self._name, positions, self.ends[-1])
+        if self._sizes != equal_parts(self.ends[-1], len(self._sizes)):
+            raise NotImplementedError(
+                f"variable {self._name!r}: {method} needs shards of equal sizes, of which the first ones may have a "
+                f"row more; they have {self._sizes} rows"
             )
-        return [whole[start:end] for start, end in zip(self.offsets, self._ends, strict=True)]
+        return positions, np.searchsorted(self.ends, positions, side="right")
 
 
-def _check_division(whole: ShardedVariable, method: str) -> None:
+def equal_parts(rows: int, count: int) -> list[int]:
     """As TensorFlow has it: rows are shared out as equally as they can be, the first shards have more."""
-    each, more = divmod(whole.shape[0], len(whole.variables))
-    sizes = [variable.shape[0] for variable in whole.variables]
-    if sizes != [each + (shard < more) for shard in range(len(sizes))]:
-        raise NotImplementedError(
-            f"variable {whole.name!r}: {method} needs shards of equal sizes, of which the first ones may have a row "
-            f"more; they have {sizes} rows"
-        )
+    each, more = divmod(rows, count)
+    return [each + (part < more) for part in range(count)]
 
 
 def _positions(indices: Any) -> np.ndarray:
@@ -213,9 +218,8 @@ def _check_index(part: Any) -> None:
     if isinstance(part, slice):
         _check_slice(part)
         return
-    if part is None or part is Ellipsis:
-        return
-    if isinstance(part, (int, np.integer)) and not isinstance(part, bool):
+    plain = (int, np.integer, types.NoneType, types.EllipsisType)
+    if isinstance(part, plain) and not isinstance(part, bool):
         return
     array = arrays.as_array(part) if isinstance(part, list) else part
     if arrays.is_array(array) and arrays.is_bool(array) and array.ndim:

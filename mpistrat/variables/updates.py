@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
 
 _SCATTER = "scatter_"
+_CHANGES = {"assign_add": operator.add, "assign_sub": operator.sub}
+_CHANGES_IN_PLACE = {"assign_add": operator.iadd, "assign_sub": operator.isub}
 
 
 def updated(method: str, array: Array, operand: Any, name: str) -> Array:
@@ -22,7 +25,8 @@ def updated(method: str, array: Array, operand: Any, name: str) -> Array:
         return arrays.scatter(array, operand.indices, operand.values, combine)
     if method == "assign":
         return arrays.copy(operand)
-    return array + operand if method == "assign_add" else array - operand
+    changed: Array = _CHANGES[method](array, operand)
+    return changed
 
 
 def update_in_place(method: str, array: Array, operand: Any) -> None:
@@ -32,10 +36,8 @@ def update_in_place(method: str, array: Array, operand: Any) -> None:
         arrays.scatter_into(array, operand.indices, operand.values, combine)
     elif method == "assign":
         array[...] = operand
-    elif method == "assign_add":
-        array += operand
     else:
-        array -= operand
+        _CHANGES_IN_PLACE[method](array, operand)
 
 
 def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
@@ -53,10 +55,7 @@ def fitting(array: Array, operand: Any, name: str) -> Array:
     """`operand` as an array of `array`'s library and dtype, of a shape that needs no stretching of `array`."""
     operand = _converted(arrays.detach_read(operand), array)
     if not arrays.is_array(operand):
-        try:
-            number = arrays.as_array(operand)
-        except TypeError as error:
-            raise TypeError(f"variable {name!r}: {error}") from None
+        number = numbers_for(name, operand)
         if not _fits(number, array):
             raise TypeError(
                 f"variable {name!r} has dtype {arrays.dtype_name(array)}, which would cut off a part of "
@@ -69,11 +68,24 @@ def fitting(array: Array, operand: Any, name: str) -> Array:
             f"{arrays.dtype_name(operand)}; convert it first"
         )
     value = arrays.cast_like(operand, array)
-    if tuple(value.shape) != tuple(array.shape):
-        raise InvalidArgumentError(
-            f"variable {name!r} has shape {list(array.shape)}, the operand {list(value.shape)}"
-        )
+    check_shape(name, tuple(array.shape), value)
     return value
+
+
+def numbers_for(name: str, operand: Any) -> np.ndarray:
+    """The numbers that a program gives the variable `name` as an array. Raises: TypeError: they are none."""
+    try:
+        return arrays.as_array(operand)
+    except TypeError as error:
+        raise TypeError(f"variable {name!r}: {error}") from None
+
+
+def check_shape(name: str, shape: tuple[int, ...], operand: Array) -> None:
+    """InvalidArgumentError for an operand of another shape than that of the variable `name`."""
+    if tuple(operand.shape) != shape:
+        raise InvalidArgumentError(
+            f"variable {name!r} has shape {list(shape)}, the operand {list(operand.shape)}"
+        )
 
 
 def _converted(operand: Any, array: Array) -> Any:
@@ -108,10 +120,7 @@ def _kinds_that_fit(array: Array) -> str:
 
 
 def _check_slices(array: Array, slices: Any, name: str) -> None:
-    if not isinstance(slices, IndexedSlices):
-        raise TypeError(
-            f"variable {name!r}: scatter methods take IndexedSlices, got {slices!r:.60}"
-        )
+    check_is_slices(name, slices)
     rows, wanted = slices.values, (len(slices.indices), *array.shape[1:])
     exact = arrays.is_integer(array) and not arrays.is_integer(rows)
     if not array.shape or tuple(rows.shape) != wanted or exact:
@@ -123,10 +132,25 @@ def _check_slices(array: Array, slices: Any, name: str) -> None:
         return  # XLA's may be still to be computed
     for index in (int(slices.indices.min()), int(slices.indices.max())):
         if not 0 <= index < array.shape[0]:
-            raise out_of_bounds(index, array.shape[0], name)
+            raise _out_of_bounds(index, array.shape[0], name)
 
 
-def out_of_bounds(row: Any, rows: int, name: str) -> IndexError:
+def check_is_slices(name: str, operand: Any) -> None:
+    """TypeError for an operand that the scatter methods of the variable `name` do not take."""
+    if not isinstance(operand, IndexedSlices):
+        raise TypeError(
+            f"variable {name!r}: scatter methods take IndexedSlices, got {operand!r:.60}"
+        )
+
+
+def check_rows(name: str, indices: np.ndarray, rows: int) -> None:
+    """IndexError for an index outside the rows of the variable `name`."""
+    outside = indices[(indices < 0) | (indices >= rows)]
+    if len(outside):
+        raise _out_of_bounds(outside[0], rows, name)
+
+
+def _out_of_bounds(row: Any, rows: int, name: str) -> IndexError:
     return IndexError(
         f"row {row} of variable {name!r} is out of bounds: it has rows 0 to {rows - 1}"
     )

@@ -253,6 +253,17 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
     def load_state(self, state: Any) -> None:
         self._update_all("assign", state)
 
+    def _update(self, method: str, operand: Any) -> Any:
+        replica = self._here()
+        check_scatter(self, method)
+        if replica is None:
+            self._update_all(method, operand)
+            return self.read_value()
+        return self._update_inside_run(replica, method, operand)
+
+    def _update_inside_run(self, replica: int, method: str, operand: Any) -> Any:
+        raise NotImplementedError
+
     def _aggregated(self, values: Any, what: str) -> Any:
         """The replicas' `values`, combined."""
         ops = self.strategy.extended.cross_replica_ops
@@ -281,12 +292,7 @@ class MirroredVariable(DistributedVariable):
     def read_value(self) -> Array:
         return self._values[self._here() or 0].read_value()
 
-    def _update(self, method: str, operand: Any) -> Any:
-        replica = self._here()
-        check_scatter(self, method)
-        if replica is None:
-            self._update_all(method, operand)
-            return self.read_value()
+    def _update_inside_run(self, replica: int, method: str, operand: Any) -> Any:
         if per_thread.updated_replica is not None or self.aggregation is VariableAggregation.NONE:
             return self._own_copy_update(replica, method, operand)
         return get_replica_context().merge_call(self._merge_update, (method, operand))

@@ -18,14 +18,12 @@ REACHED: dict[str, tuple[float, ...]] = {
 }
 # The classes of many methods, and the reason of each. No other class may have so many.
 LARGE_CLASSES = {
-    "Client": "a method for each message to a server",
     "CheckpointManager": "tf.train.CheckpointManager and ranks that restore together: programs know the names",
     "Communicator": "a method for each collective of MPI",
     "GradientReducer": "a backward's steps, and what programs ask about gradients",
     "MpistratProcessGroup": "torch calls each collective, and asks each question, by a name of its own",
     "Observer": "an event of a node's ranks is one method",
     "Router": "a Communicator's methods",
-    "ShardedVariable": "tf.distribute's ShardedVariable, which is also a number: programs know the names",
     "Strategy": "tf.distribute.Strategy, and what programs of PyTorch ask: programs know the names",
     "StrategyExtended": "tf.distribute.StrategyExtended: programs know the names",
     "Variable": "tf.Variable, which is also a number: programs know the names",

@@ -6,36 +6,20 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.client.optimizers_on_servers import OptimizersOnServers
 from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.idempotency import UpdateNumbers, session_of
-from mpistrat.parameter_server.protocol.messages import GradientMethod, Push
+from mpistrat.parameter_server.protocol.messages import Address, GradientMethod, Push
 from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
 from mpistrat.parameter_server.protocol.tables import MappedTable
-from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint, outcome_of, without_errors
 from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, SharedRegion
-
-if TYPE_CHECKING:
-    from mpistrat.parameter_server.server.server_optimizers import OptimizerDefinition, State
-
-
-class Address(NamedTuple):
-    """Names an array on a server; equal on all ranks.
-
-    Attributes:
-        server: the rank of the server that makes it.
-        key: the array's number.
-    """
-
-    server: int
-    key: int
-    name: str
-    spec: messages.TensorSpec
 
 
 class Change(NamedTuple):
@@ -63,6 +47,7 @@ class Client:
         routes: to the servers.
         numbers: of this client's updates.
         used: addresses of the arrays that this rank has used, by key.
+        optimizers: their state is on the servers.
         bytes_pulled, bytes_pushed: so far.
     """
 
@@ -72,6 +57,7 @@ class Client:
         self.numbers = UpdateNumbers(session_of(rpc.rank) if replicated else None)
         self.used: dict[int, Address] = {}
         self.bytes_pulled = self.bytes_pushed = 0
+        self.optimizers = OptimizersOnServers(self.routes)
         self._memory = MemoryWithServers(self.routes)
         self._results = RecycledBuffers()
         self._recycling = threading.Lock()
@@ -79,7 +65,7 @@ class Client:
 
     def names_lost(self) -> list[str]:
         """The names of arrays that this rank has used, and of which no copy is left."""
-        lost = {server for server in self.routes.servers if self.routes.is_lost(server)}
+        lost = self.routes.lost()
         return [address.name for address in list(self.used.values()) if address.server in lost]
 
     def create(self, address: Address, value: Array) -> None:
@@ -94,8 +80,7 @@ class Client:
 
     def cannot_create(self, server: int, key: int, error: Exception) -> None:
         """Let ranks that wait for this array raise the error, now and later."""
-        for copy in self.routes.copies_of(server):
-            self.rpc.notify(copy, messages.CANNOT_CREATE, (key, error))
+        self.rpc.notify_all(self.routes.copies_of(server), messages.CANNOT_CREATE, (key, error))
 
     def find(self, server: int, key: int) -> Address:
         """The address of an array that another rank makes. Waits for it as long as that rank uses the servers.
@@ -168,21 +153,18 @@ class Client:
             positions.setdefault(change.address.server, []).append(position)
         push = self.routes.next_push(positions)
         calls = [
-            (at, *self._push(server, [changes[position] for position in at], push, settled))
+            self._push(server, [changes[position] for position in at], push, settled)
             for server, at in positions.items()
         ]
-        values: list[Array | None] = [None] * len(changes)
-        errors: list[Exception] = []
-        for at, call, region in calls:
-            try:
-                for position, value in zip(at, call.wait(), strict=True):
-                    values[position] = value and messages.unpack(value, self._memory.mappings)
-            except Exception as error:
-                errors.append(error)
+        answers: list[Any] = []
+        for call, region in calls:
+            answers.append(outcome_of(call.wait))
             if call.come:  # otherwise the server may still write to the region
                 self._memory.buffers.give_back(region)
-        if errors:
-            raise errors[0]
+        values: list[Array | None] = [None] * len(changes)
+        for at, answer in zip(positions.values(), without_errors(answers), strict=True):
+            for position, value in zip(at, answer, strict=True):
+                values[position] = value and messages.unpack(value, self._memory.mappings)
         return values
 
     def _push(
@@ -215,45 +197,10 @@ class Client:
         finally:
             self._already_written = False
 
-    def make_optimizer(
-        self,
-        optimizer: int,
-        definition: OptimizerDefinition,
-        arrays: Sequence[tuple[Address, bool]],
-    ) -> None:
-        """Let the servers keep an optimizer's state for arrays. Of several workers that ask for it, one is enough.
-
-        Args:
-            optimizer: its number, which is equal on all workers.
-            arrays: each with whether it is a part of a variable.
-        Raises: TypeError: the definition cannot be pickled, or does not work for a part.
-        """
-        import cloudpickle  # here, because it makes importing mpistrat slower
-
-        packed = cloudpickle.dumps(definition)  # also of classes of the main script
-        keys: dict[int, list[tuple[int, bool]]] = {}  # by server
-        for address, shard in arrays:
-            keys.setdefault(address.server, []).append((address.key, shard))
-        for call in [
-            self.routes.call(server, messages.MAKE_OPTIMIZER, (optimizer, packed, of_server))
-            for server, of_server in keys.items()
-        ]:
-            call.wait()
-
-    def optimizer_state(self, optimizer: int, address: Address) -> State:
-        """What the optimizer keeps for an array: NumPy arrays and numbers, by name."""
-        body = optimizer, address.key
-        state: State = self.routes.call(address.server, messages.OPTIMIZER_STATE, body).wait()
-        return state
-
-    def load_optimizer_state(self, optimizer: int, address: Address, state: State) -> None:
-        body = optimizer, address.key, state
-        self.routes.call(address.server, messages.LOAD_OPTIMIZER_STATE, body).wait()
-
     def publish(self, name: Any, value: Any) -> None:
         """Let all ranks know that `name` is `value`."""
-        for server in self.routes.copies_of(self.routes.servers[0]):
-            self.rpc.notify(server, messages.PUBLISH, (name, value))
+        copies = self.routes.copies_of(self.routes.servers[0])
+        self.rpc.notify_all(copies, messages.PUBLISH, (name, value))
 
     def await_published(self, name: Any) -> Any:
         """The value that the creator of arrays publishes under this name. Waits as long as that uses the servers."""

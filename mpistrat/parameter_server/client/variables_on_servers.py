@@ -15,15 +15,15 @@ from mpistrat.arrays import Array
 from mpistrat.context import AnyStrategy, current_local_replica
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.client.client import Address, Change, Client
-from mpistrat.parameter_server.protocol.messages import TensorSpec
+from mpistrat.parameter_server.client.client import Change, Client
+from mpistrat.parameter_server.protocol.messages import Address, TensorSpec
 from mpistrat.parameter_server.rpc.endpoint import attributed_error
 from mpistrat.variables.aggregating import AggregatingVariable
 from mpistrat.variables.initial_values import called_for_part, initial_array, takes_parts
 from mpistrat.variables.partitioners import Partitioner
-from mpistrat.variables.sharded import ShardedVariable
+from mpistrat.variables.sharded import ShardedVariable, equal_parts
 from mpistrat.variables.store import VariableStore
-from mpistrat.variables.updates import fitting_operand, out_of_bounds
+from mpistrat.variables.updates import check_rows, fitting_operand
 from mpistrat.variables.variable import Variable, check_strategy
 from mpistrat.variables.variable_arguments import VariableArguments
 
@@ -84,9 +84,7 @@ class RemoteVariable(Variable):
                 f"of shape {list(rows.shape)}"
             )
         rows = rows.astype(np.int64, copy=False)
-        outside = rows[(rows < 0) | (rows >= self.shape[0])]
-        if len(outside):
-            raise out_of_bounds(outside[0], self.shape[0], self.name)
+        check_rows(self.name, rows, self.shape[0])
         return self._brought(self._client.rows(self.address, rows))
 
     def _brought(self, value: Array) -> Array:
@@ -150,7 +148,7 @@ class VariablesOnServers(VariableStore):
         self._strategy, self._job, self.partitioner = strategy, job, partitioner
         self._refuses = chief_alone_creates and job.roles.task_type == "worker"
         self._keys = itertools.count()
-        self._turns = itertools.count()
+        self._turns = itertools.cycle(job.servers)
         self._colocated: list[int] = []  # set inside colocate_vars_with; empty: round-robin
 
     def create(self, asked: VariableArguments) -> Variable:
@@ -230,8 +228,7 @@ class VariablesOnServers(VariableStore):
         count = min(partitions[0], shape[0])
         if partitions[0] == 1 or not count:
             return []
-        each, more = divmod(shape[0], count)
-        return [each + (part < more) for part in range(count)]
+        return equal_parts(shape[0], count)
 
     def _placed(
         self,
@@ -257,9 +254,10 @@ class VariablesOnServers(VariableStore):
             return address
         address = self._job.client.find(server, key)
         there = address.spec
-        if (address.name, there.shape, there.dtype) != (name, shape, dtype or there.dtype):
+        dtype = dtype or there.dtype
+        if (address.name, there.shape, there.dtype) != (name, shape, dtype):
             raise CollectiveMismatchError(
-                f"{self._job.name_of(self._job.rpc.rank)} makes variable {name!r} of {dtype or there.dtype} "
+                f"{self._job.name_of(self._job.rpc.rank)} makes variable {name!r} of {dtype} "
                 f"{list(shape)} where {address.name!r} of {there.dtype} {list(there.shape)} was made: all workers make "
                 "the same variables, in the same order"
             )
@@ -267,9 +265,9 @@ class VariablesOnServers(VariableStore):
 
     def _next_place(self, part: int) -> tuple[int, int]:
         """The server for this part of a variable, the next in turn if nothing says another, and the array's number."""
-        servers = self._colocated or self._job.servers
-        turn = part if self._colocated else next(self._turns)
-        return servers[turn % len(servers)], next(self._keys)
+        if not self._colocated:
+            return next(self._turns), next(self._keys)
+        return self._colocated[part % len(self._colocated)], next(self._keys)
 
     def _publish_failure(self, server: int, key: int, name: str, error: BaseException) -> None:
         """To those who look for the array that would have this number, from the rank that makes them."""

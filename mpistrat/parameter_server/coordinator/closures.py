@@ -24,7 +24,7 @@ class Closure:
     Attributes:
         name: the function's.
         payload: function, positional and keyword arguments, pickled.
-        resources: what it needs of the worker.
+        resources: all that it needs of the worker.
         result: gets what the function returns or raises.
         internal: the coordinator's own: it goes first, and its error is raised to its caller alone.
         repeated: a worker that has died may have begun it, and what that worker sent may still arrive.
@@ -133,7 +133,7 @@ class ClosureQueue:
     def put_back(self, closures: Iterable[Closure]) -> None:
         """Closures that were under way and have not ended: the next ones again, as if they had never been taken."""
         with self.changed:
-            closures = [c for c in closures if c in self.under_way]  # without those given up
+            closures = [*filter(self.under_way.__contains__, closures)]  # without those given up
             self.under_way.difference_update(closures)
             if self._error is not None:
                 self._cancel(closures, self._error)

@@ -46,12 +46,6 @@ class ClusterCoordinator:
     Raises: ValueError for another strategy.
     """
 
-    _strategy: Strategy
-    _cluster: Cluster
-    _queue: ClosureQueue
-    _resources: per_worker.ResourceTable
-    _dispatcher: Dispatcher
-
     def __new__(cls, strategy: Strategy) -> ClusterCoordinator:
         cluster = getattr(getattr(strategy, "extended", None), "cluster", None)
         if not isinstance(cluster, Cluster):
@@ -59,12 +53,15 @@ class ClusterCoordinator:
                 f"ClusterCoordinator takes a ParameterServerStrategy, on its chief, got {strategy!r:.80}"
             )
         if cluster.coordinator is None:
-            made = cluster.coordinator = super().__new__(cls)
-            made._strategy, made._cluster, made._queue = strategy, cluster, ClosureQueue()
-            made._resources = per_worker.ResourceTable(cluster.references, len(cluster.workers))
-            made._dispatcher = Dispatcher(cluster, made._queue, made._resources)
+            cluster.coordinator = super().__new__(cls)
+            cluster.coordinator._begin(strategy, cluster)
         coordinator: ClusterCoordinator = cluster.coordinator
         return coordinator
+
+    def _begin(self, strategy: Strategy, cluster: Cluster) -> None:
+        self._strategy, self._cluster, self._queue = strategy, cluster, ClosureQueue()
+        self._resources = per_worker.ResourceTable(cluster.references, len(cluster.workers))
+        self._dispatcher = Dispatcher(cluster, self._queue, self._resources)
 
     @property
     def strategy(self) -> Strategy:

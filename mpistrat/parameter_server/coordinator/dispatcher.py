@@ -109,7 +109,7 @@ class Dispatcher:
         for closure in closures:
             worker.in_hand[closure.id] = closure
             closure.result.worker = worker.index
-            for resource in (each for root in closure.resources for each in root.with_needs()):
+            for resource in closure.resources:
                 if resource.id not in worker.known:
                     worker.known.add(resource.id)
                     needed[resource.id] = resource.packed_for(worker.index)

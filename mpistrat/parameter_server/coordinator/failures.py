@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import types
 from collections.abc import Callable
@@ -36,19 +37,17 @@ def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) 
         error.__traceback__ = error.__traceback__.tb_next  # without the frame that caught it
     stack = "".join(traceback.format_exception(error)).rstrip()
     raised = _as_error(error)
-    try:
+    packed = b""
+    with contextlib.suppress(Exception):
         packed = dumps(raised, reference_of, _without_init)
-    except Exception:
-        packed = b""
     return SentError(packed, _text(raised), stack)
 
 
 def unpack_error(failure: SentError, worker: str, resolve: Callable[[Any], Any]) -> BaseException:
     """The error, of its class where the chief can make one; a RuntimeError with its text otherwise."""
-    try:
+    error = None
+    with contextlib.suppress(Exception):
         error = loads(failure.packed, resolve)
-    except Exception:
-        error = None
     if not isinstance(error, Exception):
         error = RuntimeError(failure.text)
     error.__cause__ = WorkerTraceback(f"on {worker}:\n{failure.stack}")

@@ -31,7 +31,7 @@ class Resource:
 
     Attributes:
         id: in the closures that need it.
-        needs: the resources that it is made from.
+        needs: all resources that it is made from, the needs of these included.
     """
 
     def __init__(
@@ -45,11 +45,6 @@ class Resource:
     def packed_for(self, worker: int) -> bytes:
         """A function without arguments, pickled."""
         return self._packed[worker % len(self._packed)]
-
-    def with_needs(self) -> Iterator[Resource]:
-        for needed in self.needs:
-            yield from needed.with_needs()
-        yield self
 
     def __del__(self) -> None:
         # Runs anywhere, and takes no locks therefore. No closure that needs it is left.
@@ -85,14 +80,15 @@ class ResourceTable:
         return Resource(self, packed, [*itertools.chain(*needs)])
 
     def pack(self, value: Any) -> tuple[bytes, list[Resource]]:
-        """`value`, pickled, and the resources that it needs of a worker. Raises: what pickling raises."""
+        """`value`, pickled, and all resources that it needs of a worker. Raises: the error of pickling."""
         needs: list[Resource] = []
 
         def reference_of(part: Any) -> Any | None:
             if not isinstance(part, PerWorker):
                 return self._references.reference_of(part)
-            needs.append(part.resource(self))
-            return _Key(needs[-1].id)
+            resource = part.resource(self)
+            needs.extend((*resource.needs, resource))
+            return _Key(resource.id)
 
         return dumps(value, reference_of, self._references.reduction_of), needs
 

@@ -16,6 +16,8 @@ from typing import Any, NoReturn, Protocol
 import cloudpickle
 import numpy as np
 
+from mpistrat.parameter_server.rpc.endpoint import outcome_of
+
 
 class References(Protocol):
     """Objects that each rank has, or has a part of: the strategy, variables, modules made in its scope."""
@@ -112,17 +114,10 @@ def raise_explained(
         'trainer' → its attribute 'lock'"; `error` where nothing fails alone.
     """
 
-    def attempt(part: Any) -> Exception | None:
-        try:
-            pack(part)
-        except Exception as refused:
-            return refused
-        return None
-
     for name, value in values.items():
-        refused = attempt(value)
-        if refused is not None:
-            path, part, reason = _innermost(name, value, refused, attempt)
+        refused = outcome_of(functools.partial(pack, value))
+        if isinstance(refused, Exception):
+            path, part, reason = _innermost(name, value, refused, pack)
             kind = type(part)
             module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
             raise TypeError(
@@ -133,7 +128,7 @@ def raise_explained(
 
 
 def _innermost(
-    name: str, value: Any, error: Exception, attempt: Callable[[Any], Exception | None]
+    name: str, value: Any, error: Exception, pack: Callable[[Any], object]
 ) -> tuple[str, Any, Exception]:
     """Goes down from `value`, which raised `error`, as long as a part raises when it is tried alone."""
     path, seen = [name], {id(value)}
@@ -142,8 +137,8 @@ def _innermost(
             if id(part) in seen:
                 continue
             seen.add(id(part))
-            refused = attempt(part)
-            if refused is not None:
+            refused = outcome_of(functools.partial(pack, part))
+            if isinstance(refused, Exception):
                 path.append(description)
                 value, error = part, refused
                 break

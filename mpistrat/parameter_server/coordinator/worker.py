@@ -77,7 +77,11 @@ class Worker:
             while not until():
                 self._rpc.run_until(lambda: bool(self._waiting) or until())
                 if not until():
-                    self._execute_all()
+                    self._begun = time.perf_counter()
+                    self._busy.set()
+                    while closure := _try(self._waiting.popleft):
+                        self._execute(*closure)
+                    self._busy.clear()
         finally:
             self._ending = True
             self._busy.set()
@@ -86,13 +90,6 @@ class Worker:
         resources, dropped, closures = body
         self._resources.update(resources, dropped)
         self._waiting.extend(closures)
-
-    def _execute_all(self) -> None:
-        self._begun = time.perf_counter()
-        self._busy.set()
-        while closure := _try(self._waiting.popleft):
-            self._execute(*closure)
-        self._busy.clear()
 
     def _execute(self, closure: int, name: str, payload: bytes) -> None:
         outcome = self._outcome(closure, name, payload)

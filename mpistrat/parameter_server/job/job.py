@@ -19,7 +19,6 @@ from mpistrat.liveness.ending.job_end import job_end
 from mpistrat.liveness.ending.start_deadline import start_deadline
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.client.client import Client
-from mpistrat.parameter_server.protocol.routes import backups_of
 from mpistrat.parameter_server.rpc.channel import Channel
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.server.server import ParameterServer
@@ -93,7 +92,7 @@ class ServerJob:
             channel = Channel(duplicate, outlives_ranks=self.outlives_ranks, pipes=pipes)
         self.rpc = RpcEndpoint(channel, self.name_of, stall_seconds())
         self.servers, self.workers = roles.ranks["ps"], roles.ranks["worker"]
-        self.clients = tuple(rank for rank in range(comm.Get_size()) if rank not in self.servers)
+        self.clients = tuple(sorted({*range(comm.Get_size())} - {*self.servers}))
         self.trainers = (*roles.ranks.get("chief", ()), *self.workers)
         self.client = Client(self.rpc, self.servers, replicated)
         self.coordinator: int | None = None
@@ -104,7 +103,7 @@ class ServerJob:
         self.rpc.on_lost(lost_ranks.lost)  # before the server's
         self.server: ParameterServer | None = None
         if roles.rank in self.servers:
-            backup = backups_of(self.servers)[roles.rank] if replicated else None
+            backup = self.client.routes.backups.get(roles.rank)
             self.server = ParameterServer(
                 self.rpc, self.clients, self.trainers, self.trainers[0], backup
             )
@@ -144,8 +143,7 @@ class ServerJob:
         self._here += 1
         self.coordinator = rank if coordinates else self.coordinator
         if self._here == self.rpc.size:
-            for other in range(self.rpc.size):
-                self.rpc.notify(other, _BEGIN, self.coordinator)
+            self.rpc.notify_all(range(self.rpc.size), _BEGIN, self.coordinator)
 
     def _may_begin(self, source: int, coordinator: int | None) -> None:
         self._begun, self.coordinator = True, coordinator
@@ -154,15 +152,17 @@ class ServerJob:
         """Name this checkpoint where variables are lost from now on, on all ranks. Called by: one rank, any thread."""
         self.checkpoint = path
         if not self.is_done:
-            for server in self.servers:
-                self.rpc.notify(server, _CHECKPOINT, path)
+            self.rpc.notify_all(self.servers, _CHECKPOINT, path)
 
     def _hear_of_checkpoint(self, source: int, path: str) -> None:
         self.checkpoint = path
-        first = next(rank for rank in self.servers if rank not in self.rpc.channel.lost)
-        if self.server is not None and self.rpc.rank == first:
-            for client in self.server.clients - {source}:
-                self.rpc.notify(client, _CHECKPOINT, path)
+        if self.server is not None and self.rpc.rank == self.living(self.servers)[0]:
+            self.rpc.notify_all(self.server.clients - {source}, _CHECKPOINT, path)
+
+    def living(self, ranks: Iterable[int]) -> list[int]:
+        """The ranks among these that are not known to have died."""
+        lost = self.rpc.channel.lost
+        return [rank for rank in ranks if rank not in lost]
 
     def serve(self) -> None:
         """Do a server's work; return when all ranks that use it are done. Called by: servers."""
@@ -177,8 +177,7 @@ class ServerJob:
             return
         self._leave()
         if self.roles.task_type == "chief":
-            for worker in self.workers:
-                self.rpc.notify(worker, END)
+            self.rpc.notify_all(self.workers, END)
         if self.server is None:
             self.client.routes.leave()
         self._send_the_rest()
@@ -230,7 +229,7 @@ class LossPolicy:
                 f"{died}, and with it {names_lost}: the job must be started again, "
                 f"{last if job.checkpoint else 'and it has no checkpoint of a CheckpointManager'}"
             )
-        primary = job.name_of(routes.primary_of(rank) or 0)
+        primary = job.name_of(routes.primary_of(rank))
         return (
             f"{died}; {job.name_of(holder)} goes on with {_quoted(names.values())}, of which there is no other copy "
             f"now, nor of what {primary} has made"
@@ -273,7 +272,7 @@ class LossPolicy:
             return holder
         if job.coordinator is not None:
             return job.coordinator
-        return next((server for server in job.servers if server not in job.rpc.channel.lost), -1)
+        return next(iter(job.living(job.servers)), -1)
 
     def _who_goes_on(self, lost: int, others: Set[int]) -> str:
         job, died = self._job, f"{self._job.name_of(lost)} has died"
@@ -307,9 +306,7 @@ class LossPolicy:
 
     def _end_job(self, why: str) -> None:
         job = self._job
-        lost = job.rpc.channel.lost
-        first = next(rank for rank in (*job.servers, *job.clients) if rank not in lost)
-        if job.rpc.rank != first:
+        if job.rpc.rank != job.living((*job.servers, *job.clients))[0]:
             time.sleep(_SECONDS_FOR_THE_FIRST)
         job_end().end_job(f"ending the job: {why}", 1)
 

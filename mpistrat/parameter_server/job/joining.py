@@ -58,9 +58,8 @@ def join_job(
         devices = ("cpu:0",) if roles.task_type == "ps" else devices
         with RaisingOnAll(communicator, "cannot use its devices"):
             checked = check_devices(devices) if devices else None
-        strategy = description and f"{description}, replication={replication}"
         number = len(checked) if checked else 1
-        replication = _agreed_replication(communicator, roles, (strategy, replication, number))
+        replication = _agreed_replication(communicator, roles, (description, replication, number))
         share_cores(communicator, topology)
         job = ServerJob(resolver.comm, topology, roles, replication > 1)
         bound = bind(communicator, topology, checked)

@@ -6,16 +6,17 @@ adds to buffers, such as batch norm's statistics, is added on the servers when i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 
-from mpistrat.parameter_server.client.client import Address, Client
+from mpistrat.parameter_server.client.client import Client
 from mpistrat.parameter_server.modules.remote_rows import leave_on_servers, looks_up
 from mpistrat.parameter_server.modules.remote_steps import RemoteSteps, has_remote_parameters
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensors
+from mpistrat.parameter_server.protocol.messages import Address
 from mpistrat.parameter_server.protocol.staleness import WorkerClock
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.mirroring import Mirroring
@@ -51,7 +52,7 @@ class RemoteModules(StrategyModules):
         self._place = place
         self.recorder = self._mirroring.recorder
         self.tensors = RemoteTensors(client, owns)
-        self.steps = RemoteSteps(self.tensors, clock, self._rule)
+        self.steps = RemoteSteps(self.tensors, clock, self._rule, itertools.count().__next__)
 
     def _rule(self) -> str:
         workers = self.parts.strategy.workers_combined
@@ -110,16 +111,14 @@ class RemoteModules(StrategyModules):
             hooks.before_copy(module, self.refresh)
 
     def _recorded(self) -> Iterator[torch.nn.Module]:
-        return chain.from_iterable(root.modules() for root in self.recorder.roots())
+        return itertools.chain.from_iterable(root.modules() for root in self.recorder.roots())
 
     def _is_looked_up(self, parameter: torch.Tensor, split: bool) -> bool:
         """Whether embeddings alone use the parameter, and it is split or one of them wants sparse gradients."""
         if self.parts.group.num_local_replicas > 1:
             return False
         users = [
-            module
-            for module in self._recorded()
-            if id(parameter) in map(id, module._parameters.values())
+            module for module in self._recorded() if parameter in {*module._parameters.values()}
         ]
         if {*map(looks_up, users)} != {True}:
             return False

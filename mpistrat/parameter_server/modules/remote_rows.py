@@ -151,7 +151,7 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     target = leaves[at]
     writes_rows = isinstance(target, RemoteRows)
-    leaves = [_Whole.apply(leaf) if isinstance(leaf, RemoteRows) else leaf for leaf in leaves]
+    leaves = pytree.tree_map_only(RemoteRows, _Whole.apply, leaves)
     if writes_rows:
         leaves[at] = target.remote.pull(target)
     args, kwargs = pytree.tree_unflatten(leaves, structure)

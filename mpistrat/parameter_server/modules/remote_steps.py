@@ -6,7 +6,6 @@ The optimizer's state is on the servers, too: `state_dict()` reads it there.
 from __future__ import annotations
 
 import copy
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +36,7 @@ def has_remote_parameters(optimizer: Optimizer) -> bool:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What to call `step` with instead, or None. `args` begin with the optimizer itself."""
     parameters = hooks.parameters_of(optimizer)
-    remote = [p for p in parameters if p in _remote]
+    remote = [*filter(_remote.__contains__, parameters)]
     if not remote and not _inside_run():
         return None
     for parameter in parameters:
@@ -78,18 +77,18 @@ class RemoteSteps:
         clock: this worker's; None where nothing is combined over workers.
         rule: tells whether the gradients of workers are combined to their "sum" or "mean".
         next_number: of an optimizer that is stepped for the first time; equal on all workers, whose programs are the
-            same. None counts from 0.
+            same.
     """
 
     def __init__(
         self,
         tensors: RemoteTensors,
         clock: WorkerClock | None,
-        rule: Callable[[], str] = lambda: "sum",
-        next_number: Callable[[], int] | None = None,
+        rule: Callable[[], str],
+        next_number: Callable[[], int],
     ) -> None:
         self._tensors, self._clock, self._rule = tensors, clock, rule
-        self._next_number = next_number or itertools.count().__next__
+        self._next_number = next_number
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizer] = (
             weakref.WeakKeyDictionary()
         )
@@ -144,7 +143,7 @@ class RemoteOptimizer:
 
     def __init__(self, optimizer: Optimizer, number: int, tensors: RemoteTensors) -> None:
         self.number = number
-        self._client, self._owns = tensors.client, tensors.owns
+        self._optimizers, self._owns = tensors.client.optimizers, tensors.owns
         self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
         optimizer.register_state_dict_pre_hook(_while_alive(self._fetch))
         optimizer.register_state_dict_post_hook(_while_alive(self._drop))
@@ -163,7 +162,7 @@ class RemoteOptimizer:
                     for tensor in new.values()
                     for address in tensor.addresses
                 ]
-                self._client.make_optimizer(self.number, definition, arrays)
+                self._optimizers.make(self.number, definition, arrays)
                 self._made.update(new)
         self._move_loaded_state(optimizer)
 
@@ -176,8 +175,8 @@ class RemoteOptimizer:
 
     def made_elsewhere(self, optimizer: Optimizer) -> None:
         """Another rank has had the servers make it for all parameters."""
-        for group in optimizer.param_groups:
-            self._made.update((p, _remote[p][0]) for p in group["params"] if p in _remote)
+        parameters = hooks.parameters_of(optimizer)
+        self._made.update((p, _remote[p][0]) for p in parameters if p in _remote)
 
     def _load(self, remote: RemoteTensor, state: dict[str, Any]) -> None:
         whole: server_optimizers.State = {
@@ -186,22 +185,21 @@ class RemoteOptimizer:
         }
         parts = server_optimizers.split_state(whole, remote.rows) if remote.split else [whole]
         for address, part in zip(remote.addresses, parts, strict=True):
-            self._client.load_optimizer_state(self.number, address, part)
+            self._optimizers.load_state(self.number, address, part)
 
     def _fetch(self, optimizer: Optimizer) -> None:
         """Put the servers' state into the optimizer's."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                remote: RemoteTensor | None = self._made.get(parameter)
-                if remote is None or parameter in optimizer.state:
-                    continue
-                states = [self._client.optimizer_state(self.number, a) for a in remote.addresses]
-                state = server_optimizers.join_states(states) if remote.split else states[0]
-                if state:
-                    layout = view_of(torch.empty(0, dtype=parameter.dtype, device="cpu")).dtype
-                    optimizer.state[parameter] = {
-                        name: _as_torch(value, parameter, layout) for name, value in state.items()
-                    }
+        for parameter in hooks.parameters_of(optimizer):
+            remote: RemoteTensor | None = self._made.get(parameter)
+            if remote is None or parameter in optimizer.state:
+                continue
+            states = [self._optimizers.state(self.number, a) for a in remote.addresses]
+            state = server_optimizers.join_states(states) if remote.split else states[0]
+            if state:
+                layout = view_of(torch.empty(0, dtype=parameter.dtype, device="cpu")).dtype
+                optimizer.state[parameter] = {
+                    name: _as_torch(value, parameter, layout) for name, value in state.items()
+                }
 
     def _state(self, optimizer: Optimizer) -> Any:
         self._fetch(optimizer)

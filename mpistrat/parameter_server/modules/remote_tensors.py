@@ -6,6 +6,7 @@ Two ranks that have the same tensor name it by its place on the servers, in a ke
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpistrat.parameter_server.client.client import Address, Change, Client
-from mpistrat.parameter_server.protocol.messages import GradientMethod
+from mpistrat.parameter_server.client.client import Change, Client
+from mpistrat.parameter_server.protocol.messages import Address, GradientMethod
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, version
 
 # Of a tensor's parts, in order: the server's rank, and the array's number there.
@@ -62,21 +63,17 @@ class RemoteTensor:
 
     def by_part(self, indices: torch.Tensor) -> list[tuple[Address, int, slice]]:
         """For each part its first row, and which of the ascending `indices` of rows are in it."""
-        parts = []
-        first = 0
-        for address, rows in zip(self.addresses, self.rows, strict=True):
-            bounds = torch.tensor([first, first + rows], device=indices.device)
-            begin, end = torch.searchsorted(indices, bounds).tolist()
-            parts.append((address, first, slice(begin, end)))
-            first += rows
-        return parts
+        bounds = [*itertools.accumulate(self.rows, initial=0)]
+        cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
+        slices = map(slice, cuts[:-1], cuts[1:])
+        return [*zip(self.addresses, bounds[:-1], slices, strict=True)]
 
     def pull_rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Args: indices: of rows, ascending. Raises: IndexError."""
         count = sum(self.rows)
-        if len(indices) and not (int(indices[0]) >= 0 and int(indices[-1]) < count):
-            wrong = int(indices[0]) if indices[0] < 0 else int(indices[-1])
-            raise IndexError(f"row {wrong} of an embedding of {count} rows")
+        for row in (*indices[:1].tolist(), *indices[-1:].tolist()):
+            if not 0 <= row < count:
+                raise IndexError(f"row {row} of an embedding of {count} rows")
         parts = [
             self.client.rows(address, (indices[part] - first).cpu().numpy())
             for address, first, part in self.by_part(indices)
@@ -121,7 +118,7 @@ class RemoteTensors:
             weakref.WeakValueDictionary()
         )
 
-    def __contains__(self, tensor: torch.Tensor) -> bool:
+    def __contains__(self, tensor: torch.Tensor | None) -> bool:
         return tensor in self._remote
 
     def __getitem__(self, tensor: torch.Tensor) -> RemoteTensor:
@@ -177,12 +174,11 @@ class RemoteTensors:
 
     def begin_run(self, registry: Registry) -> None:
         """Let the parameters and buffers of `registry` be what the servers have."""
-        slots = {id(slot.tensor()): slot for slot in registry.buffers}  # modules may share a buffer
-        buffers = [slot.tensor() for slot in slots.values()]
-        self.sync(self.held([*registry.parameters(), *buffers]))
+        slots = {slot.tensor(): slot for slot in registry.buffers}  # modules may share a buffer
+        self.sync(self.held([*registry.parameters(), *slots]))
         self._pulled = [
             _PulledBuffer(self[tensor], slot, tensor, tensor.clone())
-            for slot, tensor in zip(slots.values(), buffers, strict=True)
+            for tensor, slot in slots.items()
             if tensor is not None and tensor in self
         ]
 

@@ -51,7 +51,7 @@ class WorkerModules(StrategyModules):
         registry = Registry()
         super().__init__(parts, registry, GradientReducer(parts, registry))
         self._tensors = RemoteTensors(client, owns=False)
-        self._steps = RemoteSteps(self._tensors, None, next_number=_refuse_new_optimizer)
+        self._steps = RemoteSteps(self._tensors, None, lambda: "sum", _refuse_new_optimizer)
         self._by_place: dict[Places, torch.Tensor] = {}
         self._modules: list[torch.nn.Module] = []
 
@@ -76,10 +76,9 @@ class WorkerModules(StrategyModules):
 
     def _make(self, kind: str, places: Places, device: str) -> torch.Tensor:
         addresses = [self._tensors.client.find(server, number) for server, number in places]
-        parts = [address.spec.empty() for address in addresses]
-        shape, dtype = parts[0].shape, parts[0].dtype
-        if len(parts) > 1:
-            shape = (sum(len(part) for part in parts), *shape[1:])
+        shape, dtype = addresses[0].spec.shape, addresses[0].spec.native_dtype
+        if len(addresses) > 1:
+            shape = (sum(address.spec.shape[0] for address in addresses), *shape[1:])
         device = self.parts.replicas.device_of_modules or device  # the chief has one of its own
         memory = torch.zeros((), dtype=dtype, device=device).expand(shape)
         if kind != ROWS:
@@ -112,9 +111,8 @@ class WorkerModules(StrategyModules):
         for module in self._modules:
             if device is not None and id(module) not in inside:
                 compute_there(module, torch.device(device))  # its arguments come from the host
-        for module in self._modules:
             for key, buffer in module._buffers.items():
-                if buffer is not None and buffer in self._tensors:
+                if buffer in self._tensors:
                     self.registry.add_buffer(key, module, key)
         self._tensors.begin_run(self.registry)
 

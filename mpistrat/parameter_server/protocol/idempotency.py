@@ -114,13 +114,11 @@ class IdempotencyCache:
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
         """Nobody repeats the pieces of work `over` any more, nor any with a number below `over_before`."""
-        for work in over:
-            self._outcomes.pop(work, None)
-        if over_before > self._over_before:
-            self._over_before = over_before
-            # `over` may lack a piece of work that was begun repeatedly. Sessions have numbers below 0.
-            for work in [work for work in self._outcomes if 0 <= work < over_before]:
-                del self._outcomes[work]
+        self._over_before = max(self._over_before, over_before)
+        # `over` may lack a piece of work that was begun repeatedly. Sessions have numbers below 0.
+        gone = {*over, *(work for work in self._outcomes if 0 <= work < over_before)}
+        for work in gone & self._outcomes.keys():
+            del self._outcomes[work]
 
     def settle(self, session: int, before: int) -> None:
         """Nobody repeats the session's updates with numbers below `before`."""

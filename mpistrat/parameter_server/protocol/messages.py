@@ -55,7 +55,7 @@ class Push(NamedTuple):
 
 
 class NewArray(NamedTuple):
-    """A new array: its first value is `value`, or zeros.
+    """A new array: its first value is `value`.
 
     Attributes:
         server: the server that is to make it. Its backup does when that server has died.
@@ -65,7 +65,7 @@ class NewArray(NamedTuple):
     server: int
     name: str
     spec: TensorSpec
-    value: PackedTensor | None
+    value: PackedTensor
 
 
 class GradientMethod(NamedTuple):
@@ -139,8 +139,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        size: int = self.native_dtype.itemsize
-        return size
+        return int(self.native_dtype.itemsize)
 
     @property
     def native_dtype(self) -> Any:
@@ -167,6 +166,20 @@ class TensorSpec(NamedTuple):
 
             array = torch.from_numpy(memory)
         return array.view(self.native_dtype).reshape(self.shape)
+
+
+class Address(NamedTuple):
+    """Names an array on a server; equal on all ranks.
+
+    Attributes:
+        server: the rank of the server that makes it.
+        key: the array's number.
+    """
+
+    server: int
+    key: int
+    name: str
+    spec: TensorSpec
 
 
 class SharedTensor(NamedTuple):

@@ -13,46 +13,47 @@ from mpistrat.parameter_server.rpc.endpoint import PendingReply, RpcEndpoint
 from mpistrat.parameter_server.rpc.segments import Mappings
 
 
-def backups_of(servers: Sequence[int]) -> dict[int, int]:
-    """Each server's backup: the next server, in a ring."""
-    return dict(zip(servers, (*servers[1:], servers[0]), strict=True))
-
-
 class Routes:
     """
     Args:
         servers: ranks, in task order.
         replicated: whether the servers have backups.
+    Attributes:
+        backups: by server, each the next server, in a ring; empty where they have none.
     """
 
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
         self.rpc, self.servers = rpc, tuple(servers)
-        self._backups = backups_of(servers) if replicated else {}
+        following = (*servers[1:], *servers[:1])
+        self.backups = dict(zip(servers, following, strict=True)) if replicated else {}
+        self._primaries = dict(zip(self.backups.values(), self.backups, strict=True))
         self._pushes = itertools.count()
         self._has_left = False
 
     def copies_of(self, server: int) -> tuple[int, ...]:
         """The servers that have the arrays made on `server`, itself first."""
-        return (server, self._backups[server]) if server in self._backups else (server,)
+        return (server, self.backups[server]) if server in self.backups else (server,)
 
     def holder_of(self, server: int) -> int:
         """The living server that gets the requests about arrays made on `server`; that itself, if none lives."""
-        if server not in self._backups:
+        if server not in self.backups:
             return server
-        living = (copy for copy in self.copies_of(server) if not self.rpc.channel.has_died(copy))
+        living = itertools.filterfalse(self.rpc.channel.has_died, self.copies_of(server))
         return next(living, server)
 
-    def primary_of(self, rank: int) -> int | None:
-        """The server whose backup this one is."""
-        return next((server for server, backup in self._backups.items() if backup == rank), None)
+    def primary_of(self, backup: int) -> int:
+        """The server that has this backup."""
+        return self._primaries[backup]
 
     def is_lost_with(self, rank: int) -> bool:
         """Whether this rank had the last copy of some server's arrays."""
-        owners = (server for server in self.servers if rank in self.copies_of(server))
-        return any(map(self.is_lost, owners))
+        return not self.lost().isdisjoint((rank, self._primaries.get(rank)))
 
-    def is_lost(self, server: int) -> bool:
-        """Whether no copy of the server's arrays is left."""
+    def lost(self) -> set[int]:
+        """The servers that have died with all copies of their arrays."""
+        return {*filter(self._is_lost, self.servers)}
+
+    def _is_lost(self, server: int) -> bool:
         return all(map(self.rpc.channel.has_died, self.copies_of(server)))
 
     def call(
@@ -74,16 +75,12 @@ class Routes:
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
         """Nobody repeats the pieces of work `over` any more, nor any with a number below `over_before`."""
-        self._notify_all(messages.FORGET, (list(over), over_before))
+        self.rpc.notify_all(self.servers, messages.FORGET, (list(over), over_before))
 
     def leave(self) -> None:
         """This rank does not use the servers any more."""
         self._has_left = True
-        self._notify_all(messages.DONE)
-
-    def _notify_all(self, method: str, body: Any = None) -> None:
-        for server in self.servers:
-            self.rpc.notify(server, method, body)
+        self.rpc.notify_all(self.servers, messages.DONE)
 
     def check_use(self) -> None:
         """Raises: RuntimeError after `leave`."""

@@ -57,8 +57,8 @@ class ChangeLock:
             return
         self.passed(source, push)
         work()
-        if part and admitted:
-            self._admitted.discard(part)
+        if admitted:
+            self._admitted -= {part}
             self._answer_if_all_came()
 
     def passed(self, source: int, push: Push | None) -> None:
@@ -120,7 +120,7 @@ def consistent_snapshot(routes: Routes) -> Iterator[None]:
                 _hold_all(routes, held)
                 break
             except UnavailableError:  # a server has died meanwhile
-                if any(map(routes.is_lost_with, routes.servers)):
+                if routes.lost():
                     raise
                 _release_all(routes, held)
         yield

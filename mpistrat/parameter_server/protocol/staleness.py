@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from mpistrat.errors import StallError, UnavailableError
 from mpistrat.parameter_server.protocol.messages import ENDED, FAILED, MAY_BEGIN, STEPS, WhenSafe
 from mpistrat.parameter_server.protocol.routes import FailoverRequest, Routes
-from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
+from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint, outcome_of, without_errors
 
 
 class ServerClock:
@@ -118,10 +119,9 @@ class WorkerClock:
             self._slowest = min(_all_of(calls))
         except StallError:
             rpc = self._routes.rpc
-            steps = {rpc.name_of(rank): n for rank, n in self.all_steps().items()}
             raise StallError(
                 f"{rpc.name_of(rpc.rank)} has waited too long (MPISTRAT_STALL_SECONDS) to begin step "
-                f"{self.steps} with max_staleness={self._max_staleness}; steps ended so far: {steps}"
+                f"{self.steps} with max_staleness={self._max_staleness}; steps ended so far: {self.all_steps()}"
             ) from None
 
     def end(self) -> None:
@@ -143,24 +143,19 @@ class WorkerClock:
 
     def _notify(self, method: str) -> None:
         push = self._routes.next_push(self._servers)
-        for server in self._servers:
-            self._routes.rpc.notify(server, method, (self.steps, push))
+        self._routes.rpc.notify_all(self._servers, method, (self.steps, push))
 
-    def all_steps(self) -> dict[int, int]:
-        """How many steps each worker has ended, by rank."""
-        return dict(self._routes.call(self._servers[0], STEPS).wait())
+    def all_steps(self) -> dict[str, int]:
+        """How many steps each worker has ended, by its name."""
+        steps = self._routes.call(self._servers[0], STEPS).wait()
+        return {self._routes.rpc.name_of(rank): ended for rank, ended in steps.items()}
 
 
 def _all_of(calls: Sequence[FailoverRequest]) -> list[int]:
     """Raises: StallError and UnavailableError at once; the first other error when all replies have come."""
-    answers, errors = [], []
+    answers: list[Any] = []
     for call in calls:
-        try:
-            answers.append(call.wait())
-        except (StallError, UnavailableError):
-            raise
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return answers
+        answers.append(outcome_of(call.wait))
+        if isinstance(answers[-1], (StallError, UnavailableError)):
+            raise answers[-1]
+    return without_errors(answers)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.node.shared_memory import before_others_see
 from mpistrat.parameter_server.protocol.messages import SharedTensor, TensorSpec
@@ -69,7 +68,8 @@ class Table:
             update_in_place(method, array, operand)
 
     def rows(self, indices: Any) -> Array:
-        return _rows(self.array, indices)
+        """A copy."""
+        return self.array[indices]
 
 
 class MappedTable:
@@ -94,7 +94,7 @@ class MappedTable:
 
     def rows(self, indices: Any) -> Array | None:
         """A copy of some rows; None where the server was writing all the time."""
-        return self._undisturbed(lambda: _rows(self._array, indices))
+        return self._undisturbed(lambda: self._array[indices])
 
     def _undisturbed(self, read: Callable[[], T]) -> T | None:
         """What `read` returns between two writes. As in Linux's seqlock, the turn is even and stays the same."""
@@ -115,12 +115,3 @@ class MappedTable:
 
 def _words(memory: np.ndarray) -> memoryview:
     return memory[:_HEADER].data.cast("q")
-
-
-def _rows(array: Array, indices: Any) -> Array:
-    """A copy."""
-    if arrays.is_torch(array):
-        import torch
-
-        return array[torch.as_tensor(indices, device=array.device)]
-    return array[indices]

@@ -76,19 +76,18 @@ class Channel:
         node.Free()
         self._poll = select.poll()
         self._poll.register(self._inbox.descriptor, select.POLLIN)
-        for peer, address in enumerate(comm.allgather(self._inbox.address)):
-            if peer not in ranks_of_node:
-                continue
+        addresses = comm.allgather(self._inbox.address)
+        for peer in ranks_of_node:
             try:
-                self._pipes[peer] = PipeOutbox(address, self.rank)
+                self._pipes[peer] = PipeOutbox(addresses[peer], self.rank)
             except OSError:  # a container of its own, or a /proc that shows no other processes
                 continue
             if peer != self.rank:
-                self._watch(peer, address.pid)
-        reached = comm.allgather(sorted(self._pipes))  # all ranks have opened what they could
+                self._watch(peer, addresses[peer].pid)
+        reached = comm.allgather({*self._pipes})  # all ranks have opened what they could
         self._mpi = MpiMessages(comm)
-        reached_by_all = all(self.rank in peers for peers in reached)
-        self._uses_mpi = len(self._pipes) < self.size or not reached_by_all
+        reached_by_all = set.intersection(*reached)
+        self._uses_mpi = len(self._pipes) < self.size or self.rank not in reached_by_all
         self._looked = 0.0
 
     def _watch(self, peer: int, pid: int) -> None:

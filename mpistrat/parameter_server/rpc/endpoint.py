@@ -123,6 +123,11 @@ class RpcEndpoint:
         """Send a notice, which has no reply. Called by: any thread."""
         self.channel.send(to, (_NOTICE, method, body))
 
+    def notify_all(self, ranks: Iterable[int], method: str, body: Any = None) -> None:
+        """`notify` each of these ranks."""
+        for rank in ranks:
+            self.notify(rank, method, body)
+
     def call(self, to: int, method: str, body: Any = None) -> PendingReply:
         """Send a request. Called by: any thread."""
         reply = PendingReply(self, to, method)
@@ -220,8 +225,7 @@ def _call_all(calls: Iterable[Callable[[], None]]) -> None:
             call()
         except BaseException as error:
             errors.append(error)
-    if errors:
-        raise errors[0]
+    without_errors(errors)
 
 
 _KNOWN_EVERYWHERE: tuple[type[Exception], ...] = (
@@ -241,6 +245,14 @@ def outcome_of(work: Callable[[], Any]) -> Any:
         return work()
     except Exception as error:
         return error
+
+
+def without_errors(outcomes: list[Any]) -> list[Any]:
+    """The outcomes. Raises: the first error among them."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
 
 
 def portable_error(error: Exception) -> Exception:

@@ -55,7 +55,7 @@ class MpiMessages:
     def is_sending(self, to: int) -> bool:
         """Whether a message to this rank is under way."""
         self.flush()
-        return any(entry[0] == to for entry in self._sent)
+        return to in {entry[0] for entry in self._sent}
 
     def forget(self, rank: int) -> None:
         """Drop what a dead rank has not sent to the end: the rest never comes."""
@@ -140,7 +140,7 @@ class _Arriving:
             for buffer in self.message[1]
             if len(buffer)
         ]
-        return all(request.Test() for request in self.requests)
+        return self.has_come()
 
 
 def _all_done(requests: list[MPI.Request]) -> bool:

@@ -62,7 +62,7 @@ class Backup:
 
     def covers(self, keys: Iterable[int]) -> bool:
         """Whether the backup has these arrays."""
-        return self._rank is not None and all(key in self._names for key in keys)
+        return self._rank is not None and self._names.keys() >= {*keys}
 
     def forward(
         self, method: str, source: int, body: Any, region: SharedRegion | None = None
@@ -79,9 +79,7 @@ class Backup:
         """Let the backup make an array that was made here, and that nobody changes before it is answered for."""
         if self._rank is None:
             return
-        value: messages.PackedTensor | None = None
-        if new.value is not None:
-            value = table.shared if self._shares_memory else messages.inline(table.array)
+        value = table.shared if self._shares_memory else messages.inline(table.array)
         self.forward(messages.CREATE, source, new._replace(value=value))
         self._names[new.key] = new.name
 
@@ -166,6 +164,14 @@ class BackupCopies:
         self.primary: int | None = None
         self.names: dict[int, str] = {}
         self.given_up: dict[int, str] = {}
+        self._changes: dict[str, Callable[[int, Any], None]] = {
+            messages.CREATE: self._create,
+            messages.UPDATE: self._update,
+            messages.MAKE_OPTIMIZER: self._make_optimizer,
+            messages.LOAD_OPTIMIZER_STATE: self._load_optimizer_state,
+            messages.DROP_GRADIENTS: self._drop_gradients,
+            messages.END_ROUNDS: self._end_rounds,
+        }
         rpc.handle(CHANGE, self._change)
         rpc.handle(ABANDON, self._give_up)
 
@@ -202,24 +208,30 @@ class BackupCopies:
     def _make(self, method: str, source: int, change: Any) -> None:
         if self._is_over:  # only a primary that lives against all evidence gets this error
             raise RuntimeError("another server has taken over")
-        store = self.copies
-        if method == messages.CREATE:
-            self.names[change.key] = store.create(change).name
-        elif method == messages.UPDATE:
-            self._lock.passed(source, change.push)
-            store.update(source, change)
-        elif method == messages.MAKE_OPTIMIZER:
-            store.make_optimizer(*change)
-        elif method == messages.LOAD_OPTIMIZER_STATE:
-            store.load_optimizer_state(*change)
-        elif method == messages.DROP_GRADIENTS:
-            store.optimizers.forget(source, change)
-        elif method == messages.END_ROUNDS:
-            before, who_ended = change
-            for name, error in store.optimizers.end_rounds(before, who_ended.__getitem__):
-                raise RuntimeError(f"the step of {name!r}") from error
-        else:
+        if method not in self._changes:
             raise ValueError(f"a backup knows no change {method!r}")
+        self._changes[method](source, change)
+
+    def _create(self, source: int, new: messages.NewArray) -> None:
+        self.names[new.key] = self.copies.create(new).name
+
+    def _update(self, source: int, updates: messages.Updates) -> None:
+        self._lock.passed(source, updates.push)
+        self.copies.update(source, updates)
+
+    def _make_optimizer(self, source: int, body: tuple[Any, ...]) -> None:
+        self.copies.make_optimizer(*body)
+
+    def _load_optimizer_state(self, source: int, body: tuple[Any, ...]) -> None:
+        self.copies.load_optimizer_state(*body)
+
+    def _drop_gradients(self, worker: int, steps: int) -> None:
+        self.copies.optimizers.forget(worker, steps)
+
+    def _end_rounds(self, source: int, body: tuple[int, dict[int, int]]) -> None:
+        before, who_ended = body
+        for name, error in self.copies.optimizers.end_rounds(before, who_ended.__getitem__):
+            raise RuntimeError(f"the step of {name!r}") from error
 
     def _give_up(self, source: int, body: None) -> None:
         self.given_up, self.names = self.names, {}

@@ -97,16 +97,17 @@ class Announcements:
         self._no_more: UnavailableError | None = None
         for method in (messages.PUBLISH, messages.CANNOT_CREATE):
             rpc.handle(method, lambda source, body: self.announce(*body))
-        rpc.handle(messages.PUBLISHED, lambda request: self.answer(request, request.body))
+        rpc.handle(messages.PUBLISHED, self.answer)
 
     def announce(self, name: Hashable, outcome: Any) -> None:
         """Args: name: a key, for an array. outcome: what the ranks that wait get; an error is raised there."""
         self._announced.setdefault(name, outcome)
         for request in self._waiting.pop(name, []):
-            self.answer(request, name)
+            self.answer(request)
 
-    def answer(self, request: Request, name: Hashable) -> None:
-        """Reply once the name is announced."""
+    def answer(self, request: Request) -> None:
+        """Reply once the name in the request is announced."""
+        name = request.body
         if name not in self._announced and self._no_more is None:
             self._waiting.setdefault(name, []).append(request)
             return
@@ -194,7 +195,7 @@ class ParameterServer:
         key = request.body
         if self.store.has(key):
             self._announcements.announce(key, _description(self.store.table(key)))
-        self._announcements.answer(request, key)
+        self._announcements.answer(request)
 
     def _update(self, request: Request) -> None:
         # Now: when the client dies, its memory cannot be mapped any more.

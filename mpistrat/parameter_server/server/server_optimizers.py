@@ -80,8 +80,8 @@ def _keywords_of(cls: type[Optimizer]) -> set[str]:
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """All of a param group but its parameters. Tensors of one element become plain numbers."""
-    skipped = ("params", "param_names")
-    return {name: _plain(value) for name, value in group.items() if name not in skipped}
+    names = group.keys() - {"params", "param_names"}
+    return {name: _plain(group[name]) for name in names}
 
 
 def _plain(value: Any) -> Any:
@@ -141,29 +141,34 @@ class ServerOptimizer:
 
     def check(self, gradient: Array | IndexedSlices) -> None:
         """Raises: what `step` would."""
-        shape = tuple(self._whole.shape)
-        values: Any = gradient.values if isinstance(gradient, IndexedSlices) else gradient
-        if dtype_name(values) != dtype_name(self._whole):
-            by_row = isinstance(gradient, IndexedSlices)
-            what = "the gradient's rows are" if by_row else "the gradient is"
-            raise TypeError(f"{what} {dtype_name(values)}, the array {dtype_name(self._whole)}")
-        if not isinstance(gradient, IndexedSlices):
-            if values.shape != shape:
-                raise ValueError(
-                    f"a gradient of shape {list(values.shape)} for an array of shape {list(shape)}"
-                )
-            if issubclass(self._cls, torch.optim.SparseAdam):
-                raise TypeError("SparseAdam takes gradients of some rows, got one of the whole")
+        if isinstance(gradient, IndexedSlices):
+            self._check_rows(gradient)
             return
+        self._check_dtype(gradient, "the gradient is")
+        if gradient.shape != self._whole.shape:
+            raise ValueError(
+                f"a gradient of shape {list(gradient.shape)} for an array of shape {list(self._whole.shape)}"
+            )
+        if issubclass(self._cls, torch.optim.SparseAdam):
+            raise TypeError("SparseAdam takes gradients of some rows, got one of the whole")
+
+    def _check_rows(self, slices: IndexedSlices) -> None:
+        values: Any = slices.values
+        self._check_dtype(values, "the gradient's rows are")
         if self._why_no_rows:
             raise TypeError(f"a gradient of some rows cannot be applied: {self._why_no_rows}")
+        shape = tuple(self._whole.shape)
         if not shape or values.shape[1:] != shape[1:]:
             raise ValueError(
                 f"rows of shape {list(values.shape[1:])} for an array of shape {list(shape)}"
             )
-        outside = gradient.indices[(gradient.indices < 0) | (gradient.indices >= shape[0])]
+        outside = slices.indices[(slices.indices < 0) | (slices.indices >= shape[0])]
         if len(outside):
             raise IndexError(f"row {int(outside[0])} of an array of {shape[0]} rows")
+
+    def _check_dtype(self, values: Array, subject: str) -> None:
+        if dtype_name(values) != dtype_name(self._whole):
+            raise TypeError(f"{subject} {dtype_name(values)}, the array {dtype_name(self._whole)}")
 
     def _step_rows(self, slices: IndexedSlices) -> None:
         index, gradient = _summed(slices)
@@ -173,15 +178,13 @@ class ServerOptimizer:
             for name, value in self._state.items()
         }
         state = self._take(rows, gradient, state)
-        by_row = {name for name, value in state.items() if _has_shape(value, rows)}
-        for name, fill in self._initial(by_row - self._state.keys()).items():
+        by_row = {name: value for name, value in state.items() if _has_shape(value, rows)}
+        for name, fill in self._initial(by_row.keys() - self._state.keys()).items():
             self._state[name] = self._full(fill)
         self._whole.index_copy_(0, index, rows)
-        for name, value in state.items():
-            if name in by_row:
-                self._state[name].index_copy_(0, index, value)
-            else:
-                self._state[name] = value
+        for name, value in by_row.items():
+            state[name] = self._state[name].index_copy_(0, index, value)
+        self._state = state
 
     def _take(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]
@@ -247,7 +250,7 @@ class ServerOptimizer:
 
 def _tensor(array: Array) -> torch.Tensor:
     """The memory of `array`; a copy if it is read-only, which torch does not know, or not C-contiguous."""
-    if isinstance(array, np.ndarray) and not (array.flags.writeable and array.flags.c_contiguous):
+    if isinstance(array, np.ndarray) and not array.flags.carray:
         array = array.copy()
     return as_tensor(array).contiguous()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import operator
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +18,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.protocol import messages
 from mpistrat.parameter_server.protocol.idempotency import IdempotencyCache, session_of
 from mpistrat.parameter_server.protocol.tables import Table
-from mpistrat.parameter_server.rpc.endpoint import outcome_of
+from mpistrat.parameter_server.rpc.endpoint import outcome_of, without_errors
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
 
 if TYPE_CHECKING:
@@ -34,19 +36,6 @@ class ServerOptimizers:
     def __init__(self) -> None:
         self.by_key: dict[tuple[int, int], server_optimizers.ServerOptimizer] = {}
         self.pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
-
-    def make(
-        self,
-        optimizer: int,
-        definition: server_optimizers.OptimizerDefinition,
-        tables: Sequence[tuple[int, Table, bool]],
-    ) -> None:
-        """Args: tables: arrays that may lack this optimizer: their keys, and whether each is a part of a variable."""
-        from mpistrat.parameter_server.server.server_optimizers import ServerOptimizer
-
-        for key, table, shard in tables:
-            if (optimizer, key) not in self.by_key:
-                self.by_key[optimizer, key] = ServerOptimizer(table.array, definition, shard=shard)
 
     def step(
         self, key: int, table: Table, step: messages.GradientMethod, gradient: Any, worker: int
@@ -96,11 +85,12 @@ class ServerOptimizers:
 
     def forget(self, worker: int, ended: int) -> None:
         """Drop the gradients of a worker that has died, or failed, after so many steps: some may not have come."""
-        for number in [number for number in self.pending if number >= ended]:
-            of_round = self.pending[number]
-            for pending in of_round.values():
-                pending.gradients.pop(worker, None)
-            self.pending[number] = {key: left for key, left in of_round.items() if left.gradients}
+        for number, of_round in self.pending.items():
+            if number >= ended:
+                for pending in of_round.values():
+                    pending.gradients.pop(worker, None)
+                left = {key: pending for key, pending in of_round.items() if pending.gradients}
+                self.pending[number] = left
 
     def adopt(self, other: ServerOptimizers) -> None:
         """Move all optimizers of `other`, which are of other arrays, here."""
@@ -146,17 +136,13 @@ def _copied(gradient: Any) -> Any:
 def _combined(pending: _Pending, workers: int) -> Any:
     """The gradients of so many workers, added in the order of their ranks, so that the bits are the same each time."""
     gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
-    total = gradients[0]
-    if isinstance(total, IndexedSlices):
+    if isinstance(gradients[0], IndexedSlices):
         total = add_slices(gradients)
         numbers = total.values
     else:
-        numbers = total
-        for gradient in gradients[1:]:
-            numbers += gradient
-    divisor = max(workers, len(gradients)) if pending.first.mean else 1
-    if divisor > 1:
-        numbers /= divisor
+        total = numbers = functools.reduce(operator.iadd, gradients)
+    if pending.first.mean:
+        numbers /= max(workers, len(gradients))
     return total
 
 
@@ -188,9 +174,8 @@ class Store:
         """Make the array, unless it is here."""
         if not self.has(new.key):
             table = Table(new.name, new.spec, self._segments)
-            if new.value is not None:
-                with table.writing(updates=0) as array:
-                    array[...] = messages.unpack(new.value, self.mappings)
+            with table.writing(updates=0) as array:
+                array[...] = messages.unpack(new.value, self.mappings)
             self.by_key[new.key] = table
         return self.by_key[new.key]
 
@@ -224,11 +209,9 @@ class Store:
         Returns: for each update, the value then, if it is small. Raises: the first error, once all have been tried.
         """
         self.idempotency.settle(session_of(client), updates.settled)
-        outcomes = [outcome_of(partial(self._update, update, client)) for update in updates.updates]
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-        return outcomes
+        return without_errors(
+            [outcome_of(partial(self._update, update, client)) for update in updates.updates]
+        )
 
     def _update(self, update: messages.Update, client: int) -> messages.InlineTensor | None:
         table = self.table(update.key)
@@ -256,9 +239,14 @@ class Store:
     def make_optimizer(
         self, optimizer: int, packed: bytes, arrays: Sequence[tuple[int, bool]]
     ) -> None:
-        definition = pickle.loads(packed)
-        tables = [(key, self.table(key), shard) for key, shard in arrays]
-        self.optimizers.make(optimizer, definition, tables)
+        """Args: packed: its definition. arrays: their keys, and whether each is a part of a variable."""
+        from mpistrat.parameter_server.server.server_optimizers import ServerOptimizer
+
+        definition, made = pickle.loads(packed), self.optimizers.by_key
+        for key, shard in arrays:
+            table = self.table(key)
+            if (optimizer, key) not in made:
+                made[optimizer, key] = ServerOptimizer(table.array, definition, shard=shard)
 
     def optimizer_state(self, optimizer: int, key: int) -> Any:
         self.has(key)

@@ -134,7 +134,7 @@ class ParameterServerStrategy(Strategy):
             comm,
             devices,
             chief=True,
-            description=type(self).__name__,
+            description=f"{type(self).__name__}, replication={replication}",
             replication=replication,
         )
         extended = with_servers(self, job, devices, variable_partitioner, gradients)
@@ -176,8 +176,7 @@ class ParameterServerStrategy(Strategy):
             if self._modules.made is not None:
                 self._modules.made.clear()
             yield self._begin_closure
-            if self._modules.made is not None:
-                self._modules.made.after_run()
+            self._modules.after_run()
 
     def _begin_closure(self) -> None:
         if self._modules.made is not None:
@@ -198,8 +197,7 @@ class ParameterServerStrategy(Strategy):
     ) -> Any:
         self._warn_on_chief("run")
         result = super().run(fn, args, kwargs, options)
-        if self._modules.made is not None:
-            self._modules.made.after_run()
+        self._modules.after_run()
         return result
 
     def reduce(

@@ -12,8 +12,8 @@ from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.context import AnyStrategy
 from mpistrat.machine.devices import task_of
 from mpistrat.machine.notices import tell
-from mpistrat.parameter_server.client.client import Address
 from mpistrat.parameter_server.client.variables_on_servers import VariablesOnServers
+from mpistrat.parameter_server.protocol.messages import Address
 from mpistrat.parameter_server.protocol.snapshot import consistent_snapshot
 from mpistrat.parameter_server.protocol.staleness import WorkerClock
 from mpistrat.parameter_server.rpc.endpoint import attributed_error
@@ -58,9 +58,8 @@ class CheckpointsOfJob(CheckpointRole):
         """The rank that makes variables; of workers that train by themselves the first that is still alive."""
         if self._owns or "chief" in self._job.roles.ranks:
             return self._owns
-        died = self._job.rpc.channel.has_died
-        first = next((rank for rank in self._job.workers if not died(rank)), None)
-        return self._job.rpc.rank == first
+        living = itertools.filterfalse(self._job.rpc.channel.has_died, self._job.workers)
+        return self._job.rpc.rank == next(living, None)
 
     @property
     def restores(self) -> bool:
@@ -206,8 +205,7 @@ def with_servers(
         return cluster.coordinator.paused()
 
     checkpoints = CheckpointsOfJob(job, owns, paused)
-    plan = _input_plan(job, group)
-    parts = Parts(modules, variables, plan, checkpoints, between_graph=True)
+    parts = Parts(modules, variables, _input_plan(job, group), checkpoints, between_graph=True)
     extended = ServersExtended(
         strategy, parts, job, is_worker=not coordinated, torch_references=torch_references
     )

@@ -51,12 +51,13 @@ class Server:
             else make_server_def(task, job_name, task_index, protocol)
         )
         without_effect = {"protocol": protocol, "config": config}
-        for name in [name for name, value in without_effect.items() if value is not None]:
-            warn_of_no_effect(
-                f"{name} of a Server",
-                "MPI carries the bytes, and the strategies on the other ranks say how they are served",
-                self.server_def.task_index,
-            )
+        for name, value in without_effect.items():
+            if value is not None:
+                warn_of_no_effect(
+                    f"{name} of a Server",
+                    "MPI carries the bytes, and the strategies on the other ranks say how they are served",
+                    self.server_def.task_index,
+                )
         self._comm = comm
         self._job: ServerJob | None = None
         if start:
@@ -74,18 +75,20 @@ class Server:
     @property
     def target(self) -> str:
         """Names this rank, such as "mpi://3"; nobody connects to it."""
+        return f"mpi://{self._started().rpc.rank}"
+
+    def _started(self) -> ServerJob:
         if self._job is None:
             raise RuntimeError("the server was made with start=False: call start() first")
-        return f"mpi://{self._job.rpc.rank}"
+        return self._job
 
     def join(self) -> None:
         """Do this rank's work; return when nobody needs it any more."""
-        if self._job is None:
-            raise RuntimeError("the server was made with start=False: call start() first")
+        job = self._started()
         if self.server_def.job_name == "ps":
-            self._job.serve()
-        elif self.server_def.job_name == "worker" and "chief" in self._job.roles.ranks:
-            ParameterServerStrategy.of_worker(self._job, self._devices).work()
+            job.serve()
+        elif self.server_def.job_name == "worker" and "chief" in job.roles.ranks:
+            ParameterServerStrategy.of_worker(job, self._devices).work()
         else:
             raise RuntimeError(
                 f"a {self.server_def.job_name} has no work to join where no other rank is its chief: make a strategy "

@@ -114,7 +114,8 @@ class BetweenGraphStrategy(Strategy):
             comm,
             devices,
             chief=False,
-            description=f"{type(self).__name__} of compat.v1, max_staleness={max_staleness}, gradients={gradients!r}",
+            description=f"{type(self).__name__} of compat.v1, max_staleness={max_staleness}, gradients={gradients!r}, "
+            f"replication={replication}",
             replication=replication,
         )
         clock = WorkerClock(job.client.routes, max_staleness)
@@ -147,8 +148,7 @@ class BetweenGraphStrategy(Strategy):
         clock.begin()
         try:
             result = super().run(fn, args, kwargs, options)
-            if self._modules.made is not None:
-                self._modules.made.after_run()
+            self._modules.after_run()
         except BaseException:
             clock.fail()
             raise
@@ -165,8 +165,7 @@ class BetweenGraphStrategy(Strategy):
         """How many times each worker has called `run`, such as {"worker 0 (rank 0)": 17}: who lags, and how far."""
         if self._servers is None:
             return {"worker 0 (rank 0)": self.runs}
-        job, clock = self._servers
-        return {job.name_of(rank): steps for rank, steps in clock.all_steps().items()}
+        return self._servers.clock.all_steps()
 
     @property
     def bytes_moved(self) -> dict[str, int]:

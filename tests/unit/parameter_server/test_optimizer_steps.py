@@ -10,7 +10,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.protocol.messages import GradientMethod, TensorSpec
 from mpistrat.parameter_server.protocol.tables import Table
 from mpistrat.parameter_server.rpc.segments import Segments
-from mpistrat.parameter_server.server.server_optimizers import OptimizerDefinition
+from mpistrat.parameter_server.server.server_optimizers import OptimizerDefinition, ServerOptimizer
 from mpistrat.parameter_server.server.store import ServerOptimizers
 
 KEY, OPTIMIZER = 5, 1
@@ -20,7 +20,8 @@ def table_and_steps(array, cls=torch.optim.SGD, **keywords) -> tuple[Table, Serv
     table = Table("w", TensorSpec.of(array), Segments())
     table.update("assign", array)
     steps = ServerOptimizers()
-    steps.make(OPTIMIZER, OptimizerDefinition(cls, {"lr": 1.0, **keywords}), [(KEY, table, False)])
+    definition = OptimizerDefinition(cls, {"lr": 1.0, **keywords})
+    steps.by_key[OPTIMIZER, KEY] = ServerOptimizer(table.array, definition)
     return table, steps
 
 

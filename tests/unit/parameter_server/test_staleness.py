@@ -76,6 +76,9 @@ class _Routes:
         self._rpcs, self._clocks = zip(*servers, strict=True)
         self.called = 0
 
+    def name_of(self, rank):
+        return f"worker {rank}"
+
     def copies_of(self, server):
         return (server,)
 
@@ -84,6 +87,10 @@ class _Routes:
 
     def notify(self, server, kind, body):
         self._clocks[server].ended(self._rank, body[0])
+
+    def notify_all(self, servers, kind, body):
+        for server in servers:
+            self.notify(server, kind, body)
 
     def call(self, server, kind, body=None):
         self.called += 1
@@ -118,7 +125,7 @@ def test_no_order_of_steps_exceeds_the_bound(k, num_servers) -> None:
     assert clocks[0].combines == (k == 0)
     if k is None:
         assert not any(client.called for client in clients)  # nothing is waited for
-    assert clocks[0].all_steps() == {rank: clock.steps for rank, clock in enumerate(clocks)}
+    assert clocks[0].all_steps() == {f"worker {i}": clock.steps for i, clock in enumerate(clocks)}
 
 
 def test_a_step_that_sent_something_to_combine_ends_when_all_have_ended_it() -> None:
