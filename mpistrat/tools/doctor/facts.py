@@ -52,6 +52,11 @@ class Launch:
         return self.rank in (0, None)
 
     @property
+    def of_several(self) -> bool:
+        """Whether a launcher started this process, beside others for all that it says."""
+        return bool(self.variables) and self.size != 1
+
+    @property
     def by_srun(self) -> bool:
         return "srun" in self.launcher and "SLURM_STEP_ID" in self.slurm
 
@@ -173,6 +178,11 @@ class RankFacts:
     memory: MemoryLimits = MemoryLimits()
     driver: Driver = Driver()
     gpus: Gpus | None = None  # of the first rank of a node
+
+    @property
+    def loaded(self) -> Library:
+        """The library; one without a path where none was loaded."""
+        return self.library or Library()
 
 
 @dataclass(frozen=True)

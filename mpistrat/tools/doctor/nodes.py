@@ -228,8 +228,8 @@ def _slurm_summary(job: Job) -> Finding:
     launch = job.first.launch
     parts = [f"job {launch.slurm.get('SLURM_JOB_ID', '?')}"]
     if launch.by_srun:  # else the step is that of mpirun's daemons
-        values = {what: launch.slurm.get(name) for what, name in _STEP.items()}
-        parts += [f"{what} {value}" for what, value in values.items() if value]
+        slurm = launch.slurm
+        parts += [f"{what} {slurm[name]}" for what, name in _STEP.items() if slurm.get(name)]
     if launch.srun_types:
         parts.append(f"srun --mpi=list: {' '.join(launch.srun_types)}")
     return ok(f"Slurm: {', '.join(parts)}.")
