@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpistrat.cluster_resolver import launcher
 from mpistrat.cluster_resolver.slurm.job import slurm_variables
 from mpistrat.errors import TopologyError
@@ -22,7 +20,7 @@ from mpistrat.tools.doctor.children import ChildOutput, ask
 from mpistrat.tools.doctor.facts import Clock, Job, Launch
 from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.tools.doctor.wording import count
-from mpistrat.trace.clocks import ROUNDS, compare
+from mpistrat.trace.clocks import answer, compare_with
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -92,22 +90,12 @@ def compare_clocks(leaders: MPI.Intracomm) -> list[Clock]:
 
     Called by: the first rank of each node. Returns: on the first of them; an empty list on the others.
     """
-    now = np.zeros(1, np.int64)
     if leaders.rank:
-        for _ in range(ROUNDS):
-            leaders.Recv(now, 0)
-            now[0] = time.time_ns()
-            leaders.Send(now, 0)
+        answer(leaders, 0, time.time_ns)
         return []
-
-    def ask_node(node: int) -> int:
-        leaders.Send(now, node)
-        leaders.Recv(now, node)
-        return int(now[0])
-
     clocks = []
     for node in range(1, leaders.size):
-        found = compare(functools.partial(ask_node, node), time.time_ns)
+        found = compare_with(leaders, node, time.time_ns)
         clocks.append(Clock(node, found.ahead / 1e9, found.error / 1e9))
     return clocks
 
