@@ -242,8 +242,10 @@ def from_json(kind: Any, value: Any) -> Any:
     """The inverse of `as_json`: `value`, as JSON has it, as a `kind`."""
     kinds = (kind, *typing.get_args(kind))  # of "a dataclass or None", and of a list of dataclasses
     found: Any = next(filter(dataclasses.is_dataclass, kinds), None)
-    if found is not None and isinstance(value, list):
+    if found is None:
+        return value
+    if isinstance(value, list):
         return [from_json(found, part) for part in value]
-    if found is not None and isinstance(value, dict):
+    if isinstance(value, dict):
         return found(**{name: from_json(_hints(found)[name], part) for name, part in value.items()})
     return value

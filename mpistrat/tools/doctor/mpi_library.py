@@ -165,9 +165,9 @@ def _fixes_of_mismatch(launch: Launch, library: Library) -> Iterator[str]:
     command, other = launcher_of(library.path), library_of(launch.mpirun)
     if launch.by_srun:
         yield _fix_srun(launch, library_family(library.version))
-    if command and launch.by_srun:
-        yield f"start with {command} inside sbatch or salloc"
-    elif command and os.path.realpath(command) != os.path.realpath(launch.mpirun or "/"):
+        if command:
+            yield f"start with {command} inside sbatch or salloc"
+    elif command and os.path.realpath(command) != os.path.realpath(launch.mpirun):
         yield f"start with the library's own launcher, {command}"
     if other and os.path.realpath(other) != os.path.realpath(library.path):
         if rule_of(library) in (search.ENVIRONMENT, search.USER):

@@ -104,9 +104,7 @@ def check(job: Job) -> Iterator[Finding]:
     yield from _clocks(job)
     if job.first.launch.slurm:
         found = [*_inherited(job), *_not_a_step(job), *_placement(job)]
-        yield from found
-        if not found:
-            yield _slurm_summary(job)
+        yield from found or [_slurm_summary(job)]
 
 
 def _clocks(job: Job) -> Iterator[Finding]:
