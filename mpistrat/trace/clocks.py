@@ -48,7 +48,7 @@ def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
 
 
 def compare_with(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> Comparison:
-    """Compare by messages with the clock of `rank` of `comm`, which calls `answer` meanwhile."""
+    """Compare by messages with the clock of `rank` of `comm`. Meanwhile that rank calls `answer`."""
     time = np.zeros(1, np.int64)
 
     def ask() -> int:

@@ -269,9 +269,9 @@ def library_of(mpirun: str) -> str:
 
 
 def _beside(file: str, patterns: Iterable[str], access: int) -> str:
-    """The first file that such a pattern finds in the installation of `file`, which lies in its bin or lib.
+    """The first file that one of `patterns` finds in the installation of `file`, a file of its bin or lib.
 
-    "" where there is none, and in the system's folders, which may hold several MPIs.
+    "" where there is none. The system's folders may hold several MPIs, and are not searched.
     """
     prefix = os.path.dirname(os.path.dirname(os.path.realpath(file)))
     if not file or prefix in ("/", "/usr"):
