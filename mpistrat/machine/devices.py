@@ -53,8 +53,10 @@ def task_of(device: str) -> tuple[str, int] | None:
     return None if match is None or match["task"] is None else (match["job"], int(match["task"]))
 
 
-def check_devices(devices: Sequence[str]) -> tuple[str, ...]:
-    """Distinct devices of this rank, in our spelling."""
+def check_devices(devices: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Distinct devices of this rank, in our spelling; None where none are named."""
+    if not devices:
+        return None
     if not isinstance(devices, (list, tuple)):
         raise ValueError(
             f"devices must be a list of device names, such as ['cpu:0', 'cpu:1'], got {devices!r:.60}"

@@ -80,7 +80,7 @@ def all_reduce(
 ) -> list[Any]:
     """`ReplicaContext.all_reduce` of tensors, at least one of which requires a gradient."""
     tensors = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
-    constant = [i for i in range(len(leaves)) if i not in tensors]
+    constant = sorted({*range(len(leaves))}.difference(tensors))
     operands = [leaves[i] for i in tensors]
     reduced = [*_DifferentiableAllReduce.apply(context, op, options, label, *operands)]
     if constant:

@@ -9,6 +9,9 @@ from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import DistributedValues, Mirrored
 from mpistrat.variables.variable import SyncOnReadVariable, Variable
 
+# The value that changes no result, of the reductions that a copy for each replica would change
+_NEUTRAL = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1}
+
 
 def is_copy_per_replica(value: DistributedValues) -> bool:
     """Whether the components are equal."""
@@ -24,15 +27,14 @@ def first_component(value: Any) -> Any:
 
 def reduce_equal(op: ReduceOp, value: Any) -> Any:
     """The reduction over several replicas of a mirrored value, or of a plain value of their only rank."""
-    if op is not ReduceOp.SUM and op is not ReduceOp.PRODUCT:
+    if op not in _NEUTRAL:
         return value
     if isinstance(value, DistributedValues):
         raise AssertionError(
             f"{op.name} of a mirrored value would count it once per replica; got {value!r:.80}"
         )
-    neutral = 0 if op is ReduceOp.SUM else 1
     number = arrays.is_number(value)
-    if (number or arrays.is_array(value)) and not (arrays.as_array(value) != neutral).any():
+    if (number or arrays.is_array(value)) and not (arrays.as_array(value) != _NEUTRAL[op]).any():
         return value  # the same, however often it counts
     raise ValueError(
         f"{op.name} needs a value per replica, as run returns it: a plain value might be meant to count "

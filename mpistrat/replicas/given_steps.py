@@ -122,8 +122,8 @@ class GivenSteps:
         for left in {*self.iterations}.difference(iterations):
             self._left_uneven |= self._is_uneven(left.sizes)
         self.iterations = iterations
-        last = max(iterations, key=operator.attrgetter("order"), default=None)
-        self._last = last = last if last is not None and last.order else None
+        order = operator.attrgetter("order")
+        self._last = last = max(filter(order, iterations), key=order, default=None)
         self.examples = iterations[-1].examples if iterations else None
         self.examples_with_gradients = self.examples if last is None else last.training
 

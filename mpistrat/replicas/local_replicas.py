@@ -121,7 +121,7 @@ class _Run:
         self._threads = threads
         self._body = body
         self._results: list[Any] = [None] * replicas.count
-        self._operands: list[tuple[Any, ...] | None] = [None] * replicas.count
+        self._operands: list[Any] = [None] * replicas.count
         self._merged: Any = None
         self._error: BaseException | None = None
         self._active = 0  # the replica whose state is out
@@ -161,9 +161,8 @@ class _Run:
             return self._merged
         self._let_others_run(to_meeting=True)
         self._switch_to(0)
-        all_operands = [operand for operand in self._operands if operand is not None]
-        self._operands = [None] * self._replicas.count
-        self._merged = merge(all_operands)
+        operands_of_all, self._operands = self._operands, [None] * self._replicas.count
+        self._merged = merge(operands_of_all)
         return self._merged
 
     def _let_others_run(self, to_meeting: bool) -> None:
@@ -200,12 +199,10 @@ class _Run:
         def work() -> None:
             self._replicas.current.run = self
             try:
-                with contextlib.ExitStack() as stack:
+                with contextlib.suppress(_Stopped), contextlib.ExitStack() as stack:
                     for enter in entered:
                         stack.enter_context(enter())
                     self._results[index] = context.run(self._body, index)
-            except _Stopped:
-                pass
             except BaseException as error:
                 self._error = self._error or error
             finally:

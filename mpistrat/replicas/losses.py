@@ -80,17 +80,16 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
     steps = get_strategy().extended.given_steps
     has_gradients = getattr(loss, "requires_grad", False)
     examples = steps.examples_with_gradients if has_gradients else steps.examples
-    examples = examples if replicas > 1 else None
-    if examples is not None and arrays.is_torch(loss):
-        import torch
+    if examples is not None and replicas > 1:
+        if arrays.is_torch(loss):
+            import torch
 
-        if torch.compiler.is_compiling():
-            known = torch.as_tensor(examples, device="cpu")
-            return torch.where(
-                (known[:-1] == num_examples).any(), known[-1], num_examples * replicas
-            )
-    if examples is not None and num_examples in examples[:-1]:
-        return int(examples[-1])
+            if torch.compiler.is_compiling():
+                known = torch.as_tensor(examples, device="cpu")
+                is_part = (known[:-1] == num_examples).any()
+                return torch.where(is_part, known[-1], num_examples * replicas)
+        if num_examples in examples[:-1]:
+            return int(examples[-1])
     if num_examples == 0:
         raise ValueError(
             "this replica's batch is empty, and does not say how large the global batch is: pass global_batch_size"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import DistributedValues, select_replica
+
+_THE_ONE = operator.itemgetter(0)
 
 
 class ReplicaContext:
@@ -120,7 +123,7 @@ class ReplicaContext:
             extended.communicator.raise_together(error)
         plain = value.__class__ is np.ndarray  # no structure, and nothing that autograd knows
         whole = plain or arrays.is_array(value)
-        leaves, label, pack = ([value], "", None) if whole else nest.take_apart(value)
+        leaves, label, pack = ([value], "", _THE_ONE) if whole else nest.take_apart(value)
         if not leaves:
             return value
         if not plain and _needs_gradient(leaves):
@@ -136,7 +139,7 @@ class ReplicaContext:
             reduced = differentiable.all_reduce(self, op, leaves, options, label)
         else:
             reduced = extended.replicas.all_reduce(self, op, leaves, options, label)
-        return reduced[0] if pack is None else pack(reduced)
+        return pack(reduced)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate `value` of all replicas along `axis`, in replica order.
@@ -155,7 +158,7 @@ class ReplicaContext:
         require_replica(self, "all_gather")
         extended = self._strategy.extended
         whole = arrays.is_array(value)
-        flat, label, pack = ([value], "", None) if whole else nest.take_apart(value)
+        flat, label, pack = ([value], "", _THE_ONE) if whole else nest.take_apart(value)
         if any(isinstance(leaf, IndexedSlices) for leaf in flat):
             extended.communicator.raise_together(
                 NotImplementedError("all_gather does not support IndexedSlices; use all_reduce")
@@ -169,7 +172,7 @@ class ReplicaContext:
                 gathered.append(call(self, axis, options, leaf))
             else:
                 gathered.append(extended.replicas.all_gather(self, leaf, axis, options, label))
-        return gathered[0] if pack is None else pack(gathered)
+        return pack(gathered)
 
     def __repr__(self) -> str:
         return (

@@ -40,8 +40,9 @@ def bind(
     seen = seen_accelerators()
     # Ranks that have been given devices leave the others all accelerators.
     ranks, of_ranks = _of_node(communicator, topology, seen if devices is None else ())
-    used: tuple[object, ...] | None = None if devices is not None else ()
+    used: tuple[object, ...] | None = None
     if devices is None:
+        used = ()
         shares = share_out(of_ranks)
         share = shares[ranks.index(communicator.rank)]
         devices = ("cpu:0",) if share is None else (f"{accelerator()}:{share}",)

@@ -56,7 +56,7 @@ class CentralStorageStrategy(Strategy):
             raise ValueError(
                 "CentralStorageStrategy is for one node, where nothing is sent: leave out wire_dtype and wire_format"
             )
-        checked = check_devices(compute_devices) if compute_devices else None
+        checked = check_devices(compute_devices)
         parameter_device = None if parameter_device is None else check_device(parameter_device)
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()

@@ -81,7 +81,7 @@ class MirroredStrategy(Strategy):
         if cross_device_ops is not None:
             between_ranks = CommunicationOptions(implementation=cross_device_ops.between_ranks)
             asked = dataclasses.replace(asked, options=between_ranks.merge(communication_options))
-        checked = check_devices(devices) if devices else None
+        checked = check_devices(devices)
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
         communicator = strategy_parts.communicator_of(resolver, check, type(self).__name__)

@@ -74,11 +74,11 @@ class MultiWorkerMirroredStrategy(Strategy):
             deterministic,
             shared_parameters,
         )
-        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+        if not isinstance(cluster_resolver, ClusterResolver | None):
             raise ValueError(
                 f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r:.60}"
             )
-        checked = check_devices(devices) if devices else None
+        checked = check_devices(devices)
         over_mpi = cluster_resolver
         if not isinstance(over_mpi, MPIClusterResolver):
             over_mpi = MPIClusterResolver(comm)

@@ -44,7 +44,7 @@ class CopyPerReplica(VariableStore):
         super().__init__(devices)
         self.communicator = ops.communicator
         self._strategy = strategy
-        self._num_copies = num_copies or len(devices)
+        self._num_copies = num_copies
         self.mirrored = weakref.WeakValueDictionary()
         self._made = 0
 

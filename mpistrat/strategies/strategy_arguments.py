@@ -35,7 +35,7 @@ class StrategyArguments:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
         if not _is_one_of(CHECKS, self.check):
             raise ValueError(f"check must be one of {CHECKS}, got {self.check!r:.60}")
-        if options is not None and not isinstance(options, CommunicationOptions):
+        if not isinstance(options, CommunicationOptions | None):
             raise ValueError(
                 f"communication_options must be CommunicationOptions, got {options!r:.60}"
             )
@@ -44,7 +44,7 @@ class StrategyArguments:
                 "gradients must be 'sum' (scale the loss with compute_average_loss) or 'mean' (as DDP), or "
                 f"None; got {gradients!r:.60}"
             )
-        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+        if not isinstance(cross_device_ops, CrossDeviceOps | None):
             raise ValueError(
                 f"cross_device_ops must be a CrossDeviceOps, got {cross_device_ops!r:.60}"
             )

@@ -6,8 +6,15 @@ runs faster or slower by what crystals differ, some 10 us in a second.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 ROUNDS = 20
 
@@ -37,7 +44,28 @@ def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
         received = now()
         middle = sent + (received - sent) // 2
         comparisons.append(Comparison(middle, reading - middle, (received - sent + 1) // 2))
-    return min(comparisons, key=lambda comparison: comparison.error)
+    return min(comparisons, key=operator.attrgetter("error"))
+
+
+def compare_with(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> Comparison:
+    """Compare by messages with the clock of `rank` of `comm`. Meanwhile that rank calls `answer`."""
+    time = np.zeros(1, np.int64)
+
+    def ask() -> int:
+        comm.Send(time, rank)
+        comm.Recv(time, rank)
+        return int(time[0])
+
+    return compare(ask, now)
+
+
+def answer(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> None:
+    """Tell `rank` of `comm` the time as often as its `compare_with` asks for it."""
+    time = np.zeros(1, np.int64)
+    for _ in range(ROUNDS):
+        comm.Recv(time, rank)
+        time[0] = now()
+        comm.Send(time, rank)
 
 
 class Alignment:
@@ -47,7 +75,7 @@ class Alignment:
     """
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:
-        ordered = sorted(comparisons, key=lambda comparison: comparison.at)
+        ordered = sorted(comparisons, key=operator.attrgetter("at"))
         self._first, self._last = ordered[0], ordered[-1]
         self.error = max(self._first.error, self._last.error)
 

@@ -47,17 +47,14 @@ class Merged:
         lines = [
             f"{self.events} events of {len(self.ranks)} ranks are in {self.path}; open it at https://ui.perfetto.dev"
         ]
-        if self.missing:
-            lines.append(f"  no part is there of {_ranks(self.missing)}")
-        if self.unfinished:
-            lines.append(
-                f"  the part has no end of {_ranks(self.unfinished)}: killed, still running, or it could not be written"
-            )
-        if self.unaligned:
-            lines.append(
-                f"  the clock was not compared with rank {self.ranks[0]}'s, so the times do not match, of "
-                f"{_ranks(self.unaligned)}"
-            )
+        lacks = {
+            "no part is there of {ranks}": self.missing,
+            "the part has no end of {ranks}: killed, still running, or it could not be written": self.unfinished,
+            "the clock was not compared with rank {first}'s, so the times do not match, of {ranks}": self.unaligned,
+        }
+        for text, ranks in lacks.items():
+            if ranks:
+                lines.append("  " + text.format(ranks=_ranks(ranks), first=self.ranks[0]))
         return "\n".join(lines)
 
 
@@ -80,7 +77,7 @@ def merge(folder: str) -> Merged:
         path,
         tuple(sorted(present)),
         events,
-        tuple(rank for rank in range(parts[0].size) if rank not in present),
+        tuple(sorted({*range(parts[0].size)} - present)),
         tuple(part.rank for part in parts if not part.has_end),
         tuple(part.rank for part in parts if part.clock not in aligned),
     )

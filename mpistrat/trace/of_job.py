@@ -5,12 +5,12 @@ mpi4py is imported at the top of this file, and this file only where MPISTRAT_TR
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
 import socket
 
-import numpy as np
 from mpi4py import MPI
 
 from mpistrat.errors import TopologyError
@@ -63,21 +63,11 @@ def compare_clocks(comm: MPI.Intracomm, timeline: Timeline) -> None:
     """Rank 0's with one rank's of each other clock. Collective; takes as long as 20 short messages to each."""
     names = comm.allgather(timeline.clock)
     others = [names.index(name) for name in dict.fromkeys(names)][1:]
-    time = np.zeros(1, np.int64)
     if comm.rank == 0:
         for rank in others:
-            for _ in range(clocks.ROUNDS):
-                comm.Recv(time, rank)
-                time[0] = timeline.now()
-                comm.Send(time, rank)
+            clocks.answer(comm, rank, timeline.now)
     elif comm.rank in others:
-
-        def ask() -> int:
-            comm.Send(time, 0)
-            comm.Recv(time, 0)
-            return int(time[0])
-
-        found = clocks.compare(ask, timeline.now)
+        found = clocks.compare_with(comm, 0, timeline.now)
         timeline.add_comparison(names[0], found.at, found.ahead, found.error)
 
 
@@ -107,15 +97,9 @@ def _send_part(comm: MPI.Intracomm, timeline: Timeline) -> None:
 
 def _receive_part(comm: MPI.Intracomm, rank: int, path: str) -> None:
     """It gets its name once all of it is here: should the folder be shared, the sender has removed its own by then."""
-    with contextlib.ExitStack() as stack:
-        file = None
-        with contextlib.suppress(OSError):
-            file = stack.enter_context(create(f"{path}.received", binary=True))
-        while data := comm.recv(source=rank):
-            try:
-                if file is not None:
-                    file.write(data)
-            except OSError:
-                file = None
+    messages = iter(lambda: comm.recv(source=rank), b"")
+    with contextlib.suppress(OSError), create(f"{path}.received", binary=True) as file:
+        file.writelines(messages)
+    collections.deque(messages, 0)  # the rank sends on, though they could not be written
     with contextlib.suppress(OSError):
         os.replace(f"{path}.received", path)

@@ -25,12 +25,12 @@ from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.costs.model import Cost, fitted, fitted_in_two, link, over_nodes
 from mpistrat.options import CommunicationImplementation
+from mpistrat.tools.bench import sweep
 from mpistrat.tools.bench.errors import UsageError
 from mpistrat.tools.bench.operations import AllReduce
 from mpistrat.tools.bench.report import aligned, oversubscription
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.surroundings import surroundings
-from mpistrat.tools.bench.sweep import measure
 from mpistrat.topology import Topology
 
 # Sizes to fit: nothing below the smallest goes by node, and buffers beyond the largest take too much memory.
@@ -115,8 +115,9 @@ class CostModel:
         if self.latency is not None and self.byte is not None:
             error = self.network_error
             origin = "as given" if error is None else f"fitted within {100 * error:.0f} %"
-            gbit = 8e-9 / self.byte if self.byte else 0.0
-            speed = f"{gbit:.3g} Gbit/s per node" if gbit else "no matter how many bytes"
+            speed = "no matter how many bytes"
+            if self.byte:
+                speed = f"{8e-9 / self.byte:.3g} Gbit/s per node"
             lines.append(
                 f"between(S, N) = 2 ceil(log2 N) {self.latency * 1e6:.3g} us + 2 (N - 1) / N {self.byte * 1e9:.3g} ns "
                 f"S ({speed}), {origin}"
@@ -196,9 +197,8 @@ def _model(
     node = communicator.split(topology.node if takes_part else nodes + topology.node)
     # MPI's own algorithm, because its cost on more nodes is known
     across = communicator.split(place).by(CommunicationImplementation.MPI)
-    sizes = [SMALLEST]
-    while sizes[-1] < min(LARGEST, max(*wanted, SMALLEST * _FACTOR**5)):
-        sizes.append(sizes[-1] * _FACTOR)
+    largest = min(LARGEST, max(*wanted, SMALLEST * _FACTOR**5))
+    sizes = list(sweep.sizes(SMALLEST, largest * _FACTOR - 1, _FACTOR))  # the last is not below it
 
     def slowest(part: Communicator, slices: int, label: str) -> list[float]:
         """Seconds of all-reduces of one of `slices` of each size."""
@@ -219,7 +219,9 @@ def _model(
 
 
 def _p50(communicator: Communicator, nbytes: int) -> float:
-    return measure(AllReduce, communicator, nbytes, _FLOAT32, in_window=True, calls=_CALLS).p50
+    return sweep.measure(
+        AllReduce, communicator, nbytes, _FLOAT32, in_window=True, calls=_CALLS
+    ).p50
 
 
 def table(model: CostModel, rows: Sequence[Prediction], where: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,8 +78,9 @@ def table_report(
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Lines with a column for every key of any row, except samples."""
-    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != SAMPLES]
-    cells = [columns] + [[_cell(row.get(column, "-")) for column in columns] for row in rows]
+    columns = dict.fromkeys(itertools.chain.from_iterable(rows))
+    columns.pop(SAMPLES, None)
+    cells = [list(columns)] + [[_cell(row.get(column, "-")) for column in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [aligned(line, widths, "  ") for line in cells]
 

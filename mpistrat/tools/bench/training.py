@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -75,7 +74,7 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
         "slowest_rank": int(compute.argmax()),
         "slowest_ratio": float(compute.max() / np.median(compute)),
         "ranks_that_differ": ranks_that_differ(communicator, module),
-        "losses_finite": all(communicator.all_gather_object(all(map(math.isfinite, losses)))),
+        "losses_finite": all(communicator.all_gather_object(np.isfinite(losses).all())),
         "samples": {f"{part}_ms": of_ranks[:, i].round(4).tolist() for i, part in enumerate(times)},
     }
     return row, where

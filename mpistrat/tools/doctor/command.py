@@ -51,7 +51,7 @@ def run(in_json: bool) -> int:
     text = to_json(findings, job) if in_json else as_text(findings, len(job.nodes()))
     sys.stdout.write(text + "\n")  # in one piece: launchers mix lines
     sys.stdout.flush()
-    return int(any(finding.level == PROBLEM for finding in findings))
+    return int(PROBLEM in {finding.level for finding in findings})
 
 
 def look() -> RankFacts:

@@ -41,12 +41,11 @@ def _cores_of_launcher() -> int:
 
 
 def check(job: Job) -> Iterator[Finding]:
-    launch = job.first.launch
-    if job.failure is not None and launch.variables and launch.size != 1:
+    if job.failure is not None and job.first.launch.of_several:
         return  # how many ranks share this node is not known
     for name, ranks in job.nodes().items():
         found = [*_sharing(ranks), *_quota(ranks), *_threads(ranks), *_slurm(ranks)]
-        if not any(finding.level == PROBLEM for finding in found):
+        if PROBLEM not in {finding.level for finding in found}:
             found.append(_fine(ranks))
         if farthest := max(rank.cores.distance for rank in ranks):
             time = f"Two ranks hand each other 128 KB in {farthest * 1e6:.0f} us"

@@ -52,6 +52,11 @@ class Launch:
         return self.rank in (0, None)
 
     @property
+    def of_several(self) -> bool:
+        """Whether a launcher started this process, beside others for all that it says."""
+        return bool(self.variables) and self.size != 1
+
+    @property
     def by_srun(self) -> bool:
         return "srun" in self.launcher and "SLURM_STEP_ID" in self.slurm
 
@@ -174,6 +179,11 @@ class RankFacts:
     driver: Driver = Driver()
     gpus: Gpus | None = None  # of the first rank of a node
 
+    @property
+    def loaded(self) -> Library:
+        """The library; one without a path where none was loaded."""
+        return self.library or Library()
+
 
 @dataclass(frozen=True)
 class JobFailure:
@@ -232,8 +242,10 @@ def from_json(kind: Any, value: Any) -> Any:
     """The inverse of `as_json`: `value`, as JSON has it, as a `kind`."""
     kinds = (kind, *typing.get_args(kind))  # of "a dataclass or None", and of a list of dataclasses
     found: Any = next(filter(dataclasses.is_dataclass, kinds), None)
-    if found is not None and isinstance(value, list):
+    if found is None:
+        return value
+    if isinstance(value, list):
         return [from_json(found, part) for part in value]
-    if found is not None and isinstance(value, dict):
+    if isinstance(value, dict):
         return found(**{name: from_json(_hints(found)[name], part) for name, part in value.items()})
     return value

@@ -103,8 +103,8 @@ def _have(ranks: list[RankFacts], gpus: Gpus) -> bool:
 def _gpus_of_node(ranks: list[RankFacts], gpus: Gpus, some_have: bool) -> Iterator[Finding]:
     """Args: some_have: whether a node of the job has GPUs that a program can use."""
     named = f"CUDA_VISIBLE_DEVICES or nvidia-smi names {count(len(gpus.named), 'GPU')}"
-    drivers = [rank.driver for rank in ranks if rank.driver.installed]
-    errors = dict.fromkeys(driver.error for driver in drivers if driver.error)
+    drivers = (rank.driver for rank in ranks)
+    errors = dict.fromkeys(d.error for d in drivers if d.installed and d.error)
     if _have(ranks, gpus):
         yield from _usable(ranks, gpus)
     elif errors:
@@ -149,14 +149,16 @@ def _usable(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
 
 def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
     """Whether torch, if it is there, can use the node's `number` GPUs."""
+    if not gpus.torch:
+        return
     there = f"there {'is' if number == 1 else 'are'} {count(number, 'GPU')}"
     build = gpus.torch_other or f"CUDA {gpus.torch_cuda}" * bool(gpus.torch_cuda)
-    if gpus.torch and not build:
+    if not build:
         yield problem(
             f"torch {gpus.torch} is a build for CPUs, and {there}.",
             "pip install torch, of a CUDA build (docs/getting_started.md: which torch comes from where)",
         )
-    elif gpus.torch and not gpus.torch_gpus:
+    elif not gpus.torch_gpus:
         yield problem(
             f"torch {gpus.torch} ({build}) sees no GPU, and {there}: it is newer than the driver.",
             "compare with the CUDA version that nvidia-smi shows; update the driver or take an older build of torch",
@@ -165,7 +167,7 @@ def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
 
 def _shared_gpus(ranks: list[RankFacts], number: int) -> Iterator[Finding]:
     """More ranks than GPUs. --gpus-per-task, and scripts between launcher and program, give each rank others."""
-    gpus = max(number, len({name for rank in ranks for name in rank.driver.gpus}))
+    gpus = max(number, len(set().union(*(rank.driver.gpus for rank in ranks))))
     sharing = [rank for rank in ranks if rank.driver.gpus] or ranks
     if len(sharing) > gpus:
         yield warning(
@@ -193,11 +195,12 @@ def _mpi(refusal: str) -> Finding:
 
 def _without(ranks: list[RankFacts]) -> Iterator[Finding]:
     """Ranks that the driver shows no GPU, while it shows some to others of the node."""
-    without = grouped((rank.driver.error, rank.rank) for rank in ranks if not rank.driver.gpus)
-    if without and any(rank.driver.gpus for rank in ranks):
+    without = [rank for rank in ranks if not rank.driver.gpus]
+    if 0 < len(without) < len(ranks):
+        numbers_by_error = grouped((rank.driver.error, rank.rank) for rank in without)
         listed = [
             ranks_in_words(numbers) + (f" ({error})" if error else "")
-            for error, numbers in without.items()
+            for error, numbers in numbers_by_error.items()
         ]
         yield problem(
             f"CUDA's driver shows GPUs to some ranks of the node, and none to {'; '.join(listed)}.",
@@ -233,8 +236,8 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
 
 def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Iterator[Finding]:
     """Whether the NCCL that a process loads is the one that torch needs. Args: visible: as of `Gpus`."""
-    wheels = [wheel for origin, wheel in visible if origin == WHEEL]
-    others = sorted(other for origin, other in visible if origin != WHEEL)
+    paths = grouped((origin, path) for origin, path in visible)
+    wheels, others = paths.get(WHEEL, []), sorted(paths.get(LIBRARY_PATH, []))
     if wheels and path not in wheels:
         yield warning(
             f"NCCL {version} is {path}, and not {WHEEL} ({wheels[0]}).",

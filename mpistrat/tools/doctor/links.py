@@ -44,13 +44,14 @@ def partner(node: int, turn: int, nodes: int) -> int | None:
 
 
 def rounds(nodes: int) -> int:
-    return nodes - 1 if nodes % 2 == 0 else nodes
+    return nodes - 1 + nodes % 2
 
 
 def turns(nodes: int, seconds: float = SECONDS) -> list[int]:
     """The rounds that are played: all if there is time, else an even choice."""
-    every, most = rounds(nodes), int(seconds / SHORTEST_ROUND)
-    return list(range(every)) if every <= most else [turn * every // most for turn in range(most)]
+    every = rounds(nodes)
+    played = min(every, int(seconds / SHORTEST_ROUND))
+    return [turn * every // played for turn in range(played)]
 
 
 def measure(
@@ -199,10 +200,9 @@ def _slow_link(a: str, b: str, rate: float, median: float) -> Finding:
 
 def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:
     """MPI moves bytes much more slowly than a network device could: it uses another one."""
-    could = [max((bytes_of_link(text), text) for text in node) for node in speeds if node]
-    if len(could) < len(speeds) or not could:
+    if not min(map(len, speeds), default=0):
         return
-    speed, text = min(could)
+    speed, text = min(max((bytes_of_link(text), text) for text in node) for node in speeds)
     if best < UNUSED * speed:
         yield warning(
             f"No two nodes exchange more than {_speed(best)}, and each has a link of {text} ({_speed(speed)}): does "

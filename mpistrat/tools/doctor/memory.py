@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import math
 import os
@@ -32,10 +33,9 @@ FILES_OF_A_PROGRAM = 256  # modules, data, workers
 def look() -> MemoryLimits:
     group = allowed()
     files, files_most = _limits_of(resource.RLIMIT_NOFILE)
-    try:
+    megabytes = math.inf
+    with contextlib.suppress(TopologyError):  # the strategy says so later
         megabytes = shared_bytes() / 1e6
-    except TopologyError:
-        megabytes = math.inf  # the strategy says so later
     return MemoryLimits(
         shared=_room(lambda: SHARED),
         temporary=_room(tempfile.gettempdir),

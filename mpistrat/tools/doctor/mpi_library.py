@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import glob
-import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mpistrat.cluster_resolver.launcher import MPICH, OPEN_MPI, library_family, library_name
 from mpistrat.machine import library_search as search
@@ -46,6 +45,12 @@ _OTHER_NETWORK = (
     "--mca pml ob1 --mca btl tcp,sm,self (Open MPI)"
 )
 
+# In an installation of MPI, the usual ones first
+_LIBRARIES = (
+    *("lib/libmpi.so.40", "lib/libmpi.so.12", "lib64/libmpi.so.40", "lib64/libmpi.so.12"),
+    "lib*/libmpi.so.*",
+)
+
 # What a process dies of that finds no room, by what its end or its last words say.
 _OUT_OF = {
     "SIGBUS": "make room in /dev/shm, where MPI and mpistrat share memory; 'memory' says here how much it has",
@@ -54,14 +59,14 @@ _OUT_OF = {
 
 
 def check(job: Job) -> Iterator[Finding]:
-    launch, library = job.first.launch, job.first.library
+    launch, library = job.first.launch, job.first.loaded
     if job.failure is not None:
         yield _failure(job.first, job.failure)
-    elif library is not None:
+    else:
         yield _started(job, library)
         yield from _one_library(job)
         yield from _threads(job)
-    if library is not None and library.path:
+    if library.path:
         yield _choice(library)
         if job.failure is not None:
             return  # it has a fix of its own
@@ -90,9 +95,8 @@ def _started(job: Job, library: Library) -> Finding:
 
 def _one_library(job: Job) -> Iterator[Finding]:
     with_library = grouped(
-        (f"{library_name(rank.library.version)} ({rank.library.path})", rank.rank)
+        (f"{library_name(rank.loaded.version)} ({rank.loaded.path})", rank.rank)
         for rank in job.ranks
-        if rank.library
     )
     if len(with_library) > 1:
         listed = [f"{ranks_in_words(ranks)}: {name}" for name, ranks in with_library.items()]
@@ -104,7 +108,7 @@ def _one_library(job: Job) -> Iterator[Finding]:
 
 
 def _threads(job: Job) -> Iterator[Finding]:
-    levels = {rank.library.thread_level for rank in job.ranks if rank.library is not None}
+    levels = {rank.loaded.thread_level for rank in job.ranks}
     if levels != {"multiple"}:
         yield warning(
             f"MPI gives {' and '.join(sorted(levels))} as its thread level: gradients cannot leave while backward() "
@@ -114,7 +118,7 @@ def _threads(job: Job) -> Iterator[Finding]:
 
 
 def _failure(first: RankFacts, failure: JobFailure) -> Finding:
-    launch, library = first.launch, first.library
+    launch, library = first.launch, first.loaded
     if failure.kind == "library":
         return _no_library(first, failure)
     if failure.kind == "topology":
@@ -125,11 +129,11 @@ def _failure(first: RankFacts, failure: JobFailure) -> Finding:
     return problem(text, next(causes, "") or _fix_end(launch, library, failure))
 
 
-def _fix_end(launch: Launch, library: Library | None, failure: JobFailure) -> str:
+def _fix_end(launch: Launch, library: Library, failure: JobFailure) -> str:
     """What to try where the process of a rank ended within MPI, or was late."""
     if failure.kind == "late":
-        return _LATE if launch.variables and launch.size != 1 else _LATE_ALONE
-    family = library_family(library.version) if library else None
+        return _LATE if launch.of_several else _LATE_ALONE
+    family = library_family(library.version) if library.version else None  # of none, no launcher
     same = not launch.variables or command_family(launch.launcher) == family
     return _OTHER_NETWORK if same and not launch.by_srun else _fix_mismatch(launch, library)
 
@@ -139,17 +143,17 @@ def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
     text, fix = f"Python finds no MPI library ({failure.text})", _INSTALL
     if not first.software.mpi4py or "No module named 'mpi4py'" in failure.text:
         text, fix = "mpi4py is not installed: ranks cannot talk to each other", "pip install mpi4py"
-    if launch.variables and launch.size != 1:
+    if launch.of_several:
         started = "several ranks" if launch.size is None else count(launch.size, "rank")
         text += f", so of the {started} that {launch.launcher} started ({launch.variables}) each would be alone"
     return problem(f"{text}.", fix)
 
 
-def _fix_mismatch(launch: Launch, library: Library | None) -> str:
+def _fix_mismatch(launch: Launch, library: Library) -> str:
     """How to bring launcher and library together, with what is installed."""
     if launch.of_ended_job:
         return "unset the variables of a job that is over (bash: unset ${!SLURM_*}), or begin with a new login shell"
-    if library is None or not library.path:
+    if not library.path:
         return _INSTALL
     return "; or ".join(_fixes_of_mismatch(launch, library)) or (
         "take launcher and library from one MPI: load one module, and set MPI4PY_LIBMPI to that module's libmpi.so.12 "
@@ -161,9 +165,9 @@ def _fixes_of_mismatch(launch: Launch, library: Library) -> Iterator[str]:
     command, other = launcher_of(library.path), library_of(launch.mpirun)
     if launch.by_srun:
         yield _fix_srun(launch, library_family(library.version))
-    if command and launch.by_srun:
-        yield f"start with {command} inside sbatch or salloc"
-    elif command and os.path.realpath(command) != os.path.realpath(launch.mpirun or "/"):
+        if command:
+            yield f"start with {command} inside sbatch or salloc"
+    elif command and os.path.realpath(command) != os.path.realpath(launch.mpirun):
         yield f"start with the library's own launcher, {command}"
     if other and os.path.realpath(other) != os.path.realpath(library.path):
         if rule_of(library) in (search.ENVIRONMENT, search.USER):
@@ -189,7 +193,7 @@ def _fix_srun(launch: Launch, family: str) -> str:
 
 def _choice(library: Library) -> Finding:
     rule = rule_of(library)
-    why = _BUILT if library.built_for_one and not rule else _WHY.get(rule, _ELSEWHERE)
+    why = _WHY.get(rule, _BUILT if library.built_for_one else _ELSEWHERE)
     real = os.path.realpath(library.path)
     others = {
         path: by for by, path in reversed(library.candidates) if os.path.realpath(path) != real
@@ -256,21 +260,24 @@ def command_family(version: str) -> str:
 
 def launcher_of(library: str) -> str:
     """The mpirun beside a library: /opt/mpi/bin/mpirun of /opt/mpi/lib/libmpi.so.40; "" where there is none."""
-    prefix = _prefix(library)
-    commands = [f"{prefix}/bin/{name}" for name in ("mpirun", "mpiexec")] if prefix else []
-    return next((command for command in commands if os.access(command, os.X_OK)), "")
+    return _beside(library, ("bin/mpirun", "bin/mpiexec"), os.X_OK)
 
 
 def library_of(mpirun: str) -> str:
     """The libmpi beside an mpirun; "" where there is none."""
-    prefix = _prefix(mpirun)
-    names = itertools.product(("lib", "lib64"), ("libmpi.so.40", "libmpi.so.12"))
-    usual = [f"{prefix}/{folder}/{name}" for folder, name in names]
-    others = sorted(glob.glob(f"{glob.escape(prefix)}/lib*/libmpi.so.*"))
-    return next((path for path in usual + others if prefix and os.path.exists(path)), "")
+    return _beside(mpirun, _LIBRARIES, os.F_OK)
 
 
-def _prefix(file: str) -> str:
-    """The installation of a file in its bin or lib; "" for the system's, which may hold several MPIs."""
-    prefix = os.path.dirname(os.path.dirname(os.path.realpath(file))) if file else ""
-    return "" if prefix in ("/", "/usr") else prefix
+def _beside(file: str, patterns: Iterable[str], access: int) -> str:
+    """The first file that one of `patterns` finds in the installation of `file`, a file of its bin or lib.
+
+    "" where there is none. The system's folders may hold several MPIs, and are not searched.
+    """
+    prefix = os.path.dirname(os.path.dirname(os.path.realpath(file)))
+    if not file or prefix in ("/", "/usr"):
+        return ""
+    for pattern in patterns:
+        for path in sorted(glob.glob(f"{glob.escape(prefix)}/{pattern}")):
+            if os.access(path, access):
+                return path
+    return ""

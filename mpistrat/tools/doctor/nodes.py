@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpistrat.cluster_resolver import launcher
 from mpistrat.cluster_resolver.slurm.job import slurm_variables
 from mpistrat.errors import TopologyError
@@ -22,7 +20,7 @@ from mpistrat.tools.doctor.children import ChildOutput, ask
 from mpistrat.tools.doctor.facts import Clock, Job, Launch
 from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.tools.doctor.wording import count
-from mpistrat.trace.clocks import ROUNDS, compare
+from mpistrat.trace.clocks import answer, compare_with
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -92,22 +90,12 @@ def compare_clocks(leaders: MPI.Intracomm) -> list[Clock]:
 
     Called by: the first rank of each node. Returns: on the first of them; an empty list on the others.
     """
-    now = np.zeros(1, np.int64)
     if leaders.rank:
-        for _ in range(ROUNDS):
-            leaders.Recv(now, 0)
-            now[0] = time.time_ns()
-            leaders.Send(now, 0)
+        answer(leaders, 0, time.time_ns)
         return []
-
-    def ask_node(node: int) -> int:
-        leaders.Send(now, node)
-        leaders.Recv(now, node)
-        return int(now[0])
-
     clocks = []
     for node in range(1, leaders.size):
-        found = compare(functools.partial(ask_node, node), time.time_ns)
+        found = compare_with(leaders, node, time.time_ns)
         clocks.append(Clock(node, found.ahead / 1e9, found.error / 1e9))
     return clocks
 
@@ -116,9 +104,7 @@ def check(job: Job) -> Iterator[Finding]:
     yield from _clocks(job)
     if job.first.launch.slurm:
         found = [*_inherited(job), *_not_a_step(job), *_placement(job)]
-        yield from found
-        if not found:
-            yield _slurm_summary(job)
+        yield from found or [_slurm_summary(job)]
 
 
 def _clocks(job: Job) -> Iterator[Finding]:
@@ -228,8 +214,8 @@ def _slurm_summary(job: Job) -> Finding:
     launch = job.first.launch
     parts = [f"job {launch.slurm.get('SLURM_JOB_ID', '?')}"]
     if launch.by_srun:  # else the step is that of mpirun's daemons
-        values = {what: launch.slurm.get(name) for what, name in _STEP.items()}
-        parts += [f"{what} {value}" for what, value in values.items() if value]
+        slurm = launch.slurm
+        parts += [f"{what} {slurm[name]}" for what, name in _STEP.items() if slurm.get(name)]
     if launch.srun_types:
         parts.append(f"srun --mpi=list: {' '.join(launch.srun_types)}")
     return ok(f"Slurm: {', '.join(parts)}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import textwrap
 from collections.abc import Sequence
@@ -26,9 +27,9 @@ def as_text(findings: Sequence[Finding], nodes: int) -> str:
         lines += _wrapped(_MARKS[finding.level], f"{_subject(finding, nodes)}: {finding.text}")
         if finding.fix:
             lines += _wrapped("    fix: ", finding.fix)
-    problems, warnings = (sum(f.level == level for f in findings) for level in (PROBLEM, WARNING))
-    if problems or warnings:
-        lines.append(f"{count(problems, 'problem')}, {count(warnings, 'warning')}.")
+    levels = collections.Counter(finding.level for finding in findings)
+    if levels[PROBLEM] or levels[WARNING]:
+        lines.append(f"{count(levels[PROBLEM], 'problem')}, {count(levels[WARNING], 'warning')}.")
     else:
         lines.append("Nothing to fix.")
     return "\n".join(lines)

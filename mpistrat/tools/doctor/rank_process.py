@@ -91,7 +91,7 @@ def _meet(mpi: Any, rank: facts.RankFacts, tell: Callable[..., None]) -> None:
     rank = dataclasses.replace(rank, rank=topology.rank, node=topology.node, gpus=gpus, cores=cores)
     ranks = world.gather(rank)
 
-    leaders = world.Split(0 if first else 1, topology.rank)
+    leaders = world.Split(int(first), topology.rank)
     clocks, measured = list[facts.Clock](), None
     if first and topology.num_nodes > 1:
         clocks, measured = _between_nodes(leaders, topology, tell)

@@ -74,7 +74,7 @@ def _fsdp2(work: Work, backend: str) -> Step:
     module, _ = work.build()
     mesh = DeviceMesh.from_group(group_on(backend), torch.device(work.device).type)
     for child in module.children():
-        if any(True for _ in child.parameters()):
+        if list(child.parameters()):
             fully_shard(child, mesh=mesh)
     fully_shard(module, mesh=mesh)
     return step_of(work, module, torch.optim.SGD(module.parameters(), lr=0.01))
