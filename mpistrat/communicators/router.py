@@ -83,10 +83,8 @@ class Router(Communicator):
         self.rank, self.size = transports.mpi.rank, transports.mpi.size
         self.thread_multiple = transports.mpi.thread_multiple
         self.on_one_node = contract.watch is not None and contract.watch.peers is not None
-        # One that takes buffers on devices is asked first: see `move_by`.
-        first = next(iter(transports.preferred), transports.mpi)
-        self.takes_device_buffers = first.takes_device_buffers
-        self.ordered_by_streams = first.ordered_by_streams
+        self.takes_device_buffers = any(t.takes_device_buffers for t in transports.preferred)
+        self.ordered_by_streams = any(t.ordered_by_streams for t in transports.preferred)
         # Surrounds a call, of which it gets the words. It does not refer to this communicator.
         self._enter = lambda *words: contract.enter(signature_of(words + last_words))
         self.memory = CheckedMemory(transports.memory, self._enter)

@@ -80,8 +80,8 @@ def _keywords_of(cls: type[Optimizer]) -> set[str]:
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """All of a param group but its parameters. Tensors of one element become plain numbers."""
-    names = group.keys() - {"params", "param_names"}
-    return {name: _plain(group[name]) for name in names}
+    skipped = ("params", "param_names")
+    return {name: _plain(value) for name, value in group.items() if name not in skipped}
 
 
 def _plain(value: Any) -> Any:
