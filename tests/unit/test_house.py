@@ -21,7 +21,6 @@ LARGE_CLASSES = {
     "Client": "a method for each message to a server",
     "CheckpointManager": "tf.train.CheckpointManager and ranks that restore together: programs know the names",
     "Communicator": "a method for each collective of MPI",
-    "GradientReducer": "a backward's steps, and what programs ask about gradients",
     "MpistratProcessGroup": "torch calls each collective, and asks each question, by a name of its own",
     "Observer": "an event of a node's ranks is one method",
     "Router": "a Communicator's methods",

@@ -52,7 +52,7 @@ class ReplicaBackward:
         scale: multiplied to the sums, or None.
         weight: what the loss is multiplied by.
         earlier: by slot, the reduced gradients of earlier backwards.
-        buckets: take gradients while the engine computes others; None: they are reduced afterwards.
+        buckets: take gradients while the engine computes others; none take those that are reduced afterwards.
         came: parameters that may not change any more, because their gradients have come; each with its version then.
         sent: the slots of which something has left in `buckets`.
         communicated: the program has, inside backward(); until that has ended: perhaps.
@@ -67,7 +67,7 @@ class ReplicaBackward:
     scale: float | None
     weight: float
     earlier: dict[int, torch.Tensor]
-    buckets: Buckets | None
+    buckets: Buckets
     came: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
     sent: frozenset[int] = frozenset()
     communicated: bool = True

@@ -98,9 +98,11 @@ class Buckets:
         shown: by the id of a parameter whose gradient stays where it is: that parameter, the gradient, its version.
         stream: gives the stream on which gradients come; None on the host.
         calls: how many buckets have left in collectives of the strategy's own communicator.
+        made_for: the scale, and the layouts of parameters.
     """
 
     stream: Callable[[], Any] | None = None
+    made_for: Sequence[Any] = ()
 
     def __init__(
         self,

@@ -49,12 +49,15 @@ class Overlap:
 
     Attributes:
         may_come: it is not decided yet, or decided for.
+        no_buckets: of a backward with gradients that are reduced afterwards.
     """
 
     def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires, *, shares: bool) -> None:
         self._communicator, self._packer, self._wires = parts.group.communicator, packer, wires
         options = parts.ops.options
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
+        self.no_buckets = Buckets(wires, {}, None, 1, self._communicator.all_reduce, None)
+        self.no_buckets.begin({})
         self._sender: _Sender | None = None
         self._devices: frozenset[torch.device] | None = None  # of what is expected
         self._communicates = False  # the program, inside some backward()
@@ -62,8 +65,7 @@ class Overlap:
         self._expected: tuple[int, ...] | None = None  # slots, if the last two backwards agreed
         self._last: tuple[int, ...] = ()
         self._like: dict[int, torch.Tensor] = {}  # those slots' parameters, without memory
-        self._buckets: Buckets | None = None  # of the next backward
-        self._made_for: list[Any] = []  # the scale, and the layouts of parameters
+        self._buckets = self.no_buckets  # of the next backward
         self._seconds: tuple[list[float], list[float]] = ([], [])  # sequential, overlapped
         self._started = 0.0
         self._overlaps: bool | None = None
@@ -75,30 +77,28 @@ class Overlap:
 
     def forget(self) -> None:
         """Slots have got other numbers. Called by: all ranks."""
-        self._expected, self._last, self._like, self._buckets = None, (), {}, None
+        self._expected, self._last, self._like, self._buckets = None, (), {}, self.no_buckets
 
-    def begin(self, parameters: _Parameters, scale: float | None) -> Buckets | None:
-        """The buckets of the backward that begins; None if its gradients are reduced afterwards.
+    def begin(self, parameters: _Parameters, scale: float | None) -> Buckets:
+        """The buckets of the backward that begins.
 
         Not collective: a rank that skips this backward is found out at its end.
         """
         if self._sender is None or not self._expected:
-            return None
+            return self.no_buckets
         turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
-        buckets = None
+        buckets = self.no_buckets
         if self._overlaps or turn:
             # A model that the program has dropped goes when Python collects it, on each rank at another time.
-            sent = {
-                s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()
-            }
+            sent = {**self._like, **_alive(parameters, self._like)}
             made_for = [scale, *map(LAYOUT, sent.values())]
-            if self._buckets is None or self._made_for != made_for:
-                if not _devices_of(parameters, self._expected).issubset(self._devices or ()):
-                    return None  # they were moved
+            if self._buckets.made_for != made_for:
+                if self._has_other(_devices_of(parameters, self._expected)):
+                    return buckets  # they were moved
                 self._buckets = self._make_buckets(self._sender, _without_memory(sent), scale)
-                self._made_for = made_for
+                self._buckets.made_for = made_for
             # Those of a backward that fails do not come back: what is under way uses them.
-            buckets, self._buckets = self._buckets, None
+            buckets, self._buckets = self._buckets, buckets
             buckets.begin(sent)
         self._started = time.perf_counter()
         return buckets
@@ -114,10 +114,12 @@ class Overlap:
     def end(self, step: ReplicaBackward, agreed: AgreedGradients) -> None:
         """The backward `step` has ended, in which the slots `agreed.dense` got gradients on some rank. Collective."""
         if self._overlaps is None and self._started:
-            self._seconds[step.buckets is not None].append(time.perf_counter() - self._started)
+            overlapped = step.buckets is not self.no_buckets
+            self._seconds[overlapped].append(time.perf_counter() - self._started)
             self._decide()
         self._started = 0.0
-        self._buckets = step.buckets or self._buckets
+        if step.buckets is not self.no_buckets:
+            self._buckets = step.buckets
         last, self._last = self._last, tuple(agreed.dense)
         # Where parameters take turns, those of the other turn would be sent for nothing.
         self._expect(last if last == self._last else None, step.parameters)
@@ -134,6 +136,9 @@ class Overlap:
             self._sender = None
             self._decline(f"the program communicates inside backward(), and {why_not}")
 
+    def _has_other(self, devices: frozenset[torch.device]) -> bool:
+        return self._devices is None or not devices <= self._devices
+
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
         """Collective."""
         self._expected = last
@@ -141,11 +146,11 @@ class Overlap:
             return
         devices = _devices_of(parameters, last)
         # A rank may have dropped all that is expected.
-        moved = self._devices is None or bool(devices - self._devices)
+        moved = self._has_other(devices)
         if not moved and self._like.keys() == set(last):
             return
-        self._like = _without_memory({s: parameters[s] for s in last})
-        self._buckets = None
+        self._like = _without_memory(_alive(parameters, last))
+        self._buckets = self.no_buckets
         if moved:
             self._devices = devices
             self._agree_on_sender(devices)
@@ -214,7 +219,7 @@ class Overlap:
 
     def _decline(self, why: str) -> None:
         """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
-        self.may_come, self._overlaps, self._why, self._buckets = False, False, why, None
+        self.may_come, self._overlaps, self._why, self._buckets = False, False, why, self.no_buckets
         if self._asked:
             warn_on_first_rank(
                 self._communicator.rank,
@@ -275,11 +280,16 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum([tensor.nbytes for tensor in tensors])
 
 
-def _without_memory(parameters: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
-    """The parameters on "meta", by slot, without those that the program has dropped."""
-    return {s: p.detach().to("meta") for s, p in parameters.items() if p is not None}
+def _alive(parameters: _Parameters, slots: Iterable[int]) -> dict[int, torch.Tensor]:
+    """By slot, those of `slots` that the program still has."""
+    return {slot: p for slot in slots if (p := parameters[slot]) is not None}
+
+
+def _without_memory(parameters: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The parameters on "meta", by slot."""
+    return {slot: parameter.detach().to("meta") for slot, parameter in parameters.items()}
 
 
 def _devices_of(parameters: _Parameters, slots: Sequence[int]) -> frozenset[torch.device]:
     """On which those of `slots` are that the program still has."""
-    return frozenset([p.device for slot in slots if (p := parameters[slot]) is not None])
+    return frozenset([p.device for p in _alive(parameters, slots).values()])
