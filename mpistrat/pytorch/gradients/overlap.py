@@ -21,8 +21,8 @@ from mpistrat.communicators.communication_thread import CommunicationThread, tak
 from mpistrat.cross_device_ops.packing import LAYOUT, Packer
 from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.machine.notices import warn_on_first_rank
-from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
-from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
+from mpistrat.pytorch.gradients.buckets import DEFAULT_BYTES, Buckets, HostBuckets
+from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream, bucket_bytes
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
 
@@ -38,6 +38,10 @@ SMALLEST = 1 << 20
 _TIMED, _UNTIMED = 5, 2
 # Overlap stays if it takes less than this part of the time of reducing afterwards.
 _GAIN = 0.97
+_TWO_THREADS = "two threads must not use a device's groups and MPI at a time"
+_MAY_INTERLEAVE = (
+    "its ranks use different parameters, which would interleave them in different orders"
+)
 
 
 class Overlap:
@@ -56,7 +60,7 @@ class Overlap:
         self._communicator, self._packer, self._wires = parts.group.communicator, packer, wires
         options = parts.ops.options
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
-        self.no_buckets = Buckets(wires, {}, None, 1, self._communicator.all_reduce, None)
+        self.no_buckets = Buckets(self._communicator.all_reduce, None, wires, {}, None, 0)
         self.no_buckets.begin({})
         self._sender: _Sender | None = None
         self._devices: frozenset[torch.device] | None = None  # of what is expected
@@ -106,10 +110,10 @@ class Overlap:
     def _make_buckets(
         self, sender: _Sender, like: dict[int, torch.Tensor], scale: float | None
     ) -> Buckets:
-        how = self._wires, like, scale, self._nbytes
+        how = self._wires, like, scale
         if isinstance(sender, SideStream):
-            return DeviceBuckets(sender, *how)
-        return HostBuckets(sender, self._packer, *how)
+            return DeviceBuckets(sender, *how, self._nbytes or bucket_bytes(like.values()))
+        return HostBuckets(sender, self._packer, *how, self._nbytes or DEFAULT_BYTES)
 
     def end(self, step: ReplicaBackward, agreed: AgreedGradients) -> None:
         """The backward `step` has ended, in which the slots `agreed.dense` got gradients on some rank. Collective."""
@@ -127,14 +131,13 @@ class Overlap:
         self._differ |= not agreed.alike
         if self._communicates and isinstance(self._sender, SideStream):
             # Buckets on a device cannot leave beside the program's own calls then.
-            if self._sender.thread is not None:
-                why_not = "two threads must not use a device's groups and MPI at a time"
-            elif self._differ:
-                why_not = "its ranks use different parameters, which would interleave them in different orders"
-            else:
-                return
-            self._sender = None
-            self._decline(f"the program communicates inside backward(), and {why_not}")
+            why_not = _first_that_holds(
+                (_TWO_THREADS, self._sender.thread is not None),
+                (_MAY_INTERLEAVE, self._differ),
+            )
+            if why_not:
+                self._sender = None
+                self._decline(f"the program communicates inside backward(), and {why_not}")
 
     def _has_other(self, devices: frozenset[torch.device]) -> bool:
         return self._devices is None or not devices <= self._devices
@@ -257,18 +260,18 @@ def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str]
     """The kinds of all devices; and why gradients cannot, or had better not, leave while backward runs, or nothing."""
     asked, thread_multiple, of_rank, devices, nbytes, masks, threads = zip(*of_ranks, strict=True)
     kinds: frozenset[str] = frozenset().union(*of_rank)
-    busy = any(
+    busy = [
         takes_a_core(on_one_node, float(cpu_share(mask, masks)), number)
         for mask, number in zip(masks, threads, strict=True)
-    )
+    ]
     return kinds, _first_that_holds(
         ("as asked for", False in asked),
         ("MPI was started without MPI_THREAD_MULTIPLE", not min(thread_multiple)),
         ("parameters are on several devices", max(len(kinds), *devices) > 1),
         ("parameters are on an XLA device", "xla" in kinds),
-        ("", None not in asked or not kinds <= {"cpu"}),
+        ("", not (None in asked and kinds <= {"cpu"})),
         (f"{nbytes[0]} bytes are too few", nbytes[0] < SMALLEST),
-        ("no core of the node is free, and memory does not wait", busy),
+        ("no core of the node is free, and memory does not wait", True in busy),
     )
 
 

@@ -35,14 +35,14 @@ from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward, StepAgreement
 from mpistrat.pytorch.gradients.arrivals import Arrivals
-from mpistrat.pytorch.gradients.dense_sums import DenseSums
 from mpistrat.pytorch.gradients.overlap import Overlap
+from mpistrat.pytorch.gradients.sums import DenseSums, sum_by_custom_ops, sum_sparse
 from mpistrat.pytorch.gradients.unsynchronized import Unsynchronized
-from mpistrat.pytorch.gradients.values import sum_by_custom_ops, sum_sparse
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.replicas.torch_modules import ModuleParts
+from mpistrat.torch_distributed.next_group import has_default_group
 from mpistrat.trace import spans
 from mpistrat.wire_formats import ShortFloats
 
@@ -55,7 +55,6 @@ _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.Context
 )
 
 
-_PARAMETER = operator.methodcaller("reference")  # of a slot
 _IS_THERE = functools.partial(operator.is_not, None)
 # None also of a parameter that is gone.
 _GRADIENT = itertools.repeat("grad"), itertools.repeat(None)
@@ -149,10 +148,6 @@ class GradientReducer:
         self.optimizers = weakref.WeakValueDictionary[int, torch.optim.Optimizer]()
         self.numbers = itertools.count()
 
-    @functools.cached_property
-    def _extended(self) -> Any:  # which this is a part of
-        return self._parts.strategy.extended
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """The work of `Strategy.no_sync`."""
@@ -175,12 +170,10 @@ class GradientReducer:
         try:
             self._run(step, tensors, *arguments)
             if step.synchronizes:
-                of_replicas = (
-                    self._agree_and_reduce([step])
-                    if replicas.count == 1
-                    else replicas.meet(replica, self._agree_and_reduce, step)
-                )
-                reduced = of_replicas[replica]
+                if replicas.count == 1:
+                    (reduced,) = self._agree_and_reduce([step])
+                else:
+                    reduced = replicas.meet(replica, self._agree_and_reduce, step)[replica]
         except BaseException as error:
             self._undo(step, error)
             raise
@@ -189,7 +182,7 @@ class GradientReducer:
     def _set_aside(self, replica: int) -> ReplicaBackward:
         """Take what is reduced already out of every `.grad`."""
         rule, call = self._parts.rule, f"backward() over {self.count} replicas"
-        parameters = [*map(_PARAMETER, self.registry.slots)]
+        parameters = self.registry.parameters()
         in_block, scale = per_thread.modes[-1].in_block, None
         synchronizes = id(self) not in _not_synchronizing.get()
         if in_block:
@@ -228,9 +221,10 @@ class GradientReducer:
             if self._parts.ops.custom is not None:
                 with self._raising_together:
                     sum_by_custom_ops(self._parts.ops.custom, steps)
-            agreed = self._agreement.agree(steps, self._extended, self.steps)
+            extended = self._parts.strategy.extended
+            agreed = self._agreement.agree(steps, extended, self.steps)
             if early_signals.kept or not self.has_reduced:
-                self._extended.first_step.begin(None)
+                extended.first_step.begin(None)
             self.has_reduced = True
             reduced = [self._reduce(steps, agreed)]
             for _ in steps[1:]:
@@ -242,11 +236,11 @@ class GradientReducer:
 
         So the gradient of the mean over a replica's own part becomes that of the mean over the global batch.
         """
-        steps, sharded = self._extended.given_steps, self._extended.sharded
+        extended = self._parts.strategy.extended
+        steps, sharded = extended.given_steps, extended.sharded
         is_mean, weight = self._parts.rule.chosen == "mean", 1.0
         examples = steps.begin_backward(weighs=in_block and is_mean)
-        if sharded.cuts:
-            sharded.combine(alike=is_mean and (examples if in_block else steps.examples) is None)
+        sharded.combine(alike=is_mean and (examples if in_block else steps.examples) is None)
         if examples is not None:
             of_replica, of_all = examples.tolist()
             weight = of_replica * self.count / of_all
@@ -305,7 +299,7 @@ class GradientReducer:
     def explain(self) -> str:
         """How gradients are reduced, for people."""
         lines = [str(self._parts.rule), self.overlap.explain(), self.wires.explain()]
-        return "\n".join(filter(None, lines))
+        return "\n".join(lines).rstrip("\n")  # without a wire format there is one line less
 
     def _reduce(
         self, steps: list[ReplicaBackward], agreed: AgreedGradients
@@ -314,9 +308,7 @@ class GradientReducer:
         step, buckets = steps[0], steps[0].buckets
         reduced: dict[int, torch.Tensor] = {}
         if self.slice_steps is not None:  # parameters are shared by ranks of one replica each
-            reduced = self.slice_steps.shared.reduce(
-                agreed.dense, step.parameters, step.gradients, step.earlier, step.scale
-            )
+            reduced = self.slice_steps.shared.reduce(agreed.dense, step)
         early = buckets.wait()
         slots = sorted({*agreed.dense} - ({*reduced, *early} - agreed.again))
         if slots:
@@ -350,8 +342,7 @@ class GradientReducer:
 
 def _check_mirrors(parameters: Sequence[Any], call: str) -> None:
     """Raises: RuntimeError where nothing is mirrored, and torch has no group by which the program may do so itself."""
-    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not parameters and not has_group:
+    if not (parameters or has_default_group()):
         raise RuntimeError(
             f"{call} inside replica(), where no module is mirrored: each rank would train a model of its own. Call "
             "strategy.prepare(model) once the model is built, on every rank; or torch.autograd.grad, if no gradients "
