@@ -21,13 +21,17 @@ _METRIC = "torchmetrics.metric"  # the module that defines Metric
 _strategies: weakref.WeakValueDictionary[int, AnyStrategy] = weakref.WeakValueDictionary()
 _numbers = itertools.count()  # of strategies, in the order in which they were made
 _has_warned = False
-_once_when_loaded = functools.cache(when_loaded)
 
 
 def warn_of_metrics_of(strategy: AnyStrategy) -> None:
     """Have metrics warn while `strategy`, of several ranks, is alive and there is no default group."""
     _strategies[next(_numbers)] = strategy
-    _once_when_loaded(_METRIC, _replace_sync)
+    _see_metrics()
+
+
+@functools.cache
+def _see_metrics() -> None:
+    when_loaded(_METRIC, _replace_sync)
 
 
 def _replace_sync() -> None:

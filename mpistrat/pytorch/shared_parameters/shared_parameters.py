@@ -76,7 +76,7 @@ class SharedParameters:
         Args: registry: of all mirrored parameters, these among them.
         """
         mirrored = [p for p in registry.parameters() if p is not None]
-        alone = self._alone(registry)
+        alone = _alone(self.communicator, registry)
         pending = {id(p): p for p in parameters if self.place_of(p) is None or self.has_moved(p)}
         self._find_places(pending, alone)
         self.settle()
@@ -91,17 +91,6 @@ class SharedParameters:
             self._places.pop(key, None)
         if not self._refused and (eligible := self._eligible(list(pending.values()), alone)):
             self._make_block(eligible)
-
-    def _alone(self, registry: Registry) -> set[int]:
-        """Ids of the mirrored parameters that lie in one storage with no other on any rank. Collective."""
-        parameters = registry.parameters()
-        storages = [0 if p is None else _storage(p) for p in parameters]
-        in_storage = collections.Counter(storages)
-        in_storage[0] = 1  # of those that lie in none
-        flags = np.array([in_storage[s] == 1 for s in storages], np.uint8)
-        if flags.size:  # a rank may have freed a parameter that others still have
-            self.communicator.all_reduce(flags, reducing("min", "storages of parameters"))
-        return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
 
     def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
         """The parameters that can be shared. Each rank keeps the others for itself, as without sharing.
@@ -206,6 +195,18 @@ class SharedParameters:
             slot: before[slot] if slot in grown else block.lend(place)
             for slot, place in places.items()
         }
+
+
+def _alone(communicator: Communicator, registry: Registry) -> set[int]:
+    """Ids of the mirrored parameters that lie in one storage with no other on any rank. Collective."""
+    parameters = registry.parameters()
+    storages = [0 if p is None else _storage(p) for p in parameters]
+    in_storage = collections.Counter(storages)
+    in_storage[0] = 1  # of those that lie in none
+    flags = np.array([in_storage[s] == 1 for s in storages], np.uint8)
+    if flags.size:  # a rank may have freed a parameter that others still have
+        communicator.all_reduce(flags, reducing("min", "storages of parameters"))
+    return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
 
 
 def _bring_earlier(block: Block, places: _Places, earlier: _Gradients) -> set[int]:
