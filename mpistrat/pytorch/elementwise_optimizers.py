@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from torch import optim
 from torch.optim import Optimizer
 
 # In each, an element of the parameter and of its state depends on that element of the gradient alone.
 _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
-        *("RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"),
-    )
+    {
+        *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
+        *(optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta, optim.ASGD),
+    }
 )
 
 

@@ -20,7 +20,6 @@ REACHED: dict[str, tuple[float, ...]] = {
 LARGE_CLASSES = {
     "CheckpointManager": "tf.train.CheckpointManager and ranks that restore together: programs know the names",
     "Communicator": "a method for each collective of MPI",
-    "GradientReducer": "a backward's steps, and what programs ask about gradients",
     "MpistratProcessGroup": "torch calls each collective, and asks each question, by a name of its own",
     "Observer": "an event of a node's ranks is one method",
     "Router": "a Communicator's methods",

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.gradients.values import as_sparse
+from mpistrat.pytorch.gradients.sums import as_sparse
 
 _LOOKUPS = (functional.embedding, functional.embedding_bag)
 # Of a tensor, what is known without its numbers.
