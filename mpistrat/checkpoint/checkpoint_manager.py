@@ -8,7 +8,6 @@ import functools
 import operator
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
 from mpistrat.context import cross_replica, require_cross_replica
 from mpistrat.liveness.bounded_waits import soon
-from mpistrat.machine.notices import tell
+from mpistrat.machine.notices import tell, warn_on_first_rank
 
 SECONDS_TO_BE_SEEN = 5.0
 _LONGEST_PAUSE = 0.05
@@ -158,20 +157,19 @@ class CheckpointManager:
         begun: UnfinishedCheckpoint | None = None
         error: Exception | None = None
         files: Files = {}
-        try:
-            step = None if step is None else _checked_step(step)
-            writes_common = self._open is not None
-            files = self._snapshots.files(state, self._communicator.rank, writes_common)
-            if self._open is not None:
-                begun = self._open.begin(step)
-        except Exception as failed:
-            error = failed
-        try:
-            return self._agreed(step, begun, error), files
-        except BaseException:
-            if self._open is not None and begun is not None:
-                self._open.give_up(begun)
-            raise
+        with contextlib.ExitStack() as undo:
+            try:
+                step = None if step is None else _checked_step(step)
+                writes_common = self._open is not None
+                files = self._snapshots.files(state, self._communicator.rank, writes_common)
+                if self._open is not None:
+                    begun = self._open.begin(step)
+                    undo.callback(self._open.give_up, begun)
+            except Exception as failed:
+                error = failed
+            agreed = self._agreed(step, begun, error)
+            undo.pop_all()  # nothing is given up
+        return agreed, files
 
     def _agreed(
         self, step: int | None, begun: UnfinishedCheckpoint | None, error: Exception | None
@@ -192,11 +190,10 @@ class CheckpointManager:
         saving = self._saving
         if saving is None:
             return
-        outcomes = self._outcomes(saving)
-        longest = max(outcome.seconds for outcome in outcomes)
-        self._seconds_to_save = max(self._seconds_to_save, longest)
+        _, are_well, _, seconds = zip(*self._outcomes(saving), strict=True)
+        self._seconds_to_save = max(self._seconds_to_save, *seconds)
         self._saving = None
-        if not all(outcome.is_well for outcome in outcomes):
+        if False in are_well:
             self._claimed = False  # the directory may not be what it was
             if self._open is not None:
                 self._open.give_up(saving.checkpoint)
@@ -211,11 +208,12 @@ class CheckpointManager:
             progress = saving.progress()
             label = "whether a checkpoint is written"
             reports = self._communicator.all_gather_object(progress, label=label)
-            if all(report.is_finished for report in reports):
+            are_finished, are_well, written, _ = zip(*reports, strict=True)
+            if False not in are_finished:
                 return reports
-            if not all(report.is_well for report in reports):
+            if False in are_well:
                 saving.abandoned.set()
-            saving.heard.update((rank, r.written) for rank, r in enumerate(reports) if r.written)
+            saving.heard.update((rank, files) for rank, files in enumerate(written) if files)
             if progress.is_finished:
                 time.sleep(pause)
             else:
@@ -274,10 +272,9 @@ class CheckpointManager:
             stored, errors = self._read_by_all(path)
             wrong += errors
             if stored is not None and not errors:
-                if wrong and self._communicator.rank == 0:
-                    warnings.warn(
-                        f"going on from {path}, for {'; '.join(wrong)}", UserWarning, stacklevel=4
-                    )
+                if wrong:
+                    text = f"going on from {path}, for {'; '.join(wrong)}"
+                    warn_on_first_rank(self._communicator.rank, text, UserWarning, stacklevel=4)
                 return path, self._load(stored)
         if wrong:
             raise ValueError(
