@@ -9,7 +9,7 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mpistrat.checkpoint.checkpoint import Checkpoint
@@ -58,6 +58,7 @@ class CheckpointManager:
             raise ValueError(f"keep must be a number of checkpoints, at least 1, got {keep!r}")
         self.checkpoint = checkpoint
         self._directory = Directory(directory)
+        self.directory = self._directory.path
         self._keep = keep
         self._role = checkpoint.strategy.extended.checkpoints
         self._communicator = checkpoint.strategy.extended.communicator
@@ -68,10 +69,6 @@ class CheckpointManager:
         self._seconds_to_save = 0.0  # of those before
         _managers.add(self)
         _report_unraised_at_exit()
-
-    @property
-    def directory(self) -> str:
-        return self._directory.path
 
     @property
     def checkpoints(self) -> list[str]:
@@ -109,7 +106,12 @@ class CheckpointManager:
         sample = communicator.broadcast_object(sample, label="directory of checkpoints")
         try:
             with RaisingOnAll(communicator, f"could not see {self.directory}"):
-                _wait_to_see(sample)
+                # The file system may take a moment to show a folder.
+                if not soon(lambda: os.path.isdir(sample), SECONDS_TO_BE_SEEN):
+                    raise FileNotFoundError(
+                        f"{sample}, which rank 0 has made, is not there: the directory of checkpoints must be on a "
+                        "file system that all ranks see"
+                    )
         finally:
             if self._open is not None:
                 self._open.remove(sample)
@@ -306,7 +308,11 @@ class CheckpointManager:
         errors = self._communicator.all_gather_object(
             error, label="whether a checkpoint is readable"
         )
-        return stored, _by_text(errors)
+        ranks: dict[str, list[int]] = {}  # by what they say
+        for rank, text in enumerate(errors):
+            if text is not None:
+                ranks.setdefault(text, []).append(rank)
+        return stored, [f"{text}, {on_ranks(of_text)}" for text, of_text in ranks.items()]
 
     @contextlib.contextmanager
     def _naming_rank(self, what: str) -> Iterator[None]:
@@ -345,15 +351,6 @@ def _read(path: str, checkpoint: Checkpoint, communicator: Communicator) -> Stor
     return stored
 
 
-def _by_text(errors: Sequence[str | None]) -> list[str]:
-    """Each text of `errors`, by rank, once, with the ranks that say it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(errors):
-        if text is not None:
-            ranks.setdefault(text, []).append(rank)
-    return [f"{text}, {on_ranks(of_text)}" for text, of_text in ranks.items()]
-
-
 def _checked_step(step: Any) -> int:
     try:
         number = operator.index(step)
@@ -362,15 +359,6 @@ def _checked_step(step: Any) -> int:
     if number not in COUNT:
         raise ValueError(f"step must be a number of steps or None, got {step!r:.60}")
     return number
-
-
-def _wait_to_see(folder: str) -> None:
-    """A folder that rank 0 has just made, on a file system that may take a moment to show it."""
-    if not soon(lambda: os.path.isdir(folder), SECONDS_TO_BE_SEEN):
-        raise FileNotFoundError(
-            f"{folder}, which rank 0 has made, is not there: the directory of checkpoints must be on a file system "
-            "that all ranks see"
-        )
 
 
 @functools.cache

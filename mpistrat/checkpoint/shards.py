@@ -238,16 +238,15 @@ class Assembly:
         """Read ranks' files, the likeliest first, until all is there."""
         away = np.abs(np.arange(ranks) * self._size - self._rank * ranks)
         savers = iter(np.argsort(away, kind="stable").tolist())
-        while missing := self._missing():
+        # Until no tensor has values that are not there yet.
+        while missing := [
+            key for key, wanted in self._wanted.items() if sum(w.missing for w in wanted)
+        ]:
             saver = next(savers, None)
             if saver is None:
                 name, key = min(missing)
                 raise ValueError(f"no rank has saved all of {name}'s {key}")
             self._fill(missing, parts(saver))
-
-    def _missing(self) -> list[tuple[str, str]]:
-        """Object and name of each tensor of which values are not there yet."""
-        return [key for key, wanted in self._wanted.items() if sum(w.missing for w in wanted)]
 
     def _fill(
         self, missing: Iterable[tuple[str, str]], parts: Mapping[str, Mapping[str, Any]]

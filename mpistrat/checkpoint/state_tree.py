@@ -78,8 +78,9 @@ class Encoder:
     def _other(self, value: Any, path: tuple[str, ...]) -> Json:
         """An array, or a value of a class of torch's."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        if kind in _ENCODERS_OF_TORCH:
-            return _ENCODERS_OF_TORCH[kind](value)
+        if kind in _CLASSES_OF_TORCH:
+            name, plain = _CLASSES_OF_TORCH[kind]
+            return {name: plain(value)}
         if arrays.is_sharded(value):
             name = unused(".".join(path), self._sharded)
             self._sharded.add(name)
@@ -122,18 +123,6 @@ def _encoded_bytes(value: bytes) -> Json:
     return {"bytes": base64.b64encode(value).decode()}
 
 
-def _encoded_size(value: Any) -> Json:
-    return {"size": list(value)}
-
-
-def _encoded_dtype(value: Any) -> Json:
-    return {"dtype": arrays.name_of_dtype(value)}
-
-
-def _encoded_device(value: Any) -> Json:
-    return {"device": str(value)}
-
-
 _ENCODERS: dict[type, Callable[[Any], Json]] = {
     float: _encoded_float,
     complex: _encoded_complex,
@@ -145,10 +134,10 @@ _ENCODERS_OF_PARTS: dict[type, Callable[[Encoder, Any, tuple[str, ...]], Json]] 
     **dict.fromkeys((dict, collections.Counter, collections.OrderedDict), Encoder._mapping),
 }
 # By the names of their classes, so that torch is not imported here.
-_ENCODERS_OF_TORCH: dict[str, Callable[[Any], Json]] = {
-    "torch.Size": _encoded_size,
-    "torch.dtype": _encoded_dtype,
-    "torch.device": _encoded_device,
+_CLASSES_OF_TORCH: dict[str, tuple[str, Callable[[Any], Json]]] = {
+    "torch.Size": ("size", list),
+    "torch.dtype": ("dtype", arrays.name_of_dtype),
+    "torch.device": ("device", str),
 }
 
 
@@ -169,7 +158,9 @@ def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
     if kind in _MAPPING_KINDS:
         return _decoded_mapping(kind, tree, stored)
     if kind == "sharded":
-        return _decoded_sharded(tree)
+        check(tree, {"shape": [COUNT], "dtype": str}, kind)
+        torch_dtype(tree["dtype"])  # raises for what is none
+        return ShardedArray(content, tuple(tree["shape"]), tree["dtype"])
     if kind in _ARRAYS:
         return _decoded_array(kind, content, stored)
     return _DECODERS[kind](decode(content, stored))
@@ -233,12 +224,6 @@ def _decoded_array(kind: str, name: str, stored: Mapping[str, StoredArray]) -> A
         return _ARRAYS[kind](stored[name])
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"its array {name!r:.80}: {error}") from None
-
-
-def _decoded_sharded(tree: Json) -> ShardedArray:
-    check(tree, {"shape": [COUNT], "dtype": str}, "sharded")
-    torch_dtype(tree["dtype"])
-    return ShardedArray(tree["sharded"], tuple(tree["shape"]), tree["dtype"])
 
 
 def _decoded_mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -106,20 +106,20 @@ class StoredCheckpoint:
 
     def parts(self, rank: int) -> Any:
         """What a rank wrote of sharded tensors, by object and name; read at each call. Raises: ValueError."""
-        file = f"{parts_of(rank)}.json"
-        if file not in self.manifest.files:
+        if f"{parts_of(rank)}.json" not in self.manifest.files:
             return {}
-        parts = self._decode(file, parts_of(rank), self._json(file))
-        with self._damaged(file):
-            check_parts(parts, self._sharded)
-        return parts
+        return self._checked(parts_of(rank), check_parts, self._sharded)
 
     def _read_rank(self, rank: int) -> Any:
-        file = f"{of_rank(rank)}.json"
-        states = self._decode(file, of_rank(rank), self._json(file))
+        return self._checked(of_rank(rank), check, dict, "it")
+
+    def _checked(self, stem: str, check_content: Callable[..., None], *args: Any) -> Any:
+        """What a rank's file says. Args: check_content: is called with that and `args`."""
+        file = f"{stem}.json"
+        content = self._decode(file, stem, self._json(file))
         with self._damaged(file):
-            check(states, dict, "it")
-        return states
+            check_content(content, *args)
+        return content
 
     @contextlib.contextmanager
     def _damaged(self, name: str) -> Iterator[None]:
