@@ -33,10 +33,12 @@ def check(value: Any, schema: Schema, name: str) -> None:
 
     Args: name: of `value`, in the message.
     """
-    _CHECKS.get(type(schema), _check_by_call)(value, schema, name)
+    _check_by_kind.dispatch(type(schema))(value, schema, name)
 
 
-def _check_by_call(value: Any, schema: Schema, name: str) -> None:
+@functools.singledispatch
+def _check_by_kind(value: Any, schema: Schema, name: str) -> None:
+    """`schema` is a function, unless its kind is registered below."""
     try:
         schema(value)
     except Exception as error:  # of those who take such a value
@@ -81,14 +83,12 @@ def _is_one_of(value: Any, schema: Schema) -> bool:
 
 
 # By the type of the schema; all others are functions.
-_CHECKS: dict[type, Callable[[Any, Schema, str], None]] = {
-    type: functools.partial(_check_is, _is_of_type),
-    range: functools.partial(_check_is, _is_in_range),
-    type(None): functools.partial(_check_is, operator.is_),
-    tuple: functools.partial(_check_is, _is_one_of),
-    list: _check_list,
-    dict: _check_dict,
-}
+_check_by_kind.register(type, functools.partial(_check_is, _is_of_type))
+_check_by_kind.register(range, functools.partial(_check_is, _is_in_range))
+_check_by_kind.register(type(None), functools.partial(_check_is, operator.is_))
+_check_by_kind.register(tuple, functools.partial(_check_is, _is_one_of))
+_check_by_kind.register(list, _check_list)
+_check_by_kind.register(dict, _check_dict)
 
 
 def _check_entries(value: dict[Any, Any], key: Any, schema: Schema, name: str) -> None:

@@ -59,10 +59,8 @@ class TensorRegion:
 
     def within(self, other: TensorRegion) -> tuple[slice, ...]:
         """Where it is in `other`, which contains it."""
-        return tuple(
-            slice(begin - base, begin - base + length)
-            for begin, base, length in zip(self.offset, other.offset, self.shape, strict=True)
-        )
+        begins = np.subtract(self.offset, other.offset)
+        return tuple(map(slice, begins.tolist(), (begins + self.shape).tolist()))
 
     def overlap(self, other: TensorRegion) -> TensorRegion:
         """What both contain; of size 0 if that is nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -142,10 +143,7 @@ class DistributedDataset(Iterable[Any]):
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """`reduce_func(state, step)` over the steps of an epoch."""
-        state = initial_state
-        for step in self:
-            state = reduce_func(state, step)
-        return state
+        return functools.reduce(reduce_func, self, initial_state)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that was begun last stands; see `DistributedIterator.state_dict`."""
