@@ -159,7 +159,7 @@ def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
         return _decoded_mapping(kind, tree, stored)
     if kind == "sharded":
         check(tree, {"shape": [COUNT], "dtype": str}, kind)
-        torch_dtype(tree["dtype"])  # raises for what is none
+        torch_dtype(tree["dtype"])  # refuses other names
         return ShardedArray(content, tuple(tree["shape"]), tree["dtype"])
     if kind in _ARRAYS:
         return _decoded_array(kind, content, stored)

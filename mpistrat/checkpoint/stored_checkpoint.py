@@ -114,7 +114,7 @@ class StoredCheckpoint:
         return self._checked(of_rank(rank), check, dict, "it")
 
     def _checked(self, stem: str, check_content: Callable[..., None], *args: Any) -> Any:
-        """What a rank's file says. Args: check_content: is called with that and `args`."""
+        """The content of a rank's file. Args: check_content: is called with it and `args`."""
         file = f"{stem}.json"
         content = self._decode(file, stem, self._json(file))
         with self._damaged(file):
@@ -141,7 +141,7 @@ class StoredCheckpoint:
             return parsed(content)
 
     def _decode(self, file: str, stem: str, tree: Any) -> Any:
-        """What `tree`, of `file`, says, with the arrays of the file `stem`."""
+        """The value of `tree`, of `file`, with the arrays of the file `stem`."""
         arrays = {}
         if (name := stem + ARRAYS) in self.manifest.files:
             content = self._read(name)

@@ -6,7 +6,7 @@ import operator
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -196,5 +196,5 @@ def _as_it_is(batch: Any) -> Any:
 def fetch(dataset: Any, indices: list[Any]) -> list[Any]:
     """The examples of a map-style dataset, at once if it can give several, as a DataLoader asks for them."""
     if getattr(dataset, "__getitems__", None):
-        return cast("list[Any]", dataset.__getitems__(indices))
+        return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]
