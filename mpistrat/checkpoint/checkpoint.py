@@ -157,7 +157,7 @@ def _strategy_of(objects: Mapping[str, Any]) -> Strategy:
     known = {
         name: strategy for name, strategy in found.items() if strategy and not strategy.is_default
     }
-    if len(set(map(id, known.values()))) > 1:
+    if len(set(known.values())) > 1:
         raise ValueError(
             "the objects of a checkpoint must be of one strategy, these are of several: "
             + ", ".join(f"{name} is of {strategy}" for name, strategy in known.items())
@@ -177,8 +177,9 @@ def _ranks_of_job() -> int:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         return mpi.COMM_WORLD.size
-    claim = None if rank_pid() else read_claim()  # in a child: of the rank that has started it
-    return (claim and claim.size) or 1
+    if rank_pid():  # a child: the claim is of the rank that has started it
+        return 1
+    return getattr(read_claim(), "size", None) or 1
 
 
 def _known_strategy(value: Any) -> Any:

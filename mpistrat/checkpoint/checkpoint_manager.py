@@ -8,9 +8,8 @@ import functools
 import operator
 import os
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mpistrat.checkpoint.checkpoint import Checkpoint
@@ -24,7 +23,7 @@ from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
 from mpistrat.context import cross_replica, require_cross_replica
 from mpistrat.liveness.bounded_waits import soon
-from mpistrat.machine.notices import tell
+from mpistrat.machine.notices import tell, warn_on_first_rank
 
 SECONDS_TO_BE_SEEN = 5.0
 _LONGEST_PAUSE = 0.05
@@ -59,6 +58,7 @@ class CheckpointManager:
             raise ValueError(f"keep must be a number of checkpoints, at least 1, got {keep!r}")
         self.checkpoint = checkpoint
         self._directory = Directory(directory)
+        self.directory = self._directory.path
         self._keep = keep
         self._role = checkpoint.strategy.extended.checkpoints
         self._communicator = checkpoint.strategy.extended.communicator
@@ -69,10 +69,6 @@ class CheckpointManager:
         self._seconds_to_save = 0.0  # of those before
         _managers.add(self)
         _report_unraised_at_exit()
-
-    @property
-    def directory(self) -> str:
-        return self._directory.path
 
     @property
     def checkpoints(self) -> list[str]:
@@ -110,7 +106,12 @@ class CheckpointManager:
         sample = communicator.broadcast_object(sample, label="directory of checkpoints")
         try:
             with RaisingOnAll(communicator, f"could not see {self.directory}"):
-                _wait_to_see(sample)
+                # The file system may take a moment to show a folder.
+                if not soon(lambda: os.path.isdir(sample), SECONDS_TO_BE_SEEN):
+                    raise FileNotFoundError(
+                        f"{sample}, which rank 0 has made, is not there: the directory of checkpoints must be on a "
+                        "file system that all ranks see"
+                    )
         finally:
             if self._open is not None:
                 self._open.remove(sample)
@@ -158,20 +159,19 @@ class CheckpointManager:
         begun: UnfinishedCheckpoint | None = None
         error: Exception | None = None
         files: Files = {}
-        try:
-            step = None if step is None else _checked_step(step)
-            writes_common = self._open is not None
-            files = self._snapshots.files(state, self._communicator.rank, writes_common)
-            if self._open is not None:
-                begun = self._open.begin(step)
-        except Exception as failed:
-            error = failed
-        try:
-            return self._agreed(step, begun, error), files
-        except BaseException:
-            if self._open is not None and begun is not None:
-                self._open.give_up(begun)
-            raise
+        with contextlib.ExitStack() as undo:
+            try:
+                step = None if step is None else _checked_step(step)
+                writes_common = self._open is not None
+                files = self._snapshots.files(state, self._communicator.rank, writes_common)
+                if self._open is not None:
+                    begun = self._open.begin(step)
+                    undo.callback(self._open.give_up, begun)
+            except Exception as failed:
+                error = failed
+            agreed = self._agreed(step, begun, error)
+            undo.pop_all()  # nothing is given up
+        return agreed, files
 
     def _agreed(
         self, step: int | None, begun: UnfinishedCheckpoint | None, error: Exception | None
@@ -192,11 +192,10 @@ class CheckpointManager:
         saving = self._saving
         if saving is None:
             return
-        outcomes = self._outcomes(saving)
-        longest = max(outcome.seconds for outcome in outcomes)
-        self._seconds_to_save = max(self._seconds_to_save, longest)
+        _, are_well, _, seconds = zip(*self._outcomes(saving), strict=True)
+        self._seconds_to_save = max(self._seconds_to_save, *seconds)
         self._saving = None
-        if not all(outcome.is_well for outcome in outcomes):
+        if False in are_well:
             self._claimed = False  # the directory may not be what it was
             if self._open is not None:
                 self._open.give_up(saving.checkpoint)
@@ -211,11 +210,12 @@ class CheckpointManager:
             progress = saving.progress()
             label = "whether a checkpoint is written"
             reports = self._communicator.all_gather_object(progress, label=label)
-            if all(report.is_finished for report in reports):
+            are_finished, are_well, written, _ = zip(*reports, strict=True)
+            if False not in are_finished:
                 return reports
-            if not all(report.is_well for report in reports):
+            if False in are_well:
                 saving.abandoned.set()
-            saving.heard.update((rank, r.written) for rank, r in enumerate(reports) if r.written)
+            saving.heard.update((rank, files) for rank, files in enumerate(written) if files)
             if progress.is_finished:
                 time.sleep(pause)
             else:
@@ -274,10 +274,9 @@ class CheckpointManager:
             stored, errors = self._read_by_all(path)
             wrong += errors
             if stored is not None and not errors:
-                if wrong and self._communicator.rank == 0:
-                    warnings.warn(
-                        f"going on from {path}, for {'; '.join(wrong)}", UserWarning, stacklevel=4
-                    )
+                if wrong:
+                    text = f"going on from {path}, for {'; '.join(wrong)}"
+                    warn_on_first_rank(self._communicator.rank, text, UserWarning, stacklevel=4)
                 return path, self._load(stored)
         if wrong:
             raise ValueError(
@@ -309,7 +308,11 @@ class CheckpointManager:
         errors = self._communicator.all_gather_object(
             error, label="whether a checkpoint is readable"
         )
-        return stored, _by_text(errors)
+        ranks: dict[str, list[int]] = {}  # by what they say
+        for rank, text in enumerate(errors):
+            if text is not None:
+                ranks.setdefault(text, []).append(rank)
+        return stored, [f"{text}, {on_ranks(of_text)}" for text, of_text in ranks.items()]
 
     @contextlib.contextmanager
     def _naming_rank(self, what: str) -> Iterator[None]:
@@ -348,15 +351,6 @@ def _read(path: str, checkpoint: Checkpoint, communicator: Communicator) -> Stor
     return stored
 
 
-def _by_text(errors: Sequence[str | None]) -> list[str]:
-    """Each text of `errors`, by rank, once, with the ranks that say it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(errors):
-        if text is not None:
-            ranks.setdefault(text, []).append(rank)
-    return [f"{text}, {on_ranks(of_text)}" for text, of_text in ranks.items()]
-
-
 def _checked_step(step: Any) -> int:
     try:
         number = operator.index(step)
@@ -365,15 +359,6 @@ def _checked_step(step: Any) -> int:
     if number not in COUNT:
         raise ValueError(f"step must be a number of steps or None, got {step!r:.60}")
     return number
-
-
-def _wait_to_see(folder: str) -> None:
-    """A folder that rank 0 has just made, on a file system that may take a moment to show it."""
-    if not soon(lambda: os.path.isdir(folder), SECONDS_TO_BE_SEEN):
-        raise FileNotFoundError(
-            f"{folder}, which rank 0 has made, is not there: the directory of checkpoints must be on a file system "
-            "that all ranks see"
-        )
 
 
 @functools.cache

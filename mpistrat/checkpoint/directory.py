@@ -63,10 +63,9 @@ class Directory:
         return whole, wrong
 
     def names(self) -> list[str]:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return os.listdir(self.path)
-        except FileNotFoundError:
-            return []
+        return []
 
 
 class OpenDirectory:
@@ -78,8 +77,7 @@ class OpenDirectory:
 
     def __init__(self, directory: Directory) -> None:
         self._directory, self._path = directory, directory.path
-        if not os.path.isdir(self._path):
-            durable_files.make_folders(self._path)
+        durable_files.make_folders(self._path)
         self._lock = DirectoryLock.of(self._path)
         if self._lock.is_new and self._lock.held:
             for name in directory.names():
@@ -104,8 +102,11 @@ class OpenDirectory:
             step = self._lock.newest + 1
         name = f"step-{step:08}"
         names = self._lock.names | self._lock.under_way
-        found = [match for match in map(_COMPLETE.fullmatch, names) if match]
-        taken = [int(match[2] or 1) for match in found if int(match[1]) == step]
+        taken = [
+            int(match[2] or 1)
+            for match in map(_COMPLETE.fullmatch, names)
+            if match and int(match[1]) == step
+        ]
         if taken:
             name += f".{max(taken) + 1}"
         self._lock.under_way.add(name)

@@ -37,8 +37,7 @@ def on_ranks(ranks: Sequence[int]) -> str:
 
 def free_bytes(path: str) -> str:
     """Of the file system that a file is in, for people."""
-    try:
+    with contextlib.suppress(OSError):
         system = os.statvfs(os.path.dirname(path))
-    except OSError:
-        return "nobody knows how many bytes are free"
-    return f"{system.f_frsize * system.f_bavail} bytes are free"
+        return f"{system.f_frsize * system.f_bavail} bytes are free"
+    return "nobody knows how many bytes are free"

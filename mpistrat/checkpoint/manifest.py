@@ -11,7 +11,9 @@ manifest.json            sizes and checksums of all these
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import zlib
@@ -74,10 +76,9 @@ def unsealed(text: bytes, path: str) -> Any:
         raise ValueError(f"{path} is damaged: it is not complete JSON ({error})") from None
     if outer["format"] != _FORMAT:
         raise ValueError(f"{path} is a {outer['format']!r:.40}; this version reads {_FORMAT!r}")
-    try:
+    is_whole = False
+    with contextlib.suppress(RecursionError):
         is_whole = sealed(outer["content"]) == text
-    except RecursionError:
-        is_whole = False
     if not is_whole:
         raise ValueError(f"{path} is damaged: its checksum is not that of what was written")
     return outer["content"]
@@ -121,8 +122,8 @@ def _check_names(files: Mapping[str, Any], ranks: int) -> None:
     if missing:
         raise ValueError(f"of {ranks} ranks there is no {min(missing)}")
     of_ranks = {prefix(rank) for rank in range(ranks) for prefix in (of_rank, parts_of)}
-    for name in files.keys() - {STATE}:
+    known = itertools.product(of_ranks, (".json", ARRAYS))
+    for name in files.keys() - {STATE, *map("".join, known)}:
         stem, suffix = os.path.splitext(name)
-        is_of_object = suffix == ARRAYS and stem.isidentifier()
-        if not is_of_object and (stem not in of_ranks or suffix not in (".json", ARRAYS)):
+        if suffix != ARRAYS or not stem.isidentifier():
             raise ValueError(f"{name!r:.80} is no file of a checkpoint")

@@ -84,16 +84,14 @@ class Saving(abc.ABC):
 
     def _run(self) -> None:
         try:
-            with on_rank(self.communicator.rank):
+            with contextlib.suppress(_Abandoned), on_rank(self.communicator.rank):
                 self._begin()
                 written = {
                     name: durable_files.write(os.path.join(self.checkpoint.folder, name), parts)
                     for name, parts in self.files.items()
                 }
                 self._finish(written)
-            self.seconds = time.monotonic() - self.began
-        except _Abandoned:
-            pass
+                self.seconds = time.monotonic() - self.began
         except Exception as error:
             self.error = error
         finally:

@@ -13,8 +13,12 @@ A schema is
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import operator
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 Schema = Any
@@ -29,40 +33,62 @@ def check(value: Any, schema: Schema, name: str) -> None:
 
     Args: name: of `value`, in the message.
     """
-    if not _is(value, schema):
-        raise ValueError(f"{name} is {reprlib.repr(value)}, not {_in_words(schema)}")
-    if isinstance(schema, dict):
-        for key, inner in schema.items():
-            _check_entries(value, key, inner, name)
-    elif isinstance(schema, list):
-        for i, element in enumerate(value):
-            check(element, schema[0], f"{name}.{i}")
-    elif callable(schema) and not isinstance(schema, type):
-        try:
-            schema(value)
-        except Exception as error:  # of those who take such a value
-            raise ValueError(f"{name} is wrong: {error}") from None
+    _check_by_kind.dispatch(type(schema))(value, schema, name)
 
 
-def _is(value: Any, schema: Schema) -> bool:
-    """Whether `value` is of the type that `schema` asks for; `check` looks at what is in it."""
-    if isinstance(schema, tuple):
-        return any(_fits(value, option) for option in schema)
-    if isinstance(schema, range):
-        return type(value) is int and value in schema
-    if isinstance(schema, type):
-        return type(value) is schema
-    if isinstance(schema, (dict, list)):
-        return isinstance(value, type(schema))
-    return schema is not None or value is None
-
-
-def _fits(value: Any, schema: Schema) -> bool:
+@functools.singledispatch
+def _check_by_kind(value: Any, schema: Schema, name: str) -> None:
+    """`schema` is a function, unless its kind is registered below."""
     try:
-        check(value, schema, "")
-    except ValueError:
-        return False
-    return True
+        schema(value)
+    except Exception as error:  # of those who take such a value
+        raise ValueError(f"{name} is wrong: {error}") from None
+
+
+def _check_is(fits: Callable[[Any, Schema], bool], value: Any, schema: Schema, name: str) -> None:
+    if not fits(value, schema):
+        raise ValueError(f"{name} is {reprlib.repr(value)}, not {_in_words(schema)}")
+
+
+def _check_list(value: Any, schema: Schema, name: str) -> None:
+    _check_is(_is_like, value, schema, name)
+    for i, element in enumerate(value):
+        check(element, schema[0], f"{name}.{i}")
+
+
+def _check_dict(value: Any, schema: Schema, name: str) -> None:
+    _check_is(_is_like, value, schema, name)
+    for key, inner in schema.items():
+        _check_entries(value, key, inner, name)
+
+
+def _is_of_type(value: Any, schema: Schema) -> bool:
+    return type(value) is schema
+
+
+def _is_in_range(value: Any, schema: Schema) -> bool:
+    return type(value) is int and value in schema
+
+
+def _is_like(value: Any, schema: Schema) -> bool:
+    return isinstance(value, type(schema))
+
+
+def _is_one_of(value: Any, schema: Schema) -> bool:
+    for option in schema:
+        with contextlib.suppress(ValueError):
+            check(value, option, "")
+            return True
+    return False
+
+
+# By the type of the schema; all others are functions.
+_check_by_kind.register(type, functools.partial(_check_is, _is_of_type))
+_check_by_kind.register(range, functools.partial(_check_is, _is_in_range))
+_check_by_kind.register(type(None), functools.partial(_check_is, operator.is_))
+_check_by_kind.register(tuple, functools.partial(_check_is, _is_one_of))
+_check_by_kind.register(list, _check_list)
+_check_by_kind.register(dict, _check_dict)
 
 
 def _check_entries(value: dict[Any, Any], key: Any, schema: Schema, name: str) -> None:

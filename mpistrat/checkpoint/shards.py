@@ -59,10 +59,8 @@ class TensorRegion:
 
     def within(self, other: TensorRegion) -> tuple[slice, ...]:
         """Where it is in `other`, which contains it."""
-        return tuple(
-            slice(begin - base, begin - base + length)
-            for begin, base, length in zip(self.offset, other.offset, self.shape, strict=True)
-        )
+        begins = np.subtract(self.offset, other.offset)
+        return tuple(map(slice, begins.tolist(), (begins + self.shape).tolist()))
 
     def overlap(self, other: TensorRegion) -> TensorRegion:
         """What both contain; of size 0 if that is nothing."""
@@ -138,7 +136,7 @@ def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> 
             if (
                 whole is None
                 or not len(offset) == values.ndim == len(whole.shape)
-                or any(map(operator.gt, end, whole.shape))
+                or np.greater(end, whole.shape).any()
                 or arrays.dtype_name(values) != whole.dtype
             ):
                 raise ValueError(
@@ -162,10 +160,10 @@ def _region(tensor: Any) -> TensorRegion:
 def _is_saved_here(tensor: Any) -> bool:
     """Whether this rank is in the mesh, and the first one there that has this part."""
     places = tensor.device_mesh.get_coordinate()
-    return places is not None and not any(
-        place and placement.is_replicate()
-        for place, placement in zip(places, tensor.placements, strict=True)
-    )
+    if places is None:
+        return False
+    pairs = zip(places, tensor.placements, strict=True)
+    return {place for place, placement in pairs if placement.is_replicate()} <= {0}
 
 
 class Assembly:
@@ -221,30 +219,32 @@ class Assembly:
         return value
 
     def _want(self, name: str, stored: ShardedArray, like: Any) -> Any:
+        if like is None:
+            return self._values_of(name, stored, TensorRegion.whole(stored.shape), "cpu")
+        return _as_part(self._values_of(name, stored, _region(like), like.device), like)
+
+    def _values_of(self, name: str, stored: ShardedArray, region: TensorRegion, device: Any) -> Any:
+        """A tensor that is filled later."""
         import torch
 
-        region, device = TensorRegion.whole(stored.shape), "cpu"
-        if like is not None:
-            region, device = _region(like), like.device
         values = torch.empty(region.shape, dtype=getattr(torch, stored.dtype), device=device)
         wanted = _Wanted(region, values, region.size)
         self._wanted.setdefault((name, stored.name), []).append(wanted)
-        return values if like is None else _as_part(values, like)
+        return values
 
     def _read(self, parts: Callable[[int], Mapping[str, Mapping[str, Any]]], ranks: int) -> None:
         """Read ranks' files, the likeliest first, until all is there."""
-        near = sorted(range(ranks), key=lambda saver: abs(saver * self._size - self._rank * ranks))
-        savers = iter(near)
-        while missing := self._missing():
+        away = np.abs(np.arange(ranks) * self._size - self._rank * ranks)
+        savers = iter(np.argsort(away, kind="stable").tolist())
+        # Until no tensor has values that are not there yet.
+        while missing := [
+            key for key, wanted in self._wanted.items() if sum(w.missing for w in wanted)
+        ]:
             saver = next(savers, None)
             if saver is None:
                 name, key = min(missing)
                 raise ValueError(f"no rank has saved all of {name}'s {key}")
             self._fill(missing, parts(saver))
-
-    def _missing(self) -> list[tuple[str, str]]:
-        """Object and name of each tensor of which values are not there yet."""
-        return [key for key, wanted in self._wanted.items() if any(w.missing for w in wanted)]
 
     def _fill(
         self, missing: Iterable[tuple[str, str]], parts: Mapping[str, Mapping[str, Any]]
@@ -318,7 +318,7 @@ def _layout_of_optimizer(optimizer: Any) -> Layout:
     """Its state may not be there yet, but what has the shape of its parameter is spread like it."""
     in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters = dict(enumerate(in_order))
-    if not any(map(arrays.is_sharded, parameters.values())):
+    if True not in map(arrays.is_sharded, parameters.values()):
         return _nowhere
 
     def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import base64
 import collections
+import functools
 import math
 import reprlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +26,6 @@ from mpistrat.checkpoint.tensor_file import StoredArray, torch_dtype
 Json = Any
 
 _ITSELF = (type(None), bool, int, str)
-_MAPPING_TYPES = (dict, collections.Counter, collections.OrderedDict)
 
 
 class Encoder:
@@ -48,25 +47,19 @@ class Encoder:
         kind = type(value)
         if kind in _ITSELF:
             return value
-        if kind in (list, tuple):
-            parts = [self.encode(part, (*path, str(i))) for i, part in enumerate(value)]
-            return parts if kind is list else {"tuple": parts}
-        if kind in _MAPPING_TYPES:
-            return self._mapping(value, path)
         if kind in _ENCODERS:
             return _ENCODERS[kind](value)
-        encoded = self._array(value, path) or _encoded_of_torch(value)
-        if encoded is None:
-            raise TypeError(
-                f"{'.'.join(path) or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint "
-                "cannot keep: its state_dict() must be made of dictionaries, lists, tuples, numbers, strings, None and "
-                "arrays"
-            )
-        return encoded
+        return _ENCODERS_OF_PARTS.get(kind, Encoder._other)(self, value, path)
+
+    def _list(self, value: list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> list[Json]:
+        return [self.encode(part, (*path, str(i))) for i, part in enumerate(value)]
+
+    def _tuple(self, value: tuple[Any, ...], path: tuple[str, ...]) -> Json:
+        return {"tuple": self._list(value, path)}
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
         encoded: dict[str, Json]
-        if all(type(key) is str for key in value):
+        if {*map(type, value)} <= {str}:
             encoded = {"dict": {k: self.encode(v, (*path, k)) for k, v in value.items()}}
         else:
             encoded = {
@@ -82,8 +75,12 @@ class Encoder:
             encoded["metadata"] = self.encode(metadata, (*path, "_metadata"))
         return encoded
 
-    def _array(self, value: Any, path: tuple[str, ...]) -> Json | None:
-        """None if `value` is no array."""
+    def _other(self, value: Any, path: tuple[str, ...]) -> Json:
+        """An array, or a value of a class of torch's."""
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if kind in _CLASSES_OF_TORCH:
+            name, plain = _CLASSES_OF_TORCH[kind]
+            return {name: plain(value)}
         if arrays.is_sharded(value):
             name = unused(".".join(path), self._sharded)
             self._sharded.add(name)
@@ -105,7 +102,10 @@ class Encoder:
             kind = "array" if isinstance(value, np.ndarray) else "scalar"
             value = np.asarray(value)
         else:
-            return None
+            raise TypeError(
+                f"{'.'.join(path) or 'the state'} is a {kind}, which a checkpoint cannot keep: its state_dict() must "
+                "be made of dictionaries, lists, tuples, numbers, strings, None and arrays"
+            )
         name = unused(".".join(path), self.arrays)
         self.arrays[name] = value
         return {kind: name}
@@ -123,20 +123,21 @@ def _encoded_bytes(value: bytes) -> Json:
     return {"bytes": base64.b64encode(value).decode()}
 
 
-def _encoded_of_torch(value: Any) -> Json | None:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    kind = {torch.Size: "size", torch.dtype: "dtype", torch.device: "device"}.get(type(value))
-    if kind is None:
-        return None
-    return {kind: list(value) if kind == "size" else str(value).removeprefix("torch.")}
-
-
 _ENCODERS: dict[type, Callable[[Any], Json]] = {
     float: _encoded_float,
     complex: _encoded_complex,
     bytes: _encoded_bytes,
+}
+_ENCODERS_OF_PARTS: dict[type, Callable[[Encoder, Any, tuple[str, ...]], Json]] = {
+    list: Encoder._list,
+    tuple: Encoder._tuple,
+    **dict.fromkeys((dict, collections.Counter, collections.OrderedDict), Encoder._mapping),
+}
+# By the names of their classes, so that torch is not imported here.
+_CLASSES_OF_TORCH: dict[str, tuple[str, Callable[[Any], Json]]] = {
+    "torch.Size": ("size", list),
+    "torch.dtype": ("dtype", arrays.name_of_dtype),
+    "torch.device": ("device", str),
 }
 
 
@@ -157,11 +158,11 @@ def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
     if kind in _MAPPING_KINDS:
         return _decoded_mapping(kind, tree, stored)
     if kind == "sharded":
-        return _decoded_sharded(tree)
-    if kind in ("tensor", "array", "scalar"):
+        check(tree, {"shape": [COUNT], "dtype": str}, kind)
+        torch_dtype(tree["dtype"])  # refuses other names
+        return ShardedArray(content, tuple(tree["shape"]), tree["dtype"])
+    if kind in _ARRAYS:
         return _decoded_array(kind, content, stored)
-    if kind in ("size", "dtype", "device"):
-        return _of_torch(kind, content)
     return _DECODERS[kind](decode(content, stored))
 
 
@@ -180,11 +181,34 @@ _CONTENTS: dict[str, Schema] = {
     **dict.fromkeys(("float", "bytes", "tensor", "array", "scalar", "dtype", "device"), str),
     "sharded": str,
 }
+
+
+def _scalar(stored: StoredArray) -> Any:
+    array = stored.array()
+    if array.ndim:
+        raise ValueError(f"a scalar of shape {array.shape}")
+    return array[()]
+
+
+def _of_torch(name: str, content: Any) -> Any:
+    import torch
+
+    return getattr(torch, name)(content)
+
+
+_ARRAYS: dict[str, Callable[[StoredArray], Any]] = {
+    "tensor": StoredArray.tensor,
+    "array": StoredArray.array,
+    "scalar": _scalar,
+}
 _DECODERS: dict[str, Callable[[Any], Any]] = {
+    "size": functools.partial(_of_torch, "Size"),
+    "dtype": torch_dtype,
+    "device": functools.partial(_of_torch, "device"),
     "tuple": tuple,
     "float": float,
     "complex": lambda parts: complex(*parts),
-    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "bytes": functools.partial(base64.b64decode, validate=True),
 }
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
@@ -197,30 +221,9 @@ def _decoded_array(kind: str, name: str, stored: Mapping[str, StoredArray]) -> A
     if name not in stored:
         raise ValueError(f"there is no array {name!r:.80}")
     try:
-        if kind == "tensor":
-            return stored[name].tensor()
-        array = stored[name].array()
+        return _ARRAYS[kind](stored[name])
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"its array {name!r:.80}: {error}") from None
-    if kind == "scalar" and array.ndim:
-        raise ValueError(f"its array {name!r:.80}: a scalar of shape {array.shape}")
-    return array[... if kind == "array" else ()]
-
-
-def _decoded_sharded(tree: Json) -> ShardedArray:
-    check(tree, {"shape": [COUNT], "dtype": str}, "sharded")
-    _of_torch("dtype", tree["dtype"])
-    return ShardedArray(tree["sharded"], tuple(tree["shape"]), tree["dtype"])
-
-
-def _of_torch(kind: str, content: Any) -> Any:
-    import torch
-
-    if kind == "size":
-        return torch.Size(content)
-    if kind == "device":
-        return torch.device(content)
-    return torch_dtype(content)
 
 
 def _decoded_mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ class Snapshots:
     """Copies of states, in memory that is used again: pages of new memory cost more than the copy itself."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Snapshot] = {}  # by file
+        # By file.
+        self._kept = collections.defaultdict[str, Snapshot](functools.partial(Snapshot, {}))
 
     def forget(self) -> None:
         """Free the memory."""
@@ -56,10 +58,9 @@ class Snapshots:
         except TypeError as error:
             raise TypeError(f"{name}: {error}" if name else str(error)) from None
         if encoder.arrays:
-            snapshot = self._kept.get(file)
-            if snapshot is None or not snapshot.retake(encoder.arrays):
-                buffer = None if snapshot is None else snapshot.buffer
-                snapshot = self._kept[file] = Snapshot(encoder.arrays, buffer)
+            snapshot = self._kept[file]
+            if not snapshot.retake(encoder.arrays):
+                snapshot = self._kept[file] = Snapshot(encoder.arrays, snapshot.buffer)
             files[file + ARRAYS] = [snapshot.header, snapshot.values]
         return tree
 
@@ -83,10 +84,11 @@ class StoredCheckpoint:
         trees = self._json(STATE)
         with self._damaged(STATE):
             check(trees, dict, "it")
-        states = {name: self._decode(name, tree) for name, tree in trees.items() if name in objects}
-        for name, state in states.items():
+        states = {}
+        for name in filter(objects.__contains__, trees):
+            states[name] = self._decode(STATE, name, trees[name])
             with self._damaged(STATE):
-                check_state(name, objects[name], state, "state_schema")
+                check_state(name, objects[name], states[name], "state_schema")
         self._sharded = {name: sharded_arrays(state) for name, state in states.items()}
         self.state: dict[str, Mapping[Any, Any]] = {
             "common": {**dict.fromkeys(trees), **states},
@@ -104,20 +106,20 @@ class StoredCheckpoint:
 
     def parts(self, rank: int) -> Any:
         """What a rank wrote of sharded tensors, by object and name; read at each call. Raises: ValueError."""
-        file = f"{parts_of(rank)}.json"
-        if file not in self.manifest.files:
+        if f"{parts_of(rank)}.json" not in self.manifest.files:
             return {}
-        parts = self._decode(parts_of(rank), self._json(file))
-        with self._damaged(file):
-            check_parts(parts, self._sharded)
-        return parts
+        return self._checked(parts_of(rank), check_parts, self._sharded)
 
     def _read_rank(self, rank: int) -> Any:
-        file = f"{of_rank(rank)}.json"
-        states = self._decode(of_rank(rank), self._json(file))
+        return self._checked(of_rank(rank), check, dict, "it")
+
+    def _checked(self, stem: str, check_content: Callable[..., None], *args: Any) -> Any:
+        """The content of a rank's file. Args: check_content: is called with it and `args`."""
+        file = f"{stem}.json"
+        content = self._decode(file, stem, self._json(file))
         with self._damaged(file):
-            check(states, dict, "it")
-        return states
+            check_content(content, *args)
+        return content
 
     @contextlib.contextmanager
     def _damaged(self, name: str) -> Iterator[None]:
@@ -138,13 +140,14 @@ class StoredCheckpoint:
         with self._damaged(name):
             return parsed(content)
 
-    def _decode(self, file: str, tree: Any) -> Any:
+    def _decode(self, file: str, stem: str, tree: Any) -> Any:
+        """The value of `tree`, of `file`, with the arrays of the file `stem`."""
         arrays = {}
-        if (name := file + ARRAYS) in self.manifest.files:
+        if (name := stem + ARRAYS) in self.manifest.files:
             content = self._read(name)
             with self._damaged(name):
                 arrays = parse(content)
-        with self._damaged(f"{file}.json" if file.startswith("rank-") else STATE):
+        with self._damaged(file):
             return decode(tree, arrays)
 
 

@@ -34,6 +34,7 @@ _ALIGNMENT = 64
 _MOST_DIMENSIONS = 64  # of NumPy's and torch's arrays
 _LENGTH = 8
 _METADATA, _FOREIGN = "__metadata__", "mpistrat"
+_NO_BYTES = np.empty(0, np.uint8)
 
 
 class Snapshot:
@@ -50,25 +51,25 @@ class Snapshot:
         values: uint8[n]: the values of all arrays.
     """
 
-    def __init__(self, named: Mapping[str, arrays.Array], buffer: np.ndarray | None = None) -> None:
-        ordered = sorted(named.items(), key=lambda item: _order(item[1]))
+    def __init__(self, named: Mapping[str, arrays.Array], buffer: np.ndarray = _NO_BYTES) -> None:
         entries: dict[str, Any] = {}
+        foreign: dict[str, list[Any]] = {}
         places: dict[str, slice] = {}
         end = 0
-        for name, array in ordered:
+        for name, array in sorted(named.items(), key=lambda item: _order(item[1])):
             start, end = end, end + arrays.num_elements(array) * arrays.itemsize(array)
             places[name] = slice(start, end)
             code, shape = _code(array), list(array.shape)
             if code is None:
                 code, shape = _AS_BYTES, [end - start]
+                foreign[name] = _described(array)
             entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
-        foreign = {name: _described(array) for name, array in ordered if _code(array) is None}
         if foreign:
             entries[_METADATA] = {_FOREIGN: json.dumps(foreign)}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-(len(text) + _LENGTH) % _ALIGNMENT)
         self.header = len(text).to_bytes(_LENGTH, "little") + text
-        if buffer is None or len(buffer) < end:
+        if len(buffer) < end:
             buffer = np.empty(end, np.uint8)
         self.buffer = buffer
         self.values = buffer[:end]

@@ -48,8 +48,11 @@ def find_divergence(
     communicator = strategy.extended.communicator
     by_rank = communicator.all_gather_object(digested, label="digests of what is mirrored")
     common = set.intersection(*map(set, by_rank))
-    by_key = {key: Copies([things[key] for things in by_rank]) for key in sorted(common)}
-    differing = {key: copies for key, copies in by_key.items() if not copies.are_equal}
+    differing = {
+        key: copies
+        for key in sorted(common)
+        if not (copies := Copies([things[key] for things in by_rank])).are_equal
+    }
     if not differing:
         return None
     key, copies = next(iter(differing.items()))

@@ -12,7 +12,7 @@ import pickle
 import statistics
 import time
 import traceback
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -181,8 +181,8 @@ class Elastic:
             self._keep(checkpoint, self._survivors)  # a rank may be lost in the first step
         else:
             ranks = self._restored["ranks"]
-            for known in self._survivors.communicator.all_gather_object(ranks, label="restore"):
-                ranks = {**known, **ranks}
+            known = self._survivors.communicator.all_gather_object(ranks, label="restore")
+            ranks = ChainMap(ranks, *known)
             states = {rank: pickle.loads(state) for rank, state in ranks.items()}
             checkpoint.load_state_dict({**self._restored, "ranks": states})
             self._restored = None

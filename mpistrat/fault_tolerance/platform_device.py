@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 
 from mpistrat.cluster_resolver.slurm.job import slurm_job
@@ -23,14 +24,9 @@ class PlatformDevice(enum.Enum):
 
 def detect_platform() -> PlatformDevice:
     """The platform of this process. A job of Slurm's is ended by Slurm, wherever its machines stand: INTERNAL."""
-    if slurm_job() is not None or not _on_google_compute_engine():
+    product = ""
+    with contextlib.suppress(OSError), open(_PRODUCT, encoding="utf-8") as file:
+        product = file.read()
+    if slurm_job() is not None or "Google Compute Engine" not in product:
         return PlatformDevice.INTERNAL_CPU  # with GPUs it would be the same
     return PlatformDevice.GCE_GPU if visible_gpus() else PlatformDevice.GCE_CPU
-
-
-def _on_google_compute_engine() -> bool:
-    try:
-        with open(_PRODUCT, encoding="utf-8") as file:
-            return "Google Compute Engine" in file.read()
-    except OSError:
-        return False

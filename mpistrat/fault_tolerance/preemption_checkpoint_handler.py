@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -22,9 +24,6 @@ from mpistrat.fault_tolerance.platform_device import detect_platform
 from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed
 from mpistrat.input import DistributedDataset, DistributedIterator
 from mpistrat.machine.notices import tell
-
-if TYPE_CHECKING:
-    from mpistrat.pytorch.hooks import OptimizerSteps
 
 _COUNTER = "total_run_calls"  # the counter's name among the objects of the checkpoint
 _SECONDS_TO_REQUEUE = 30.0
@@ -86,15 +85,14 @@ class PreemptionCheckpointHandler:
         restored = self._manager.restore_or_initialize()
         if restored is not None:  # the best guess there is until something is saved
             self._end.takes_to_save(self._longest_of_ranks(time.monotonic() - began))
+            self._tell(f"goes on from {restored}, after {self.total_run_calls} steps", "INFO")
         self._word = PiggybackedWord(_word_of(self._end))
         self._piggybacks = extended.modules.piggybacks
         self._piggybacks.append(self._word)
-        if restored is not None:
-            self._tell(f"goes on from {restored}, after {self.total_run_calls} steps", "INFO")
         self._end.warn_if_near()
         self._is_called = False  # by the program, which says where steps end
-        self._optimizers = _optimizer_steps_of(self._manager.checkpoint)
-        self._last_count = 0 if self._optimizers is None else self._optimizers.count
+        self._count_steps = _step_counter_of(self._manager.checkpoint)
+        self._last_count = self._count_steps()
         for value in self._manager.checkpoint.objects.values():
             if isinstance(value, (DistributedDataset, DistributedIterator)):
                 value.after_steps.append(weakref.WeakMethod(self._after_batch))
@@ -128,11 +126,8 @@ class PreemptionCheckpointHandler:
 
     def _after_batch(self) -> None:
         """Inside `Strategy.replica()` a loader of the checkpoint is asked for the batch after one that it has given."""
-        has_stepped = True
-        if self._optimizers is not None:
-            has_stepped = self._optimizers.count != self._last_count
-            self._last_count = self._optimizers.count
-        if has_stepped and not self._is_called:
+        before, self._last_count = self._last_count, self._count_steps()
+        if self._last_count != before and not self._is_called:
             self._finish_and_leave((), {})
 
     def _finish_and_leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -204,8 +199,7 @@ class PreemptionCheckpointHandler:
         if self._config.requeue and self._communicator.rank == 0:
             self._requeue()
         self._communicator.barrier(label="requeued")
-        if self._config.exit_fn is not None:
-            self._config.exit_fn()
+        cast("Callable[[], Any]", self._config.exit_fn)()  # it has a default
 
     def _requeue(self) -> None:
         if self._job is None:
@@ -241,16 +235,19 @@ class _Counter:
         self.calls = int(state["calls"])
 
 
-def _optimizer_steps_of(checkpoint: Checkpoint) -> OptimizerSteps | None:
-    """What counts the steps of optimizers, if the checkpoint has one: a batch that is accumulated ends none."""
-    torch = sys.modules.get("torch")
-    if torch is None or not any(
-        isinstance(value, torch.optim.Optimizer) for value in checkpoint.objects.values()
-    ):
-        return None
-    from mpistrat.pytorch.hooks import optimizer_steps
+def _step_counter_of(checkpoint: Checkpoint) -> Callable[[], int]:
+    """Counts the steps of optimizers, if the checkpoint has one: a batch that is accumulated ends none.
 
-    return optimizer_steps()
+    Else each batch is a step: it counts its calls.
+    """
+    if "torch" in sys.modules:
+        from torch.optim import Optimizer
+
+        if True in [isinstance(value, Optimizer) for value in checkpoint.objects.values()]:
+            from mpistrat.pytorch.hooks import optimizer_steps
+
+            return functools.partial(getattr, optimizer_steps(), "count")
+    return itertools.count().__next__
 
 
 def _manager_of(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from mpistrat.liveness.ending.rank_end import rank_end
+from mpistrat.machine.notices import warn_on_first_rank
 
 
 class PreemptionWatcher:
@@ -18,13 +17,11 @@ class PreemptionWatcher:
 
     def __init__(self) -> None:
         self.preemption_message: str | None = None
-        if rank_end().rank == 0:
-            warnings.warn(
-                "PreemptionWatcher watches nothing; use PreemptionCheckpointHandler, which learns of "
-                "signals and of the time limit",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        warn_on_first_rank(
+            rank_end().rank,
+            "PreemptionWatcher watches nothing; use PreemptionCheckpointHandler, which learns of "
+            "signals and of the time limit",
+        )
 
     def block_until_worker_exit(self) -> None:
         """Returns at once."""

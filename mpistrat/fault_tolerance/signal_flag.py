@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import warnings
 import weakref
 from collections.abc import Sequence
 from types import FrameType
@@ -17,6 +16,7 @@ from typing import Any
 from mpistrat.liveness.ending import early_signals
 from mpistrat.liveness.ending.interrupts import raises_keyboard_interrupt
 from mpistrat.liveness.ending.rank_end import rank_end
+from mpistrat.machine.notices import warn_on_first_rank
 
 
 class SignalFlag:
@@ -56,13 +56,12 @@ def _take(number: int) -> None:
     if before is _arrived:
         return
     if before is None:
-        if rank_end().rank == 0:
-            warnings.warn(
-                f"{signal.Signals(number).name} is handled outside Python already, and is left to that: it will not "
-                "bring about a checkpoint. Choose others with TerminationConfig(signals=...)",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+        warn_on_first_rank(
+            rank_end().rank,
+            f"{signal.Signals(number).name} is handled outside Python already, and is left to that: it will not "
+            "bring about a checkpoint. Choose others with TerminationConfig(signals=...)",
+            stacklevel=4,
+        )
         return
     _previous[number] = before
     signal.signal(number, _arrived)

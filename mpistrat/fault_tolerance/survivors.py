@@ -69,12 +69,9 @@ class Survivors:
         comm = self.comm
         with contextlib.suppress(MPI.Exception):
             comm.Ack_failed()  # else Agree raises on all ranks, as if one were not done
-        try:
+        with _passing_over_losses():
             return bool(comm.Agree(int(done and not self._group.has_lost())))
-        except MPI.Exception as error:
-            if not means_rank_lost(error):
-                raise
-            return False
+        return False
 
     def go_on(self, last: int | None) -> tuple[list[int], int | None]:
         """Leave those that failed behind. Called by: each rank that is left, after `all_done` was False.
@@ -92,12 +89,9 @@ class Survivors:
             discard(group.comm)
             self._group = RevocableGroup(smaller)
             step = None
-            try:
+            with _passing_over_losses():
                 # Not allreduce: mpi4py's goes over a duplicate of its own, which nobody would revoke.
                 step = min(self.comm.allgather(_NONE if last is None else last))
-            except MPI.Exception as error:
-                if not means_rank_lost(error):
-                    raise
             # Unless all know it, some would shrink a communicator on which others go on.
             if self.all_done(step is not None):
                 return lost, None if step == _NONE else step
@@ -126,6 +120,16 @@ class Survivors:
             yield
         finally:
             watch.stay_inside(False)
+
+
+@contextlib.contextmanager
+def _passing_over_losses() -> Iterator[None]:
+    """Around a call that is left early where a rank is lost."""
+    try:
+        yield
+    except MPI.Exception as error:
+        if not means_rank_lost(error):
+            raise
 
 
 def members(comm: MPI.Intracomm, besides: MPI.Intracomm) -> list[int]:

@@ -105,10 +105,11 @@ def completed(config: TerminationConfig | None, platform: PlatformDevice) -> Ter
 def _number(name: str | int) -> int:
     """The number of a signal: of "SIGUSR1", "USR1", signal.SIGUSR1 or 10."""
     try:
-        if isinstance(name, str):
-            number = signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
-        else:
-            number = signal.Signals(name)
+        number = (
+            signal.Signals[f"SIG{name.removeprefix('SIG')}"]
+            if isinstance(name, str)
+            else signal.Signals(name)
+        )
     except (KeyError, ValueError):
         raise ValueError(f"signals must be names or numbers of signals, got {name!r:.60}") from None
     if number in _NEVER_HANDLED:

@@ -23,10 +23,11 @@ class TimeLimit:
     """
 
     def __init__(self, job: SlurmJob | None, end_time: float | None = None) -> None:
-        known = end_time if job is None or end_time is not None else job.end_time
-        end = self._end = SimpleNamespace(time=math.inf if known is None else known)
+        end = self._end = SimpleNamespace(time=math.inf if end_time is None else end_time)
         if job is None or end_time is not None:
             return
+        if job.end_time is not None:
+            end.time = job.end_time
 
         def ask() -> bool:
             end.time = job.ask_end_time(_SECONDS_TO_ANSWER)
@@ -42,7 +43,8 @@ class TimeLimit:
             )
 
         # What Slurm has said at the start is good enough to go on without a word.
-        keep_asking(self, "mpistrat time limit", ask, pause, explain if known is None else None)
+        explain_failure = explain if job.end_time is None else None
+        keep_asking(self, "mpistrat time limit", ask, pause, explain_failure)
 
     def seconds_left(self) -> float:
         """inf where no limit is known."""

@@ -111,7 +111,13 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         if _has_examples(entry):
             self._template = entry
         else:
-            entry = self._empty_batch()
+            if self._template is None:
+                self._template = self._reader.template()
+            if self._template is None:
+                raise ValueError(
+                    "the dataset has no example that could tell what a batch looks like"
+                )
+            entry = without_examples(self._template)
         structure = nest.take_apart(entry)[1]
         if self._structure not in (None, structure):
             raise ValueError(
@@ -120,13 +126,6 @@ class AgreedSteps(Iterator[ReplicaPieces]):
             )
         self._structure = structure
         return entry
-
-    def _empty_batch(self) -> Any:
-        if self._template is None:
-            self._template = self._reader.template()
-        if self._template is None:
-            raise ValueError("the dataset has no example that could tell what a batch looks like")
-        return without_examples(self._template)
 
     def _agreed(self) -> ReplicaPieces | None:
         step, error = None, None
@@ -230,7 +229,7 @@ def _has_examples(entry: Any) -> bool:
 def _is_batched(step: ReplicaPieces) -> bool:
     """Whether its elements are batches, which can be of no examples, and not numbers, which cannot."""
     entry = next(filter(_has_examples, step), None)
-    return entry is None or not all(map(_is_number, nest.leaves(entry)))
+    return False in map(_is_number, nest.leaves(entry))
 
 
 def _is_number(leaf: Any) -> bool:

@@ -89,8 +89,6 @@ class BatchedDataset(_Batching):
         self.of_arrays = nest.is_structure(dataset) or arrays.is_array(dataset)
         program_collate = None if self.of_arrays else collate_fn
         super().__init__(batch_size, drop_last, shuffle, seed, program_collate)
-        if self.of_arrays:
-            self.collate = _as_it_is
         self._dataset = dataset
         if isinstance(dataset, list):
             raise TypeError(
@@ -98,6 +96,7 @@ class BatchedDataset(_Batching):
                 "list of examples to torch's DataLoader, or as an object with __len__ and __getitem__"
             )
         if self.of_arrays:
+            self.collate = _as_it_is
             self.examples = Batches().size(dataset)
         elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
             self.examples = len(dataset)
@@ -197,6 +196,5 @@ def _as_it_is(batch: Any) -> Any:
 def fetch(dataset: Any, indices: list[Any]) -> list[Any]:
     """The examples of a map-style dataset, at once if it can give several, as a DataLoader asks for them."""
     if getattr(dataset, "__getitems__", None):
-        examples: list[Any] = dataset.__getitems__(indices)
-        return examples
+        return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]

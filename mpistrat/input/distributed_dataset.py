@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +52,7 @@ class DistributedDataset(Iterable[Any]):
     `collate_fn`, and what its class has of its own.
 
     Attributes:
+        strategy: whose replicas it gives batches to.
         after_steps: methods that are called inside `Strategy.replica()`, on every rank, when the program has done with
             a step: it asks for what comes after. The state of the dataset is then that after the step.
         partial: a step is made as long as any replica of any rank has data, the others get batches of no examples.
@@ -65,14 +67,15 @@ class DistributedDataset(Iterable[Any]):
         distributed: Any,
         partial: bool,
     ) -> None:
+        self.strategy: Any = extended.strategy
         self.partial = partial and not reader.drop_last
         self.after_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
         # Private, for all else is asked of `distributed`.
         self._reader, self._extended, self._options = reader, extended, options
         self._distributed = distributed
         self._shared = IterationState()
-        # The iterator that was begun last, and how far it, or the peeked one, has come.
-        self._last: weakref.ref[DistributedIterator] | None = None
+        # Gives the iterator that was begun last, if it is alive. It, or the peeked one, has come so far.
+        self._last: Callable[[], DistributedIterator | None] = _no_iterator
         self._progress = IteratorProgress(0)
         # The next iterator, where its first step was read for its spec.
         self._peeked: DistributedIterator | None = None
@@ -87,11 +90,6 @@ class DistributedDataset(Iterable[Any]):
         raise AttributeError(
             f"a DistributedDataset has no {name!r}, and neither has the {kind.__name__} that it distributes"
         )
-
-    @property
-    def strategy(self) -> Any:
-        """Whose replicas it gives batches to."""
-        return self._extended.strategy
 
     @not_compiled
     def __iter__(self) -> DistributedIterator:
@@ -134,7 +132,7 @@ class DistributedDataset(Iterable[Any]):
 
         Reads the first batch, where none was read yet. Called by: every rank.
         """
-        last = None if self._last is None else self._last()
+        last = self._last()
         if self._shared.spec is None and last is not None:
             last.peek()
         if self._shared.spec is None:
@@ -145,10 +143,7 @@ class DistributedDataset(Iterable[Any]):
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """`reduce_func(state, step)` over the steps of an epoch."""
-        state = initial_state
-        for step in self:
-            state = reduce_func(state, step)
-        return state
+        return functools.reduce(reduce_func, self, initial_state)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that was begun last stands; see `DistributedIterator.state_dict`."""
@@ -161,13 +156,15 @@ class DistributedDataset(Iterable[Any]):
             return progress.unread
         if progress.ended:  # it goes on with the next epoch
             progress = IteratorProgress(progress.epoch + 1)
-        communicator = self._extended.communicator
+        communicator, position = self._extended.communicator, progress.position
+        if position is None:
+            position = self._reader.position()
         return {
             "epoch": progress.epoch,
             "steps": progress.steps,
             "ranks": communicator.size,
             **self._reader.identity(),
-            **self._reader.state(communicator, progress.position),
+            **self._reader.state(communicator, position),
         }
 
     def state_schema(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -201,8 +198,12 @@ class DistributedDataset(Iterable[Any]):
             )
         reader.load_state(self._extended.communicator, state)
         self._shared.epoch, self._shared.start = state["epoch"], state["steps"]
-        self._last = self._peeked = None
+        self._last, self._peeked = _no_iterator, None
         self._progress = IteratorProgress(self._shared.epoch, self._shared.start)
+
+
+def _no_iterator() -> None:
+    """No iterator was begun yet."""
 
 
 class Optional:
@@ -225,7 +226,7 @@ class DistributedIterator(Iterator[Any]):
     """The steps of one epoch; made by `iter(distributed_dataset)`. Every rank must go through it.
 
     Attributes:
-        after_steps: as of the dataset.
+        strategy, after_steps: as of the dataset.
         divides: all of its steps are known to have as many examples, and these divide by the number of replicas.
     """
 
@@ -238,16 +239,12 @@ class DistributedIterator(Iterator[Any]):
         self._together = self._extended.communicator.raising_together()
         self.progress = IteratorProgress(shared.epoch, shared.start)
         # Workers that do not wait for each other have steps of their own, of which each is a part of a global batch.
-        strategy, reader = self._extended.strategy, dataset._reader
+        self.strategy: Any = dataset.strategy
+        strategy, reader = self.strategy, dataset._reader
         combined = strategy.num_replicas_in_sync * strategy.workers_combined
         self._combines_all = combined == self._extended.input.share.num_replicas
         self.divides = reader.drop_last and (reader.batch_size or 1) % combined == 0
         self._begin(shared.epoch, shared.start)
-
-    @property
-    def strategy(self) -> Any:
-        """Whose replicas it gives batches to."""
-        return self._extended.strategy
 
     def _begin(self, epoch: int, start: int) -> None:
         self.progress.begin(epoch, start)

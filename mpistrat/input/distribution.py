@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mpistrat.communicators import Communicator
 from mpistrat.input.datasets import BatchedDataset, FileDataset
@@ -13,6 +12,7 @@ from mpistrat.input.distributed_dataset import DistributedDataset
 from mpistrat.input.file_reader import FileReader
 from mpistrat.input.local_batches import LocalReader
 from mpistrat.input.readers import BatchReader, FunctionReader, IndexReader, Reader
+from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.options import AutoShardPolicy, InputOptions
 from mpistrat.replicas.input_plan import Share
 
@@ -30,8 +30,7 @@ def distribute(
             f"{dataset!r:.60}"
         )
     share = extended.input.share
-    policy = options.experimental_auto_shard_policy
-    assert isinstance(policy, AutoShardPolicy)
+    policy = cast("AutoShardPolicy", options.experimental_auto_shard_policy)
     if isinstance(dataset, (BatchedDataset, FileDataset)) and policy is not AutoShardPolicy.OFF:
         # Ranks whose files or orders differ would read some examples twice and others never.
         extended.communicator.barrier(label=f"distributed {dataset.summary()}")
@@ -76,7 +75,15 @@ def _reader_of(
         if torch_loader.is_map_style(dataset):
             return torch_loader.LoaderReader(dataset, share, policy, communicator)
     if communicator.size > 1 and policy is not AutoShardPolicy.OFF:
-        _warn_of_reading_everything(dataset, communicator)
+        warn_on_first_rank(
+            communicator.rank,
+            f"each of the {communicator.size} ranks reads all batches of this {type(dataset).__name__} and keeps its "
+            "part. Cheaper: a DataLoader over a map-style dataset, or mpistrat.input.BatchedDataset (a rank loads only "
+            "its own examples), mpistrat.input.FileDataset (a rank reads only its own files), or "
+            "distribute_datasets_from_function",
+            UserWarning,
+            stacklevel=4,
+        )
         return BatchReader(with_safe_workers(dataset, communicator), share, policy, communicator)
     number = share.pieces[0] if policy is AutoShardPolicy.OFF else 0
     return BatchReader(with_safe_workers(dataset, reader=number), share, policy)
@@ -92,15 +99,3 @@ def with_safe_workers(dataset: Any, whole_on: Communicator | None = None, reader
         if isinstance(dataset, DataLoader):
             return WholeLoader(dataset, whole_on, reader)
     return dataset
-
-
-def _warn_of_reading_everything(dataset: Any, communicator: Communicator) -> None:
-    if communicator.rank == 0:
-        warnings.warn(
-            f"each of the {communicator.size} ranks reads all batches of this {type(dataset).__name__} and keeps its "
-            "part. Cheaper: a DataLoader over a map-style dataset, or mpistrat.input.BatchedDataset (a rank loads only "
-            "its own examples), mpistrat.input.FileDataset (a rank reads only its own files), or "
-            "distribute_datasets_from_function",
-            UserWarning,
-            stacklevel=5,
-        )

@@ -93,9 +93,10 @@ def _rows(batch: Any, count: int) -> int:
     """
     leaves = [leaf for leaf in nest.flatten(batch) if arrays.is_array(leaf) and leaf.ndim]
     firsts = {int(leaf.shape[0]) for leaf in leaves}
-    if not count or len(firsts) != 1 or all(count in leaf.shape for leaf in leaves):
+    if not count or len(firsts) != 1 or len(leaves) % count == 0:
         return count
-    return count if len(leaves) % count == 0 else firsts.pop()
+    everywhere = set.intersection(*(set(leaf.shape) for leaf in leaves))
+    return count if count in everywhere else firsts.pop()
 
 
 def batch_of_one(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
@@ -43,11 +42,7 @@ class ArraySpec:
             import torch
 
             return torch.zeros(shape, dtype=getattr(torch, self.dtype), device="cpu")
-        if self.library == "cupy":
-            import cupy
-
-            return cupy.zeros(shape, self.dtype)
-        return np.zeros(shape, self.dtype)
+        return importlib.import_module(self.library).zeros(shape, self.dtype)
 
 
 @dataclass(frozen=True)

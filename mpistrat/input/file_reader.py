@@ -44,10 +44,17 @@ class _FilePosition:
     finished: int = 0
     count: int = 0
 
-    def progress(self) -> tuple[list[int], dict[int, int], list[int]]:
+    def progress(self) -> tuple[list[int], dict[int, int], list[int]] | None:
         """The files that are read whole, how many examples of another, and the files that are left, that one too."""
         left = self.files[self.finished :]
         return self.files[: self.finished], {left[0]: self.count} if self.count else {}, left
+
+
+class _NothingRead(_FilePosition):
+    """Before the first step since the restart, if there was one."""
+
+    def progress(self) -> None:
+        return None
 
 
 class FileReader(Reader):
@@ -90,13 +97,13 @@ class FileReader(Reader):
             steps = splitting.pieces_of_each(batches, Lists(), share.pieces, share.num_replicas)
         else:
             sizes = share.sizes(dataset.batch_size)
-            begun = start * share.replicas_per_worker % len(sizes) if self._by_file else 0
-            sizes = sizes[begun:] + sizes[:begun]
+            if self._by_file:
+                begun = start * share.replicas_per_worker % len(sizes)
+                sizes = sizes[begun:] + sizes[:begun]
+                start = 0  # `place` is behind the steps that were made
             steps = splitting.steps_of_stream(pieces_of(sizes), share, drop_last=dataset.drop_last)
-        if not self._by_file:
-            steps = itertools.islice(steps, start, None)
         collate = self.dropped or dataset.collate
-        for step in steps:
+        for step in itertools.islice(steps, start, None):
             yield step.load(collate, replace(place))
 
     def _examples(self, place: _FilePosition) -> Iterator[Any]:
@@ -114,12 +121,11 @@ class FileReader(Reader):
         """By file, so that other ranks can go on, each with other files."""
         if not self._by_file:
             return {}
-        progress = None if position is None else position.progress()
+        progress, restart = position.progress(), position.restart
         by_rank = communicator.all_gather_object((self._share.worker, progress), label="files read")
-        restart = self._restart if position is None else position.restart
         finished, partly, left = set(restart.finished), dict(restart.partly), dict(restart.left)
         by_worker = {worker: read for worker, read in by_rank if read is not None}
-        if by_worker:  # else there was no step since the restart, if there was one
+        if by_worker:
             left = {worker: [] for worker in range(self._share.workers)}
         for worker, (done, part, rest) in by_worker.items():
             finished.update(done)
@@ -127,6 +133,9 @@ class FileReader(Reader):
             left[worker] = rest
         partly = {number: count for number, count in partly.items() if number not in finished}
         return {"finished": sorted(finished), "partly": partly, "left": left}
+
+    def position(self) -> _FilePosition:
+        return _NothingRead(self._restart, [])
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         if self._by_file:

@@ -14,7 +14,7 @@ import numpy as np
 def of_python(state: Any) -> None:
     """As of `random.getstate`."""
     _, _, gauss = state
-    if not (gauss is None or isinstance(gauss, float)):
+    if not isinstance(gauss, (float, type(None))):
         raise TypeError(f"its third part is a {type(gauss).__name__}")
     random.Random().setstate(state)
 

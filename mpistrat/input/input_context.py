@@ -21,9 +21,7 @@ class InputContext:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{field.name} must be an integer, got {value!r:.60}")
+            _check_integer(field.name, getattr(self, field.name))
         if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
             raise ValueError(
                 f"input_pipeline_id must be at least 0 and less than num_input_pipelines, "
@@ -36,14 +34,18 @@ class InputContext:
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """One replica's share of a global batch; ValueError unless it divides evenly."""
-        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):
-            raise TypeError(f"global_batch_size must be an integer, got {global_batch_size!r:.60}")
+        _check_integer("global_batch_size", global_batch_size)
         if global_batch_size % self.num_replicas_in_sync != 0:
             raise ValueError(
                 f"the global batch size {global_batch_size} does not divide by the number of replicas, "
                 f"{self.num_replicas_in_sync}"
             )
         return global_batch_size // self.num_replicas_in_sync
+
+
+def _check_integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r:.60}")
 
 
 @dataclasses.dataclass(frozen=True)

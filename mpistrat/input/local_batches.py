@@ -31,7 +31,7 @@ class LocalReader(readers.FunctionReader):
         self.steps_agreed = self._steps is not None
         if self.steps_agreed:
             readers.check_all_have_some(by_rank)
-            self._tell([f"rank {rank}: {steps}" for rank, steps in enumerate(by_rank)], by_rank)
+            self._tell(by_rank, f", {self._steps} steps", "rank {}: {}")
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         steps = super().steps(epoch, start)
@@ -43,15 +43,14 @@ class LocalReader(readers.FunctionReader):
     def end(self, communicator: Communicator, has_more: bool) -> None:
         if not self._has_spoken:
             by_rank = communicator.all_gather_object(has_more, label="end of local batches")
-            self._tell([f"rank {rank}" for rank in range(len(by_rank))], by_rank)
+            self._tell(by_rank, "", "rank {}")
 
-    def _tell(self, names: list[str], amounts: list[Any]) -> None:
-        """Of the ranks that have more than the least."""
+    def _tell(self, amounts: list[Any], steps: str, name: str) -> None:
+        """Of the ranks that have more than the least. Args: name: a format for each and its amount."""
         least = min(amounts)
-        longer = [name for name, amount in zip(names, amounts, strict=True) if amount > least]
+        longer = [name.format(*entry) for entry in enumerate(amounts) if entry[1] > least]
         self._has_spoken = bool(longer)
         if longer and self._rank == 0:
-            steps = "" if isinstance(least, bool) else f", {least} steps"
             tell(
                 f"local batches end with the shortest rank{steps}: what others have beyond is left out in each epoch "
                 f"({', '.join(longer[:16])}{', …' if len(longer) > 16 else ''})"

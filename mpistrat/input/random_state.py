@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,13 +14,6 @@ import torch.utils.data as data
 from mpistrat.arrays import default_device
 from mpistrat.input import generator_states
 from mpistrat.machine.devices import torch_accelerator
-
-STATE_SCHEMA = {
-    "torch": generator_states.of_torch,
-    "python": generator_states.of_python,
-    "numpy": generator_states.of_numpy,
-    "own": [generator_states.of_torch_device],
-}
 
 
 def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
@@ -41,7 +34,12 @@ class RandomState:
         began: their states when the last epoch began, picklable; None before the first.
     """
 
-    schema = STATE_SCHEMA
+    schema: ClassVar[dict[str, Any]] = {
+        "torch": generator_states.of_torch,
+        "python": generator_states.of_python,
+        "numpy": generator_states.of_numpy,
+        "own": [generator_states.of_torch_device],
+    }
 
     def __init__(self, loader: data.DataLoader[Any]) -> None:
         owners = (loader, *samplers_of(loader))

@@ -35,7 +35,6 @@ _STATE = "state of the order of a dataset"
 def knowing_what_follows(steps: Iterator[ReplicaPieces]) -> Iterator[ReplicaPieces]:
     """`steps`, each with what is known of those after it: ranks that know it need not ask each other at each."""
     read: collections.deque[ReplicaPieces] = collections.deque()
-    error: Exception | None = None
     known = 0  # the first step need not wait for others
     try:
         for step in steps:
@@ -45,13 +44,12 @@ def knowing_what_follows(steps: Iterator[ReplicaPieces]) -> Iterator[ReplicaPiec
             if len(read) > known:
                 yield read.popleft()
                 known = min(known + 1, _STEPS_KNOWN)
-    except Exception as failed:
-        error = failed
+    except Exception:
         for earlier in read:
             earlier.fails = True
+        yield from read
+        raise
     yield from read
-    if error is not None:
-        raise error
 
 
 class Reader(abc.ABC):
@@ -99,6 +97,10 @@ class Reader(abc.ABC):
     def identity(self) -> dict[str, Any]:
         """What must be the same where a state is loaded."""
         return {"source": type(self).__name__, "batch_size": self.batch_size}
+
+    def position(self) -> Any:
+        """Where the next epoch begins, or goes on after a state was loaded."""
+        return None
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
         """What to save, after the step that left `position`, beside the numbers of epoch and step. Collective."""
@@ -159,6 +161,8 @@ class GlobalReader(Reader):
     Raises: NotFoundError: under a policy that shares out files.
     """
 
+    _random: RandomState | _NoRandomState = _NoRandomState()
+
     def __init__(self, share: Share, policy: AutoShardPolicy) -> None:
         if policy is AutoShardPolicy.FILE and share.workers > 1:
             raise NotFoundError(
@@ -168,6 +172,9 @@ class GlobalReader(Reader):
         self._share, self._policy = share, policy
         self._reads_all = policy is AutoShardPolicy.OFF and share.workers > 1
         self.same_for_any_ranks = self.ends_together = not self._reads_all
+
+    def position(self) -> Any:
+        return self._random.now()
 
     def _steps_of(self, batches: Iterable[Any], kind: Kind, start: int) -> Iterator[ReplicaPieces]:
         """What the replicas of this rank get of `batches`, by one of the rules of `splitting`, from step `start` on.
@@ -248,11 +255,10 @@ class BatchReader(GlobalReader):
         yield from _at(steps, lambda: self._random.began)
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        random = self._random.now() if position is None else position
         send = communicator.all_gather_object
         if self.same_for_any_ranks:
             send = communicator.broadcast_object
-        return {"random": send(random, label=_STATE)}
+        return {"random": send(position, label=_STATE)}
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         random = state["random"]
@@ -337,22 +343,18 @@ class FunctionReader(Reader):
     def __init__(self, datasets: list[Iterable[Any]], num_replicas: int) -> None:
         self._datasets, self._num_replicas = datasets, num_replicas
         self._random = [_random_of(dataset) for dataset in datasets]
-        self.drop_last = all(getattr(d, "drop_last", False) is True for d in datasets)
+        self.drop_last = False not in [getattr(d, "drop_last", False) is True for d in datasets]
         self.batch_size = number_of(datasets[0], "batch_size")
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         for dataset in self._datasets:
             set_epoch(dataset, epoch)
-        if len(self._datasets) == self._num_replicas > 1:
-            columns = itertools.zip_longest(*self._datasets, fillvalue=MISSING)
-            steps: Iterator[ReplicaPieces] = map(ReplicaPieces, columns)
-        else:
-            steps = self._turns()
-        steps = itertools.islice(steps, start, None)
+        steps = itertools.islice(self._turns(), start, None)
         yield from _at(steps, lambda: [random.began for random in self._random])
 
     def _turns(self) -> Iterator[ReplicaPieces]:
-        elements = iter(self._datasets[0])
+        rows = itertools.zip_longest(*self._datasets, fillvalue=MISSING)
+        elements = itertools.chain.from_iterable(rows)
         while step := ReplicaPieces(itertools.islice(elements, self._num_replicas)):
             step += [MISSING] * (self._num_replicas - len(step))
             yield step
@@ -364,8 +366,10 @@ class FunctionReader(Reader):
         return max(-(-length * len(self._datasets) // self._num_replicas) for length in lengths)
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        states = [random.now() for random in self._random] if position is None else position
-        return {"random": communicator.all_gather_object(states, label=_STATE)}
+        return {"random": communicator.all_gather_object(position, label=_STATE)}
+
+    def position(self) -> Any:
+        return [random.now() for random in self._random]
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         states = state["random"][communicator.rank]

@@ -20,7 +20,9 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     piece = share.pieces[_local_replica(strategy)]
     parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
     extended.given_steps.distributed = True
-    if not _is_compiling() and arrays.gradients_are_on():
+    torch: Any = sys.modules.get("torch")
+    is_compiling = torch is not None and torch.compiler.is_compiling()
+    if not is_compiling and arrays.gradients_are_on():
         _remember(strategy, values, parts, dim)
     return parts
 
@@ -49,11 +51,6 @@ def _checksum(values: Any) -> int:
         sample = arrays.to_host(flat[:: len(flat) // _SAMPLED + 1])
         checksum = zlib.crc32(repr((tuple(leaf.shape), sample.tolist())).encode(), checksum)
     return checksum >> 1 or 1
-
-
-def _is_compiling() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
 
 
 def _local_replica(strategy: AnyStrategy) -> int:

@@ -103,9 +103,8 @@ def pieces_of_each(
         else:
             if kind.size(batch) != size:
                 size = kind.size(batch)
-                bounds = [slice_bounds(size, piece, num_pieces) for piece in wanted]
-                parts = [slice(*bound) for bound in bounds]
-                examples = np.array([*(end - first for first, end in bounds), size])
+                parts = [slice(*slice_bounds(size, piece, num_pieces)) for piece in wanted]
+                examples = np.array([*(part.stop - part.start for part in parts), size])
             step = ReplicaPieces([kind.cut(batch, part) for part in parts])
         step.examples = examples
         yield step
@@ -152,8 +151,8 @@ def steps_of_stream(
     """
     source = iter(pieces)
     while step := list(itertools.islice(source, share.replicas_per_worker)):
-        if len(step) < share.replicas_per_worker and drop_last:
+        missing = share.replicas_per_worker - len(step)
+        if missing and drop_last:
             return
-        yield ReplicaPieces(
-            step[replica] if replica < len(step) else None for replica in share.replicas
-        )
+        step += [MISSING] * missing
+        yield ReplicaPieces(map(step.__getitem__, share.replicas))

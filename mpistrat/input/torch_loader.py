@@ -106,7 +106,6 @@ class WholeLoader(Restartable):
         reader *= not isinstance(loader.dataset, data.IterableDataset)
         if loader.num_workers and (reader or loader.multiprocessing_context is None):
             self._loader = _copy_of(loader, reader)
-            self._loader._iterator = None  # persistent workers of the user's own
         self._user = loader
         self._known_epochs = {
             id(s): s.epoch for s in samplers_of(loader) if isinstance(s, data.DistributedSampler)
@@ -165,6 +164,7 @@ def _copy_of(loader: data.DataLoader[Any], reader: int, **changes: Any) -> data.
     vars(made).update(changes)  # torch refuses to set some
     made.multiprocessing_context = worker_context(loader)
     made.worker_init_fn = WorkerInit(loader, reader)
+    made._iterator = None  # persistent workers of the user's own
     return made
 
 
@@ -212,22 +212,18 @@ class _EpochPlan:
     @classmethod
     def of(cls, loader: data.DataLoader[Any]) -> _EpochPlan | None:
         """Of the next epoch; None for another sampler. Draws what the sampler draws."""
-        batches, sampler = loader.batch_sampler, loader.sampler
+        batches, sampler, generator = loader.batch_sampler, cast("Any", loader.sampler), None
         if type(batches) is not data.BatchSampler or batches.sampler is not sampler:
             return None
-        generator = None
         if type(sampler) is data.RandomSampler:
-            examples = len(sampler.data_source)
-            if sampler.replacement or sampler.num_samples != examples:
+            if sampler.replacement or len(sampler) != len(sampler.data_source):
                 return None
             # As a RandomSampler seeds one.
             drawn = sampler.generator or torch.Generator().manual_seed(_drawn(None))
             generator = drawn.get_state()
-        elif type(sampler) is data.SequentialSampler:
-            examples = len(sampler.data_source)
-        else:
+        elif type(sampler) is not data.SequentialSampler:
             return None
-        return cls(examples, batches.batch_size, batches.drop_last, generator)
+        return cls(len(sampler), batches.batch_size, batches.drop_last, generator)
 
     def index_batches(self, of_sampler: torch.Generator | None) -> Iterator[list[int]]:
         """Of an epoch, as torch's samplers give them. The generator `of_sampler` goes on as with torch."""
@@ -258,6 +254,8 @@ def _order(examples: int, generator: torch.Generator) -> torch.Tensor:
 
 class LoaderReader(GlobalReader):
     """Of a DataLoader over a map-style dataset."""
+
+    _random: RandomState
 
     def __init__(
         self,
@@ -290,7 +288,6 @@ class LoaderReader(GlobalReader):
             # In the order of the pieces, for `_Pieces.read` goes with them.
             how = {"batch_sampler": _Pieces(), "collate_fn": self._collate, "in_order": True}
             self._loader = _copy_of(self._user, self._share.pieces[0], **how)
-            self._loader._iterator = None  # persistent workers of the user's own
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
         batches = self._begin(loader, pieces, start)
         began = self._random.began
@@ -352,12 +349,12 @@ class LoaderReader(GlobalReader):
             with communicator.raising_together():
                 # A sampler draws its seed from the rank's generator: the ranks' generators stay in step.
                 next(batches, None)
+            batches = iter(())  # rank 0's count
         length = _BATCHES_OF_FIRST_MESSAGE
         while True:
             block: list[list[int]] = []
             with communicator.raising_together():
-                if communicator.rank == 0:
-                    block = [list(batch) for batch in itertools.islice(batches, length)]
+                block = [list(batch) for batch in itertools.islice(batches, length)]
             block = communicator.broadcast_object(block, label=_SAMPLER)
             pieces.some = pieces.some or next(filter(None, block), ())
             yield block
@@ -386,8 +383,7 @@ class LoaderReader(GlobalReader):
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
         """The order of the epoch: what rank 0's random numbers were, or will be, when it begins."""
-        random = self._random.now() if position is None else position
-        return {"random": communicator.broadcast_object(random, label="state of the sampler")}
+        return {"random": communicator.broadcast_object(position, label="state of the sampler")}
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         fits = self._random.fits(state["random"])
