@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpistrat.cluster_resolver import MPIClusterResolver
+from mpistrat.communicators.of_resolver import communicator_of
 from mpistrat.machine.devices import check_device, check_devices
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import strategy_parts
@@ -67,7 +68,7 @@ class CentralStorageStrategy(Strategy):
                 "keeps one copy of the parameters)"
             )
         name = type(self).__name__
-        communicator = strategy_parts.communicator_of(resolver, check, name)
+        communicator = communicator_of(resolver, check, name)
         devices = checked or bind_all(communicator, topology)
         shared = len(devices) == 1
         parameter_device = parameter_device or (devices[0] if shared else "cpu:0")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
+from mpistrat.communicators.of_resolver import communicator_of
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.liveness.ending.start_deadline import start_deadline
 from mpistrat.machine.devices import check_devices
@@ -84,7 +85,7 @@ class MirroredStrategy(Strategy):
         checked = check_devices(devices)
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
-        communicator = strategy_parts.communicator_of(resolver, check, type(self).__name__)
+        communicator = communicator_of(resolver, check, type(self).__name__)
         is_part = comm is None and topology.num_nodes > 1
         if is_part:
             communicator = _of_node(communicator, topology.node)

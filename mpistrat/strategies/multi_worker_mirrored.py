@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.cluster_resolver.roles.task_claims import resolver_of_trainers
+from mpistrat.communicators.of_resolver import communicator_of
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import strategy_parts
@@ -84,7 +85,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             over_mpi = MPIClusterResolver(comm)
         topology = over_mpi.topology()
         name = type(self).__name__
-        communicator = strategy_parts.communicator_of(over_mpi, check, name)
+        communicator = communicator_of(over_mpi, check, name)
         named = resolver_of_trainers(
             topology,
             functools.partial(communicator.all_gather_object, label=f"constructor of {name}"),

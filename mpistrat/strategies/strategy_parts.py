@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.errors import CollectiveMismatchError
@@ -33,16 +32,6 @@ from mpistrat.torch_distributed import default_group
 from mpistrat.variables.store import VariableStore
 
 _NO_ARGUMENTS = StrategyArguments()
-
-
-def communicator_of(resolver: ClusterResolver, check: str, what: str) -> Communicator:
-    """Our communicator, for a strategy of class `what`, over the ranks that an `MPIClusterResolver` speaks of."""
-    comm = getattr(resolver, "comm", None)
-    if comm is None:
-        return LocalCommunicator()
-    from mpistrat.communicators.construction import communicator_for
-
-    return communicator_for(comm, check, f"constructor of {what}")
 
 
 def agree(

@@ -105,7 +105,7 @@ class Collectives:
             if here:
                 _check_one_a_rank(self.communicator, "gather", lists[i])
             rows = read(tensor).reshape(1, -1)
-            sent, received = self._one_row_to(root)
+            sent, received = _one_row_to(root, self.communicator)
             gathered = rows.new_empty((sum(received), rows.shape[1]))
             label = f"gather of {tuple(tensor.shape)} to {root}"
             self.communicator.all_to_all(rows, gathered, sent, received, label=label)
@@ -118,7 +118,7 @@ class Collectives:
         here = self._rank == root
         for i, out in enumerate(outs):
             label = f"scatter of {tuple(out.shape)} from {root}"
-            received, sent = self._one_row_to(root)
+            received, sent = _one_row_to(root, self.communicator)
             with written(out) as buffer:
                 row = buffer.view(1, -1)
                 rows = row[:0]
@@ -126,11 +126,6 @@ class Collectives:
                     _check_one_a_rank(self.communicator, "scatter", lists[i])
                     rows = torch.stack([part.detach().reshape(-1) for part in lists[i]])
                 self.communicator.all_to_all(rows, row, sent, received, label=label)
-
-    def _one_row_to(self, root: int) -> tuple[list[int], list[int]]:
-        """How many rows this rank sends to each rank, and receives, where each sends one to `root`."""
-        sent = [int(rank == root) for rank in range(self._size)]
-        return sent, [int(self._rank == root)] * self._size
 
     def reduce_scatter_single(self, out: Tensor, tensor: Tensor, op: Any) -> None:
         how = combination_of(op, tensor.dtype, self._size)
@@ -194,6 +189,12 @@ def _all_reduce_sparse(communicator: Communicator, tensor: Tensor, op: Any) -> N
         total = total / communicator.size
     with torch.no_grad():
         tensor.copy_(total)  # not into detach(): that would have indices of its own
+
+
+def _one_row_to(root: int, communicator: Communicator) -> tuple[list[int], list[int]]:
+    """How many rows this rank sends to each rank, and receives, where each sends one to `root`."""
+    sent = [int(rank == root) for rank in range(communicator.size)]
+    return sent, [int(communicator.rank == root)] * communicator.size
 
 
 def _check_one_a_rank(communicator: Communicator, call: str, tensors: Tensors) -> None:

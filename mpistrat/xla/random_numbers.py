@@ -51,11 +51,13 @@ def _like(fill: _Fill, like: torch.Tensor, *limits: Any, **kwargs: Any) -> torch
     return fill(_empty(like, **kwargs), *limits)
 
 
-def _of_size(fill: _Fill, usual: torch.dtype | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _of_size(
+    fill: _Fill, usual: torch.dtype | None, *args: Any, device: Any, **kwargs: Any
+) -> torch.Tensor:
     """A tensor of a size, the last of `args`, filled. Args: usual: the dtype where no other is given; None: torch's."""
     *limits, size = args
     kwargs["dtype"] = kwargs.get("dtype") or usual
-    return fill(torch.empty(size, **kwargs), *limits)
+    return fill(torch.empty(size, device=device, **kwargs), *limits)
 
 
 def _bernoulli(like: torch.Tensor, **_: Any) -> torch.Tensor:

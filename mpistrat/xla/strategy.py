@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import MPIClusterResolver, TPUClusterResolver
+from mpistrat.communicators.of_resolver import communicator_of
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import strategy_parts
 from mpistrat.strategies.strategy_arguments import StrategyArguments
@@ -65,7 +66,7 @@ class TPUStrategy(Strategy):
             )
         over_mpi = MPIClusterResolver(comm)
         topology = over_mpi.topology()
-        communicator = strategy_parts.communicator_of(over_mpi, check, type(self).__name__)
+        communicator = communicator_of(over_mpi, check, type(self).__name__)
         system = start_system(resolver, topology, communicator)
         replicas = replicas_of_rank(assignment, system.topology, topology.rank)
         from mpistrat.xla.tpu_strategy_parts import on_xla

@@ -16,9 +16,9 @@ from mpistrat.cluster_resolver.tpu.pjrt import (
     slices_of_ranks,
 )
 from mpistrat.communicators import Communicator
+from mpistrat.communicators.of_resolver import communicator_of
 from mpistrat.errors import NotFoundError, TopologyError
 from mpistrat.liveness.ending.start_deadline import start_deadline
-from mpistrat.strategies.strategy_parts import communicator_of
 from mpistrat.topology import Topology
 from mpistrat.xla.runtime import Runtime, check_versions
 from mpistrat.xla.topology.topology import TpuTopology

@@ -26,7 +26,7 @@ SET_FROM_OUTSIDE = {
     "communicators/contract/contract.py: _is_closed of contract",
     "communicators/contract/contract.py: _is_forked of contract",
     "communicators/contract/joint_errors.py: _mpistrat_raised_by_all of error",
-    "input/torch_loader.py: _iterator of self._loader",
+    "input/torch_loader.py: _iterator of made",
     "parameter_server/modules/scheduled_modules.py: _opt_called of value",
     "pytorch/hooks.py: _compiled_call_impl of module",
     "pytorch/modules/placing.py: _flat_weight_refs of child",

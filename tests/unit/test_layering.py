@@ -114,6 +114,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("launcher",),
     ),
     "communicators": (
+        ("of_resolver",),
         ("construction",),
         ("transports.accelerator.gpu_transports",),
         ("transports.accelerator.library_dispatcher",),

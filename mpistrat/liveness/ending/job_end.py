@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from mpi4py import MPI
@@ -38,7 +38,7 @@ from mpistrat.liveness.observer import observation
 from mpistrat.liveness.observer.node_records import NodeRecords
 from mpistrat.liveness.observer.other_nodes import Raise
 from mpistrat.liveness.records.job_folder import report_of
-from mpistrat.liveness.records.record import END, ENDING, LEAVING, LEFT, RAISE
+from mpistrat.liveness.records.record import END, ENDING, LEAVING, LEFT, RAISE, RankRecord
 from mpistrat.liveness.records.watch import WatchedCalls
 from mpistrat.liveness.revocable_group import means_rank_lost
 
@@ -146,53 +146,22 @@ class JobEnd:
         """Of the communicators of all groups."""
         return itertools.chain.from_iterable(group.calls() for group in self._groups)
 
-    def _end_if_decided(self, group: ExitGroup) -> None:
-        if verdict := group.verdict():
-            why, code = verdict
-            self.end_job(f"ending the job: {why}", code)
-
     def _look_out(self) -> None:
         fallback = FallbackObserver()
         while not self._stop.wait(deadlines.RANK_SLEEPS_WATCHING_GROUPS):
             action = self.records.record.abort
             if observation.has_lost_files():
-                self._end_without_files()
+                _end_without_files(self.records.record)
             if action == END:  # the observer has reported a failure
-                self._end_as_reported()
+                _end_as_reported(self._calls(), self.records.record.code)
             fallback.look()
             for group in list(self._groups):
-                self._look_at(group)
+                _look_at(group)
             if action == RAISE:
                 self._end_if_stuck_in_mpi()
             if self._interrupts.unanswered():
                 site = call_site(sys._current_frames()[threading.main_thread().ident or 0])
                 _end_job(f"was interrupted, but stays in a call at {site}", 130)
-
-    def _look_at(self, group: ExitGroup) -> None:
-        try:
-            if not group.lost:
-                if group.look():
-                    self._rank.flush()  # what was printed so far may be all that this rank will ever say
-                self._end_if_decided(group)
-        except MPI.Exception as error:
-            if not means_rank_lost(error) and not group.lost:
-                raise
-
-    def _end_as_reported(self) -> NoReturn:
-        """Tell the errors of which this rank could not tell the others: they may be why it waited."""
-        for error in filter(None, [calls.raising for calls in self._calls()]):
-            text = told_of(error, self._rank.rank)
-            self._rank.say_last(f"{self._rank.who} failed\n{text}")
-        self._rank.abort(self.records.record.code)
-
-    def _end_without_files(self) -> NoReturn:
-        """MPI has lost its launcher: it may write about that for ever, and MPI_Abort cannot be heard."""
-        self.records.record.state = ENDING
-        self._rank.say_last(
-            f"ending the job: {self._rank.who} has closed files that it had not opened, MPI's among them, as "
-            "os.closerange() does in programs that leave their terminal. Close only what you have opened."
-        )
-        os._exit(1)
 
     def _end_if_stuck_in_mpi(self) -> None:
         """No error can be raised in a thread that does not come back from MPI."""
@@ -264,7 +233,7 @@ class JobEnd:
             with self.losses.tolerated():
                 if group.lost or group.all_ended():
                     return True
-                self._end_if_decided(group)
+                _end_if_decided(group)
                 return False
             return True
 
@@ -294,6 +263,42 @@ class JobEnd:
                     self._wait_for(waiting, lambda: time.monotonic() > until)
         finally:  # also where a signal has raised: what Python does next may hang
             os._exit(code)
+
+
+def _look_at(group: ExitGroup) -> None:
+    try:
+        if not group.lost:
+            if group.look():
+                rank_end().flush()  # what was printed so far may be all that this rank will ever say
+            _end_if_decided(group)
+    except MPI.Exception as error:
+        if not means_rank_lost(error) and not group.lost:
+            raise
+
+
+def _end_if_decided(group: ExitGroup) -> None:
+    if verdict := group.verdict():
+        why, code = verdict
+        rank_end().end_job(f"ending the job: {why}", code)
+
+
+def _end_as_reported(calls: Iterable[WatchedCalls], code: int) -> NoReturn:
+    """Tell the errors of which this rank could not tell the others: they may be why it waited."""
+    rank = rank_end()
+    for error in filter(None, [each.raising for each in calls]):
+        rank.say_last(f"{rank.who} failed\n{told_of(error, rank.rank)}")
+    rank.abort(code)
+
+
+def _end_without_files(record: RankRecord) -> NoReturn:
+    """MPI has lost its launcher: it may write about that for ever, and MPI_Abort cannot be heard."""
+    record.state = ENDING
+    rank = rank_end()
+    rank.say_last(
+        f"ending the job: {rank.who} has closed files that it had not opened, MPI's among them, as os.closerange() "
+        "does in programs that leave their terminal. Close only what you have opened."
+    )
+    os._exit(1)
 
 
 def _end_job(why: str, code: int) -> NoReturn:

@@ -11,10 +11,10 @@ from mpistrat.cluster_resolver.roles.job_roles import JobRoles, job_roles
 from mpistrat.cluster_resolver.roles.task_roles import Cluster, normalize_cluster_spec
 from mpistrat.cluster_resolver.tf_config import TFConfigClusterResolver
 from mpistrat.communicators.communicator import Communicator, RaisingOnAll
+from mpistrat.communicators.of_resolver import communicator_of
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.devices import accelerator, check_devices
 from mpistrat.strategies.binding import bind
-from mpistrat.strategies.strategy_parts import communicator_of
 from mpistrat.strategies.threads import share_cores
 
 if TYPE_CHECKING:

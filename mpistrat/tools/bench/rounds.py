@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.costs.distance import distance_on_node
-from mpistrat.strategies.strategy_parts import communicator_of
+from mpistrat.communicators.of_resolver import communicator_of
 
 ROUNDS = 9
 # How long a turn should last where the number of calls is not fixed

@@ -260,18 +260,18 @@ def command_family(version: str) -> str:
 
 def launcher_of(library: str) -> str:
     """The mpirun beside a library: /opt/mpi/bin/mpirun of /opt/mpi/lib/libmpi.so.40; "" where there is none."""
-    return _beside(library, ("bin/mpirun", "bin/mpiexec"), os.X_OK)
+    return _in_the_same_folder(library, ("bin/mpirun", "bin/mpiexec"), os.X_OK)
 
 
 def library_of(mpirun: str) -> str:
     """The libmpi beside an mpirun; "" where there is none."""
-    return _beside(mpirun, _LIBRARIES, os.F_OK)
+    return _in_the_same_folder(mpirun, _LIBRARIES, os.F_OK)
 
 
-def _beside(file: str, patterns: Iterable[str], access: int) -> str:
+def _in_the_same_folder(file: str, patterns: Iterable[str], access: int) -> str:
     """The first file that one of `patterns` finds in the installation of `file`, a file of its bin or lib.
 
-    "" where there is none. The system's folders may hold several MPIs, and are not searched.
+    It is "" where there is none. The system's folders may hold several MPIs, and are not searched.
     """
     prefix = os.path.dirname(os.path.dirname(os.path.realpath(file)))
     if not file or prefix in ("/", "/usr"):
