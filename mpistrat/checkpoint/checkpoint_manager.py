@@ -58,7 +58,6 @@ class CheckpointManager:
             raise ValueError(f"keep must be a number of checkpoints, at least 1, got {keep!r}")
         self.checkpoint = checkpoint
         self._directory = Directory(directory)
-        self.directory = self._directory.path
         self._keep = keep
         self._role = checkpoint.strategy.extended.checkpoints
         self._communicator = checkpoint.strategy.extended.communicator
@@ -69,6 +68,10 @@ class CheckpointManager:
         self._seconds_to_save = 0.0  # of those before
         _managers.add(self)
         _report_unraised_at_exit()
+
+    @property
+    def directory(self) -> str:
+        return self._directory.path
 
     @property
     def checkpoints(self) -> list[str]:
@@ -183,7 +186,7 @@ class CheckpointManager:
         steps, are_well, checkpoints = zip(*entries, strict=True)
         if error is None and len(set(map(repr, steps))) > 1:
             error = ValueError(f"the ranks save different steps: {[*steps]}, by rank")
-        if error is not None or False in are_well:
+        if error is not None or not all(are_well):
             self._communicator.raise_any(error, "could not begin a checkpoint")
         return checkpoints[0]
 
@@ -195,7 +198,7 @@ class CheckpointManager:
         _, are_well, _, seconds = zip(*self._outcomes(saving), strict=True)
         self._seconds_to_save = max(self._seconds_to_save, *seconds)
         self._saving = None
-        if False in are_well:
+        if not all(are_well):
             self._claimed = False  # the directory may not be what it was
             if self._open is not None:
                 self._open.give_up(saving.checkpoint)
@@ -211,9 +214,9 @@ class CheckpointManager:
             label = "whether a checkpoint is written"
             reports = self._communicator.all_gather_object(progress, label=label)
             are_finished, are_well, written, _ = zip(*reports, strict=True)
-            if False not in are_finished:
+            if all(are_finished):
                 return reports
-            if False in are_well:
+            if not all(are_well):
                 saving.abandoned.set()
             saving.heard.update((rank, files) for rank, files in enumerate(written) if files)
             if progress.is_finished:

@@ -77,7 +77,10 @@ class OpenDirectory:
 
     def __init__(self, directory: Directory) -> None:
         self._directory, self._path = directory, directory.path
-        durable_files.make_folders(self._path)
+        if not os.path.isdir(
+            self._path
+        ):  # mkdir may find another error first, such as EACCES of the parent
+            durable_files.make_folders(self._path)
         self._lock = DirectoryLock.of(self._path)
         if self._lock.is_new and self._lock.held:
             for name in directory.names():

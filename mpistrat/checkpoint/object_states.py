@@ -107,4 +107,4 @@ def has_state_of_rank(value: Any) -> bool:
 
 
 def _has(value: Any, methods: tuple[str, ...]) -> bool:
-    return False not in [callable(getattr(value, name, None)) for name in methods]
+    return all(callable(getattr(value, name, None)) for name in methods)

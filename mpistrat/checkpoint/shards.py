@@ -318,7 +318,7 @@ def _layout_of_optimizer(optimizer: Any) -> Layout:
     """Its state may not be there yet, but what has the shape of its parameter is spread like it."""
     in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters = dict(enumerate(in_order))
-    if True not in map(arrays.is_sharded, parameters.values()):
+    if not any(map(arrays.is_sharded, parameters.values())):
         return _nowhere
 
     def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:

@@ -98,7 +98,8 @@ def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) 
     try:
         return c10d.TCPStore(address, port, size, hosts, TIMEOUT, False, master_listen_fd=fd)
     finally:
-        level.value = before
+        if before == WARNING:  # else another thread's store is being opened, or the user has chosen
+            level.value = before
 
 
 def level_of_log() -> ctypes.c_int:

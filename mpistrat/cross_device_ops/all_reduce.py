@@ -62,7 +62,7 @@ class MpiAllReduce(CrossDeviceOps):
     """All-reduce over all replicas of all ranks of a communicator; values on GPUs go as `explain()` tells.
 
     Each rank first adds up its own components; the sums of a batch are packed by dtype and by
-    `CommunicationOptions.bytes_per_pack`, all-reduced over MPI, and unpacked.
+    `CommunicationOptions.bytes_per_pack`, all-reduced by the communicator, and unpacked.
 
     Called by: every rank of `communicator`, in the same order, with as many components each.
     Args:

@@ -146,7 +146,8 @@ class Packer:
             else:
                 window = NO_MEMORY
         flat = self.memory(length, first, first.dtype, window)
-        asked[communicator] = largest  # there may be no room for it, as all ranks know
+        if largest:  # there may be no room for it, as all ranks know
+            asked[communicator] = largest
         pack = Pack(flat, group, pieces_of(flat, tensors), flat)
         if not arrays.is_on_accelerator(flat):  # where another allocator recycles
             if arrays.numpy_knows(flat.dtype):

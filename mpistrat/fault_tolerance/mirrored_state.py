@@ -60,7 +60,7 @@ def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
     slots = modules.registry.buffers
     buffers = [*zip(slots, *copies_of_buffers(modules.parts.replicas, slots), strict=True)]
     # Batch norm does not count its writes to some of its buffers (`mpistrat.pytorch.modules.buffers.snapshot`).
-    written = {slot.module for slot, *tensors in buffers if True in map(slot.changed, tensors)}
+    written = {slot.module for slot, *tensors in buffers if any(map(slot.changed, tensors))}
     for index, (slot, *tensors) in enumerate(buffers):
         if slot.module not in written and all(tensor is not None for tensor in tensors):
             yield (_BUFFER, index), MirroredThing(slot.name, tensors)
@@ -91,5 +91,5 @@ def _states_of(
 
 def _is_comparable(value: object) -> bool:
     if isinstance(value, (tuple, list)):
-        return False not in map(_is_comparable, value)
+        return all(map(_is_comparable, value))
     return arrays.is_array(value) or isinstance(value, (int, float, complex, str, type(None)))

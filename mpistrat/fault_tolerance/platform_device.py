@@ -25,7 +25,7 @@ class PlatformDevice(enum.Enum):
 def detect_platform() -> PlatformDevice:
     """The platform of this process. A job of Slurm's is ended by Slurm, wherever its machines stand: INTERNAL."""
     product = ""
-    with contextlib.suppress(OSError), open(_PRODUCT, encoding="utf-8") as file:
+    with contextlib.suppress(OSError), open(_PRODUCT, errors="replace") as file:
         product = file.read()
     if slurm_job() is not None or "Google Compute Engine" not in product:
         return PlatformDevice.INTERNAL_CPU  # with GPUs it would be the same

@@ -240,10 +240,10 @@ def _step_counter_of(checkpoint: Checkpoint) -> Callable[[], int]:
 
     Else each batch is a step: it counts its calls.
     """
-    if "torch" in sys.modules:
+    if sys.modules.get("torch") is not None:
         from torch.optim import Optimizer
 
-        if True in [isinstance(value, Optimizer) for value in checkpoint.objects.values()]:
+        if any(isinstance(value, Optimizer) for value in checkpoint.objects.values()):
             from mpistrat.pytorch.hooks import optimizer_steps
 
             return functools.partial(getattr, optimizer_steps(), "count")

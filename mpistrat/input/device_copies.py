@@ -41,9 +41,7 @@ class DeviceCopies:
         return [*map(self._arrived, self._devices, batches)]
 
     def _start(self, device: str, batch: Any) -> Any:
-        if device.startswith(("cpu", "xla")) or True not in map(
-            arrays.is_torch, nest.leaves(batch)
-        ):
+        if device.startswith(("cpu", "xla")) or not any(map(arrays.is_torch, nest.leaves(batch))):
             return nest.map_structure(lambda leaf: _to(device, leaf), batch)
         import torch
 

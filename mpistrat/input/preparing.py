@@ -70,7 +70,7 @@ def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
             f"prepare takes loaders, not one array, of shape {list(value.shape)}: strategy.shard(array) is this "
             "replica's part, strategy.mirror(parameter) makes a parameter equal on all ranks"
         )
-    if isinstance(value, (list, tuple)) and True in map(_is_kept, value):
+    if isinstance(value, (list, tuple)) and any(map(_is_kept, value)):
         raise TypeError(
             "prepare takes modules and optimizers as arguments of their own, not in a list: prepare(*modules)"
         )

@@ -343,7 +343,7 @@ class FunctionReader(Reader):
     def __init__(self, datasets: list[Iterable[Any]], num_replicas: int) -> None:
         self._datasets, self._num_replicas = datasets, num_replicas
         self._random = [_random_of(dataset) for dataset in datasets]
-        self.drop_last = False not in [getattr(d, "drop_last", False) is True for d in datasets]
+        self.drop_last = all(getattr(d, "drop_last", False) is True for d in datasets)
         self.batch_size = number_of(datasets[0], "batch_size")
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:

@@ -18,7 +18,7 @@ _EXITING = 0x4  # PF_EXITING, <linux/sched.h>
 # The fields of `_stat` for a process that is gone: no state, no parent, and it is exiting.
 _GONE = ["", *["0"] * 5, str(_EXITING), *["0"] * 43]
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
-KILLED_BY_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)  # wait statuses
+AS_LAUNCHERS_KILL = (signal.SIGKILL, signal.SIGTERM)  # wait statuses; others may kill so, too
 _STATES = {
     "R": "running",
     "S": "sleeping",

@@ -26,8 +26,8 @@ def wait_until(
         yields: False sleeps instead of yielding: a core that is yielded is taken again at once.
     Raises: StallError when the wait was reported as a stall and MPISTRAT_ON_STALL=raise, when it takes longer than the
         watch's timeout and the observer has said who is missing, or when nobody observes this node. Otherwise a
-        reported stall ends the process from another thread. RankLostError when one of the ranks has failed, and the
-        others are to go on without it.
+        reported stall or death ends the process from another thread. RankLostError when one of the ranks has failed,
+        and the others are to go on without it.
     """
     started = time.monotonic()
     if not watch.crowded:

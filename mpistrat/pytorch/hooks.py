@@ -267,7 +267,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def has_closure(args: Any, kwargs: Any) -> bool:
     """Whether a step is called with a closure. Args: as a hook of steps gets them: `args` begin with the optimizer."""
-    return True in map(callable, (*args[1:], kwargs.get("closure")))
+    return any(map(callable, (*args[1:], kwargs.get("closure"))))
 
 
 def with_closure(args: Any, kwargs: Any, call: Callable[..., Any]) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from mpistrat.context import require_cross_replica
 from mpistrat.cross_device_ops import packing
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks, optimizers, sync_batch_norm, virtual_replicas
-from mpistrat.pytorch.gradients import reducer as gradients
+from mpistrat.pytorch.gradients import reducer
 from mpistrat.pytorch.modules import buffers, placing
 from mpistrat.pytorch.modules.preparing import first_difference, of_all
 from mpistrat.pytorch.modules.recording import Recorder, check_not_wrapped
@@ -50,12 +50,12 @@ class Mirroring(StrategyModules):
             self._shared = SharedParameters(self._communicator)
             slice_steps = SliceSteps(self._shared)
         registry = Registry()
-        super().__init__(parts, registry, gradients.GradientReducer(parts, registry, slice_steps))
+        super().__init__(parts, registry, reducer.GradientReducer(parts, registry, slice_steps))
         made_in_run = self.reducer.arrivals.made_in_run
         self.recorder = Recorder(parts.strategy, registry, made_in_run)
         optimizers.know(self)
         if not self._is_alone:
-            gradients.install()
+            reducer.install()
             optimizers.install()
             sync_batch_norm.install()
         if parts.replicas.count > 1:
@@ -108,7 +108,7 @@ class Mirroring(StrategyModules):
         Called by: every rank.   Context: cross-replica or top level.
         """
         slots = [s for key in module._buffers if (s := self.registry.buffer(module, key))]
-        if not self._is_alone and True in [slot.changed(slot.tensor()) for slot in slots]:
+        if not self._is_alone and any(slot.changed(slot.tensor()) for slot in slots):
             copies = virtual_replicas.copies_of_buffers(self.parts.replicas, slots)
             snapshots = [[(tensor, True) for tensor in of_replica] for of_replica in copies]
             present = np.array([tensor is not None for tensor in copies[0]])

@@ -242,14 +242,14 @@ class _ProgressThread:
     """A thread that tests the messages on their way; it sleeps while there are none."""
 
     def __init__(self) -> None:
-        self._messages: set[Message] = set()
+        self._messages: list[Message] = []
         self._added = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped, self._pid = False, os.getpid()
 
     def add(self, message: Message) -> None:
         with self._added:
-            self._messages.add(message)
+            self._messages.append(message)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="mpistrat messages", daemon=True
@@ -279,7 +279,7 @@ class _ProgressThread:
             if ended:
                 pause = deadlines.PROGRESS_THREAD_SLEEPS_AT_LEAST
             with self._added:
-                self._messages -= ended
+                self._messages = [message for message in self._messages if message not in ended]
             del messages, ended
             time.sleep(pause)
 

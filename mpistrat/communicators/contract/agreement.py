@@ -43,7 +43,7 @@ class SharedMemoryAgreement(CallAgreement):
         self._watch, self._fence = watch, fence
         self._words = watch.record.words
         self._position = watch.slot + WORD
-        self._peers = [(words, board + WORD) for words, board in watch.peers or ()]
+        self._peers = [(words, slot + WORD) for words, slot in watch.peers or ()]
         self._reads = range(1 if watch.crowded else _READS_BEFORE_WAITING)
 
     def agree(self, calls: int, digest: int) -> bool:

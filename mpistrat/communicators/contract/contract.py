@@ -40,8 +40,8 @@ _given_up: list[Contract] = []
 class Contract(Unchecked):
     """Records the calls of a communicator, and raises CollectiveMismatchError on all ranks when they differ.
 
-    A signature describes each call (operation, dtype, shape, label). The ranks compare its digest, on a board in shared
-    memory if all of them are on one node, else by a message. They exchange signatures only if digests differ.
+    A signature describes each call (operation, dtype, shape, label). The ranks compare its digest, in their records in
+    shared memory if all of them are on one node, else by a message. They exchange signatures only if digests differ.
 
     Args:
         mpi: over the ranks.
@@ -68,7 +68,7 @@ class Contract(Unchecked):
         self.parts: list[Contract] = []
         self._mpi = mpi
         self._record = self.watch.record
-        self._board = self.watch.slot
+        self._record_slot = self.watch.slot
         if check == "always":
             if self.watch.peers is None:
                 self.agreement = MessageAgreement(mpi, self.watch)
@@ -80,7 +80,7 @@ class Contract(Unchecked):
 
             self._spans = CollectiveSpans(timeline, name, self.size)
         self._called_at: tuple[CodeType, int] | None = None
-        # Of a call that does not follow another, and of a call that does.
+        # By `follows`: how a call is agreed on. None inside `following`, where the ranks have agreed on it already.
         self._agreements = self.agreement, self.agreement
         self._thread = 0  # that is, or was last, inside a collective
         self._abandoned: BaseException | None = None  # for which this rank left its last call
@@ -134,7 +134,7 @@ class Contract(Unchecked):
         site = (code.co_filename, code.co_name, line)
         self.recorded = text, call_bytes = signature.texts[site]
         record, spans, agreement = self._record, self._spans, self._agreements[follows]
-        record.enter(self._board, calls, text, call_bytes)
+        record.enter(self._record_slot, calls, text, call_bytes)
         if spans is not None:
             spans.begin(signature, code, line)
         try:
@@ -147,7 +147,7 @@ class Contract(Unchecked):
             if record.words[ABORT]:
                 raise_if_stalled(self.watch)  # the others may have left this call for it
             if agreement is not None:
-                record.waited(self._board)
+                record.waited(self._record_slot)
                 if spans is not None:
                     spans.together()
             if not agreed:
@@ -202,7 +202,7 @@ class Contract(Unchecked):
         signature, self.waiting_in = self.waiting_in, None
         if self._spans is not None:
             self._spans.end(self.calls)
-        self._record.words[self._board + SINCE] = 0
+        self._record.words[self._record_slot + SINCE] = 0
         if isinstance(error, Exception) and not is_raised_by_all(error):
             self._tell_others(f"{signature}", error)
 
@@ -235,7 +235,7 @@ class Contract(Unchecked):
             f"rank {self.rank} of {self.size} left collective number {self.calls}, {call}, for "
             f"{type(error).__name__}: {text}\n      at {self.called_at}\nThe others cannot go on without its part: "
             "mend the error of that rank",
-            self._record.words[self._board + GROUP],
+            self._record.words[self._record_slot + GROUP],
             self.calls,
         )
         mark_raised_by_all(error)

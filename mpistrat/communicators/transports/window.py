@@ -144,7 +144,7 @@ class WindowTransport(Transport, NodeMemory):
 
     def _measure(self, blocks: Blocks) -> None:
         """Find out from which size on memory is faster than MPI."""
-        crowded = True in self.mpi.comm.allgather(self._watch.crowded)
+        crowded = any(self.mpi.comm.allgather(self._watch.crowded))
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
         sizes, written = measurement.SIZES_ON_NODE, measurement.written
         largest = sizes[-1] // 4

@@ -2,8 +2,8 @@
 
 An uncaught exception calls MPI_Abort. A rank that comes to its end tells the exit coordinator of each group that it is
 in and waits, before MPI_Finalize, until all ranks of the group have come to theirs. While it runs, a thread looks five
-times a second whether this rank is stuck in a collective, and tells the exit coordinator; that needs
-MPI_THREAD_MULTIPLE.
+times a second whether this rank is stuck in a collective, and tells the exit coordinator. Once the observer has
+reported a failure, it ends this rank. The thread needs MPI_THREAD_MULTIPLE.
 
 mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
 """

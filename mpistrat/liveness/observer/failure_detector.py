@@ -1,6 +1,7 @@
 """Which ranks of this node are dead, and which wait for others.
 
-The kernel tells of deaths, by a pidfd for each rank; the ranks' records tell who has not come to a collective.
+The kernel tells of deaths: by a pidfd for each rank, and by the end of a FIFO ("line") that each rank holds open. The
+ranks' records tell who has not come to a collective.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from mpistrat.liveness import deadlines, processes
-from mpistrat.liveness.processes import DEAD, KILLED_BY_LAUNCHERS, RUNS, state_of
+from mpistrat.liveness.processes import AS_LAUNCHERS_KILL, DEAD, RUNS, state_of
 from mpistrat.liveness.records.job_folder import line_of, members_of, ranks_in, record_of, stacks_of
 from mpistrat.liveness.records.record import ENDING, LEFT, RUNNING, CommunicatorSlot, RankRecord
 from mpistrat.liveness.records.watch import has_not_come
@@ -220,7 +221,7 @@ def awaited(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> set[
 class FailureDetector:
     """The ranks of a job on this node, and those of them that have died.
 
-    Args: when_one_dies: called at once with a rank that says that it is about to end, that closes its files, or dies,
+    Args: when_one_ends: called at once with a rank that says that it is about to end, that closes its files, or dies,
         before others are waited for.
     Attributes:
         ranks: that were found so far, by number.
@@ -228,7 +229,7 @@ class FailureDetector:
         first_died: when the first died, by `time.monotonic`; 0.0 while all live, and once the others have gone on.
     """
 
-    def __init__(self, folder: str, when_one_dies: Callable[[ObservedRank], None]) -> None:
+    def __init__(self, folder: str, when_one_ends: Callable[[ObservedRank], None]) -> None:
         self.ranks: dict[int, ObservedRank] = {}
         self.deaths: list[ObservedRank] = []
         self.first_died = 0.0
@@ -238,7 +239,7 @@ class FailureDetector:
         self._by_line: dict[int, ObservedRank] = {}
         self._closings = itertools.count(1)
         self._without_pidfd: list[ObservedRank] = []
-        self._when_one_dies = when_one_dies
+        self._when_one_ends = when_one_ends
 
     def find(self) -> list[ObservedRank]:
         """The ranks whose records are new in the folder; from now on they are watched.
@@ -290,13 +291,13 @@ class FailureDetector:
 
     def _killed_in_turn(self, rank: ObservedRank) -> bool:
         """Whether the launcher may have killed the dead rank, because another had returned an exit code."""
-        if rank.status not in KILLED_BY_LAUNCHERS:
+        if rank.status not in AS_LAUNCHERS_KILL:
             return False
         returned = [r for r in self.deaths if r.status and os.WIFEXITED(r.status)]
         had_left = bool(returned) and rank.record.state == LEFT
         return had_left or any(r.ended_well for r in returned)
 
-    def others_went_on(self) -> bool:
+    def others_may_go_on(self) -> bool:
         """Whether there are ranks that live, here or on other nodes, or have come to their end by now."""
         ranks = list(self.ranks.values())
         elsewhere = len(ranks) < ranks[0].record.size
@@ -328,19 +329,19 @@ class FailureDetector:
         self.first_died = 0.0
 
     def _wait(self, seconds: float) -> None:
-        for pidfd, event in self._epoll.poll(seconds):  # in the order in which they came
-            if pidfd in self._by_line:
+        for file, event in self._epoll.poll(seconds):  # in the order in which they came
+            if file in self._by_line:
                 if event & select.EPOLLIN:  # it says that it is about to end
-                    self._when_one_dies(self._by_line[pidfd])
+                    self._when_one_ends(self._by_line[file])
                 if event & select.EPOLLHUP:
-                    self._closes(self._by_line.pop(pidfd))
-                    os.close(pidfd)
+                    self._closes(self._by_line.pop(file))
+                    os.close(file)
                 continue
-            rank = self._by_pidfd[pidfd]
+            rank = self._by_pidfd[file]
             if not rank.dead:
-                self._dies(rank, processes.exit_status(rank.pid, pidfd))
+                self._dies(rank, processes.exit_status(rank.pid, file))
             elif rank.status is None:  # a second event, when it was reaped
-                rank.status = processes.exit_status(rank.pid, pidfd)
+                rank.status = processes.exit_status(rank.pid, file)
         for rank in self._without_pidfd:
             if not rank.dead and rank.letter in DEAD:
                 self._dies(rank, processes.exit_status(rank.pid, None))
@@ -350,14 +351,14 @@ class FailureDetector:
         rank.closed_alive = not processes.is_exiting(rank.pid)
         rank.became = rank.other_program
         if self.ranks[rank.number] is rank:
-            self._when_one_dies(rank)
+            self._when_one_ends(rank)
 
     def _dies(self, rank: ObservedRank, status: int | None) -> None:
         rank.dead, rank.status = True, status
         if self.ranks[rank.number] is rank:
             self.deaths.append(rank)
             self.first_died = self.first_died or time.monotonic()
-            self._when_one_dies(rank)
+            self._when_one_ends(rank)
 
 
 def first_death(deaths: list[ObservedRank]) -> ObservedRank:
@@ -370,7 +371,7 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
     if all(rank.closed for rank in deaths):
         deaths = sorted(deaths, key=operator.attrgetter("closed"))
     ended_themselves = [
-        r for r in deaths if r.status is not None and r.status & 0x7F not in KILLED_BY_LAUNCHERS
+        r for r in deaths if r.status is not None and r.status & 0x7F not in AS_LAUNCHERS_KILL
     ]
     late = awaited(deaths, of_the_dead=True)
     missing = [rank for rank in deaths if rank in late]

@@ -60,7 +60,7 @@ class Observer:
     def run(self) -> None:
         """Until no rank is left."""
         detector, alone_since = self._detector, time.monotonic()
-        while time.monotonic() - alone_since < self._patience():
+        while not detector.all_are_dead or time.monotonic() - alone_since < self._patience():
             self._look()
             if not detector.all_are_dead:
                 alone_since = time.monotonic()
@@ -161,7 +161,7 @@ class Observer:
         unexplained = detector.unexplained()
         if not unexplained or self._is_explained or self._is_reported_elsewhere():
             return
-        if detector.others_went_on() and all(rank.record.expendable for rank in unexplained):
+        if detector.others_may_go_on() and all(rank.record.expendable for rank in unexplained):
             for rank in unexplained:  # the others say how many they are
                 detector.let_go(rank)
                 how = describe_exit(rank.status)
@@ -243,7 +243,7 @@ class Observer:
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE)
 
     def _may_return_0(self) -> bool:
-        """Whether a rank may have, without a word: MPICH's launcher then returns what one of the ranks has."""
+        """Whether a rank may have returned 0 without a word: MPICH's launcher may then return 0, too."""
         exits = any(rank.record.exits for rank in self._detector.ranks.values())
         return exits or any(rank.status in (0, None) for rank in self._detector.unexplained())
 

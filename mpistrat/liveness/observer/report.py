@@ -76,7 +76,7 @@ def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
     lines += _in_calls(others)
     working = (rank for rank in others if not (rank.inside or rank.record.has_left))
     lines += [f"  rank {rank.number}: {_last_words(rank)}" for rank in working]
-    if first.record.size > len(ranks) and first.status in processes.KILLED_BY_LAUNCHERS:
+    if first.record.size > len(ranks) and first.status in processes.AS_LAUNCHERS_KILL:
         lines.append(
             "  If a rank of another node failed before, the launcher killed this one; each node reports for itself."
         )

@@ -141,8 +141,9 @@ def _combined(pending: _Pending, workers: int) -> Any:
         numbers = total.values
     else:
         total = numbers = functools.reduce(operator.iadd, gradients)
-    if pending.first.mean:
-        numbers /= max(workers, len(gradients))
+    divisor = max(workers, len(gradients))
+    if pending.first.mean and divisor > 1:
+        numbers /= divisor
     return total
 
 

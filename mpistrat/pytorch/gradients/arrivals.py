@@ -69,7 +69,7 @@ class Arrivals:
         self._hook = hook
 
     def guard(self, parameter: torch.Tensor) -> None:
-        """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
+        """Have the hook called with gradients of the parameter: it fills buckets, and refuses gradients outside run."""
         if is_inexact(parameter):
             hooks.first_when_accumulated(parameter, self._hook)
 

@@ -266,12 +266,12 @@ def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str]
     ]
     return kinds, _first_that_holds(
         ("as asked for", False in asked),
-        ("MPI was started without MPI_THREAD_MULTIPLE", not min(thread_multiple)),
+        ("MPI was started without MPI_THREAD_MULTIPLE", not all(thread_multiple)),
         ("parameters are on several devices", max(len(kinds), *devices) > 1),
         ("parameters are on an XLA device", "xla" in kinds),
         ("", not (None in asked and kinds <= {"cpu"})),
         (f"{nbytes[0]} bytes are too few", nbytes[0] < SMALLEST),
-        ("no core of the node is free, and memory does not wait", True in busy),
+        ("no core of the node is free, and memory does not wait", any(busy)),
     )
 
 

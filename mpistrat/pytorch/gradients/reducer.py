@@ -5,12 +5,12 @@ engine, is a place where a replica may wait for another: it is outside the engin
 after reentrant checkpointing, too.
 
 Before the backward, every `.grad` that is already reduced is set aside; so what is in `.grad` afterwards is this
-replica's contribution. The ranks agree on which parameters were used anywhere (`agreement`). The contributions of
-those are packed by dtype (`cross_device_ops.packing`), all-reduced, and added to what was set aside. `.grad` then is a
-view of the pack: nothing is copied out. A `cross_device_ops` of the program's own adds up the contributions of this
-rank's replicas first. With overlap, contributions leave in buckets while the backward runs; the agreement says which
-of them count. On a device packs are as large as buckets, and a gradient's memory goes when it is in one: the gradients,
-and little more, is what memory has to hold.
+replica's contribution. The ranks agree on which parameters were used anywhere (`agreement`). The contributions of those
+are packed by dtype (`cross_device_ops.packing`), and all-reduced. `.grad` then is a view of the pack: nothing is copied
+out. Where something was set aside, `.grad` is that again, and the sum is added to it. A `cross_device_ops` of the
+program's own adds up the contributions of this rank's replicas first. With overlap, contributions leave in buckets
+while the backward runs; the agreement says which of them count. On a device packs are as large as buckets, and a
+gradient's memory goes when it is in one: the gradients, and little more, is what memory has to hold.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward, StepAgreement
 from mpistrat.pytorch.gradients.arrivals import Arrivals
+from mpistrat.pytorch.gradients.earlier_gradients import EarlierGradients
 from mpistrat.pytorch.gradients.overlap import Overlap
 from mpistrat.pytorch.gradients.sums import DenseSums, sum_by_custom_ops, sum_sparse
-from mpistrat.pytorch.gradients.unsynchronized import Unsynchronized
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.registry import Registry
@@ -140,7 +140,7 @@ class GradientReducer:
         self._dense = DenseSums(parts, self.packer, self.wires)
         self.overlap = Overlap(parts, self.packer, self.wires, shares=slice_steps is not None)
         self.arrivals = Arrivals(registry)
-        self._unsynchronized = [Unsynchronized(registry) for _ in range(parts.replicas.count)]
+        self._earlier = [EarlierGradients(registry) for _ in range(parts.replicas.count)]
         self._warned_of_scale = False
         self.steps = 0
         self.has_reduced = False
@@ -177,7 +177,7 @@ class GradientReducer:
         except BaseException as error:
             self._undo(step, error)
             raise
-        self._unsynchronized[replica].put_back(step.parameters, step.earlier, reduced)
+        self._earlier[replica].put_back(step.parameters, step.earlier, reduced)
 
     def _set_aside(self, replica: int) -> ReplicaBackward:
         """Take what is reduced already out of every `.grad`."""
@@ -193,7 +193,7 @@ class GradientReducer:
             scale = 1.0 / self.count if rule.decided(call) == "mean" else None
             _check_not_captured(some)
         weight = self._weight(in_block)
-        earlier, self._dense.spent = self._unsynchronized[replica].set_aside(parameters), []
+        earlier, self._dense.spent = self._earlier[replica].set_aside(parameters), []
         overlap = self.overlap
         buckets = overlap.begin(parameters, scale) if synchronizes else overlap.no_buckets
         return ReplicaBackward(
@@ -310,6 +310,7 @@ class GradientReducer:
         if self.slice_steps is not None:  # parameters are shared by ranks of one replica each
             reduced = self.slice_steps.shared.reduce(agreed.dense, step)
         early = buckets.wait()
+        # All that has not left in a bucket; and what has got something after it had left.
         slots = sorted({*agreed.dense} - ({*reduced, *early} - agreed.again))
         if slots:
             following = self._communicator.contract.following
@@ -333,7 +334,7 @@ class GradientReducer:
 
     def _undo(self, step: ReplicaBackward, error: BaseException) -> None:
         """The backward has failed for `error`."""
-        self._unsynchronized[step.replica].undo(step.parameters, step.earlier)
+        self._earlier[step.replica].undo(step.parameters, step.earlier)
         buckets, step.buckets = step.buckets, self.overlap.no_buckets  # the error keeps the step
         buckets.leave()
         if step.communicated and buckets.calls and isinstance(error, CollectiveMismatchError):

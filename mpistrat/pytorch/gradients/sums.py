@@ -66,7 +66,7 @@ class DenseSums:
         """The sums of one bucket after the other."""
         step, parameters = steps[0], steps[0].parameters
         parts = [slots]
-        if True in [is_on_gpu(parameters[slot]) for slot in slots]:
+        if any(is_on_gpu(parameters[slot]) for slot in slots):
             nbytes = self._asked or bucket_bytes(map(parameters.__getitem__, slots))
             parts = cut(slots[::-1], parameters, nbytes)
         sums: dict[int, torch.Tensor] = {}

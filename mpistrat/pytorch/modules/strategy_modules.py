@@ -84,6 +84,6 @@ def strategy_of(value: Any) -> AnyStrategy | None:
         if not {*parameters}.isdisjoint(of_strategy.registry.parameters()):
             return of_strategy.parts.strategy
     for of_strategy in _all:
-        if True in map(of_strategy.has_made, modules):
+        if any(map(of_strategy.has_made, modules)):
             return of_strategy.parts.strategy
     return None

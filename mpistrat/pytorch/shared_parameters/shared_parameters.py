@@ -231,7 +231,7 @@ def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
     storages: dict[int, torch.UntypedStorage] = {}
     for parameter in parameters:
         address = _storage(parameter)
-        if True in [block.value_view.holds(address) for block in blocks]:
+        if any(block.value_view.holds(address) for block in blocks):
             if address not in storages:
                 storages[address] = parameter.untyped_storage().clone()
             layout = parameter.storage_offset(), parameter.shape, parameter.stride()

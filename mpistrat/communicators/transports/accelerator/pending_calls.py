@@ -65,7 +65,7 @@ class PendingCalls:
         self._progress = 0  # when one was last seen to have ended
         self._is_recorded = False
         self._number = 0
-        self._words, self._board = watch.record.words, watch.slot
+        self._words, self._record_slot = watch.record.words, watch.slot
         self._event_watcher = event_watcher()
         self._event_watcher.watched.add(self)
 
@@ -74,7 +74,7 @@ class PendingCalls:
         library = self._library
         event = library.record(library.current_stream())
         self._number += 1
-        self._words[self._board + CALLS] = self._number
+        self._words[self._record_slot + CALLS] = self._number
         contract = self._contract
         self._calls.append(
             _SubmittedCall(contract.calls, event, time.monotonic_ns(), *contract.recorded)
@@ -118,15 +118,15 @@ class PendingCalls:
         if self._is_recorded or time.monotonic_ns() - since < patience * 1e9:
             return
         self._is_recorded = True
-        record.enter(self._board, oldest.number, oldest.text, oldest.call_bytes)
-        record.waited(self._board)  # all ranks have come to it
-        self._words[self._board + CALLS] = self._number
-        self._words[self._board + SINCE] = since
+        record.enter(self._record_slot, oldest.number, oldest.text, oldest.call_bytes)
+        record.waited(self._record_slot)  # all ranks have come to it
+        self._words[self._record_slot + CALLS] = self._number
+        self._words[self._record_slot + SINCE] = since
 
     def _leave(self) -> None:
         if self._is_recorded:
             self._is_recorded = False
-            self._words[self._board + SINCE] = 0
+            self._words[self._record_slot + SINCE] = 0
 
 
 class EventWatcher:

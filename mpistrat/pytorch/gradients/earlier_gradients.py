@@ -1,4 +1,7 @@
-"""Gradients that are in `.grad` but not reduced yet: those of backwards inside `no_sync()`."""
+"""The gradients in `.grad` before a backward.
+
+Reduced gradients are set aside. Those of backwards inside `no_sync()` are not reduced yet, and stay.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ class _Split(NamedTuple):
     local: torch.Tensor
 
 
-class Unsynchronized:
-    """Which `.grad`s of one replica hold contributions that the next reduction must include."""
+class EarlierGradients:
+    """The gradients that one replica has before a backward, reduced and not."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -63,8 +66,8 @@ class Unsynchronized:
         self._local.clear()
         self._splits.clear()
         totals, addends = [], []
-        for slot, added in reduced.items():
-            before, parameter = earlier.pop(slot, None), parameters[slot]
+        for number, added in reduced.items():
+            before, parameter = earlier.pop(number, None), parameters[number]
             if parameter is None:
                 continue
             if before is None:
