@@ -219,7 +219,7 @@ def require_iteration(strategy: AnyStrategy) -> bool:
 
 def require_replica(context: AnyReplicaContext, call: str) -> None:
     """Raise RuntimeError unless this thread runs the replica that `context` belongs to."""
-    mode = current_mode()
+    mode = per_thread.modes[-1] if per_thread.modes else below_all.mode
     if mode.replica_context is not context:
         where = mode.replica_context or "the cross-replica context"
         raise RuntimeError(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from torch import optim
+import torch
 from torch.optim import Optimizer
 
 # In each, an element of the parameter and of its state depends on that element of the gradient alone.
 _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {
-        *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
-        *(optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta, optim.ASGD),
-    }
+    getattr(torch.optim, name)
+    for name in (
+        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
+        *("RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"),
+    )
 )
 
 

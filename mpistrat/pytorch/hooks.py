@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import operator
 import sys
 import threading
 import weakref
@@ -32,7 +30,6 @@ original_data: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.data.__get_
 original_sync_batch_norm = torch.nn.SyncBatchNorm.forward
 
 _NOTHING = contextlib.nullcontext()
-_PARAMETERS = operator.itemgetter("params")  # of a group
 _twins: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
 # By module or optimizer: a weak reference to a method.
 _before_state_dict: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -72,8 +69,8 @@ def _keep_backward_out_of_graphs() -> None:
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager[None]:
     """Have the autograd engine itself do the backwards inside: it calls hooks when gradients are there."""
-    compiled_autograd: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    if not getattr(compiled_autograd, "compiled_autograd_enabled", False):
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
         return _NOTHING
     disabled: contextlib.AbstractContextManager[None] = compiled_autograd._disable()
     return disabled
@@ -262,12 +259,12 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The parameters of all groups, in order."""
-    return [*itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def has_closure(args: Any, kwargs: Any) -> bool:
     """Whether a step is called with a closure. Args: as a hook of steps gets them: `args` begin with the optimizer."""
-    return any(map(callable, (*args[1:], kwargs.get("closure"))))
+    return kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:])
 
 
 def with_closure(args: Any, kwargs: Any, call: Callable[..., Any]) -> tuple[Any, Any]:
@@ -295,7 +292,7 @@ def twin_of(
 
 def is_twin(optimizer: Optimizer) -> bool:
     """Whether it is a twin, whose class may call a `step` that it inherits."""
-    return optimizer in [*_twins.values()]
+    return any(optimizer is twin for twin in _twins.values())
 
 
 def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
@@ -305,10 +302,12 @@ def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
 
 
 @functools.cache
-def watch_steps(before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Have every optimizer call `before` and `after` around each step, as torch's hooks of steps are called."""
-    register_optimizer_step_pre_hook(not_compiled(before))
-    register_optimizer_step_post_hook(not_compiled(after))
+def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | None = None) -> None:
+    """Have every optimizer call `before`, and `after`, around each step, as torch's hooks of steps are called."""
+    if before is not None:
+        register_optimizer_step_pre_hook(not_compiled(before))
+    if after is not None:
+        register_optimizer_step_post_hook(not_compiled(after))
 
 
 class OptimizerSteps:
@@ -325,7 +324,7 @@ def optimizer_steps() -> OptimizerSteps:
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         steps.count += 1
 
-    register_optimizer_step_post_hook(not_compiled(after))
+    watch_steps(None, after)
     return steps
 
 

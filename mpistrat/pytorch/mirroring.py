@@ -20,9 +20,10 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks, optimizers, sync_batch_norm, virtual_replicas
 from mpistrat.pytorch.gradients import reducer
 from mpistrat.pytorch.modules import buffers, placing
+from mpistrat.pytorch.modules.data_parallel import check_not_wrapped
 from mpistrat.pytorch.modules.preparing import first_difference, of_all
-from mpistrat.pytorch.modules.recording import Recorder, check_not_wrapped
-from mpistrat.pytorch.modules.registry import NOTHING_NEW, NewTensors, Registry, tensors_in
+from mpistrat.pytorch.modules.recording import Recorder
+from mpistrat.pytorch.modules.registry import NewTensors, Registry, tensors_in
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
 from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
@@ -44,15 +45,13 @@ class Mirroring(StrategyModules):
     def __init__(self, parts: ModuleParts, shared_parameters: bool = False) -> None:
         self._communicator = parts.group.communicator
         self._is_alone = parts.group.num_replicas_in_sync == 1
-        self._shared: SharedParameters | None = None
-        slice_steps: SliceSteps | None = None
-        if shared_parameters and not self._is_alone:
-            self._shared = SharedParameters(self._communicator)
-            slice_steps = SliceSteps(self._shared)
+        shares = shared_parameters and not self._is_alone
+        self._shared = SharedParameters(self._communicator) if shares else None
+        slice_steps = None if self._shared is None else SliceSteps(self._shared)
         registry = Registry()
         super().__init__(parts, registry, reducer.GradientReducer(parts, registry, slice_steps))
         made_in_run = self.reducer.arrivals.made_in_run
-        self.recorder = Recorder(parts.strategy, registry, made_in_run)
+        self.recorder = Recorder(parts.strategy, registry.__contains__, made_in_run)
         optimizers.know(self)
         if not self._is_alone:
             reducer.install()
@@ -69,7 +68,7 @@ class Mirroring(StrategyModules):
             roots = self.recorder.roots()
             self._place(roots)
             self._collect(roots, self.registry.new_in, new)
-        if new != NOTHING_NEW:
+        if any(new):
             self._mirror_tensors(new)
         return new
 
@@ -84,12 +83,9 @@ class Mirroring(StrategyModules):
 
     def mirror(self, module: Any) -> NewTensors:
         require_cross_replica(self.parts.strategy, "mirror")
-        modules, tensors = list[Module](), list[torch.Tensor]()
-        for value in _flatten(module):
-            if isinstance(value, Module):
-                modules.append(value)
-            else:
-                tensors.append(value)
+        values = list(_flatten(module))
+        modules = [value for value in values if isinstance(value, Module)]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
         for root in modules:
             if not self._is_alone:
                 check_not_wrapped(root, self._communicator.rank)
@@ -97,8 +93,9 @@ class Mirroring(StrategyModules):
         self._place(modules, tensors)
         new = NewTensors([], [])
         self._collect(modules, tensors_in, new)
-        whole = [(f"parameter {i}", t) for i, t in enumerate(tensors) if not arrays.is_sharded(t)]
-        new.parameters.extend(whole)
+        for i, tensor in enumerate(tensors):
+            if not arrays.is_sharded(tensor):
+                new.parameters.append((f"parameter {i}", tensor))
         self._mirror_tensors(new)
         return new
 
@@ -107,7 +104,8 @@ class Mirroring(StrategyModules):
 
         Called by: every rank.   Context: cross-replica or top level.
         """
-        slots = [s for key in module._buffers if (s := self.registry.buffer(module, key))]
+        found = (self.registry.buffer(module, key) for key in module._buffers)
+        slots = [slot for slot in found if slot is not None]
         if not self._is_alone and any(slot.changed(slot.tensor()) for slot in slots):
             copies = virtual_replicas.copies_of_buffers(self.parts.replicas, slots)
             snapshots = [[(tensor, True) for tensor in of_replica] for of_replica in copies]
@@ -147,10 +145,8 @@ class Mirroring(StrategyModules):
     def _check_one_device(self, modules: Sequence[Module], tensors: Sequence[torch.Tensor]) -> None:
         group = self.parts.group
         devices = group.worker_devices
-        on_host = {device.partition(":")[0] for device in devices} == {"cpu"}
-        tensors_of_all = itertools.chain(tensors, *map(_tensors_of, modules))
-        several = self.parts.replicas.count > 1 and not on_host
-        if several and next(tensors_of_all, None) is not None:
+        several = self.parts.replicas.count > 1 and not all(d.startswith("cpu") for d in devices)
+        if several and (tensors or any(map(_has_tensors, modules))):
             raise NotImplementedError(
                 f"torch modules take one rank per device, and rank {self._communicator.rank} has {len(devices)} "
                 f"devices, {list(devices)}: start a rank for each, mpirun -n {group.num_replicas_in_sync} python "
@@ -167,12 +163,13 @@ class Mirroring(StrategyModules):
         """Add to `new` the `tensors_of` each root; those that are pending come later."""
         for root in roots:
             _reshard(root)
-            pairs: Any = zip(new, tensors_of(root), strict=True)
-            for collected, found in pairs:
-                known = [entry for entry in found if not _is_pending(entry[-1])]
-                collected.extend(known)
-                # Look again at each run until all are known.
-                self.recorder.changed |= len(known) < len(found)
+            found = tensors_of(root)
+            parameters = [entry for entry in found.parameters if not _is_pending(entry[-1])]
+            known = [entry for entry in found.buffers if not _is_pending(entry[-1])]
+            new.parameters.extend(parameters)
+            new.buffers.extend(known)
+            # Look again at each run until all are known.
+            self.recorder.changed |= (parameters, known) != found
 
     def _mirror_tensors(self, new: NewTensors) -> None:
         """Agree on names, shapes and dtypes, broadcast rank 0's values, and register the tensors."""
@@ -215,7 +212,10 @@ class Mirroring(StrategyModules):
         rest = iter(tensors)
         for group in packing.group_by_size(as_bytes, _BYTES_PER_BROADCAST):
             together = list(itertools.islice(rest, len(group)))
-            message = packing.concatenated([_bytes_of(tensor) for tensor in together])
+            if is_root:
+                message = packing.concatenated([_bytes_of(tensor) for tensor in together])
+            else:
+                message = torch.empty(sum(map(len, group)), dtype=torch.uint8, device="cpu")
             self._communicator.broadcast(message, label="mirrored parameters")
             if not is_root:
                 with torch.no_grad():
@@ -249,14 +249,15 @@ def _flatten(value: Any) -> Iterator[Module | torch.Tensor]:
 
 def _reshard(root: Module) -> None:
     """Have modules of `fully_shard` show their shards: after a forward some show whole parameters, as plain ones."""
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    for module in root.modules():
-        if isinstance(module, fsdp):
-            module.reshard()
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for module in root.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
 
 
-def _tensors_of(module: Module) -> Iterator[torch.Tensor]:
-    return itertools.chain(module.parameters(), module.buffers())
+def _has_tensors(module: Module) -> bool:
+    return next(itertools.chain(module.parameters(), module.buffers()), None) is not None
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:

@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mpistrat import arrays
-from mpistrat.context import AnyReplicaContext, get_replica_context, has_strategy
+from mpistrat.context import AnyReplicaContext, current_mode
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch import hooks, virtual_replicas
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
 from mpistrat.pytorch.modules.preparing import check_alike, compared
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules, strategy_of
-from mpistrat.torch_distributed.next_group import has_default_group
 
 # The parameters (by id, and whether frozen) of optimizers when all were found to be mirrored, and by which reducer.
 _checked: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
@@ -156,11 +155,12 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
     Who steps mirrored parameters inside run knows of both, and has a reason to step others elsewhere.
     """
     global _has_warned
-    if _has_warned or has_default_group():
+    if _has_warned or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return  # DistributedDataParallel may look after the parameters
-    inside_run = has_strategy() and get_replica_context() is not None
+    strategy, context, _ = current_mode()
+    inside_run = context is not None and not strategy.is_default
     together = [m for m in _modules if m.parts.group.communicator.size > 1]
-    if inside_run or {m.reducer.steps for m in together} != {0}:
+    if inside_run or not together or any(m.reducer.steps for m in together):
         return
     if strategy_of(optimizer) is None:
         _has_warned = True

@@ -45,7 +45,7 @@ class TorchState:
         clones: dict[int, Sequence[torch.Tensor | None]] = {id(None): [None] * len(others)}
         for slot, tensor in self._registry.own_tensors():
             left, left_version = self._left.get(slot, (None, 0))
-            if tensor is left and version(tensor) == left_version:
+            if tensor is left and (tensor is None or version(tensor) == left_version):
                 continue
             if tensor is not None and id(tensor) not in clones:
                 # Copies made for an evaluation must serve the training that follows it.
@@ -67,12 +67,11 @@ class TorchState:
         So one seed gives each replica the numbers that it would draw on a rank of its own.
         """
         now = _generators()
-        # Of each kind of generator.
-        of_replicas = zip(*self._generators, strict=False)
-        different = [len({state.numpy().tobytes() for state in states}) for states in of_replicas]
-        if max(different, default=1) == 1 or torch.initial_seed() != self._seed:
+        others = self._generators[1:]
+        in_step = all(all(map(torch.equal, self._generators[0], other)) for other in others)
+        if not self._generators or in_step or torch.initial_seed() != self._seed:
             return [now] * len(self._away)
-        return [now, *self._generators[1:]]
+        return [now, *others]
 
     def set_generators(self, states: list[list[torch.Tensor]]) -> None:
         """Let the next run begin with `states`, one for each replica."""
@@ -82,7 +81,7 @@ class TorchState:
 
     def end(self) -> None:
         for slot, tensor in self._registry.own_tensors():
-            self._left[slot] = tensor, version(tensor)
+            self._left[slot] = tensor, 0 if tensor is None else version(tensor)
         self._generators[0] = _generators()
         self._seed = torch.initial_seed()
 
@@ -91,6 +90,7 @@ class TorchState:
         modes: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+            lambda: device,
         ]
         for kind in ("cpu", torch_accelerator()):
             if kind and torch.is_autocast_enabled(kind):
@@ -103,7 +103,7 @@ class TorchState:
         @contextlib.contextmanager
         def enter() -> Iterator[None]:
             torch.get_num_threads()  # has torch set up this thread's OpenMP, which knows all cores else
-            with device, contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as stack:
                 for mode in modes:
                     stack.enter_context(mode())
                 yield
@@ -129,10 +129,8 @@ class TorchState:
 def _accelerator_in_use() -> Any:
     """torch's module of this process's accelerator; None where there is none, or nothing has used it yet."""
     kind = torch_accelerator()
-    if not kind:
-        return None
-    module: Any = torch.get_device_module(kind)
-    return module if module.is_initialized() else None
+    module: Any = torch.get_device_module(kind) if kind else None
+    return module if module is not None and module.is_initialized() else None
 
 
 def _generators() -> list[torch.Tensor]:

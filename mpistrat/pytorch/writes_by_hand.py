@@ -106,13 +106,12 @@ class WritesByHand:
 
     def _is_renormalized(self, parameter: torch.Tensor) -> bool:
         """Whether forwards write it: the rows that they look up, of an embedding with `max_norm`."""
-        return id(parameter) in {
-            id(of_embedding)
+        return any(
+            getattr(module, "max_norm", None) is not None
+            and any(p is parameter for p in module._parameters.values())
             for root in self._modules()
             for module in root.modules()
-            if getattr(module, "max_norm", None) is not None
-            for of_embedding in module._parameters.values()
-        }
+        )
 
 
 def _data(parameter: torch.nn.Parameter) -> torch.Tensor:

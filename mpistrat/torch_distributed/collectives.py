@@ -17,7 +17,6 @@ from mpistrat.torch_distributed.tensors import (
     apart,
     by_dtype,
     flat,
-    is_plain,
     lengths,
     read,
     unflatten,
@@ -47,7 +46,12 @@ class Collectives:
                 continue
             kind = getattr(op, "op", op), tensor.dtype
             how = self._combinations.get(kind) or combination_of(op, tensor.dtype, self._size)
-            if how.of_numpy and is_plain(tensor):
+            if (
+                how.of_numpy
+                and tensor.is_contiguous()
+                and not tensor.is_conj()
+                and not tensor.is_neg()
+            ):
                 self._combinations[kind] = how
                 self.communicator.all_reduce(tensor.detach().numpy(), how.reduction)
                 continue

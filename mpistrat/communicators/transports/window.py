@@ -117,7 +117,7 @@ class WindowTransport(Transport, NodeMemory):
             senders: the number of ranks, from the first, that have a slice; None: all.
             across: as of `CommonMemory.make`.
         """
-        blocks = self.shared_blocks()
+        blocks = self._blocks or self.shared_blocks()
         if blocks is None:
             return None, self.why_not
         gather = self.mpi.comm.allgather
@@ -180,7 +180,7 @@ class WindowTransport(Transport, NodeMemory):
         buffer, op, nbytes = operands.buffer, operands.reduction.op, operands.buffer.nbytes
         if nbytes < SMALLEST or not are_sliced(call, op, buffer.dtype, operands.tree):
             return None
-        blocks = self.shared_blocks()
+        blocks = self._blocks or self.shared_blocks()
         if blocks is None:
             return None
         window = self.window if call == "all_reduce" else None

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.gradients.sums import as_sparse
+from mpistrat.pytorch.gradients.values import as_sparse
 
 _LOOKUPS = (functional.embedding, functional.embedding_bag)
 # Of a tensor, what is known without its numbers.
@@ -151,7 +151,7 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     target = leaves[at]
     writes_rows = isinstance(target, RemoteRows)
-    leaves = pytree.tree_map_only(RemoteRows, _Whole.apply, leaves)
+    leaves = [_Whole.apply(leaf) if isinstance(leaf, RemoteRows) else leaf for leaf in leaves]
     if writes_rows:
         leaves[at] = target.remote.pull(target)
     args, kwargs = pytree.tree_unflatten(leaves, structure)

@@ -19,7 +19,7 @@ from mpistrat.arrays import Array, as_tensor, dtype_name, to_host
 from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.pytorch.elementwise_optimizers import why_not_elementwise
-from mpistrat.pytorch.gradients.sums import as_sparse
+from mpistrat.pytorch.gradients.values import as_sparse
 
 State = dict[str, Any]  # by name: NumPy arrays, those of no dimension included, and Python numbers
 

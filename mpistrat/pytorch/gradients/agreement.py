@@ -52,7 +52,7 @@ class ReplicaBackward:
         scale: multiplied to the sums, or None.
         weight: what the loss is multiplied by.
         earlier: by slot, the reduced gradients of earlier backwards.
-        buckets: take gradients while the engine computes others; none take those that are reduced afterwards.
+        buckets: take gradients while the engine computes others; None: they are reduced afterwards.
         came: parameters that may not change any more, because their gradients have come; each with its version then.
         sent: the slots of which something has left in `buckets`.
         communicated: the program has, inside backward(); until that has ended: perhaps.
@@ -67,7 +67,7 @@ class ReplicaBackward:
     scale: float | None
     weight: float
     earlier: dict[int, torch.Tensor]
-    buckets: Buckets
+    buckets: Buckets | None
     came: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
     sent: frozenset[int] = frozenset()
     communicated: bool = True
@@ -138,8 +138,13 @@ class StepAgreement:
         uses = zlib.crc32(unused.tobytes()) >> 1
         equal = np.array([*counts, sharded.first, self._digest, uses], np.int32)
         communicated = len(replicas) == 1 and replicas[0].communicated
-        facts = communicated, not self._communicator.thread_multiple
-        words = [facts, equal, -equal, kinds, *self._written(replicas, piggybacks)]
+        is_single_threaded = not self._communicator.thread_multiple
+        words: list[Any] = [[communicated, is_single_threaded], equal, -equal, kinds, ()]
+        if self._registry.buffers:
+            words[-1] = buffers.flags_of([backward.buffers for backward in replicas])
+        if piggybacks:
+            with self._communicator.raising_together():
+                words += [piggyback.words() for piggyback in piggybacks]
         flags = np.concatenate(words, dtype=np.int32, casting="unsafe")
         self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
         ends = [*itertools.accumulate(map(len, words))]
@@ -154,8 +159,10 @@ class StepAgreement:
             raise CollectiveMismatchError(self._layouts_apart(layouts))
         if uses_differ:
             self._check_not_frozen(np.flatnonzero(unused & (used != 0)).tolist())
-        sharded.compared(same=not batches_differ)
-        extended.given_steps.reduced()
+        if batches_differ or sharded.first:
+            sharded.compared(same=not batches_differ)
+        if not extended.given_steps.distributed:
+            extended.given_steps.reduced()
         return AgreedGradients(
             np.flatnonzero(used >= _DENSE).tolist(),
             np.flatnonzero(used == _SPARSE).tolist(),
@@ -166,18 +173,6 @@ class StepAgreement:
             written,
             list(zip(piggybacks, maxima, strict=True)),
         )
-
-    def _written(
-        self, replicas: Sequence[ReplicaBackward], piggybacks: Sequence[Piggyback]
-    ) -> list[Any]:
-        """The flags of buffers, and the words of each of the `piggybacks`."""
-        words: list[Any] = [()]
-        if self._registry.buffers:
-            words[0] = buffers.flags_of([backward.buffers for backward in replicas])
-        if piggybacks:
-            with self._communicator.raising_together():
-                words += [piggyback.words() for piggyback in piggybacks]
-        return words
 
     def _described(self, layouts: Sequence[Any]) -> str:
         """A line for each parameter. The device counts where it decides about the way of a gradient."""

@@ -51,7 +51,7 @@ class Arrivals:
                 backward = arrivals._backward()
             backward.came.append((parameter, parameter._version))
             buckets = backward.buckets
-            if not buckets.places:
+            if buckets is None:
                 return
             bucket = buckets.places.get(id(parameter))
             if bucket is None or not bucket.missing:
@@ -97,12 +97,11 @@ class Arrivals:
         Gives: `_check`, to be called when the engine has ended, and before gradients are reduced.
         """
         watched = list[tuple[torch.Tensor, int]]()
-        made = () if step.in_block else self.made_in_run  # inside `replica()` whole programs live
-        unmirrored = list(filter(self._has_no_gradient, made))
-        there = list(filter(_IS_THERE, step.parameters))
-        for p in there:
+        unmirrored = list(filter(self._has_no_gradient, self.made_in_run))
+        for p in filter(_IS_THERE, step.parameters):
             # By a hook beside ours the program may write any parameter.
             if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1:
+                there = filter(_IS_THERE, step.parameters)
                 watched = [(p, p._version) for p in there if not p.is_inference()]
                 break
         self._backwards[step.replica] = step
@@ -123,21 +122,26 @@ class Arrivals:
         """Refuse a backward after which the ranks' parameters would differ.
 
         Args:
-            unmirrored: parameters of `made_in_run` that had no gradient; none inside `replica()`.
+            unmirrored: parameters of `made_in_run` that had no gradient.
             watched: parameters that may not change in all of the backward, each with its version before.
             taken: `.data` of parameters, as of `hooks.noticing_data`.
         Raises:
             RuntimeError: a parameter was updated, or its gradient is gone, or no strategy keeps it equal.
         """
+        in_buckets = {} if step.buckets is None else step.buckets.taken
         for parameter, _ in step.came:
-            if parameter.grad is None and id(parameter) not in step.buckets.taken:
+            if parameter.grad is None and id(parameter) not in in_buckets:
                 self._raise_changed(parameter, "lost its gradient")
-        written = {of for of, tensor, version in taken if tensor._version != version}
+        written = set()
+        for of, tensor, version in taken:
+            if tensor._version != version:
+                written.add(of)
         for parameter, version in itertools.chain(step.came, watched):
             if parameter._version != version or id(parameter) in written:
                 self._raise_changed(parameter, "was changed")
         for parameter in unmirrored:
-            if parameter.grad is not None:
+            # Inside `replica()` whole programs live.
+            if parameter.grad is not None and not step.in_block:
                 raise RuntimeError(
                     f"backward() inside run reached {self.made_in_run[parameter]}, of a module that was made inside "
                     "run: it is no variable of the strategy, so nothing keeps it equal on all ranks. Build the module "

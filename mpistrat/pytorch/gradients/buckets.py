@@ -85,12 +85,12 @@ class Buckets:
     """The buckets of a strategy's gradients, in one backward after the other.
 
     Args:
-        all_reduce: sums up a bucket: its memory, how, and the events that come first.
-        thread: calls `all_reduce`; None: whoever has filled the bucket.
         wires: how buckets cross a network.
         like: the parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
         scale: multiplied to the sums, or None.
         nbytes: of a bucket, at most.
+        all_reduce: sums up a bucket: its memory, how, and the events that come first.
+        thread: calls `all_reduce`; None: whoever has filled the bucket.
 
     Attributes:
         places: by the id of a parameter, the bucket that takes its gradient.
@@ -98,20 +98,18 @@ class Buckets:
         shown: by the id of a parameter whose gradient stays where it is: that parameter, the gradient, its version.
         stream: gives the stream on which gradients come; None on the host.
         calls: how many buckets have left in collectives of the strategy's own communicator.
-        made_for: the scale, and the layouts of parameters.
     """
 
     stream: Callable[[], Any] | None = None
-    made_for: Sequence[Any] = ()
 
     def __init__(
         self,
-        all_reduce: Callable[..., None],
-        thread: CommunicationThread | None,
         wires: Wires,
         like: Mapping[int, torch.Tensor],
         scale: float | None,
         nbytes: int,
+        all_reduce: Callable[..., None],
+        thread: CommunicationThread | None,
     ) -> None:
         parts = cut(list(like)[::-1], like, nbytes)
         self._buckets = [Bucket(part, [like[slot] for slot in part]) for part in parts]
@@ -220,12 +218,21 @@ class HostBuckets(Buckets):
     Args:
         thread: carries them.
         packer: makes the packs.
-        how: the last four arguments of `Buckets`.
+        nbytes: 0 is `DEFAULT_BYTES`.
     """
 
-    def __init__(self, thread: CommunicationThread, packer: packing.Packer, *how: Any) -> None:
+    def __init__(
+        self,
+        thread: CommunicationThread,
+        packer: packing.Packer,
+        wires: Wires,
+        like: Mapping[int, torch.Tensor],
+        scale: float | None,
+        nbytes: int,
+    ) -> None:
         self._packer, self._communicator = packer, thread.communicator
-        super().__init__(thread.communicator.all_reduce, thread, *how)
+        all_reduce = self._communicator.all_reduce
+        super().__init__(wires, like, scale, nbytes or DEFAULT_BYTES, all_reduce, thread)
 
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
         super().begin(parameters)

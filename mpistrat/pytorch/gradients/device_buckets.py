@@ -8,7 +8,7 @@ events; where collectives are ordered by streams, the host waits for none of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from mpistrat.communicators import Communicator, Reduction
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.cross_device_ops import packing
 from mpistrat.pytorch.gradients.buckets import Bucket, Buckets
+from mpistrat.pytorch.gradients.wires import Wires
 
 # The ranks' hosts meet at each bucket, and its copy as float32 is not to count: not too many, and not too large.
 _PARTS = 16
@@ -74,13 +75,21 @@ class DeviceBuckets(Buckets):
 
     Args:
         side: sums them up.
-        how: the last four arguments of `Buckets`.
+        nbytes: 0: as of `bucket_bytes`.
     """
 
     stream: Callable[[], Any]
 
-    def __init__(self, side: SideStream, *how: Any) -> None:
-        super().__init__(side.all_reduce, side.thread, *how)
+    def __init__(
+        self,
+        side: SideStream,
+        wires: Wires,
+        like: Mapping[int, torch.Tensor],
+        scale: float | None,
+        nbytes: int,
+    ) -> None:
+        nbytes = nbytes or bucket_bytes(like.values())
+        super().__init__(wires, like, scale, nbytes, side.all_reduce, side.thread)
         self._side = side
         self.stream = functools.partial(side.module.current_stream, side.device)
 

@@ -34,7 +34,7 @@ class EarlierGradients:
         """Take what is reduced out of every `.grad`; returns it by position in `parameters`."""
         earlier = {}
         for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
-            gradient = getattr(parameter, "grad", None)  # a parameter that is gone has none
+            gradient = None if parameter is None else parameter.grad
             if slot not in self._local:
                 if gradient is not None:
                     earlier[i], parameter.grad = gradient, None
@@ -85,7 +85,7 @@ class EarlierGradients:
 
     def _keep(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
         for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
-            local, reduced = getattr(parameter, "grad", None), earlier.get(i)
+            local, reduced = None if parameter is None else parameter.grad, earlier.get(i)
             if local is not None:
                 self._local.add(slot)
                 if reduced is not None:

@@ -21,8 +21,8 @@ from mpistrat.communicators.communication_thread import CommunicationThread, tak
 from mpistrat.cross_device_ops.packing import LAYOUT, Packer
 from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.machine.notices import warn_on_first_rank
-from mpistrat.pytorch.gradients.buckets import DEFAULT_BYTES, Buckets, HostBuckets
-from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream, bucket_bytes
+from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
+from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
 
@@ -38,10 +38,6 @@ SMALLEST = 1 << 20
 _TIMED, _UNTIMED = 5, 2
 # Overlap stays if it takes less than this part of the time of reducing afterwards.
 _GAIN = 0.97
-_TWO_THREADS = "two threads must not use a device's groups and MPI at a time"
-_MAY_INTERLEAVE = (
-    "its ranks use different parameters, which would interleave them in different orders"
-)
 
 
 class Overlap:
@@ -53,15 +49,12 @@ class Overlap:
 
     Attributes:
         may_come: it is not decided yet, or decided for.
-        no_buckets: of a backward with gradients that are reduced afterwards.
     """
 
     def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires, *, shares: bool) -> None:
         self._communicator, self._packer, self._wires = parts.group.communicator, packer, wires
         options = parts.ops.options
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
-        self.no_buckets = Buckets(self._communicator.all_reduce, None, wires, {}, None, 0)
-        self.no_buckets.begin({})
         self._sender: _Sender | None = None
         self._devices: frozenset[torch.device] | None = None  # of what is expected
         self._communicates = False  # the program, inside some backward()
@@ -69,7 +62,8 @@ class Overlap:
         self._expected: tuple[int, ...] | None = None  # slots, if the last two backwards agreed
         self._last: tuple[int, ...] = ()
         self._like: dict[int, torch.Tensor] = {}  # those slots' parameters, without memory
-        self._buckets = self.no_buckets  # of the next backward
+        self._buckets: Buckets | None = None  # of the next backward
+        self._made_for: list[Any] = []  # the scale, and the layouts of parameters
         self._seconds: tuple[list[float], list[float]] = ([], [])  # sequential, overlapped
         self._started = 0.0
         self._overlaps: bool | None = None
@@ -81,28 +75,30 @@ class Overlap:
 
     def forget(self) -> None:
         """Slots have got other numbers. Called by: all ranks."""
-        self._expected, self._last, self._like, self._buckets = None, (), {}, self.no_buckets
+        self._expected, self._last, self._like, self._buckets = None, (), {}, None
 
-    def begin(self, parameters: _Parameters, scale: float | None) -> Buckets:
-        """The buckets of the backward that begins.
+    def begin(self, parameters: _Parameters, scale: float | None) -> Buckets | None:
+        """The buckets of the backward that begins; None if its gradients are reduced afterwards.
 
         Not collective: a rank that skips this backward is found out at its end.
         """
         if self._sender is None or not self._expected:
-            return self.no_buckets
+            return None
         turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
-        buckets = self.no_buckets
+        buckets = None
         if self._overlaps or turn:
             # A model that the program has dropped goes when Python collects it, on each rank at another time.
-            sent = {**self._like, **_alive(parameters, self._like)}
+            sent = {
+                s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()
+            }
             made_for = [scale, *map(LAYOUT, sent.values())]
-            if self._buckets.made_for != made_for:
-                if self._has_other(_devices_of(parameters, self._expected)):
-                    return buckets  # they were moved
+            if self._buckets is None or self._made_for != made_for:
+                if not _devices_of(parameters, self._expected).issubset(self._devices or ()):
+                    return None  # they were moved
                 self._buckets = self._make_buckets(self._sender, _without_memory(sent), scale)
-                self._buckets.made_for = made_for
+                self._made_for = made_for
             # Those of a backward that fails do not come back: what is under way uses them.
-            buckets, self._buckets = self._buckets, buckets
+            buckets, self._buckets = self._buckets, None
             buckets.begin(sent)
         self._started = time.perf_counter()
         return buckets
@@ -110,20 +106,18 @@ class Overlap:
     def _make_buckets(
         self, sender: _Sender, like: dict[int, torch.Tensor], scale: float | None
     ) -> Buckets:
-        how = self._wires, like, scale
+        how = self._wires, like, scale, self._nbytes
         if isinstance(sender, SideStream):
-            return DeviceBuckets(sender, *how, self._nbytes or bucket_bytes(like.values()))
-        return HostBuckets(sender, self._packer, *how, self._nbytes or DEFAULT_BYTES)
+            return DeviceBuckets(sender, *how)
+        return HostBuckets(sender, self._packer, *how)
 
     def end(self, step: ReplicaBackward, agreed: AgreedGradients) -> None:
         """The backward `step` has ended, in which the slots `agreed.dense` got gradients on some rank. Collective."""
         if self._overlaps is None and self._started:
-            overlapped = step.buckets is not self.no_buckets
-            self._seconds[overlapped].append(time.perf_counter() - self._started)
+            self._seconds[step.buckets is not None].append(time.perf_counter() - self._started)
             self._decide()
         self._started = 0.0
-        if step.buckets is not self.no_buckets:
-            self._buckets = step.buckets
+        self._buckets = step.buckets or self._buckets
         last, self._last = self._last, tuple(agreed.dense)
         # Where parameters take turns, those of the other turn would be sent for nothing.
         self._expect(last if last == self._last else None, step.parameters)
@@ -131,16 +125,14 @@ class Overlap:
         self._differ |= not agreed.alike
         if self._communicates and isinstance(self._sender, SideStream):
             # Buckets on a device cannot leave beside the program's own calls then.
-            why_not = _first_that_holds(
-                (_TWO_THREADS, self._sender.thread is not None),
-                (_MAY_INTERLEAVE, self._differ),
-            )
-            if why_not:
-                self._sender = None
-                self._decline(f"the program communicates inside backward(), and {why_not}")
-
-    def _has_other(self, devices: frozenset[torch.device]) -> bool:
-        return self._devices is None or not devices <= self._devices
+            if self._sender.thread is not None:
+                why_not = "two threads must not use a device's groups and MPI at a time"
+            elif self._differ:
+                why_not = "its ranks use different parameters, which would interleave them in different orders"
+            else:
+                return
+            self._sender = None
+            self._decline(f"the program communicates inside backward(), and {why_not}")
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
         """Collective."""
@@ -149,11 +141,11 @@ class Overlap:
             return
         devices = _devices_of(parameters, last)
         # A rank may have dropped all that is expected.
-        moved = self._has_other(devices)
+        moved = self._devices is None or bool(devices - self._devices)
         if not moved and self._like.keys() == set(last):
             return
-        self._like = _without_memory(_alive(parameters, last))
-        self._buckets = self.no_buckets
+        self._like = _without_memory({s: parameters[s] for s in last})
+        self._buckets = None
         if moved:
             self._devices = devices
             self._agree_on_sender(devices)
@@ -222,7 +214,7 @@ class Overlap:
 
     def _decline(self, why: str) -> None:
         """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
-        self.may_come, self._overlaps, self._why, self._buckets = False, False, why, self.no_buckets
+        self.may_come, self._overlaps, self._why, self._buckets = False, False, why, None
         if self._asked:
             warn_on_first_rank(
                 self._communicator.rank,
@@ -260,18 +252,18 @@ def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str]
     """The kinds of all devices; and why gradients cannot, or had better not, leave while backward runs, or nothing."""
     asked, thread_multiple, of_rank, devices, nbytes, masks, threads = zip(*of_ranks, strict=True)
     kinds: frozenset[str] = frozenset().union(*of_rank)
-    busy = [
+    busy = any(
         takes_a_core(on_one_node, float(cpu_share(mask, masks)), number)
         for mask, number in zip(masks, threads, strict=True)
-    ]
+    )
     return kinds, _first_that_holds(
         ("as asked for", False in asked),
-        ("MPI was started without MPI_THREAD_MULTIPLE", not all(thread_multiple)),
+        ("MPI was started without MPI_THREAD_MULTIPLE", not min(thread_multiple)),
         ("parameters are on several devices", max(len(kinds), *devices) > 1),
         ("parameters are on an XLA device", "xla" in kinds),
-        ("", not (None in asked and kinds <= {"cpu"})),
+        ("", None not in asked or not kinds <= {"cpu"}),
         (f"{nbytes[0]} bytes are too few", nbytes[0] < SMALLEST),
-        ("no core of the node is free, and memory does not wait", any(busy)),
+        ("no core of the node is free, and memory does not wait", busy),
     )
 
 
@@ -283,16 +275,11 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum([tensor.nbytes for tensor in tensors])
 
 
-def _alive(parameters: _Parameters, slots: Iterable[int]) -> dict[int, torch.Tensor]:
-    """By slot, those of `slots` that the program still has."""
-    return {slot: p for slot in slots if (p := parameters[slot]) is not None}
-
-
-def _without_memory(parameters: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The parameters on "meta", by slot."""
-    return {slot: parameter.detach().to("meta") for slot, parameter in parameters.items()}
+def _without_memory(parameters: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    """The parameters on "meta", by slot, without those that the program has dropped."""
+    return {s: p.detach().to("meta") for s, p in parameters.items() if p is not None}
 
 
 def _devices_of(parameters: _Parameters, slots: Sequence[int]) -> frozenset[torch.device]:
     """On which those of `slots` are that the program still has."""
-    return frozenset([p.device for p in _alive(parameters, slots).values()])
+    return frozenset([p.device for slot in slots if (p := parameters[slot]) is not None])

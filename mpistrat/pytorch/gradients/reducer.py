@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpistrat.arrays import is_on_gpu
+from mpistrat.communicators import Reduction, reducing
 from mpistrat.communicators.graph_capture import is_capturing
 from mpistrat.context import AnyReplicaContext, per_thread
 from mpistrat.cross_device_ops.packing import Packer
@@ -35,14 +37,15 @@ from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward, StepAgreement
 from mpistrat.pytorch.gradients.arrivals import Arrivals
+from mpistrat.pytorch.gradients.buckets import cut
+from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
 from mpistrat.pytorch.gradients.earlier_gradients import EarlierGradients
 from mpistrat.pytorch.gradients.overlap import Overlap
-from mpistrat.pytorch.gradients.sums import DenseSums, sum_by_custom_ops, sum_sparse
+from mpistrat.pytorch.gradients.values import sum_by_custom_ops, sum_sparse
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.replicas.torch_modules import ModuleParts
-from mpistrat.torch_distributed.next_group import has_default_group
 from mpistrat.trace import spans
 from mpistrat.wire_formats import ShortFloats
 
@@ -55,6 +58,8 @@ _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.Context
 )
 
 
+_PARAMETER = operator.methodcaller("reference")  # of a slot
+_GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
 _IS_THERE = functools.partial(operator.is_not, None)
 # None also of a parameter that is gone.
 _GRADIENT = itertools.repeat("grad"), itertools.repeat(None)
@@ -137,16 +142,24 @@ class GradientReducer:
         self.wires = Wires(options.wire_format or short, registry)
         self._agreement = StepAgreement(parts, registry)
         self.packer = Packer()
-        self._dense = DenseSums(parts, self.packer, self.wires)
+        self._sums = parts.gradient_sums or parts.ops.over_ranks
         self.overlap = Overlap(parts, self.packer, self.wires, shares=slice_steps is not None)
         self.arrivals = Arrivals(registry)
         self._earlier = [EarlierGradients(registry) for _ in range(parts.replicas.count)]
+        # The last contributions, kept until the next backward takes their memory again. Freed all at once
+        # they may be the top of the heap, which glibc returns to the system: page faults were a quarter of
+        # a training step.
+        self._spent: list[torch.Tensor] = []
         self._warned_of_scale = False
         self.steps = 0
         self.has_reduced = False
         self.share: float | None = None
         self.optimizers = weakref.WeakValueDictionary[int, torch.optim.Optimizer]()
         self.numbers = itertools.count()
+
+    @functools.cached_property
+    def _extended(self) -> Any:  # which this is a part of
+        return self._parts.strategy.extended
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -169,11 +182,10 @@ class GradientReducer:
         replicas, replica = self._parts.replicas, step.replica
         try:
             self._run(step, tensors, *arguments)
-            if step.synchronizes:
-                if replicas.count == 1:
-                    (reduced,) = self._agree_and_reduce([step])
-                else:
-                    reduced = replicas.meet(replica, self._agree_and_reduce, step)[replica]
+            if step.synchronizes and replicas.count == 1:
+                (reduced,) = self._agree_and_reduce([step])
+            elif step.synchronizes:
+                reduced = replicas.meet(replica, self._agree_and_reduce, step)[replica]
         except BaseException as error:
             self._undo(step, error)
             raise
@@ -182,7 +194,7 @@ class GradientReducer:
     def _set_aside(self, replica: int) -> ReplicaBackward:
         """Take what is reduced already out of every `.grad`."""
         rule, call = self._parts.rule, f"backward() over {self.count} replicas"
-        parameters = self.registry.parameters()
+        parameters = [*map(_PARAMETER, self.registry.slots)]
         in_block, scale = per_thread.modes[-1].in_block, None
         synchronizes = id(self) not in _not_synchronizing.get()
         if in_block:
@@ -190,12 +202,13 @@ class GradientReducer:
             rule.default_to_mean(call)
         some = next(filter(_IS_THERE, parameters), None)
         if synchronizes and some is not None:  # what torch has sharded leaves nothing to decide
-            scale = 1.0 / self.count if rule.decided(call) == "mean" else None
-            _check_not_captured(some)
+            scale = 1.0 / self.count if (rule.chosen or rule.decided(call)) == "mean" else None
+            if not some.is_cpu:
+                _check_not_captured(some)
         weight = self._weight(in_block)
-        earlier, self._dense.spent = self._earlier[replica].set_aside(parameters), []
-        overlap = self.overlap
-        buckets = overlap.begin(parameters, scale) if synchronizes else overlap.no_buckets
+        earlier, self._spent = self._earlier[replica].set_aside(parameters), []
+        may_leave = synchronizes and self.overlap.may_come
+        buckets = self.overlap.begin(parameters, scale) if may_leave else None
         return ReplicaBackward(
             replica, parameters, in_block, synchronizes, scale, weight, earlier, buckets
         )
@@ -207,11 +220,11 @@ class GradientReducer:
         with self.arrivals.watched(step) as check:
             loss = tensors if step.weight == 1.0 else _times(step.weight, tensors)
             hooks.original_backward(loss, *arguments)
-        step.communicated = contract.calls > calls + buckets.calls
+        step.communicated = contract.calls > calls + (0 if buckets is None else buckets.calls)
         if step.synchronizes:
             with self._raising_together:
                 check()
-                step.sent = buckets.finish()
+                step.sent = frozenset() if buckets is None else buckets.finish()
             step.gradients = [*map(getattr, step.parameters, *_GRADIENT)]
             step.buffers = buffers.snapshot(self.registry) if self.registry.buffers else []
 
@@ -221,10 +234,9 @@ class GradientReducer:
             if self._parts.ops.custom is not None:
                 with self._raising_together:
                     sum_by_custom_ops(self._parts.ops.custom, steps)
-            extended = self._parts.strategy.extended
-            agreed = self._agreement.agree(steps, extended, self.steps)
+            agreed = self._agreement.agree(steps, self._extended, self.steps)
             if early_signals.kept or not self.has_reduced:
-                extended.first_step.begin(None)
+                self._extended.first_step.begin(None)
             self.has_reduced = True
             reduced = [self._reduce(steps, agreed)]
             for _ in steps[1:]:
@@ -236,11 +248,13 @@ class GradientReducer:
 
         So the gradient of the mean over a replica's own part becomes that of the mean over the global batch.
         """
-        extended = self._parts.strategy.extended
-        steps, sharded = extended.given_steps, extended.sharded
+        steps, sharded = self._extended.given_steps, self._extended.sharded
         is_mean, weight = self._parts.rule.chosen == "mean", 1.0
-        examples = steps.begin_backward(weighs=in_block and is_mean)
-        sharded.combine(alike=is_mean and (examples if in_block else steps.examples) is None)
+        weighs, examples = in_block and is_mean, None
+        if weighs or steps.iterations:
+            examples = steps.begin_backward(weighs=weighs)
+        if sharded.cuts:
+            sharded.combine(alike=is_mean and (examples if in_block else steps.examples) is None)
         if examples is not None:
             of_replica, of_all = examples.tolist()
             weight = of_replica * self.count / of_all
@@ -299,7 +313,7 @@ class GradientReducer:
     def explain(self) -> str:
         """How gradients are reduced, for people."""
         lines = [str(self._parts.rule), self.overlap.explain(), self.wires.explain()]
-        return "\n".join(lines).rstrip("\n")  # without a wire format there is one line less
+        return "\n".join(filter(None, lines))
 
     def _reduce(
         self, steps: list[ReplicaBackward], agreed: AgreedGradients
@@ -308,20 +322,23 @@ class GradientReducer:
         step, buckets = steps[0], steps[0].buckets
         reduced: dict[int, torch.Tensor] = {}
         if self.slice_steps is not None:  # parameters are shared by ranks of one replica each
-            reduced = self.slice_steps.shared.reduce(agreed.dense, step)
-        early = buckets.wait()
+            reduced = self.slice_steps.shared.reduce(
+                agreed.dense, step.parameters, step.gradients, step.earlier, step.scale
+            )
+        early = {} if buckets is None else buckets.wait()
         # All that has not left in a bucket; and what has got something after it had left.
         slots = sorted({*agreed.dense} - ({*reduced, *early} - agreed.again))
         if slots:
             following = self._communicator.contract.following
             with following() if agreed.may_follow else contextlib.nullcontext():
-                reduced |= self._dense.of(slots, steps)
+                reduced |= self._sum(slots, steps)
         for slot in early.keys() & set(agreed.dense):
             late = reduced.get(slot)
             reduced[slot] = early[slot] if late is None else early[slot].add_(late)
         if self.overlap.may_come:
             self.overlap.end(step, agreed)
-        reduced |= sum_sparse(self._parts.ops.over_ranks, agreed.sparse, steps)
+        if agreed.sparse:
+            reduced |= sum_sparse(self._parts.ops.over_ranks, agreed.sparse, steps)
         if self.wires.has_format:
             self.wires.end_backward()
         if self.registry.buffers:
@@ -332,10 +349,49 @@ class GradientReducer:
             piggyback.received(greatest)
         return reduced
 
+    def _sum(self, slots: list[int], steps: list[ReplicaBackward]) -> dict[int, torch.Tensor]:
+        """The sums of dense gradients."""
+        step, parameters = steps[0], steps[0].parameters
+        how = [*map(_GRADIENTS, steps)], functools.partial(self._reduction, step)
+        if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
+            self._spent = step.gradients
+            return self._sums.all_reduce_packs(self.packer, parameters, slots, *how)
+        return self._sum_on_device(slots, steps, *how)
+
+    def _sum_on_device(
+        self, slots: list[int], steps: list[ReplicaBackward], *how: Any
+    ) -> dict[int, torch.Tensor]:
+        """The sums of one bucket after the other."""
+        step, parameters = steps[0], steps[0].parameters
+        parts = [slots]
+        if any(is_on_gpu(parameters[slot]) for slot in slots):
+            asked = self._parts.ops.options.bytes_per_pack
+            nbytes = asked or bucket_bytes(map(parameters.__getitem__, slots))
+            parts = cut(slots[::-1], parameters, nbytes)
+        sums: dict[int, torch.Tensor] = {}
+        for part in parts:
+            sums |= self._sums.all_reduce_packs(self.packer, parameters, part, *how)
+            if len(steps) == 1 and is_on_gpu(parameters[part[0]]):
+                # The memory of these gradients serves the buckets that come next.
+                let_go(map(step.gradients.__getitem__, part))
+                for slot in part:
+                    step.gradients[slot] = parameters[slot].grad = None
+        return sums
+
+    def _reduction(self, step: ReplicaBackward, slots: Sequence[int]) -> Reduction:
+        label = f"gradients of {len(slots)} parameters"
+        if not self.wires.has_format:
+            return reducing("sum", label, step.scale)
+        on_gpu = is_on_gpu(step.parameters[slots[0]])
+        natively = on_gpu and self._communicator.ordered_by_streams
+        return self.wires.reduction(label, step.scale, slots, natively=natively)
+
     def _undo(self, step: ReplicaBackward, error: BaseException) -> None:
         """The backward has failed for `error`."""
         self._earlier[step.replica].undo(step.parameters, step.earlier)
-        buckets, step.buckets = step.buckets, self.overlap.no_buckets  # the error keeps the step
+        buckets, step.buckets = step.buckets, None  # the error keeps the step
+        if buckets is None:
+            return
         buckets.leave()
         if step.communicated and buckets.calls and isinstance(error, CollectiveMismatchError):
             error.args = (f"{error}. {_MAY_INTERLEAVE}",)
@@ -343,7 +399,8 @@ class GradientReducer:
 
 def _check_mirrors(parameters: Sequence[Any], call: str) -> None:
     """Raises: RuntimeError where nothing is mirrored, and torch has no group by which the program may do so itself."""
-    if not (parameters or has_default_group()):
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not parameters and not has_group:
         raise RuntimeError(
             f"{call} inside replica(), where no module is mirrored: each rank would train a model of its own. Call "
             "strategy.prepare(model) once the model is built, on every rank; or torch.autograd.grad, if no gradients "

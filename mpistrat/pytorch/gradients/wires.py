@@ -59,7 +59,6 @@ class Wires:
     def __init__(self, wire_format: WireFormat | None, registry: Registry) -> None:
         self._format, self._registry = wire_format, registry
         self.has_format = wire_format is not None
-        self._named = "" if wire_format is None else f", as {name_of(wire_format)}"
         self._wires: dict[tuple[ParameterSlot, ...], Wire] = {}  # the least recently used first
         self._used: set[tuple[ParameterSlot, ...]] = set()  # in this backward
         self._most = 0
@@ -81,7 +80,7 @@ class Wires:
 
         Args: natively: by an accelerator's own collectives, in which short floats are added as such.
         """
-        label = f"{label}{self._named}"
+        label = f"{label}{self}"
         if natively and isinstance(self._format, ShortFloats):
             return Reduction("sum", label, scale, summed_in=self._format.dtype)
         return reducing("sum", label, scale).compressed_by(self.of(slots))
@@ -107,7 +106,7 @@ class Wires:
         held = [
             {"slots": [index[slot] for slot in key], "residual": wire.residual}
             for key, wire in self._wires.items()
-            if index.keys() >= {*key}
+            if all(slot in index for slot in key)
         ]
         return {"held_back": held, "most": self._most}
 
@@ -144,3 +143,6 @@ class Wires:
             return ""
         crossed = f"up to {self._most:,} values of a backward()" if self._most else "none has yet"
         return f"gradients cross the network as {name_of(self._format)}: {crossed}"
+
+    def __str__(self) -> str:
+        return "" if self._format is None else f", as {name_of(self._format)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeGuard
 
@@ -15,8 +14,6 @@ from torch.utils import _pytree as pytree
 
 from mpistrat import arrays
 from mpistrat.pytorch import hooks
-
-_MOVED: Any = torch.Tensor, PackedSequence
 
 
 def place(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
@@ -98,16 +95,17 @@ def bring_states(parameters: Collection[torch.Tensor]) -> None:
 
     As after a `load_state_dict`, counts of steps stay on the host unless the optimizer computes with them.
     """
-    if not parameters:
-        return
+    moved = set(map(id, parameters))
     # Nothing else knows of all optimizers: they may have been made outside the scope, and restored inside.
-    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]:
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)] if moved else []
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
-            on_host = set() if group.get("capturable") or group.get("fused") else {"step"}
-            for parameter in {*group["params"]}.intersection(parameters):
-                state = optimizer.state.get(parameter, {})
-                for key in state.keys() - on_host:
-                    state[key] = _on(parameter.device, state[key])
+            counts_on_host = not (group.get("capturable") or group.get("fused"))
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {}) if id(parameter) in moved else {}
+                for key, value in state.items():
+                    if not (key == "step" and counts_on_host):
+                        state[key] = _on(parameter.device, value)
 
 
 def compute_there(module: torch.nn.Module, device: torch.device) -> None:
@@ -127,7 +125,7 @@ def compute_there(module: torch.nn.Module, device: torch.device) -> None:
         if args and isinstance(args[0], torch.Tensor) and args[0].device == device:
             return call(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_packed)
-        devices = [(x.data if _is_packed(x) else x).device for x in leaves if isinstance(x, _MOVED)]
+        devices = [(x.data if _is_packed(x) else x).device for x in leaves if _can_move(x)]
         parameter = next(module.parameters(), None)
         if not devices or device in devices or parameter is None or parameter.device != device:
             return call(*args, **kwargs)
@@ -139,11 +137,15 @@ def compute_there(module: torch.nn.Module, device: torch.device) -> None:
 
 def _on(device: torch.device, values: Any) -> Any:
     """`values`, a structure, with its tensors on `device`."""
-    return pytree.tree_map_only(
-        _MOVED, operator.methodcaller("to", device), values, is_leaf=_is_packed
+    return pytree.tree_map(
+        lambda x: x.to(device) if _can_move(x) else x, values, is_leaf=_is_packed
     )
 
 
 def _is_packed(value: Any) -> bool:
     """A tuple of tensors of which one is the host's."""
     return isinstance(value, PackedSequence)
+
+
+def _can_move(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, PackedSequence))

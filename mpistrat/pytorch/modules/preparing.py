@@ -19,7 +19,6 @@ from mpistrat.arrays import is_on_accelerator, is_sharded
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.modules.registry import NOTHING_NEW
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 Purpose = Literal["use", "save", "restore"]
 # Those that ranks have found to be alike; they are not compared once more when they step.
 compared: weakref.WeakSet[Any] = weakref.WeakSet()
-_WITH_STATE = Optimizer, LRScheduler, torch.amp.GradScaler
-_COMPARED: dict[Purpose, Any] = {"use": _WITH_STATE, "save": _WITH_STATE, "restore": Optimizer}
 _OF_EVERY_SCHEDULER = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
@@ -38,7 +35,7 @@ def not_mirrored(owner: StrategyModules, modules: Iterable[Module]) -> list[Modu
     return [
         module
         for module in dict.fromkeys(modules)
-        if not owner.has_made(module) or owner.registry.new_in(module) != NOTHING_NEW
+        if not owner.has_made(module) or any(owner.registry.new_in(module))
     ]
 
 
@@ -49,25 +46,18 @@ def check_optimizers(
 ) -> None:
     """Raises: ValueError: an optimizer updates what nobody keeps equal, or nothing of the modules that it came with."""
     prepared = set(itertools.chain.from_iterable(module.parameters() for module in modules))
-    names = sorted({type(module).__name__ for module in modules}) or ["none"]
     for optimizer in optimizers:
-        _check_optimizer(owner, optimizer, prepared, ", ".join(names))
-
-
-def _check_optimizer(
-    owner: StrategyModules, optimizer: Optimizer, prepared: set[torch.nn.Parameter], names: str
-) -> None:
-    trained = [p for p in hooks.parameters_of(optimizer) if p.requires_grad]
-    others = set(trained) - prepared
-    unknown = [p for p in others.difference(owner.registry.parameters()) if not is_sharded(p)]
-    if unknown or (prepared and trained and prepared.isdisjoint(trained)):
-        kind = type(optimizer).__name__
-        raise ValueError(
-            f"the {kind} has {len(trained)} parameters, {len(trained) - len(others)} of them in modules that are "
-            f"prepared with it ({names}), and {len(unknown)} in none that is mirrored. Make the {kind} of the "
-            "parameters of the module that is trained, after copy.deepcopy, convert_sync_batchnorm and whatever else "
-            "makes others, and give prepare that module, too"
-        )
+        trained = [p for p in hooks.parameters_of(optimizer) if p.requires_grad]
+        others = set(trained) - prepared
+        unknown = [p for p in others if not (p in owner.registry or is_sharded(p))]
+        if unknown or (prepared and trained and prepared.isdisjoint(trained)):
+            kind, names = type(optimizer).__name__, {type(module).__name__ for module in modules}
+            raise ValueError(
+                f"the {kind} has {len(trained)} parameters, {len(trained) - len(others)} of them in modules that "
+                f"are prepared with it ({', '.join(sorted(names)) or 'none'}), and {len(unknown)} in none that is "
+                f"mirrored. Make the {kind} of the parameters of the module that is trained, after copy.deepcopy, "
+                "convert_sync_batchnorm and whatever else makes others, and give prepare that module, too"
+            )
 
 
 def check_alike(
@@ -83,7 +73,7 @@ def check_alike(
             `ZeroRedundancyOptimizer` deals them out.
     Raises: ValueError on all ranks, where they differ.
     """
-    kinds = _COMPARED[purpose]
+    kinds = Optimizer if purpose == "restore" else (Optimizer, LRScheduler, torch.amp.GradScaler)
     found = {f"{type(v).__name__} ({n})": v for n, v in objects.items() if isinstance(v, kinds)}
     communicator = extended.communicator
     if not found or communicator.size == 1:
@@ -134,7 +124,9 @@ def _described(
     if not isinstance(value, Optimizer):
         yield from _plain(name, _simple(value))
         return
-    names, size = _names(extended), extended.communicator.size
+    modules, size = extended.modules.made, extended.communicator.size
+    slots = [] if modules is None else modules.registry.slots
+    names = {id(slot.reference()): f"{slot.name} (number {i})" for i, slot in enumerate(slots)}
     for g, group in enumerate(value.param_groups):
         # Torch may have sharded some over a part of the ranks: others have none of them.
         whole = [p for p in group["params"] if not is_sharded(p) or p.device_mesh.size() == size]
@@ -143,13 +135,6 @@ def _described(
         if purpose != "restore" and (whole or not group["params"]):
             yield from _plain(f"group {g} of {name}", {**group, "params": len(whole)})
             yield f"group {g} of {name} has {_steps_of(value, whole)}"
-
-
-def _names(extended: StrategyExtended) -> dict[int, str]:
-    """Those of mirrored parameters, by id."""
-    modules = extended.modules.made
-    slots = [] if modules is None else modules.registry.slots
-    return {id(slot.reference()): f"{slot.name} (number {i})" for i, slot in enumerate(slots)}
 
 
 def _kind_of(parameter: torch.Tensor) -> str:
@@ -180,5 +165,5 @@ def _simple(value: Any) -> Any:
 def _steps_of(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> str:
     states = [state for p in parameters if (state := optimizer.state.get(p))]
     steps = [s["step"] for s in states if "step" in s and not is_on_accelerator(s["step"])]
-    made = f" after {float(max(steps)):g} steps" if steps else ""
+    made = f" after {max(map(float, steps)):g} steps" if steps else ""
     return f"the state of {len(states)} parameters{made}"

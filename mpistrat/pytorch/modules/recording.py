@@ -1,16 +1,14 @@
 """Records the torch modules that are built inside `scope()`, and the parameters and buffers that they get later.
 
 All three registration hooks are needed: the parameter hook alone misses modules that are deep-copied, such as the
-layers of `nn.TransformerEncoder`. torch's own data parallelism around a module that is mirrored is refused: its
-gradients would be reduced twice.
+layers of `nn.TransformerEncoder`.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import sys
 import weakref
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -19,13 +17,8 @@ from torch.nn.modules import module as hooks
 
 from mpistrat.context import AnyStrategy, per_thread
 from mpistrat.pytorch.hooks import before_data_parallel
-from mpistrat.pytorch.modules.registry import Registry
+from mpistrat.pytorch.modules.data_parallel import refuse_wrapping, wrapper_of
 
-# By module: the class that it defines. They are loaded by torch, or by the program.
-_WRAPPERS = {
-    "torch.nn.parallel.distributed": "DistributedDataParallel",
-    "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
-}
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
@@ -51,16 +44,21 @@ class Recorder:
 
     Args:
         strategy: in whose scope modules are recorded.
-        registry: of the mirrored parameters.
-        made_in_run: gets, by each parameter that a replica makes inside `run`, its name.
+        is_mirrored: whether a parameter is.
+        made_in_run: gets the name of each parameter that a replica makes inside `run`.
 
     Attributes:
         changed: a recorded module got a parameter, buffer or submodule, or has one whose shape or values are not known
             yet.
     """
 
-    def __init__(self, strategy: AnyStrategy, registry: Registry, made_in_run: Any) -> None:
-        self._strategy, self._registry, self._made_in_run = strategy, registry, made_in_run
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        is_mirrored: Callable[[torch.Tensor], bool],
+        made_in_run: MutableMapping[torch.Tensor, str],
+    ) -> None:
+        self._strategy, self._is_mirrored, self._made_in_run = strategy, is_mirrored, made_in_run
         self._modules: dict[int, weakref.ref[Module]] = {}  # by id
         self.changed = False
         _recorders.add(self)
@@ -86,8 +84,7 @@ class Recorder:
         wrapper, strategy = wrapper_of(parent), self._strategy
         if not wrapper or strategy.num_replicas_in_sync == 1:
             return
-        is_mirrored = not {*module.parameters()}.isdisjoint(self._registry.parameters())
-        if in_scope or is_mirrored or self.knows(module):
+        if in_scope or self.knows(module) or any(map(self._is_mirrored, module.parameters())):
             refuse_wrapping(wrapper, module, strategy.extended.communicator.rank)
 
     def record(self, module: Module) -> None:
@@ -104,32 +101,5 @@ class Recorder:
         """The recorded modules that are inside no other recorded one, in recorded order."""
         alive = [m for reference in self._modules.values() if (m := reference()) is not None]
         self._modules = {id(module): weakref.ref(module) for module in alive}
-        inside = {id(child) for m in alive for child in itertools.islice(m.modules(), 1, None)}
+        inside = {id(child) for m in alive for child in m.modules() if child is not m}
         return [module for module in alive if id(module) not in inside]
-
-
-def wrapper_of(module: Module) -> str:
-    """The name of the class of torch's by which `module` reduces gradients itself; "" if it does not."""
-    for loaded, name in _WRAPPERS.items():
-        if isinstance(module, getattr(sys.modules.get(loaded), name, ())):
-            return name
-    return ""
-
-
-def check_not_wrapped(root: Module, rank: int) -> None:
-    """Raises: ValueError when `root`, which is to be mirrored, is or has a module that reduces gradients itself."""
-    for module in root.modules():
-        if wrapper := wrapper_of(module):
-            refuse_wrapping(wrapper, next(module.children(), module), rank)
-
-
-def refuse_wrapping(wrapper: str, module: Module, rank: int) -> None:
-    """Raises: ValueError: a `wrapper`, the name of a class, is around `module`, which is mirrored, or is to be."""
-    sharded = ""
-    if wrapper != "DistributedDataParallel":
-        sharded = ". To shard a model, use torch.distributed.fsdp.fully_shard, whose parameters a strategy leaves alone"
-    raise ValueError(
-        f"rank {rank}: {wrapper} is put around a {type(module).__name__} that the strategy mirrors: gradients would be "
-        f"reduced twice, by it and by backward() of the strategy. Leave {wrapper} out, and call the module itself; "
-        f"or keep the model out of prepare(), mirror(), scope() and run{sharded}"
-    )

@@ -62,9 +62,9 @@ class BufferSlot:
 Slot = ParameterSlot | BufferSlot
 
 
-def version(tensor: torch.Tensor | None) -> int:
+def version(tensor: torch.Tensor) -> int:
     """How often `tensor` has been written in place, as far as torch counts that."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class NewTensors(NamedTuple):
@@ -77,9 +77,6 @@ class NewTensors(NamedTuple):
 
     parameters: list[tuple[str, torch.Tensor]]
     buffers: list[tuple[str, torch.nn.Module, str, torch.Tensor]]
-
-
-NOTHING_NEW = NewTensors([], [])
 
 
 def tensors_in(root: torch.nn.Module) -> NewTensors:
@@ -109,7 +106,7 @@ class Registry:
         self.slots: list[ParameterSlot] = []
         self.buffers: list[BufferSlot] = []
         self._slot_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._buffer_of = weakref.WeakValueDictionary[tuple[int, str], BufferSlot]()
+        self._buffer_of: dict[tuple[int, str], BufferSlot] = {}
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._slot_of
@@ -120,7 +117,8 @@ class Registry:
 
     def own_tensors(self) -> list[tuple[Slot, torch.Tensor | None]]:
         """What a replica has of its own: the gradient of each parameter, and each buffer."""
-        gradients = [(slot, getattr(slot.reference(), "grad", None)) for slot in self.slots]
+        pairs = zip(self.slots, self.parameters(), strict=True)
+        gradients = [(slot, None if p is None else p.grad) for slot, p in pairs]
         return [*gradients, *((slot, slot.tensor()) for slot in self.buffers)]
 
     def new_in(self, root: torch.nn.Module) -> NewTensors:
@@ -165,3 +163,5 @@ class Registry:
         buffers_alive = alive_somewhere[len(self.slots) :]
         self.slots = list(itertools.compress(self.slots, alive_somewhere))
         self.buffers = list(itertools.compress(self.buffers, buffers_alive))
+        known = set(self.buffers)
+        self._buffer_of = {key: slot for key, slot in self._buffer_of.items() if slot in known}

@@ -81,7 +81,7 @@ def strategy_of(value: Any) -> AnyStrategy | None:
     elif isinstance(value, torch.optim.Optimizer):
         parameters = hooks.parameters_of(value)
     for of_strategy in _all:
-        if not {*parameters}.isdisjoint(of_strategy.registry.parameters()):
+        if any(parameter in of_strategy.registry for parameter in parameters):
             return of_strategy.parts.strategy
     for of_strategy in _all:
         if any(map(of_strategy.has_made, modules)):

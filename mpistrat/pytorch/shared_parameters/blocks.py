@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -67,11 +66,15 @@ class ParameterPages:
 
 
 class Block:
-    """Parameters that were mirrored together, with their gradients, to which each rank contributes."""
+    """Parameters that were mirrored together, with their gradients.
 
-    def __init__(self, values: CommonMemory, gradients: CommonMemory) -> None:
-        self.values, self.gradients = values, gradients
-        self._contribution: Any = gradients.contribution
+    Args: contribution: this rank's contributions to `gradients`.
+    """
+
+    def __init__(
+        self, values: CommonMemory, gradients: CommonMemory, contribution: np.ndarray
+    ) -> None:
+        self.values, self.gradients, self._contribution = values, gradients, contribution
         self.value_view, self.gradient_view = values.view(), gradients.view()
         # By where a place begins: a block does not refer to its places, which refer to it.
         self._contributions: dict[int, torch.Tensor] = {}
@@ -106,7 +109,7 @@ class Block:
         lent = {
             first: memory for first, kept in self._lent.items() if (memory := kept()) is not None
         }
-        if lent.keys().isdisjoint(place.first for place in places):
+        if not any(place.first in lent for place in places):
             return
         for first, memory in lent.items():
             self.gradient_view.detach(first, first + len(memory))

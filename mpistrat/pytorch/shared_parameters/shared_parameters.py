@@ -9,7 +9,6 @@ to memory of its own, as it would without sharing. At the next step owners publi
 from __future__ import annotations
 
 import collections
-import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,9 +23,6 @@ from mpistrat.cross_device_ops.packing import is_dense
 from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch.modules.registry import Registry, is_inexact
 from mpistrat.pytorch.shared_parameters.blocks import Block, ParameterPages, Settling
-
-_Places = dict[int, ParameterPages]  # by slot
-_Gradients = dict[int, torch.Tensor]  # by slot
 
 
 class SharedParameters:
@@ -54,8 +50,8 @@ class SharedParameters:
 
     def moved(self, registry: Registry) -> list[tuple[str, torch.Tensor]]:
         """The mirrored parameters that `has_moved` is true of, with their names."""
-        pairs: Any = zip(registry.slots, registry.parameters(), strict=True)
-        return [(slot.name, parameter) for slot, parameter in pairs if self.has_moved(parameter)]
+        pairs = zip(registry.slots, registry.parameters(), strict=True)
+        return [(slot.name, p) for slot, p in pairs if p is not None and self.has_moved(p)]
 
     def check_unmoved(self, parameters: Iterable[torch.Tensor]) -> None:
         """RuntimeError on all ranks if one of them has been given other memory since the last `run` began."""
@@ -76,21 +72,28 @@ class SharedParameters:
         Args: registry: of all mirrored parameters, these among them.
         """
         mirrored = [p for p in registry.parameters() if p is not None]
-        alone = _alone(self.communicator, registry)
+        alone = self._alone(registry)
         pending = {id(p): p for p in parameters if self.place_of(p) is None or self.has_moved(p)}
-        self._find_places(pending, alone)
+        for key in pending:
+            self._places.pop(key, None)
+        eligible = [] if self._refused else self._eligible(list(pending.values()), alone)
+        if eligible:
+            self._make_block(eligible)
         self.settle()
         blocks = self.blocks(mirrored)
-        for key in self._places.keys() - alone:
+        for key in {*map(id, mirrored)} - alone:
             self._places.pop(key, None)
         _leave(blocks, [p for p in mirrored if self.place_of(p) is None])
 
-    def _find_places(self, pending: dict[int, torch.Tensor], alone: set[int]) -> None:
-        """Make a block of those of `pending`, by id, that can be shared. Collective."""
-        for key in pending:
-            self._places.pop(key, None)
-        if not self._refused and (eligible := self._eligible(list(pending.values()), alone)):
-            self._make_block(eligible)
+    def _alone(self, registry: Registry) -> set[int]:
+        """Ids of the mirrored parameters that lie in one storage with no other on any rank. Collective."""
+        parameters = registry.parameters()
+        storages = [0 if p is None else _storage(p) for p in parameters]
+        in_storage = collections.Counter(storages)
+        flags = np.array([not s or in_storage[s] == 1 for s in storages], np.uint8)
+        if flags.size:  # a rank may have freed a parameter that others still have
+            self.communicator.all_reduce(flags, reducing("min", "storages of parameters"))
+        return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
 
     def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
         """The parameters that can be shared. Each rank keeps the others for itself, as without sharing.
@@ -106,17 +109,19 @@ class SharedParameters:
 
     def _make_block(self, parameters: list[torch.Tensor]) -> None:
         parameters = sorted(parameters, key=lambda p: str(p.dtype))  # a stable order of dtypes
-        sizes = [-(-parameter.nbytes // PAGE) * PAGE for parameter in parameters]
-        *firsts, nbytes = itertools.accumulate(sizes, initial=0)
+        firsts, nbytes = [], 0
+        for parameter in parameters:
+            firsts.append(nbytes)
+            nbytes += -(-parameter.nbytes // PAGE) * PAGE
         values, why = self.communicator.memory.common_memory(nbytes)
         gradients = None
         if values is not None:
             gradients, why = self.communicator.memory.common_memory(nbytes, summed=True)
-        if values is None or gradients is None:
+        if values is None or gradients is None or gradients.contribution is None:
             self._refused = True
             self.warn(f"each rank keeps a copy of its own: {why}")
             return
-        block = Block(values, gradients)
+        block = Block(values, gradients, gradients.contribution)
         self._has_shared = True
         places = []
         for parameter, first in zip(parameters, firsts, strict=True):
@@ -156,33 +161,48 @@ class SharedParameters:
             settling.begin((block.values, block.value_view) for block in blocks)
             settling.end()
 
-    def reduce(self, slots: Sequence[int], step: Any) -> _Gradients:
-        """The reduced gradients of the shared parameters among `slots`.
+    def reduce(
+        self,
+        slots: Sequence[int],
+        parameters: Sequence[Any],
+        contributions: Sequence[torch.Tensor | None],
+        earlier: dict[int, torch.Tensor],
+        scale: float | None,
+    ) -> dict[int, torch.Tensor]:
+        """By slot, the reduced gradients of the shared parameters among `slots`.
 
-        A gradient of an earlier backward is taken out of `step.earlier`, and is in the sum.
+        A gradient of an earlier backward is taken out of `earlier`, and is in the sum.
 
-        Args: step: a `gradients.agreement.ReplicaBackward`; a gradient that it does not have counts as zero.
+        Args:
+            parameters, contributions: by slot; None of the latter counts as zero.
+            earlier: by slot, the gradients of earlier backwards.
+            scale: multiplied to the sums, or None.
         """
-        by_block: dict[Block, _Places] = {}
+        by_block: dict[Block, dict[int, ParameterPages]] = {}
         for slot in slots:
-            place = self.place_of(step.parameters[slot])
+            place = self.place_of(parameters[slot])
             if place is not None:
                 by_block.setdefault(place.block, {})[slot] = place
-        reduced: _Gradients = {}
+        reduced: dict[int, torch.Tensor] = {}
         for block, places in by_block.items():
-            self.check_unmoved(step.parameters[slot] for slot in places)
-            before = {slot: step.earlier.pop(slot) for slot in places if slot in step.earlier}
-            reduced.update(self._reduce_block(block, places, before, step))
+            self.check_unmoved(parameters[slot] for slot in places)
+            before = {slot: earlier.pop(slot) for slot in places if slot in earlier}
+            reduced.update(self._reduce_block(block, places, contributions, before, scale))
         return reduced
 
     def _reduce_block(
-        self, block: Block, places: _Places, before: _Gradients, step: Any
-    ) -> _Gradients:
-        block.bring(list(places.values()), [step.gradients[slot] for slot in places])
+        self,
+        block: Block,
+        places: dict[int, ParameterPages],
+        contributions: Sequence[torch.Tensor | None],
+        before: dict[int, torch.Tensor],
+        scale: float | None,
+    ) -> dict[int, torch.Tensor]:
+        block.bring(list(places.values()), [contributions[slot] for slot in places])
         grown = _bring_earlier(block, places, before)
         view = block.gradient_view
         parts = _parts([(place, slot in before) for slot, place in places.items()])
-        reduction = reducing(label=f"gradients of {len(places)} parameters", scale=step.scale)
+        reduction = reducing(label=f"gradients of {len(places)} parameters", scale=scale)
         self.communicator.memory.sum_into(block.gradients, parts, view, reduction)
         written = view.written()
         if written.any():
@@ -197,19 +217,9 @@ class SharedParameters:
         }
 
 
-def _alone(communicator: Communicator, registry: Registry) -> set[int]:
-    """Ids of the mirrored parameters that lie in one storage with no other on any rank. Collective."""
-    parameters = registry.parameters()
-    storages = [0 if p is None else _storage(p) for p in parameters]
-    in_storage = collections.Counter(storages)
-    in_storage[0] = 1  # of those that lie in none
-    flags = np.array([in_storage[s] == 1 for s in storages], np.uint8)
-    if flags.size:  # a rank may have freed a parameter that others still have
-        communicator.all_reduce(flags, reducing("min", "storages of parameters"))
-    return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
-
-
-def _bring_earlier(block: Block, places: _Places, earlier: _Gradients) -> set[int]:
+def _bring_earlier(
+    block: Block, places: dict[int, ParameterPages], earlier: dict[int, torch.Tensor]
+) -> set[int]:
     """Let the block's gradients hold `earlier`, by slot. Returns the slots whose tensors lie there already."""
     view = block.gradient_view
     grown = {slot for slot, tensor in earlier.items() if places[slot].holds(tensor, view)}
@@ -267,9 +277,13 @@ def _parts(places: Sequence[tuple[ParameterPages, bool]]) -> list[ByteRange]:
     for place, added in sorted(places, key=lambda pair: pair[0].first):
         end = place.pages.stop * PAGE
         part = ByteRange(torch.empty(0, dtype=place.dtype, device="cpu"), place.first, end, added)
-        start = part.first, part.like.dtype, part.added
-        if parts and start == (parts[-1].end, parts[-1].like.dtype, parts[-1].added):
+        if parts and _follows(part, parts[-1]):
             parts[-1] = parts[-1]._replace(end=end)
         else:
             parts.append(part)
     return parts
+
+
+def _follows(part: ByteRange, before: ByteRange) -> bool:
+    alike = part.like.dtype is before.like.dtype and part.added == before.added
+    return alike and part.first == before.end

@@ -37,7 +37,7 @@ class SliceSteps:
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """What `step` is called with instead, or None. Collective; `args` begin with the optimizer."""
         parameters = hooks.parameters_of(optimizer)
-        if {*map(self.shared.place_of, parameters)} <= {None}:
+        if all(self.shared.place_of(p) is None for p in parameters):
             return None
         self.shared.check_unmoved(parameters)
         why = why_not_elementwise(type(optimizer))
@@ -73,7 +73,7 @@ class _Slice:
         self.tensor = self.of(place.block.values.shared, place.dtype)
         # What is shared of the parameter's state: this rank's slice, and the whole as this rank sees it.
         self.state: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._gradient: tuple[Any, Any] = (None, None)  # a view of gradients, and the slice of it
+        self._gradient: tuple[View, torch.Tensor] | None = None
 
     def of(self, memory: Any, dtype: torch.dtype) -> torch.Tensor:
         """The slice of what `memory`, a block's, holds at the parameter's place."""
@@ -89,10 +89,10 @@ class _Slice:
             return
         view = self.place.block.gradient_view
         if not self.place.holds(gradient, view):  # the program put it there
-            self._gradient = (None, None)
+            self._gradient = None
             self.tensor.grad = self.place.in_order(gradient.detach())[self.first : self.end]
             return
-        if self._gradient[0] is not view:
+        if self._gradient is None or self._gradient[0] is not view:
             self._gradient = (view, self.of(view.memory, self.place.dtype))
         if self.tensor.grad is not self._gradient[1]:
             self.tensor.grad = self._gradient[1]
@@ -150,8 +150,8 @@ class _Slices:
                 continue
             state = self._state[part.tensor]
             for name, value in whole.items():
-                kept = part.state.get(name, (None, None))
-                if value is kept[1]:
+                kept = part.state.get(name)
+                if kept is not None and value is kept[1]:
                     state[name] = kept[0]
                 elif isinstance(value, torch.Tensor) and value.shape == part.place.shape:
                     piece, view = self._share(part, name, value)
