@@ -262,12 +262,14 @@ class MpiAllReduce(CrossDeviceOps):
         """
         sums: dict[int, Array] = {}
         communicator, (first, *others) = self.communicator, contributions
-        own_packs = packing.pack_of_itself(like, indices, contributions)
+        own_packs: list[packing.Pack] = []
+        if len(indices) == len(contributions) == 1:
+            own_packs = packing.pack_of_itself(like, indices, contributions)
         for pack in own_packs or packer.packs(like, indices, communicator):
             if not own_packs:
-                packing.fill(pack.pieces, pack.of(first))
+                packing.fill(pack.pieces, [*map(first.__getitem__, pack.indices)])
             for gradients in others:
-                packing.add(pack.pieces, pack.of(gradients))
+                packing.add(pack.pieces, [*map(gradients.__getitem__, pack.indices)])
             stays = pack.flat.is_cpu or communicator.takes_device_buffers
             operand = pack.operand if stays else arrays.to_host(pack.flat)
             communicator.all_reduce(operand, reduction_of(pack.indices), follows=True)

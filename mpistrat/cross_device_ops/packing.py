@@ -56,10 +56,6 @@ class Pack:
     operand: Array
     alone: Any = None
 
-    def of(self, tensors: Sequence[Any]) -> list[Any]:
-        """Those of `tensors`, one for each of the list, that have a piece."""
-        return [*map(tensors.__getitem__, self.indices)]
-
     def references(self) -> Any:
         """How often the memory and each piece are referred to, from Python and from torch; and where they lie."""
         torch, storage = sys.modules["torch"], self.flat.untyped_storage()
@@ -297,16 +293,14 @@ def pack_of_itself(
 ) -> list[Pack]:
     """The pack of one gradient on an accelerator, in its own memory; none where that is not possible.
 
-    Args: as of `MpiAllReduce.all_reduce_packs`.
+    Args: as of `MpiAllReduce.all_reduce_packs`, of one index and one replica.
     """
-    if len(indices) == len(contributions) == 1:
-        (index,), (gradients,) = indices, contributions
-        gradient = gradients[index]
-        if gradient is not None and arrays.is_on_gpu(gradient):
-            flat = flat_view(gradient, like[index])
-            if flat is not None:
-                return [Pack(flat, [index], [gradient], flat)]
-    return []
+    (index,), (gradients,) = indices, contributions
+    gradient = gradients[index]
+    if gradient is None or not arrays.is_on_gpu(gradient):
+        return []
+    flat = flat_view(gradient, like[index])
+    return [] if flat is None else [Pack(flat, [index], [gradient], flat)]
 
 
 def flat_view(tensor: Any, like: Any) -> Any:
@@ -334,7 +328,7 @@ def is_dense(tensor: Any) -> bool:
 
 def fill(pieces: Sequence[Array], values: Sequence[Any]) -> None:
     """Copy `values` into `pieces`; None counts as zero."""
-    if not arrays.is_torch(pieces[0]):
+    if pieces[0].__class__ is np.ndarray:
         for piece, value in zip(pieces, values, strict=True):
             piece[...] = 0 if value is None else value
         return

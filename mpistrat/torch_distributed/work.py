@@ -260,7 +260,8 @@ class GroupCalls:
                 f"the process group {self._name!r} was used in a forked child of rank {rank}; MPI belongs to the "
                 "parent: return what the child computed, and communicate there"
             )
-        self._raise_unobserved()
+        if self.failed:
+            self._raise_unobserved()
 
     def shut_down(self, native: Callable[[], None], give_back: Callable[[], None]) -> None:
         """Not collective. Calls on their way end first.
