@@ -204,7 +204,7 @@ def by_node() -> None:
             other.record_stream(SIM.current_stream())
         call(Operands(buffer))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hierarchical, "costs_of", costs_of)
+        patch.setattr(hierarchical.measurement, "costs_of", costs_of)
         transport.measure(TorchLibrary("sim", 0), "")
 
 

@@ -165,7 +165,8 @@ def takes(call: str, operands: Operands) -> bool:
         call in _CALLS
         and is_on_gpu(operands.buffer)
         and operands.buffer.nbytes >= SMALLEST
-        and (operands.tree, operands.reduction.compressor) == (None, None)
+        and operands.tree is None
+        and operands.reduction.compressor is None
     )
 
 
