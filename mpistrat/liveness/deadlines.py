@@ -33,6 +33,8 @@ OBSERVER_IS_NEW = 10.0  # for so long it sleeps as at the start
 OBSERVER_WAITS_FOR_FIRST_RANK = 60.0  # somebody holds the folder, and has no record yet
 # A script may start another program after the last rank has gone.
 OBSERVER_WAITS_FOR_LATE_RANK = 2.0
+# Ranks of the job that are still to start, and then wait for those that have ended: they do so for 300 s.
+OBSERVER_WAITS_FOR_OTHERS_TO_START = 300.0
 OBSERVER_STOOD_STILL = 2.0  # between two looks: the machine or the observer was suspended
 # A launcher kills the others while the first may still write its core.
 OBSERVER_WAITS_FOR_JOINT_DEATHS = 0.4

@@ -151,6 +151,11 @@ def launched(pid: int) -> int:
     return pid
 
 
+def starter_of(pid: int) -> int:
+    """The launcher, or the daemon of it, that has started the process or an ancestor of it; 0 where none is found."""
+    return next((each for each, name in _ancestors(pid) if _STARTS_RANKS.match(name)), 0)
+
+
 def is_launcher(pid: int) -> bool:
     """Whether the process is a launcher now: its number may be another's since it ended."""
     return _STARTS_RANKS.match(_name(pid)) is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.fault_jobs import HOST_AND_PID
+from mpistrat.liveness import deadlines
 from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Job, Launcher
 
@@ -26,17 +27,17 @@ import mpistrat as ms
 BUILD = "ms.MultiWorkerMirroredStrategy()\nprint('should not be reached')\n"
 
 
-def run(launcher: Launcher, folder: Path, program: str) -> Job:
+def run(launcher: Launcher, folder: Path, program: str, start: str = RANK) -> Job:
     path = folder / "program.py"
-    path.write_text(RANK + program)
+    path.write_text(start + program)
     job = launcher.run_python(3, path, cwd=folder)
     assert job.left_behind == (), job.output
     assert "should not be reached" not in job.output
     return job
 
 
-def ended(launcher: Launcher, folder: Path, program: str) -> Job:
-    job = run(launcher, folder, program + BUILD)
+def ended(launcher: Launcher, folder: Path, program: str, start: str = RANK) -> Job:
+    job = run(launcher, folder, program + BUILD, start)
     assert job.returncode != 0, job.output
     assert job.seconds < SECONDS, job.output
     return job
@@ -68,6 +69,24 @@ def test_an_end_without_an_error(launcher: Launcher, tmp_path: Path, mpi: str) -
         job.stderr
     )
     assert job.stderr.count("mpistrat: rank") == 1
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
+def test_an_end_before_the_others_have_started(
+    launcher: Launcher, tmp_path: Path, end: str
+) -> None:
+    """Their imports take longer than the observer waits for a late rank, once the first has ended."""
+    late = deadlines.OBSERVER_WAITS_FOR_LATE_RANK + 1.0
+    slow = RANK.replace("import mpistrat", f"if rank != 1: time.sleep({late})\nimport mpistrat")
+    job = ended(launcher, tmp_path, f"if rank == 1: {end}\n", start=slow)
+    assert re.search(WHO + r".* (called sys.exit|ended).*, " + ABSENT, job.stderr), job.stderr
+
+
+def test_ranks_that_never_import_it(launcher: Launcher, tmp_path: Path) -> None:
+    """The observer of the rank that has ended waits for them, and ends with the launcher."""
+    alone = RANK.replace("import mpistrat", "if rank == 0: import mpistrat").replace(" as ms", "")
+    job = run(launcher, tmp_path, "time.sleep((rank > 0) * 1.5)\n", alone)
+    assert (job.returncode, job.output) == (0, "")
 
 
 @pytest.mark.slow

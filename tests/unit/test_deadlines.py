@@ -278,3 +278,4 @@ def test_the_settings_are_longer_than_the_limits_that_serve_them() -> None:
     """A report of a stall takes a while, and a job that starts is observed before its start is given up."""
     assert stall_seconds() > deadlines.OBSERVER_REPORTS
     assert start_seconds() > deadlines.OBSERVER_WAITS_FOR_FIRST_RANK
+    assert start_seconds() <= deadlines.OBSERVER_WAITS_FOR_OTHERS_TO_START

@@ -31,6 +31,7 @@ class ObservedRank:
     inode: int  # of the record's file
     # What the launcher has started, if not this process: a script, which may go on, or a program with children.
     script: int  # 0: it has started this process
+    starter: int  # the launcher, or its daemon; 0 where none is found
     script_file: int | None = None  # its pidfd
     dead: bool = False
     status: int | None = None
@@ -120,7 +121,9 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
                 record = RankRecord(record_of(folder, rank))
                 started = processes.launched(record.pid)
                 script = 0 if started == record.pid else started
-                found.append(ObservedRank(record, stacks_of(folder, rank), inode, script))
+                starter = processes.starter_of(record.pid)
+                stacks = stacks_of(folder, rank)
+                found.append(ObservedRank(record, stacks, inode, script, starter))
     return found
 
 
@@ -359,6 +362,12 @@ class FailureDetector:
             self.deaths.append(rank)
             self.first_died = self.first_died or time.monotonic()
             self._when_one_ends(rank)
+
+
+def others_may_start(ranks: Collection[ObservedRank]) -> bool:
+    """Whether the ranks that were found may have come to their ends before others of the job have started."""
+    are_alone = all(len(ranks) < r.record.size and not r.record.slots() for r in ranks)
+    return are_alone and any(processes.is_launcher(rank.starter) for rank in ranks)
 
 
 def first_death(deaths: list[ObservedRank]) -> ObservedRank:

@@ -64,7 +64,7 @@ class Observer:
             self._look()
             if not detector.all_are_dead:
                 alone_since = time.monotonic()
-            elif detector.ranks and self._folder.remove_if_last():
+            elif self._is_needed_no_more() and self._folder.remove_if_last():
                 break
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
         if self._reported and self._launcher and self._may_return_0():
@@ -97,10 +97,19 @@ class Observer:
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
 
     def _patience(self) -> float:
-        """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked."""
+        """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked.
+
+        Or a rank that is still to start has to be told of those that have ended.
+        """
+        if failure_detector.others_may_start(self._detector.ranks.values()):
+            return deadlines.OBSERVER_WAITS_FOR_OTHERS_TO_START
         if self._detector.ranks:
             return deadlines.OBSERVER_WAITS_FOR_LATE_RANK
         return deadlines.OBSERVER_WAITS_FOR_FIRST_RANK
+
+    def _is_needed_no_more(self) -> bool:
+        ranks = self._detector.ranks.values()
+        return bool(ranks) and not failure_detector.others_may_start(ranks)
 
     def _find_ranks(self) -> None:
         for rank in self._detector.find():

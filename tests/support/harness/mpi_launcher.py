@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -126,6 +127,27 @@ def run_job(
 
     Args: on_line: gets each line of stdout as it comes.
     """
+    with tempfile.TemporaryDirectory(prefix="mpi-job-", ignore_cleanup_errors=True) as sessions:
+        # A killed launcher of Open MPI leaves a folder with its process's number in its name; a later launcher that
+        # gets this number cannot start there.
+        return _run_job(
+            command,
+            {**env, "PRTE_MCA_prte_tmpdir_base": sessions},
+            seconds,
+            cwd,
+            gone_within,
+            on_line,
+        )
+
+
+def _run_job(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    seconds: float,
+    cwd: Path | None,
+    gone_within: float,
+    on_line: Callable[[str], object] | None,
+) -> Job:
     mark = uuid.uuid4().hex
     started = time.monotonic()
     lines = None if on_line is None else _Lines(on_line)
