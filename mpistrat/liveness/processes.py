@@ -156,6 +156,16 @@ def starter_of(pid: int) -> int:
     return next((each for each, name in _ancestors(pid) if _STARTS_RANKS.match(name)), 0)
 
 
+def has_children(pid: int) -> bool:
+    """Whether it has started processes that have not ended; False where the kernel does not tell."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as children:
+                if children.read():
+                    return True
+    return False
+
+
 def is_launcher(pid: int) -> bool:
     """Whether the process is a launcher now: its number may be another's since it ended."""
     return _STARTS_RANKS.match(_name(pid)) is not None

@@ -24,6 +24,9 @@ names = "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"
 rank = next(int(os.environ[name]) for name in names if name in os.environ)
 import mpistrat as ms
 """
+# The others' imports take longer than the observer waits for a late rank, once the first has ended.
+SLEEP = f"if rank != 1: time.sleep({deadlines.OBSERVER_WAITS_FOR_LATE_RANK + 1.0})"
+LATE = RANK.replace("import mpistrat", f"{SLEEP}\nimport mpistrat")
 BUILD = "ms.MultiWorkerMirroredStrategy()\nprint('should not be reached')\n"
 
 
@@ -75,10 +78,7 @@ def test_an_end_without_an_error(launcher: Launcher, tmp_path: Path, mpi: str) -
 def test_an_end_before_the_others_have_started(
     launcher: Launcher, tmp_path: Path, end: str
 ) -> None:
-    """Their imports take longer than the observer waits for a late rank, once the first has ended."""
-    late = deadlines.OBSERVER_WAITS_FOR_LATE_RANK + 1.0
-    slow = RANK.replace("import mpistrat", f"if rank != 1: time.sleep({late})\nimport mpistrat")
-    job = ended(launcher, tmp_path, f"if rank == 1: {end}\n", start=slow)
+    job = ended(launcher, tmp_path, f"if rank == 1: {end}\n", start=LATE)
     assert re.search(WHO + r".* (called sys.exit|ended).*, " + ABSENT, job.stderr), job.stderr
 
 
@@ -124,6 +124,18 @@ def test_an_exit_code_under_srun(slurm: SlurmCluster, tmp_path: Path, before: st
     assert job.returncode != 0, job.output
     assert job.seconds < SECONDS
     assert re.search(WHO_ENDS + r" called sys.exit\(3\) at \S+program.py", job.stderr), job.stderr
+
+
+def test_an_end_under_srun_before_the_others_have_started(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(f"{LATE}if rank == 1: sys.exit(0)\n{BUILD}")
+    arguments = ["-N2", "-n3", "--mpi=pmi2", sys.executable, program]
+    job = slurm.srun(Launcher.named("MPICH"), *arguments)
+    assert job.returncode != 0, job.output
+    assert job.seconds < SECONDS
+    assert re.search(WHO + r".*called sys.exit.*, " + ABSENT, job.stderr), job.stderr
 
 
 @pytest.mark.slow

@@ -367,7 +367,7 @@ class FailureDetector:
 def others_may_start(ranks: Collection[ObservedRank]) -> bool:
     """Whether the ranks that were found may have come to their ends before others of the job have started."""
     are_alone = all(len(ranks) < r.record.size and not r.record.slots() for r in ranks)
-    return are_alone and any(processes.is_launcher(rank.starter) for rank in ranks)
+    return are_alone and any(processes.has_children(rank.starter) for rank in ranks)
 
 
 def first_death(deaths: list[ObservedRank]) -> ObservedRank:

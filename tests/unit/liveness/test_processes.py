@@ -31,6 +31,27 @@ def test_how_a_process_died() -> None:
     os.close(pidfd)
 
 
+def test_children() -> None:
+    """Of a thread, too; and none of a process that does not exist."""
+    program = (
+        "import subprocess, sys, threading\n"
+        "start = lambda: started.append(subprocess.Popen(['sleep', '60']))\n"
+        "started = []; thread = threading.Thread(target=start); thread.start(); thread.join()\n"
+        "print(flush=True); input(); started[0].kill(); started[0].wait(); print(flush=True); input()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdout.readline()
+        assert processes.has_children(process.pid)
+        print(file=process.stdin, flush=True)
+        process.stdout.readline()
+        assert not processes.has_children(process.pid)
+        process.stdin.close()
+    assert not processes.has_children(0)
+
+
 def test_a_number_that_another_process_has_got() -> None:
     began = processes.began_at(os.getpid())
     assert processes.state_of(os.getpid(), began) in processes.RUNS
