@@ -33,10 +33,10 @@ OBSERVER_IS_NEW = 10.0  # for so long it sleeps as at the start
 OBSERVER_WAITS_FOR_FIRST_RANK = 60.0  # somebody holds the folder, and has no record yet
 # A script may start another program after the last rank has gone.
 OBSERVER_WAITS_FOR_LATE_RANK = 2.0
-# Ranks of the job that are still to start, and then wait for those that have ended: they do so for 300 s.
+# Ranks have ended before others have started; a rank waits for all to start for MPISTRAT_START_SECONDS, 300 s.
 OBSERVER_WAITS_FOR_OTHERS_TO_START = 300.0
 OBSERVER_STOOD_STILL = 2.0  # between two looks: the machine or the observer was suspended
-# A launcher kills the others while the first may still write its core.
+# Deaths so soon after the first are judged together: a launcher kills the others while the first may write its core.
 OBSERVER_WAITS_FOR_JOINT_DEATHS = 0.4
 OBSERVER_WAITS_FOR_JOINT_EXITS = 1.0  # ranks that all end with os._exit(0) have finished
 # Ranks at their ends that others wait for, to start: a script may go on.

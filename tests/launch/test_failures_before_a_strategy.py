@@ -2,13 +2,15 @@
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from launch.fault_jobs import HOST_AND_PID
+from launch.fault_jobs import HOST_AND_PID, SECONDS_TO_END
 from mpistrat.liveness import deadlines
 from support.clusters.slurm_cluster import SlurmCluster
+from support.fault_table import fault_table
 from support.harness.mpi_launcher import Job, Launcher
 
 pytestmark = [pytest.mark.both_mpis("launching"), pytest.mark.waits]
@@ -78,7 +80,13 @@ def test_an_end_without_an_error(launcher: Launcher, tmp_path: Path, mpi: str) -
 def test_an_end_before_the_others_have_started(
     launcher: Launcher, tmp_path: Path, end: str
 ) -> None:
-    job = ended(launcher, tmp_path, f"if rank == 1: {end}\n", start=LATE)
+    now = "if rank == 0: open('waits', 'w').write(str(time.time()))"
+    began = time.time()
+    job = ended(launcher, tmp_path, f"if rank == 1: {end}\n{now}\n", start=LATE)
+    waited = began + job.seconds - float((tmp_path / "waits").read_text())
+    (row,) = (row for row in fault_table() if row.name == "ends_early")
+    assert re.search(row.printed, job.stderr), job.stderr
+    assert waited < row.seconds(0.0) + SECONDS_TO_END
     assert re.search(WHO + r".* (called sys.exit|ended).*, " + ABSENT, job.stderr), job.stderr
 
 
@@ -130,7 +138,8 @@ def test_an_end_under_srun_before_the_others_have_started(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
-    program.write_text(f"{LATE}if rank == 1: sys.exit(0)\n{BUILD}")
+    no_limit = "os.environ['MPISTRAT_START_SECONDS'] = '0'"
+    program.write_text(f"{LATE}{no_limit}\nif rank == 1: sys.exit(0)\n{BUILD}")
     arguments = ["-N2", "-n3", "--mpi=pmi2", sys.executable, program]
     job = slurm.srun(Launcher.named("MPICH"), *arguments)
     assert job.returncode != 0, job.output

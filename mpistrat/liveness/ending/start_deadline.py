@@ -41,14 +41,13 @@ def start_deadline(
     it waits, as mpi4py's calls do, except for MPI_Init: see `init_deadline`.
     """
     seconds = start_seconds()
-    with ExitStack() as stack:
+    with _starting(size), ExitStack() as stack:
         if seconds and size != 1:
             message = _message(what, seconds, rank, size)
             timer = threading.Timer(seconds, lambda: rank_end.rank_end().end_job(message, 1))
             timer.daemon = True
             timer.start()
             stack.callback(timer.cancel)
-            stack.enter_context(_starting(size))
         yield
 
 
@@ -58,7 +57,8 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
     seconds = start_seconds()
     python = python_of_helpers()
     if not seconds or size == 1 or python is None:
-        yield
+        with _starting(size):
+            yield
         return
     import subprocess  # here, because it makes importing mpistrat slower
 

@@ -1,12 +1,13 @@
 """The observer: one small process per node, which outlives the ranks that it watches by moments, and speaks for them.
 
 It runs in a session of its own, where the launcher's clean-up does not reach it, and holds no descriptor of the
-launcher's. It sleeps in epoll, which tells of deaths at once, and looks at the records twice a second.
+launcher's. It sleeps in epoll, which tells of deaths at once, and looks at the records twice a second, more often at
+the start.
 
-It reports once, on a rank's stderr and in a file: a rank that dies without a word, or a collective that lasts longer
-than the limit. It speaks, and has the ranks end the job, before it writes the file: the file system may be what hangs.
-It kills ranks that do not react. MPICH's launcher may still return 0 when a rank ended by os._exit(0): then the
-observer kills it, too.
+It reports once, on a rank's stderr and in a file: a rank that dies without a word, a collective that lasts longer than
+the limit, or a rank that has ended while others wait for it to start. It speaks, and has the ranks end the job, before
+it writes the file: the file system may be what hangs. It kills ranks that do not react. MPICH's launcher may still
+return 0 when a rank ended by os._exit(0): then the observer kills it, too.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Observer:
         self._has_noticed_wait = False
 
     def run(self) -> None:
-        """Until no rank is left."""
+        """Until no rank is left, and none is still to start."""
         detector, alone_since = self._detector, time.monotonic()
         while not detector.all_are_dead or time.monotonic() - alone_since < self._patience():
             self._look()
@@ -66,6 +67,8 @@ class Observer:
                 alone_since = time.monotonic()
             elif self._is_needed_no_more() and self._folder.remove_if_last():
                 break
+        else:
+            self._folder.remove_if_last()  # a rank that comes later has one of its own
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
         if self._reported and self._launcher and self._may_return_0():
             # It reads what is said there, and waits for the end of that.
@@ -122,12 +125,12 @@ class Observer:
         if self._launcher is not None:
             yield self._launcher
 
-    def _be_ready_to_speak(self, dead: ObservedRank) -> None:
+    def _be_ready_to_speak(self, ending: ObservedRank) -> None:
         """The launcher kills the other ranks in a moment, and ends when nobody holds their stderr."""
-        if not dead.ended_well or dead.record.say:
+        if not ending.ended_well or ending.record.say:
             self._stderr.borrow(self._speakers())
-        if dead.record.exits == ANNOUNCED:
-            dead.record.exits = SEEN
+        if ending.record.exits == ANNOUNCED:
+            ending.record.exits = SEEN
 
     def _say(self, text: str) -> None:
         within(deadlines.OBSERVER_WAITS_FOR_WRITE, lambda: self._stderr.say(text, self._speakers()))

@@ -56,7 +56,7 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
 RUNNING, LEAVING, LEFT, ENDING = range(4)
 # EXITS, set by the rank, and then by the observer
 ANNOUNCED, SEEN = 1, 2
-# ON_STALL, and ABORT once it is decided: what the ranks do after the report of a stall, or of a death (END)
+# ON_STALL, and ABORT once it is decided: what the ranks do after a report: of a stall, or (END) a death or an absence
 END, RAISE = 1, 2
 # Words of a slot: what this rank's current call is (see `agreement`), its number, when it was entered (0: in none),
 # the communicator's size, the hash of its name, its first rank's number in the job, the call's entry in the ring, and
