@@ -279,7 +279,7 @@ class DistributedIterator(Iterator[Any]):
                 self._end(in_block)
                 raise StopIteration
             step = self._ahead.popleft()
-            extended.first_step.begin(step.examples, dataset._reader.batch_size)
+            extended.first_step_notice.at_step(step.examples, dataset._reader.batch_size)
             if in_block or not steps.blocks:
                 known = step.examples if self._combines_all else None
                 steps.give(self, known, gradients=gradients_are_on())
