@@ -157,7 +157,7 @@ class InputReplicationMode(enum.Enum):
 
 
 class AutoShardPolicy(enum.Enum):
-    """How the workers of a MultiWorkerMirroredStrategy share a dataset out.
+    """How workers share a dataset out. Each rank of a MultiWorkerMirroredStrategy is a worker.
 
     AUTO: FILE for a `mpistrat.input.FileDataset`, else DATA.
     FILE: each worker reads files of its own, of which there are at least as many as workers.

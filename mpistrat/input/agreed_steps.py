@@ -31,7 +31,7 @@ class IteratorProgress:
     """How far an iterator has come: what a state is made of.
 
     The dataset keeps it in place of the iterator. If each kept the other alive, an iteration that is left early would
-    leave a DataLoader's workers to the garbage collector, which ends their queues before it waits for them: 5 s.
+    leave a DataLoader's worker processes to the garbage collector. It ends their queues before it waits for them: 5 s.
     """
 
     epoch: int
@@ -49,9 +49,9 @@ class IteratorProgress:
 class AgreedSteps(Iterator[ReplicaPieces]):
     """The steps of an epoch after those of `progress`, as long as any rank has data (`partial`), or all ranks have.
 
-    Ranks that may have different numbers of steps ask each other at the first, and then when no rank is known to have
-    another, unless all know how many theirs are. Every rank must go through it, inside `raising_together`.
-    A replica without data gets a batch of no examples.
+    Ranks ask nobody where `Reader.ends_together` says that they make equally many steps. Other ranks ask each other at
+    the first step, and again when no rank is known to have a further one, unless all know how many steps they have.
+    Every rank must go through it, inside `raising_together`. A replica without data gets a batch of no examples.
     """
 
     def __init__(

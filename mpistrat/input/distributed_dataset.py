@@ -53,10 +53,10 @@ class DistributedDataset(Iterable[Any]):
 
     Attributes:
         strategy: whose replicas it gives batches to.
-        after_steps: methods that are called inside `Strategy.replica()`, on every rank, when the program has done with
-            a step: it asks for what comes after. The state of the dataset is then that after the step.
-        partial: a step is made as long as any replica of any rank has data, the others get batches of no examples.
-            Otherwise a step that cannot fill every replica of this rank ends the epoch.
+        after_steps: methods that every rank calls inside `Strategy.replica()` when the program asks for the next step,
+            and so has done with the step before. `state_dict` then gives the state after that step.
+        partial: an epoch goes on as long as any replica of any rank has data, and the others get batches of no
+            examples. Otherwise it ends where a replica has no data.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class DistributedDataset(Iterable[Any]):
         self._reader, self._extended, self._options = reader, extended, options
         self._distributed = distributed
         self._shared = IterationState()
-        # Gives the iterator that was begun last, if it is alive. It, or the peeked one, has come so far.
+        # Gives the iterator that was begun last, if it is alive.
         self._last: Callable[[], DistributedIterator | None] = _no_iterator
-        self._progress = IteratorProgress(0)
-        # The next iterator, where its first step was read for its spec.
+        # The next iterator, if its first step was read for its spec.
         self._peeked: DistributedIterator | None = None
+        self._progress = IteratorProgress(0)  # of the peeked iterator, else of the last one
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -98,7 +98,7 @@ class DistributedDataset(Iterable[Any]):
         return iterator
 
     def _has_begun(self, iterator: DistributedIterator) -> None:
-        """`iterator` is the one that was begun last; the epochs after its follow."""
+        """`iterator` was begun last. The next iterator begins with the epoch after its epoch."""
         self._shared.epoch = max(self._shared.epoch, iterator.progress.epoch) + 1
         self._shared.start = 0
         self._last, self._progress, self._peeked = weakref.ref(iterator), iterator.progress, None
@@ -238,10 +238,10 @@ class DistributedIterator(Iterator[Any]):
         self._copies = DeviceCopies(self._extended.input.devices if fetches else ())
         self._together = self._extended.communicator.raising_together()
         self.progress = IteratorProgress(shared.epoch, shared.start)
-        # Workers that do not wait for each other have steps of their own, of which each is a part of a global batch.
         self.strategy: Any = dataset.strategy
         strategy, reader = self.strategy, dataset._reader
         combined = strategy.num_replicas_in_sync * strategy.workers_combined
+        # False where workers do not wait for each other: each has steps of its own, with its pieces of global batches.
         self._combines_all = combined == self._extended.input.share.num_replicas
         self.divides = reader.drop_last and (reader.batch_size or 1) % combined == 0
         self._begin(shared.epoch, shared.start)
@@ -279,7 +279,7 @@ class DistributedIterator(Iterator[Any]):
                 self._end(in_block)
                 raise StopIteration
             step = self._ahead.popleft()
-            extended.first_step.begin(step.examples, dataset._reader.batch_size)
+            extended.first_step_notice.at_step(step.examples, dataset._reader.batch_size)
             if in_block or not steps.blocks:
                 known = step.examples if self._combines_all else None
                 steps.give(self, known, gradients=gradients_are_on())
@@ -292,7 +292,7 @@ class DistributedIterator(Iterator[Any]):
             return batches[0] if len(batches) == 1 else regroup(batches)
 
     def _end(self, in_block: bool) -> None:
-        """There is no further step. Raises: what was raised in its place."""
+        """The epoch has no further step. Raises: the error that the ranks met in place of a step."""
         if self._failure is not None:
             raise self._failure
         self.progress.ended = True

@@ -1,4 +1,4 @@
-"""The work of `experimental_distribute_dataset` and its kin: which reader reads what a program distributes."""
+"""The work of `experimental_distribute_dataset` and its kin: it chooses the reader of a dataset."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def distribute_from_function(
                 f"{dataset!r:.60}"
             )
     number = extended.input.share.pieces[0]
-    safe = [with_safe_workers(dataset, reader=number) for dataset in datasets]
+    safe = [safe_dataset(dataset, seed_id=number) for dataset in datasets]
     reader = FunctionReader(safe, extended.num_local_replicas)
     partial = partial and extended.input.partial_steps
     return DistributedDataset(reader, extended, options, datasets[0], partial)
@@ -57,7 +57,7 @@ def distribute_from_function(
 
 def distribute_local(batches: Any, extended: StrategyExtended) -> DistributedDataset:
     """The replicas of this rank get the batches of this rank's `batches`, in turn. Called by: every rank."""
-    safe = with_safe_workers(batches, reader=extended.input.share.pieces[0])
+    safe = safe_dataset(batches, seed_id=extended.input.share.pieces[0])
     reader = LocalReader(safe, extended.num_local_replicas, extended.communicator)
     return DistributedDataset(reader, extended, InputOptions(), batches, partial=False)
 
@@ -84,18 +84,21 @@ def _reader_of(
             UserWarning,
             stacklevel=4,
         )
-        return BatchReader(with_safe_workers(dataset, communicator), share, policy, communicator)
+        return BatchReader(safe_dataset(dataset, communicator), share, policy, communicator)
     number = share.pieces[0] if policy is AutoShardPolicy.OFF else 0
-    return BatchReader(with_safe_workers(dataset, reader=number), share, policy)
+    return BatchReader(safe_dataset(dataset, seed_id=number), share, policy)
 
 
-def with_safe_workers(dataset: Any, whole_on: Communicator | None = None, reader: int = 0) -> Any:
-    """`dataset`; a DataLoader with workers that can live beside MPI. `whole_on`, `reader`: as of `WholeLoader`."""
+def safe_dataset(dataset: Any, whole_on: Communicator | None = None, seed_id: int = 0) -> Any:
+    """`dataset`; a DataLoader with worker processes that can live beside MPI.
+
+    Args: whole_on, seed_id: as of `WholeLoader`.
+    """
     if "torch" in sys.modules:
         from torch.utils.data import DataLoader
 
         from mpistrat.input.torch_loader import WholeLoader
 
         if isinstance(dataset, DataLoader):
-            return WholeLoader(dataset, whole_on, reader)
+            return WholeLoader(dataset, whole_on, seed_id)
     return dataset

@@ -32,7 +32,7 @@ def batch_of(entry: Any) -> Any:
 
 
 class DroppedExamples:
-    """In the place of a `collate_fn` of the program's: it counts. A DataLoader sends a copy to its workers.
+    """In the place of a `collate_fn` of the program's: it counts. A DataLoader copies it to its worker processes.
 
     Args: collate: this rank's `collate_fn`.
     """

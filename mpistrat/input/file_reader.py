@@ -104,7 +104,7 @@ class FileReader(Reader):
             steps = splitting.steps_of_stream(pieces_of(sizes), share, drop_last=dataset.drop_last)
         collate = self.dropped or dataset.collate
         for step in itertools.islice(steps, start, None):
-            yield step.load(collate, replace(place))
+            yield step.replace_pieces(collate, replace(place))
 
     def _examples(self, place: _FilePosition) -> Iterator[Any]:
         for i, number in enumerate(place.files):

@@ -177,9 +177,9 @@ class GlobalReader(Reader):
         return self._random.now()
 
     def _steps_of(self, batches: Iterable[Any], kind: Kind, start: int) -> Iterator[ReplicaPieces]:
-        """What the replicas of this rank get of `batches`, by one of the rules of `splitting`, from step `start` on.
+        """Cut global `batches` by a rule of `splitting`: the pieces of this rank's replicas, from step `start` on.
 
-        None where there are no more.
+        A piece is None where there are no more.
         """
         share, n = self._share, self._share.num_replicas
         if self._policy in SHARED or self.batch_size is None or n == 1:
@@ -208,7 +208,7 @@ class IndexReader(GlobalReader):
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         batches = self._dataset.index_batches(epoch)
         for step in self._steps_of(batches, Lists(), start):
-            yield step.load(self._loaded)
+            yield step.replace_pieces(self._loaded)
 
     def _loaded(self, indices: list[int]) -> Any:
         return self._collate(self._dataset.fetch(indices))

@@ -1,12 +1,11 @@
-"""Which part of a global batch is whose: the two rules of tf.distribute, without communication.
+"""Which replica gets which piece of a global batch: the two rules of tf.distribute, without communication.
 
-`n` replicas are spread over `workers`, each with n / workers of them. A worker is what reads: a rank of a
-MultiWorkerMirroredStrategy, all ranks together of the other strategies.
+`n` replicas are spread over the workers. docs/glossary.md says which ranks are a worker.
 
 - `pieces_of_each`: every global batch is cut into n pieces of ceil(batch / n) examples, the last ones short or empty.
-  Used when all workers read the same batches, of which each takes its own (AutoShardPolicy.DATA).
+  Used when all workers have the same batches, and each takes its own pieces (AutoShardPolicy.DATA).
 - `pieces_of_stream`: the boundaries of global batches vanish, and the examples that a worker reads are cut into pieces
-  of fixed sizes, in turn. Used when a worker reads what no other does (FILE), or everything (OFF).
+  of fixed sizes, in turn. Used when a worker reads files of its own (FILE), or everything (OFF).
 
 Both work on anything that can be measured, cut and joined: batches of arrays (`batches`), or lists of indices.
 """
@@ -29,13 +28,13 @@ _END = object()
 
 
 class ReplicaPieces(list[Any]):
-    """An entry for each replica of the rank: a piece of a global batch, and later what was made of the piece.
+    """A step: an entry for each replica of the rank. An entry is a piece of a global batch, and later its batch.
 
     Attributes:
-        examples: how many it has; None where other ranks read what this one does not know of.
-        position: where it has left its reader, which is what `state` needs.
+        examples: how many the step has; None where this rank does not know how many other ranks read.
+        position: where this step has left its reader, as `Reader.state` takes it.
         following: how many steps surely follow it.
-        fails: what follows after those is an error.
+        fails: an error comes after those.
     """
 
     examples: StepExamples | None = None
@@ -43,8 +42,8 @@ class ReplicaPieces(list[Any]):
     following = 0
     fails = False
 
-    def load(self, make: Callable[[Any], Any], position: Any = None) -> ReplicaPieces:
-        """This step with what `make` makes of each piece."""
+    def replace_pieces(self, make: Callable[[Any], Any], position: Any = None) -> ReplicaPieces:
+        """This step, after `make(piece)` took the place of each piece with examples, and EMPTY that of others."""
         for i, piece in enumerate(self):
             if piece is not MISSING:
                 self[i] = make(piece) if piece else EMPTY

@@ -1,8 +1,11 @@
 """A torch `DataLoader`, read through its sampler or whole.
 
-That over a map-style dataset is re-sharded through its sampler: rank 0's decides for all, and each rank loads the
-examples of its own replicas only. Slicing each rank's own shuffle instead would read some examples twice and others
-never.
+`LoaderReader` reads one over a map-style dataset. All ranks use one order of the examples, and each rank loads the
+examples of its own replicas only. Where torch's own samplers make the order, rank 0 sends the state of its generator,
+and each rank computes the order. Any other sampler runs on rank 0, which sends the indices. If each rank shuffled for
+itself, some examples would be read twice and others never.
+
+`WholeLoader` gives all batches of any other DataLoader.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from mpistrat.input.dropped_examples import DroppedExamples, batch_of, batch_of_
 from mpistrat.input.random_state import RandomState, samplers_of
 from mpistrat.input.readers import GlobalReader, Restartable
 from mpistrat.input.splitting import Lists, ReplicaPieces
-from mpistrat.input.worker_processes import WorkerInit, guarded, starting_workers, worker_context
+from mpistrat.input.worker_processes import WorkerInit, guarded, starting_processes, worker_context
 from mpistrat.machine.notices import tell
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
@@ -41,7 +44,9 @@ _SAMPLER = "sampler of the distributed dataset: every rank must call next()"
 
 
 def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
-    """Whether `dataset` is a DataLoader of batches whose examples can be asked for by index.
+    """Whether `dataset` is a DataLoader of batches over a map-style dataset: examples can be loaded by their indices.
+
+    It is not where the class of the loader iterates in a way of its own.
 
     Raises:
         ValueError: its sampler already takes one rank's share.
@@ -77,7 +82,7 @@ def _iterates_itself(loader: data.DataLoader[Any]) -> bool:
 
 
 class _WholePipe(data.IterableDataset[Any]):
-    """The elements of a datapipe in an epoch: all on every rank, shared out among the workers of a DataLoader."""
+    """The elements of a datapipe in an epoch: all on every rank, shared out among worker processes."""
 
     def __init__(self, pipe: data.IterDataPipe[Any], seed: int) -> None:
         self._pipe, self._seed = pipe, seed
@@ -90,22 +95,23 @@ class _WholePipe(data.IterableDataset[Any]):
 
 
 class WholeLoader(Restartable):
-    """A DataLoader that is read as it is, but with workers that can live beside MPI.
+    """A DataLoader that is read as it is, but with worker processes that can live beside MPI.
 
     Args:
         whole_on: the ranks each of which gets all elements, in the same order, of a datapipe that torch would share
             out over the ranks of a default group; None: as torch does.
-        reader: as of `WorkerInit`. Workers of a stream keep torch's seeds: ranks may shuffle it alike and take turns.
+        seed_id: as of `WorkerInit`. Worker processes of a stream keep torch's seeds: ranks may shuffle it alike, and
+            take turns.
     """
 
     def __init__(
-        self, loader: data.DataLoader[Any], whole_on: Communicator | None = None, reader: int = 0
+        self, loader: data.DataLoader[Any], whole_on: Communicator | None = None, seed_id: int = 0
     ) -> None:
         self._loader = loader
         self._whole_on = whole_on
-        reader *= not isinstance(loader.dataset, data.IterableDataset)
-        if loader.num_workers and (reader or loader.multiprocessing_context is None):
-            self._loader = _copy_of(loader, reader)
+        seed_id *= not isinstance(loader.dataset, data.IterableDataset)
+        if loader.num_workers and (seed_id or loader.multiprocessing_context is None):
+            self._loader = _copy_of(loader, seed_id)
         self._user = loader
         self._known_epochs = {
             id(s): s.epoch for s in samplers_of(loader) if isinstance(s, data.DistributedSampler)
@@ -114,7 +120,7 @@ class WholeLoader(Restartable):
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
 
     def __iter__(self) -> Iterator[Any]:
-        with self.random.of_epoch(), starting_workers(self._user):
+        with self.random.of_epoch(), starting_processes(self._user):
             loader = self._loader if self._whole_on is None else self._whole(self._whole_on)
             batches = guarded(iter(loader))
             first = list(itertools.islice(batches, 1))  # samplers draw their seed now
@@ -129,12 +135,12 @@ class WholeLoader(Restartable):
         # As a DataLoader draws it, and has its ranks share it.
         seed = ranks.broadcast_object(_drawn(self._user.generator), label="seed of the datapipe")
         loader = copy.copy(self._loader)
-        # torch refuses to set them. Workers that persist would go on with the seed of the first epoch.
+        # torch refuses to set them. Worker processes that persist would go on with the seed of the first epoch.
         vars(loader).update(dataset=_WholePipe(pipe, seed), persistent_workers=False)
         return loader
 
     def __len__(self) -> int:
-        """Raises: TypeError where torch can only guess, of an IterableDataset that workers share out."""
+        """Raises: TypeError where torch can only guess, of an IterableDataset that worker processes share out."""
         if isinstance(self._loader.dataset, data.IterableDataset):
             raise TypeError(
                 "the number of batches of a DataLoader over an IterableDataset is not known"
@@ -158,50 +164,55 @@ def _parts_of(loader: data.DataLoader[Any]) -> tuple[Any, ...]:
     return (*samplers_of(loader), loader.dataset)
 
 
-def _copy_of(loader: data.DataLoader[Any], reader: int, **changes: Any) -> data.DataLoader[Any]:
-    """A copy whose workers can live beside MPI. Args: reader: as of `WorkerInit`."""
+def _copy_of(loader: data.DataLoader[Any], seed_id: int, **changes: Any) -> data.DataLoader[Any]:
+    """A copy with worker processes that can live beside MPI. Args: seed_id: as of `WorkerInit`."""
     made = copy.copy(loader)
     vars(made).update(changes)  # torch refuses to set some
     made.multiprocessing_context = worker_context(loader)
-    made.worker_init_fn = WorkerInit(loader, reader)
-    made._iterator = None  # persistent workers of the user's own
+    made.worker_init_fn = WorkerInit(loader, seed_id)
+    made._iterator = None  # persistent worker processes of the user's own
     return made
 
 
-class _Pieces:
-    """A batch sampler: the indices of this rank's pieces, in turn, of the epoch that was begun last.
+class _PieceSampler:
+    """The batch sampler of this rank's loader: it gives the indices of this rank's pieces, one piece after the other.
 
-    In place of a piece without examples it gives the first of `some`: so every rank's loader asks for as many pieces at
-    the same times. Of each step, `read` has True in place of the pieces with examples, and says how many these are.
+    An empty piece becomes the first of `known_indices`, so every rank's loader loads as many pieces at the same times.
+
+    Attributes:
+        handed_out: steps with pieces that the loader has asked for. True stands for a piece with examples.
+        known_indices: indices of some examples of the dataset.
+        steps: the steps of this epoch that the loader has not asked for.
     """
 
     def __init__(self) -> None:
-        self.read: collections.deque[ReplicaPieces] = collections.deque()
-        self.some: Sequence[Any] = ()
+        self.handed_out: collections.deque[ReplicaPieces] = collections.deque()
+        self.known_indices: Sequence[Any] = ()
         self.steps: Iterator[ReplicaPieces] = iter(())
 
     def begin(self, steps: Iterator[ReplicaPieces]) -> None:
-        self.read.clear()
+        """Begin an epoch of `steps`."""
+        self.handed_out.clear()
         self.steps = steps
 
-    def draw(self) -> None:
-        """Take the first now: samplers draw their seed then."""
+    def read_first_step(self) -> None:
+        """Read the first step now: samplers draw their seed then."""
         self.steps = itertools.chain(list(itertools.islice(self.steps, 1)), self.steps)
 
     def __iter__(self) -> Iterator[list[Any]]:
         for step in self.steps:
             pieces = list(step)
-            self.read.append(step.load(bool))
+            self.handed_out.append(step.replace_pieces(bool))
             for piece in pieces:
-                yield piece or list(self.some[:1])
+                yield piece or list(self.known_indices[:1])
 
 
 @dataclass(frozen=True)
 class _EpochPlan:
-    """What torch's own samplers do in an epoch: all ranks can do it, where they know as much as rank 0.
+    """What torch's own samplers do in an epoch. Rank 0 sends it, and each rank computes the order of the examples.
 
     Attributes:
-        generator: the state of what a RandomSampler draws from, None for a SequentialSampler.
+        generator: the state of the generator of a RandomSampler, None for a SequentialSampler.
     """
 
     examples: int
@@ -253,7 +264,7 @@ def _order(examples: int, generator: torch.Generator) -> torch.Tensor:
 
 
 class LoaderReader(GlobalReader):
-    """Of a DataLoader over a map-style dataset."""
+    """Of a DataLoader over a map-style dataset: see `is_map_style`."""
 
     _random: RandomState
 
@@ -281,82 +292,84 @@ class LoaderReader(GlobalReader):
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
         if self.ends_together:
-            self._agree()  # before there are workers: an error would end them while they start
+            self._agree()  # before there are worker processes: an error would end them while they start
         for part in _parts_of(self._user):
             readers.set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
-            # In the order of the pieces, for `_Pieces.read` goes with them.
-            how = {"batch_sampler": _Pieces(), "collate_fn": self._collate, "in_order": True}
+            # In the order of the pieces, for `_PieceSampler.handed_out` goes with them.
+            how = {"batch_sampler": _PieceSampler(), "collate_fn": self._collate, "in_order": True}
             self._loader = _copy_of(self._user, self._share.pieces[0], **how)
-        loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
-        batches = self._begin(loader, pieces, start)
+        loader, sampler = self._loader, cast("_PieceSampler", self._loader.batch_sampler)
+        index_batches = itertools.chain.from_iterable(self._index_batches(sampler))
+        sampler.begin(self._steps_of(index_batches, Lists(), start))
+        batches = self._begin(loader, sampler)
         began = self._random.began
         if not loader.num_workers and not loader.pin_memory:
             # What `batches` does, in less time.
-            for step in pieces.steps:
-                yield step.load(self._loaded, began)
+            for step in sampler.steps:
+                yield step.replace_pieces(self._loaded, began)
             return
         k = len(self._share.replicas)
         while len(loaded := list(itertools.islice(batches, k))) == k:
             self._template = batch_of(loaded[0])
-            step = pieces.read.popleft()
+            step = sampler.handed_out.popleft()
             entries = zip(loaded, step, strict=True)
             step[:] = [batch if kind is True else kind for batch, kind in entries]
             step.position = began
             yield step
 
-    def _begin(self, loader: data.DataLoader[Any], pieces: _Pieces, start: int) -> Iterator[Any]:
-        """The batches of an epoch that `loader` makes of `pieces`."""
+    def _begin(self, loader: data.DataLoader[Any], sampler: _PieceSampler) -> Iterator[Any]:
+        """The batches of an epoch: `loader` makes them of the pieces of `sampler`, its batch sampler."""
         generator = loader.generator
         # torch's iterator draws from it, into a tensor on the default device.
         device = contextlib.nullcontext() if generator is None else generator.device
         with self._random.of_epoch(), device:
-            index_batches = itertools.chain.from_iterable(self._index_batches(pieces))
-            pieces.begin(self._steps_of(index_batches, Lists(), start))
-            with starting_workers(self._user):
+            with starting_processes(self._user):
                 batches = guarded(iter(loader))
-            if not loader.num_workers:  # otherwise the workers have their first indices
-                pieces.draw()
+            if not loader.num_workers:  # otherwise the worker processes have their first indices
+                sampler.read_first_step()
         return batches
 
     def _loaded(self, indices: list[Any]) -> Any:
         return self._collate(self._fetch(indices))
 
-    def _index_batches(self, pieces: _Pieces) -> Iterator[Iterable[list[Any]]]:
-        """The index lists of the global batches, some at a time, as rank 0's sampler gives them.
+    def _index_batches(self, sampler: _PieceSampler) -> Iterator[Iterable[list[Any]]]:
+        """The index lists of the global batches, some at a time: the same on all ranks, in the order of rank 0.
 
-        `pieces` learns of some examples.
+        Where this rank reads all batches (AutoShardPolicy.OFF), its own sampler gives them. `sampler` gets
+        `known_indices`.
         """
         communicator = self._communicator
         if self._reads_all:
             for batch in map(list, self._batch_sampler):
-                pieces.some = pieces.some or batch
+                sampler.known_indices = sampler.known_indices or batch
                 yield [batch]
             return
         with communicator.raising_together():
             plan = _EpochPlan.of(self._user)
         plan = communicator.broadcast_object(plan, label=_SAMPLER)
         if plan is not None:
-            pieces.some = range(plan.examples)
+            sampler.known_indices = range(plan.examples)
             yield plan.index_batches(getattr(self._user.sampler, "generator", None))
             return
-        yield from self._blocks_of_first_rank(pieces)
+        yield from self._blocks_of_first_rank(sampler)
 
-    def _blocks_of_first_rank(self, pieces: _Pieces) -> Iterator[list[list[Any]]]:
+    def _blocks_of_first_rank(self, sampler: _PieceSampler) -> Iterator[list[list[Any]]]:
+        """Index lists of rank 0's sampler, in few messages."""
         communicator = self._communicator
         batches = iter(self._batch_sampler)
         if communicator.rank != 0:
             with communicator.raising_together():
                 # A sampler draws its seed from the rank's generator: the ranks' generators stay in step.
                 next(batches, None)
-            batches = iter(())  # rank 0's count
+            batches = iter(())  # those of rank 0 are used
         length = _BATCHES_OF_FIRST_MESSAGE
         while True:
             block: list[list[int]] = []
             with communicator.raising_together():
                 block = [list(batch) for batch in itertools.islice(batches, length)]
             block = communicator.broadcast_object(block, label=_SAMPLER)
-            pieces.some = pieces.some or next(filter(None, block), ())
+            sampler.known_indices = sampler.known_indices or next(filter(None, block), ())
             yield block
             if len(block) < length:
                 return
@@ -377,8 +390,8 @@ class LoaderReader(GlobalReader):
 
     def template(self) -> Any:
         if self._template is None and self._loader is not None:
-            some = cast("_Pieces", self._loader.batch_sampler).some
-            self._template = batch_of_one(self._user.collate_fn, self._fetch, some)
+            indices = cast("_PieceSampler", self._loader.batch_sampler).known_indices
+            self._template = batch_of_one(self._user.collate_fn, self._fetch, indices)
         return self._template
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Worker processes of a DataLoader beside MPI.
 
 A forked child shares the parent's MPI state: MPICH's children have written into another process's pipe, and memory that
-a network card has registered is not theirs. So workers come from a forkserver, which never knew MPI.
+a network card has registered is not theirs. So worker processes come from a forkserver, which never knew MPI.
 
 Slurm signals all processes of a job when its end is near. The ranks decide what to do about it, and meanwhile need
-their workers: those and the forkserver do not get such signals.
+their worker processes: these and the forkserver do not get such signals.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from mpistrat.cluster_resolver.mpi import EXIT_CODE_OF_REFUSED_WORKER, GUARD_PRO
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_BETWEEN_LOOKS = 1.0
-_MOST_WORKERS = 1 << 20  # of a rank
+_MOST_PROCESSES = 1 << 20  # of a rank
 
 
 def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
-    """The user's choice, else a forkserver that has imported torch and mpistrat once for all workers."""
+    """The user's choice, else a forkserver that has imported torch and mpistrat once for all worker processes."""
     if not loader.num_workers or loader.multiprocessing_context is not None:
         return loader.multiprocessing_context
     context = multiprocessing.get_context("forkserver")
@@ -47,14 +47,14 @@ def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
 class WorkerInit:
     """A `worker_init_fn` that calls the one of the user's `loader`.
 
-    A worker of a forkserver only ends with its rank, or when the rank says so.
+    A worker process of a forkserver only ends with its rank, or when the rank says so.
 
-    Args: reader: a number that no other rank has, so that workers of each rank draw other random numbers; 0 keeps
+    Args: seed_id: a number of this rank alone, so worker processes of each rank draw other random numbers. 0 keeps
         torch's seeds.
     """
 
-    def __init__(self, loader: data.DataLoader[Any], reader: int) -> None:
-        self._function, self._reader = loader.worker_init_fn, reader
+    def __init__(self, loader: data.DataLoader[Any], seed_id: int) -> None:
+        self._function, self._seed_id = loader.worker_init_fn, seed_id
         self._is_shielded = loader.multiprocessing_context is None
 
     def __call__(self, worker_id: int) -> None:
@@ -62,19 +62,19 @@ class WorkerInit:
             signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
             rank = multiprocessing.parent_process()
             threading.Thread(target=_end_with_rank, args=(rank,), daemon=True).start()
-        if self._reader:
-            _seed_for(self._reader)
+        if self._seed_id:
+            _seed_anew(self._seed_id)
         if self._function is not None:
             self._function(worker_id)
 
 
-def _seed_for(reader: int) -> None:
-    """Seed anew: where all ranks seed alike, torch seeds the workers of all ranks alike.
+def _seed_anew(seed_id: int) -> None:
+    """Where all ranks seed alike, torch seeds the worker processes of all ranks alike.
 
-    Seeds of different readers differ, also modulo 2**32, as programs take them for NumPy.
+    Seeds of different numbers differ, also modulo 2**32, as programs take them for NumPy.
     """
     info = cast("Any", data.get_worker_info())
-    seed = (info.seed + reader * _MOST_WORKERS) % (1 << 63)
+    seed = (info.seed + seed_id * _MOST_PROCESSES) % (1 << 63)
     object.__setattr__(info, "seed", seed)  # it is frozen
     random.seed(seed)
     torch.manual_seed(seed)
@@ -82,7 +82,7 @@ def _seed_for(reader: int) -> None:
 
 
 def _end_with_rank(rank: BaseProcess) -> None:
-    # Not as long as the forkserver lives: that lives as long as its workers. (A forked child of a rank that was killed
+    # Not as long as the forkserver lives: that lives as long as its worker processes. (A forked child of a killed rank
     # keeps it alive here: the rank is known by a pipe's end.)
     while rank.is_alive():
         came = signal.sigtimedwait(_ANNOUNCEMENTS, _SECONDS_BETWEEN_LOOKS)
@@ -104,7 +104,7 @@ def _blocked_in_children() -> Iterator[None]:
 
 
 def guarded(batches: Iterator[Any]) -> Iterator[Any]:
-    """`batches` of a DataLoader. Raises: RuntimeError that says so where its workers would have started MPI."""
+    """`batches` of a DataLoader. Raises: RuntimeError that says so where its processes would have started MPI."""
     try:
         yield from batches
     except RuntimeError:
@@ -116,8 +116,8 @@ def guarded(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def starting_workers(loader: data.DataLoader[Any]) -> Iterator[None]:
-    """Around what starts them. Raises: TypeError that names what could not be sent to them."""
+def starting_processes(loader: data.DataLoader[Any]) -> Iterator[None]:
+    """Around the start of worker processes. Raises: TypeError that names the part that could not be sent to them."""
     shielded = loader.num_workers and loader.multiprocessing_context is None
     try:
         with _blocked_in_children() if shielded else contextlib.nullcontext():

@@ -17,7 +17,7 @@ class Share:
     """This rank's part of the input.
 
     Attributes:
-        workers, worker: how many workers read, and which of them this rank belongs to.
+        workers, worker: how many workers read, and the number of this rank's worker. docs/glossary.md defines them.
         num_replicas: over all workers.
         replicas: this rank's replicas, numbered within its worker.
         first: the number in the job of this worker's first replica: replica i takes piece i of each global batch. With

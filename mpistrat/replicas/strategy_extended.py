@@ -24,7 +24,7 @@ from mpistrat.cross_device_ops.cross_device_ops import check_pairs
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.replicas.checkpoint_role import CheckpointRole
-from mpistrat.replicas.first_step import FirstStep
+from mpistrat.replicas.first_step_notice import FirstStepNotice
 from mpistrat.replicas.given_steps import GivenSteps
 from mpistrat.replicas.input_plan import InputPlan
 from mpistrat.replicas.multi_step import MultiStepContext
@@ -67,7 +67,7 @@ class StrategyExtended(abc.ABC):
         wraps_values: as of `Parts`.
         given_steps: of distributed datasets, on this rank.
         sharded: what `Strategy.shard` has cut, on this rank.
-        first_step: says how many ranks work together.
+        first_step_notice: says at the first step how many ranks work together.
         experimental_between_graph: whether each rank runs a program of its own.
         experimental_should_init: whether this rank makes the first values of variables.
         experimental_require_static_shapes: whether shapes must not depend on values.
@@ -90,7 +90,7 @@ class StrategyExtended(abc.ABC):
         rank, size = self.communicator.rank, self.communicator.size
         self.given_steps = GivenSteps(replicas, size, is_first_rank=rank == 0)
         self.sharded = ShardedArrays(replicas, self.given_steps.tell_once)
-        self.first_step = FirstStep(group)
+        self.first_step_notice = FirstStepNotice(group)
         self.first_replica_id = group.first_replica_id
         self.deterministic, self.topology = group.deterministic, group.topology
         self._fixed_threads = group.fixed_threads

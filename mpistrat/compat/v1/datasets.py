@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import arrays, nest
 from mpistrat.errors import OutOfRangeError
-from mpistrat.input.distribution import with_safe_workers
+from mpistrat.input.distribution import safe_dataset
 from mpistrat.replicas.input_plan import Share
 
 
@@ -30,7 +30,7 @@ class BatchesOfWorker:
     """Of batches that all replicas of all workers take in turn, those of this worker's replicas."""
 
     def __init__(self, batches: Iterable[Any], share: Share) -> None:
-        self._batches, self._share = with_safe_workers(batches), share
+        self._batches, self._share = safe_dataset(batches), share
 
     def __iter__(self) -> Iterator[Any]:
         n, pieces = self._share.num_replicas, {*self._share.pieces}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 from mpistrat.errors import ClosureInputError, OutOfRangeError
 from mpistrat.input.batches import spec_of
 from mpistrat.input.distributed_dataset import Optional
-from mpistrat.input.distribution import with_safe_workers
+from mpistrat.input.distribution import safe_dataset
 from mpistrat.parameter_server.coordinator.pickling import References, dumps, loads
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
 
@@ -208,7 +208,7 @@ class DatasetOfWorker:
             raise ValueError(
                 f"a dataset function must return a dataset, which can be iterated; got {dataset!r:.60}"
             )
-        self._dataset = with_safe_workers(dataset)
+        self._dataset = safe_dataset(dataset)
         self._begun: IteratorOfWorker | None = None  # for its spec; the next one
         self._last: weakref.ref[IteratorOfWorker] | None = None
 

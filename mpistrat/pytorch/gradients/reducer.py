@@ -236,7 +236,7 @@ class GradientReducer:
                     sum_by_custom_ops(self._parts.ops.custom, steps)
             agreed = self._agreement.agree(steps, self._extended, self.steps)
             if early_signals.kept or not self.has_reduced:
-                self._extended.first_step.begin(None)
+                self._extended.first_step_notice.at_step(None)
             self.has_reduced = True
             reduced = [self._reduce(steps, agreed)]
             for _ in steps[1:]:

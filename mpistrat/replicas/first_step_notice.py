@@ -1,4 +1,4 @@
-"""The line that says how many ranks work together, and how they share a batch."""
+"""The notice of the first step: it says how many ranks work together, and how they share a batch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import StepExamples
 
 
-class FirstStep:
-    """Says it once for each strategy of several ranks, on the first rank, at the first step."""
+class FirstStepNotice:
+    """The first rank gives it once for each strategy of several ranks."""
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
         self._is_told = group.communicator.size == 1 or group.communicator.rank != 0
 
-    def begin(self, examples: StepExamples | None, batch_size: int | None = None) -> None:
-        """A step begins. Not collective.
+    def at_step(self, examples: StepExamples | None, batch_size: int | None = None) -> None:
+        """A step begins. The first step gives the notice, and from then on signals end the program. Not collective.
 
         Args:
             examples: of the step; None if they are not known.
