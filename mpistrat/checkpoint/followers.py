@@ -48,24 +48,24 @@ def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
                 value.load_state_dict(states[name], strict=False)
             else:
                 value.load_state_dict(states[name])
-    have_loaded(checkpoint)
+    after_restore(checkpoint)
 
 
-def have_loaded(checkpoint: Checkpoint) -> None:
-    """Its objects have been given their states: let the servers have them, where one gives them theirs."""
+def after_restore(checkpoint: Checkpoint) -> None:
+    """The objects have loaded their states: with parameter servers, the rank that makes variables sends them now."""
     mirroring = checkpoint.strategy.extended.modules.made
     if mirroring is not None:
-        mirroring.have_loaded(checkpoint.objects.values())
+        mirroring.after_restore(checkpoint.objects.values())
 
 
 def _beside_servers(value: Any, state: Any) -> Any:
-    """The part of its state that the servers do not keep; None where they keep all of it."""
+    """An object's state without the entries that the servers keep; None where they keep all of it."""
     if isinstance(value, Variable):
         return None
     if _is_module(value):
         on_servers = dict(value.named_parameters(remove_duplicate=False))
         on_servers |= value.named_buffers(remove_duplicate=False)
-        return {name: part for name, part in state.items() if name not in on_servers} or None
+        return {name: entry for name, entry in state.items() if name not in on_servers} or None
     if "torch" in sys.modules:
         from torch.optim import Optimizer
 

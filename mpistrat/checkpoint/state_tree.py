@@ -49,10 +49,10 @@ class Encoder:
             return value
         if kind in _ENCODERS:
             return _ENCODERS[kind](value)
-        return _ENCODERS_OF_PARTS.get(kind, Encoder._other)(self, value, path)
+        return _ENCODERS_OF_CONTAINERS.get(kind, Encoder._other)(self, value, path)
 
     def _list(self, value: list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> list[Json]:
-        return [self.encode(part, (*path, str(i))) for i, part in enumerate(value)]
+        return [self.encode(element, (*path, str(i))) for i, element in enumerate(value)]
 
     def _tuple(self, value: tuple[Any, ...], path: tuple[str, ...]) -> Json:
         return {"tuple": self._list(value, path)}
@@ -84,11 +84,7 @@ class Encoder:
         if arrays.is_sharded(value):
             name = unused(".".join(path), self._sharded)
             self._sharded.add(name)
-            return {
-                "sharded": name,
-                "shape": list(value.shape),
-                "dtype": arrays.dtype_name(value),
-            }
+            return {"sharded": name, "shape": list(value.shape), "dtype": arrays.dtype_name(value)}
         if arrays.is_torch(value):
             kind = "tensor"
             if str(value.layout) != "torch.strided" or value.is_meta:
@@ -128,7 +124,7 @@ _ENCODERS: dict[type, Callable[[Any], Json]] = {
     complex: _encoded_complex,
     bytes: _encoded_bytes,
 }
-_ENCODERS_OF_PARTS: dict[type, Callable[[Encoder, Any, tuple[str, ...]], Json]] = {
+_ENCODERS_OF_CONTAINERS: dict[type, Callable[[Encoder, Any, tuple[str, ...]], Json]] = {
     list: Encoder._list,
     tuple: Encoder._tuple,
     **dict.fromkeys((dict, collections.Counter, collections.OrderedDict), Encoder._mapping),
@@ -207,7 +203,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "device": functools.partial(_of_torch, "device"),
     "tuple": tuple,
     "float": float,
-    "complex": lambda parts: complex(*parts),
+    "complex": lambda numbers: complex(*numbers),
     "bytes": functools.partial(base64.b64decode, validate=True),
 }
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
