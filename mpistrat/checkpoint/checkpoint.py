@@ -24,14 +24,14 @@ _STRATEGY, RANDOM, _RESIDUALS = "strategy", "random", "residuals"
 
 
 class Checkpoint:
-    """The objects whose states make up a checkpoint.
+    """The objects of a checkpoint: their states are saved and restored together.
 
     Made in a strategy's `scope()`, or of at least one object that is a strategy's: a mirrored module, an optimizer of
     its parameters, a distributed dataset, a variable. Rank 0 then saves variables that were made outside any scope,
     like other objects, and all ranks restore them.
 
     Args:
-        objects: by names of your choice, what has `state_dict()` and `load_state_dict(state)` (torch modules,
+        objects: by names of your choice, objects with `state_dict()` and `load_state_dict(state)` (torch modules,
             optimizers, schedulers, gradient scalers, distributed datasets, your own), and `mpistrat.Variable`s.
     Raises:
         TypeError: an object has no state. ValueError: a name is taken, or objects are of several strategies.
@@ -60,9 +60,9 @@ class Checkpoint:
         self.stateful_objects()
 
     def stateful_objects(self) -> dict[str, Any]:
-        """`objects`, checked, with variables made objects with a state.
+        """`objects`, checked; an object with a state stands for each variable.
 
-        Raises: TypeError or ValueError for those that cannot be saved.
+        Raises: TypeError or ValueError for objects that cannot be saved.
         """
         for name in self.objects:
             if not (isinstance(name, str) and name.isidentifier()):
@@ -72,7 +72,7 @@ class Checkpoint:
         return {name: stateful(name, value) for name, value in self.objects.items()}
 
     def common_states(self) -> Iterator[tuple[str, Any]]:
-        """Name and state of each object whose state is the same on all ranks. Called by: every rank."""
+        """Name and common state of each object that has one. Called by: every rank."""
         for name, value in self.stateful_objects().items():
             if has_common_state(value):
                 yield name, value.state_dict()

@@ -37,7 +37,7 @@ _Restored = tuple[str | None, dict[str, Any] | None]  # a checkpoint's path, and
 class CheckpointManager:
     """The checkpoints of one directory.
 
-    Each is a folder, `step-00000120`, which appears under that name when all of it is on disk, so that a job that is
+    Each is a folder, `step-00000120`. It appears under that name when all of it is on disk, so that a job that is
     killed leaves the previous one whole. Rank 0 writes the states that are the same on all ranks, and each rank writes
     its own states. Made by every rank; `claim`, `save`, `wait`, `restore` and `restore_or_initialize` are called by
     every rank, outside `run`, and their errors are raised on all ranks. With parameter servers, `save` is one rank's:
@@ -66,7 +66,7 @@ class CheckpointManager:
         self._saving: Saving | None = None
         self._claimed = False
         self._rank0_directory: OpenDirectory | None = None  # None on the other ranks
-        self._seconds_to_save = 0.0  # of those before
+        self._seconds_to_save = 0.0  # of earlier saves
         _managers.add(self)
         _report_unraised_at_exit()
 
@@ -228,7 +228,7 @@ class CheckpointManager:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Restore all objects from a checkpoint, which was saved on any number of ranks.
+        """Restore all objects from a checkpoint of any number of ranks.
 
         Rank 0's `path` is everybody's. Saved states of other objects are left alone. After an error, some objects may
         have been restored. With parameter servers the chief, or worker 0, reads it, and other workers wait for that.
@@ -252,7 +252,7 @@ class CheckpointManager:
             return self._restore(self._restore_newest)
 
     def _restore(self, load: Callable[[], _Restored]) -> str | None:
-        """`load` here, or go on from what another rank has restored. Returns: the path."""
+        """`load` here, or follow the rank that has restored. Returns: the checkpoint's path."""
         if not self._role.restores:
             path, states = self._role.follow("restored")
             if states is not None:
@@ -306,7 +306,7 @@ class CheckpointManager:
         return self._communicator.broadcast_object((paths, wrong), label=label)
 
     def _read_by_all(self, path: str) -> tuple[StoredCheckpoint | None, list[str]]:
-        """A checkpoint, and what is wrong with it on any rank. Collective."""
+        """A checkpoint, and the errors of all ranks that cannot read it. Collective."""
         stored, error = None, None
         try:
             stored = _read(path, self.checkpoint, self._communicator)
@@ -314,7 +314,7 @@ class CheckpointManager:
             error = str(failed)
         label = "whether a checkpoint is readable"
         errors = self._communicator.all_gather_object(error, label=label)
-        ranks: dict[str, list[int]] = {}  # by what they say
+        ranks: dict[str, list[int]] = {}  # by the text of their error
         for rank, text in enumerate(errors):
             if text is not None:
                 ranks.setdefault(text, []).append(rank)
@@ -327,7 +327,7 @@ class CheckpointManager:
             yield
 
     def _load(self, stored: StoredCheckpoint) -> dict[str, Any] | None:
-        """Returns: what followers load, where there are any."""
+        """Load the states here, on each rank that reads. Returns: the states for followers, where there are any."""
         states = None
         # Some loading is collective.
         with self._communicator.raising_together(), self._role.unchanging():

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: a folder for each, which appears under its name when it is complete.
+"""A directory of checkpoints: each is a folder, and appears under its name when it is complete.
 
 step-00000120/            complete; `step-00000120.2` is a later one of the same step
 .unfinished-step-…-3f2a/  being written, or left by a job that was killed
@@ -46,7 +46,7 @@ class Directory:
         self.path = os.path.abspath(path)
 
     def checkpoints(self) -> tuple[list[tuple[str, Manifest]], list[str]]:
-        """The whole ones, oldest first, and what is wrong with the others."""
+        """The whole ones, oldest first, with their manifests; and the errors of the others."""
         whole: list[tuple[str, Manifest]] = []
         wrong = []
         for name in self.names():
@@ -72,7 +72,7 @@ class OpenDirectory:
     """A directory of checkpoints, as rank 0 writes it: it holds the lock. Leftovers of killed jobs are removed.
 
     Raises: RuntimeError when another job writes there; OSError.
-    "As far as that is possible": on NFS, not what somebody reads.
+    "As far as that is possible": NFS keeps a file that somebody reads.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -141,12 +141,12 @@ class OpenDirectory:
         self._lock.under_way.discard(name)
 
     def give_up(self, unfinished: UnfinishedCheckpoint) -> None:
-        """It cannot be completed: remove what was written of it."""
+        """Remove the folder of a checkpoint that cannot be completed."""
         self._delete(unfinished.folder)
         self._lock.under_way.discard(os.path.basename(unfinished.path))
 
     def remove(self, path: str) -> None:
-        """Remove what is no checkpoint, as far as that is possible."""
+        """Remove a file or a folder, as far as that is possible."""
         import shutil  # here, because it makes importing mpistrat slower
 
         if os.path.isdir(path) and not os.path.islink(path):

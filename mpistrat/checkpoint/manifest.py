@@ -43,7 +43,7 @@ def stem_of_parts(rank: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`, by which a folder is a complete checkpoint.
+    """The content of `manifest.json`: a folder with it, and with all files in it, is a complete checkpoint.
 
     Attributes:
         step: the program's number.
@@ -86,7 +86,7 @@ def unsealed(text: bytes, path: str) -> Any:
 
 
 def files_of(content: Any) -> dict[str, tuple[int, int]]:
-    """(bytes, CRC-32) by name, as JSON has them. Raises: ValueError for what is something else."""
+    """(bytes, CRC-32) by name, from JSON. Raises: ValueError for anything else."""
     check(content, _FILES, "files")
     for name, entry in content.items():
         if len(entry) != 2 or entry[1] >> 32:

@@ -42,7 +42,7 @@ class _OfVariable:
 
 
 class _OfCopies(_OfVariable):
-    """An ON_READ variable, whose copies are the replicas' own."""
+    """An ON_READ variable: each replica has a copy of its own."""
 
     _variable: SyncOnReadVariable
 
@@ -58,7 +58,7 @@ class _OfCopies(_OfVariable):
         return schema_of_replicas(state, "copies", check_array)
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """The copies, where as many replicas go on; otherwise the combined value, which was loaded, is all there is."""
+        """Load the copies, where as many replicas go on; otherwise the combined value stays. It is loaded already."""
         variable, extended = self._variable, self._variable.strategy.extended
         now = extended.num_replicas_in_sync
         saved = StatesOfReplicas(states, extended.communicator.rank)

@@ -161,7 +161,7 @@ class CompletingSave(Saving):
         self.directory.keep_newest(self.keep)
 
     def _note_of(self, rank: int) -> Written:
-        """Wait for the note of a rank, and remove it. Returns: what that rank wrote."""
+        """Wait for the note of a rank, and remove it. Returns: `written` of that rank."""
         note, folder = self._note(rank), self.checkpoint.folder
         progress: Any = None
         since = time.monotonic()

@@ -60,12 +60,12 @@ class TensorRegion:
         return tuple(map(operator.add, self.offset, self.shape))
 
     def within(self, other: TensorRegion) -> tuple[slice, ...]:
-        """Where it is in `other`, which contains it."""
+        """Where it is in `other`. `other` contains it."""
         begins = np.subtract(self.offset, other.offset)
         return tuple(map(slice, begins.tolist(), (begins + self.shape).tolist()))
 
     def overlap(self, other: TensorRegion) -> TensorRegion:
-        """What both contain; of size 0 if that is nothing."""
+        """The region in both; of size 0 if there is none."""
         begins = np.maximum(self.offset, other.offset)
         ends = np.minimum(self.end, other.end)
         shape = np.maximum(0, ends - begins)
@@ -83,7 +83,7 @@ def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_whole(states: Mapping[str, Any], call: str) -> None:
-    """Raises: ValueError, which names `call`, for an object that has a DTensor: its parts are lost with their ranks."""
+    """Raises: ValueError, with the name `call`, for a state with a DTensor: its parts are lost with their ranks."""
     for name, state in states.items():
         for tensor, _ in sharded_tensors(state):
             raise ValueError(
@@ -93,7 +93,7 @@ def check_whole(states: Mapping[str, Any], call: str) -> None:
 
 
 def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """What is in dictionaries, lists and tuples, with the way there."""
+    """The values in dictionaries, lists and tuples, each with the way there."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from leaves(value, (*path, key))
@@ -312,7 +312,7 @@ def _layout(value: Any, was_sharded: bool) -> Layout:
 
 
 def _layout_of_optimizer(optimizer: Any) -> Layout:
-    """Its state may not be there yet, but what has the shape of its parameter is spread like it."""
+    """The layout of an optimizer. It may have no state yet: a tensor in its parameter's shape is spread like that."""
     in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters = dict(enumerate(in_order))
     if not any(map(arrays.is_sharded, parameters.values())):
@@ -330,7 +330,7 @@ def _layout_of_optimizer(optimizer: Any) -> Layout:
 
 
 def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
-    """A DTensor of which each rank of the parameter's mesh has all; its values are any."""
+    """A DTensor that each rank of the parameter's mesh has whole; its values are any."""
     import torch
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -340,7 +340,7 @@ def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
 
 
 def _spread_like(local: Any, like: Any) -> Any:
-    """A DTensor spread as `like`, of which this rank has `local`; they share memory."""
+    """A DTensor spread as `like`. `local` is this rank's part of it, and shares its memory."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

@@ -1,9 +1,9 @@
-"""A state as JSON and arrays: what `state_dict()` gave comes back bit for bit, types included, and without pickle.
+"""A state as JSON and arrays: a state comes back bit for bit, types included, and without pickle.
 
-JSON's own values stand for themselves, and lists for lists. All else is an object whose first name is its kind:
+JSON's own values stand for themselves, and lists for lists. All else is an object with its kind as the first name:
 {"dict": {"lr": 0.1}}, {"pairs": [[0, …]]} for other keys than strings, {"tuple": [0.9, 0.999]}, {"tensor": "weight"}
-for the tensor of that name in a file beside, {"sharded": "weight", "shape": [8, 4], "dtype": "float32"} for one of
-which each rank has written a part.
+for the tensor of that name in a file beside, {"sharded": "weight", "shape": [8, 4], "dtype": "float32"} for a sharded
+tensor: each rank has written a part of it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ITSELF = (type(None), bool, int, str)
 
 
 class Encoder:
-    """Encodes states whose arrays go to one file.
+    """Encodes states. Their arrays go to one file.
 
     Attributes:
-        arrays: those met so far, by name; on their devices, and not copied.
+        arrays: all arrays so far, by name; on their devices, and not copied.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Encoder:
     def encode(self, value: Any, path: tuple[str, ...] = ()) -> Json:
         """`value` as JSON. Its arrays are named by where they are: "state.0.exp_avg".
 
-        Raises: TypeError for what could come back as something else.
+        Raises: TypeError for a value that could come back as another one.
         """
         kind = type(value)
         if kind in _ITSELF:
@@ -138,9 +138,9 @@ _CLASSES_OF_TORCH: dict[str, tuple[str, Callable[[Any], Json]]] = {
 
 
 def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
-    """What was encoded as `tree`, whose arrays are `stored`. The arrays that it returns share their memory.
+    """The value that was encoded as `tree`, with the arrays `stored`. Its arrays share their memory.
 
-    Raises: ValueError, TypeError or RuntimeError for what no Encoder has made.
+    Raises: ValueError, TypeError or RuntimeError for a tree that no Encoder has made.
     """
     if isinstance(tree, list):
         return [decode(element, stored) for element in tree]
