@@ -159,11 +159,11 @@ def at_top_level() -> bool:
 def cross_replica(strategy: AnyStrategy, call: str) -> contextlib.AbstractContextManager[None]:
     """Inside, `strategy` acts as a whole. Raises: as `require_cross_replica`."""
     require_cross_replica(strategy, call)
-    return merge_call(strategy)
+    return outside_replica_block(strategy)
 
 
-def merge_call(strategy: AnyStrategy) -> contextlib.AbstractContextManager[None]:
-    """Inside, this thread is in the cross-replica context, if it is in `strategy.replica()`."""
+def outside_replica_block(strategy: AnyStrategy) -> contextlib.AbstractContextManager[None]:
+    """Inside, this thread has left `strategy.replica()`, if it is in it: it is in the cross-replica context."""
     return entered(strategy, None) if in_replica_block(strategy) else _NOTHING
 
 

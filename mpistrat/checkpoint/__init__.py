@@ -1,4 +1,4 @@
-"""Saving what a training program needs to go on, and restoring it, on any number of ranks."""
+"""Saves the state of a training program, and restores it on any number of ranks."""
 
 from typing import TYPE_CHECKING
 

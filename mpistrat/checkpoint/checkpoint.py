@@ -1,4 +1,4 @@
-"""What is saved: named objects, and whose they are."""
+"""The objects of a checkpoint, by name, and their states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpistrat.checkpoint.random_states import RandomStates
 from mpistrat.checkpoint.replica_states import state_of_some_rank
 from mpistrat.checkpoint.residuals import Residuals
 from mpistrat.cluster_resolver.launcher import read_claim
-from mpistrat.context import get_strategy, merge_call
+from mpistrat.context import get_strategy, outside_replica_block
 from mpistrat.input.distributed_dataset import DistributedDataset, DistributedIterator
 from mpistrat.settings import rank_pid
 from mpistrat.variables.variable import Variable
@@ -24,14 +24,14 @@ _STRATEGY, RANDOM, _RESIDUALS = "strategy", "random", "residuals"
 
 
 class Checkpoint:
-    """The objects whose states make up a checkpoint.
+    """The objects of a checkpoint: their states are saved and restored together.
 
     Made in a strategy's `scope()`, or of at least one object that is a strategy's: a mirrored module, an optimizer of
     its parameters, a distributed dataset, a variable. Rank 0 then saves variables that were made outside any scope,
     like other objects, and all ranks restore them.
 
     Args:
-        objects: by names of your choice, what has `state_dict()` and `load_state_dict(state)` (torch modules,
+        objects: by names of your choice, objects with `state_dict()` and `load_state_dict(state)` (torch modules,
             optimizers, schedulers, gradient scalers, distributed datasets, your own), and `mpistrat.Variable`s.
     Raises:
         TypeError: an object has no state. ValueError: a name is taken, or objects are of several strategies.
@@ -60,9 +60,9 @@ class Checkpoint:
         self.stateful_objects()
 
     def stateful_objects(self) -> dict[str, Any]:
-        """`objects`, checked, with variables made objects with a state.
+        """`objects`, checked; an object with a state stands for each variable.
 
-        Raises: TypeError or ValueError for those that cannot be saved.
+        Raises: TypeError or ValueError for objects that cannot be saved.
         """
         for name in self.objects:
             if not (isinstance(name, str) and name.isidentifier()):
@@ -72,20 +72,24 @@ class Checkpoint:
         return {name: stateful(name, value) for name, value in self.objects.items()}
 
     def common_states(self) -> Iterator[tuple[str, Any]]:
-        """Name and state of each object whose state is the same on all ranks. Called by: every rank."""
+        """Name and common state of each object that has one. Called by: every rank."""
         for name, value in self.stateful_objects().items():
             if has_common_state(value):
                 yield name, value.state_dict()
 
     def rank_states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The states of objects that are this rank's own: those for other ranks, too, and those that stay with it."""
-        shared: dict[str, Any] = {}
-        staying: dict[str, Any] = {}
+        """This rank's own states, in two dictionaries by object: exchanged states, and local states.
+
+        `run_elastic` sends the exchanged states to other ranks. Local states are too large for that: their objects have
+        `stays_with_rank = True`.
+        """
+        exchanged: dict[str, Any] = {}
+        local: dict[str, Any] = {}
         for name, value in self.stateful_objects().items():
             if has_state_of_rank(value):
                 stays = getattr(value, "stays_with_rank", False) is True
-                (staying if stays else shared)[name] = value.rank_state_dict()
-        return shared, staying
+                (local if stays else exchanged)[name] = value.rank_state_dict()
+        return exchanged, local
 
     def check_alike(self, purpose: Literal["save", "restore"]) -> None:
         """Raise ValueError on all ranks where optimizers, schedulers or gradient scalers differ between ranks.
@@ -101,38 +105,40 @@ class Checkpoint:
         """The state of all objects, in memory: it shares the arrays that the objects' own `state_dict()`s share.
 
         Called by: every rank.
-        Returns: {"common": {name: state}, "ranks": {this rank: {name: state}}, "own": {name: state}}; other ranks'
-            may be put beside in "ranks".
+        Returns: {"common": {name: state}, "ranks": {this rank: {name: state}}, "local": {name: state}}. "common" has
+            the states that are the same on all ranks. "ranks" has this rank's exchanged states, and "local" its local
+            ones, as of `rank_states`. The caller may add other ranks' states to "ranks".
         """
-        with merge_call(self.strategy):
-            shared, staying = self.rank_states()
+        with outside_replica_block(self.strategy):
+            exchanged, local = self.rank_states()
             common = dict(self.common_states())
         rank = self.strategy.extended.communicator.rank
-        return {"common": common, "ranks": {rank: shared}, "own": staying}
+        return {"common": common, "ranks": {rank: exchanged}, "local": local}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave, on this or on another number of ranks. Called by: every rank.
+        """Restore a state of `state_dict`, on this or on another number of ranks. Called by: every rank.
 
         An object with the attribute `may_be_absent = True` is left alone where there is no state of it, as in a
         checkpoint that an earlier version of the program has saved.
-        Raises: KeyError when the state of an object is missing; what an object's `load_state_dict` raises; ValueError
-            on all ranks, before anything is loaded, where an optimizer has other parameters on another rank.
+        Raises: before anything is loaded, KeyError when the state of an object is missing, and ValueError on all ranks
+            where an optimizer has other parameters on another rank; then the errors of the objects. On another number
+            of ranks these are as of `CheckpointManager.restore`.
         """
-        with merge_call(self.strategy):
+        with outside_replica_block(self.strategy):
             self.check_alike("restore")
-            common, ranks, staying = state["common"], state["ranks"], state.get("own", {})
+            common, ranks, local = state["common"], state["ranks"], state.get("local", {})
             rank = self.strategy.extended.communicator.rank
-            objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **staying})
+            objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **local})
             for name, value in objects.items():
                 if has_common_state(value):
                     value.load_state_dict(common[name])
             for name, value in objects.items():
                 if has_state_of_rank(value):
-                    states = {rank: staying[name]} if name in staying else _of_object(ranks, name)
+                    states = {rank: local[name]} if name in local else _of_object(ranks, name)
                     value.load_rank_state_dicts(states)
 
     def _objects_of(self, common: Mapping[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:
-        """Those whose states are there; of the others each must be one that may be absent."""
+        """The objects with a state. Raises: KeyError for another object, unless it has `may_be_absent = True`."""
         found = {}
         for name, value in self.stateful_objects().items():
             known = common if has_common_state(value) else of_rank
@@ -151,7 +157,7 @@ def _of_object(ranks: Mapping[int, Mapping[str, Any]], name: str) -> Mapping[int
 
 
 def _strategy_of(objects: Mapping[str, Any]) -> Strategy:
-    """The one whose ranks save together. What was made outside any strategy is like an object of the program."""
+    """The strategy of the objects: its ranks save together. Objects made outside any strategy have none."""
     found = {name: _known_strategy(value) for name, value in objects.items()}
     found["the scope"] = get_strategy()
     known = {

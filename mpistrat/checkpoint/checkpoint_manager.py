@@ -15,11 +15,12 @@ from typing import Any
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.directory import Directory, OpenDirectory, UnfinishedCheckpoint
 from mpistrat.checkpoint.failures import on_rank, on_ranks
-from mpistrat.checkpoint.followers import have_loaded, load_as_follower, states_for_followers
-from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank, SavingProgress
+from mpistrat.checkpoint.followers import after_restore, load_as_follower, states_for_followers
+from mpistrat.checkpoint.saving import CompletingSave, Files, ReportingSave, Saving, SavingProgress
 from mpistrat.checkpoint.schema import COUNT
 from mpistrat.checkpoint.shards import Assembly
-from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
+from mpistrat.checkpoint.snapshots import Snapshots
+from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
 from mpistrat.context import cross_replica, require_cross_replica
 from mpistrat.liveness.bounded_waits import soon
@@ -36,14 +37,14 @@ _Restored = tuple[str | None, dict[str, Any] | None]  # a checkpoint's path, and
 class CheckpointManager:
     """The checkpoints of one directory.
 
-    Each is a folder, `step-00000120`, which appears under that name when all of it is on disk, so that a job that is
-    killed leaves the previous one whole. What is the same on all ranks is written once, by rank 0; each rank writes
-    what is its own. Made by every rank; `claim`, `save`, `wait`, `restore` and `restore_or_initialize` are called by
+    Each is a folder, `step-00000120`. It appears under that name when all of it is on disk, so that a job that is
+    killed leaves the previous one whole. Rank 0 writes the states that are the same on all ranks, and each rank writes
+    its own states. Made by every rank; `claim`, `save`, `wait`, `restore` and `restore_or_initialize` are called by
     every rank, outside `run`, and their errors are raised on all ranks. With parameter servers, `save` is one rank's:
     it waits for no other, and its errors are raised there alone.
 
     Args:
-        checkpoint: what is saved.
+        checkpoint: the objects that are saved.
         directory: on a file system that all ranks see; made by `claim` or the first
             `save`. One job at a time may save there.
         keep: how many complete checkpoints stay, the newest.
@@ -64,8 +65,8 @@ class CheckpointManager:
         self._snapshots = Snapshots()
         self._saving: Saving | None = None
         self._claimed = False
-        self._open: OpenDirectory | None = None  # where this rank completes checkpoints
-        self._seconds_to_save = 0.0  # of those before
+        self._rank0_directory: OpenDirectory | None = None  # None on the other ranks
+        self._seconds_to_save = 0.0  # of earlier saves
         _managers.add(self)
         _report_unraised_at_exit()
 
@@ -104,8 +105,8 @@ class CheckpointManager:
         sample = ""
         with self._naming_rank(f"could not claim {self.directory}"):
             if communicator.rank == 0:
-                self._open = OpenDirectory(self._directory)
-                sample = self._open.sample()
+                self._rank0_directory = OpenDirectory(self._directory)
+                sample = self._rank0_directory.sample()
         sample = communicator.broadcast_object(sample, label="directory of checkpoints")
         try:
             with RaisingOnAll(communicator, f"could not see {self.directory}"):
@@ -116,8 +117,8 @@ class CheckpointManager:
                         "file system that all ranks see"
                     )
         finally:
-            if self._open is not None:
-                self._open.remove(sample)
+            if self._rank0_directory is not None:
+                self._rank0_directory.remove(sample)
         self._claimed = True
 
     def save(self, step: int | None = None, *, wait: bool = True) -> str:
@@ -127,7 +128,7 @@ class CheckpointManager:
         Args:
             step: a number of steps done, the same on all ranks; None is one more than the newest checkpoint's.
             wait: False returns when the state is copied in memory; a thread writes it. The next `save` or `wait` raises
-                what goes wrong there. The program does not end before it is written.
+                the errors of that thread. The program does not end before it is written.
         Returns: where it is, or will be. With parameter servers the chief, or the first worker that is alive, saves,
             while the servers change nothing; other workers return at once, with the newest that there is.
         Raises: ValueError where optimizers, torch's schedulers or gradient scalers differ between ranks.
@@ -142,47 +143,49 @@ class CheckpointManager:
             # Some states are collective.
             with self._communicator.raising_together(), self._role.unchanging():
                 state = self.checkpoint.state_dict()
-            checkpoint, files = self._begin(step, state)
+            checkpoint, files = self._prepare_save(step, state)
             del state
-            of_rank = checkpoint, files, began, self._communicator
-            if self._open is None:
-                self._saving = SavingOfRank(*of_rank)
+            work = checkpoint, files, began, self._communicator
+            directory = self._rank0_directory
+            if directory is None:
+                self._saving = ReportingSave(*work)
             else:
-                self._saving = SavingOfAll(*of_rank, self._open, self._keep, self._role.completed)
+                self._saving = CompletingSave(*work, directory, self._keep, self._role.completed)
             self._saving.start()
             if wait:
                 self.wait()
                 self._snapshots.forget()
             return checkpoint.path
 
-    def _begin(
+    def _prepare_save(
         self, step: int | None, state: Mapping[str, Any]
     ) -> tuple[UnfinishedCheckpoint, Files]:
-        """Copy the state; rank 0 names the checkpoint. One message: training stands still meanwhile."""
-        begun: UnfinishedCheckpoint | None = None
+        """Copy the state of this rank, and have rank 0 reserve the checkpoint's names. Called by: every rank.
+
+        One message (`_agreed`) and no disk: training stands still meanwhile.
+        """
+        reserved: UnfinishedCheckpoint | None = None
         error: Exception | None = None
         files: Files = {}
         with contextlib.ExitStack() as undo:
             try:
                 step = None if step is None else _checked_step(step)
-                writes_common = self._open is not None
-                files = self._snapshots.files(state, self._communicator.rank, writes_common)
-                if self._open is not None:
-                    begun = self._open.begin(step)
-                    undo.callback(self._open.give_up, begun)
+                files = self._snapshots.files(state, self._communicator.rank)
+                if self._rank0_directory is not None:
+                    reserved = self._rank0_directory.reserve(step)
+                    undo.callback(self._rank0_directory.give_up, reserved)
             except Exception as failed:
                 error = failed
-            agreed = self._agreed(step, begun, error)
+            agreed = self._agreed(step, reserved, error)
             undo.pop_all()  # nothing is given up
         return agreed, files
 
     def _agreed(
-        self, step: int | None, begun: UnfinishedCheckpoint | None, error: Exception | None
+        self, step: int | None, reserved: UnfinishedCheckpoint | None, error: Exception | None
     ) -> UnfinishedCheckpoint:
-        """The checkpoint that rank 0 has begun. Raises: on all ranks, where one of them has an error."""
-        entries = self._communicator.all_gather_object(
-            (step, error is None, begun), label="begin of a checkpoint"
-        )
+        """The checkpoint that rank 0 has reserved. Raises: on all ranks, where one of them has an error."""
+        entry = step, error is None, reserved
+        entries = self._communicator.all_gather_object(entry, label="begin of a checkpoint")
         steps, are_well, checkpoints = zip(*entries, strict=True)
         if error is None and len(set(map(repr, steps))) > 1:
             error = ValueError(f"the ranks save different steps: {[*steps]}, by rank")
@@ -191,7 +194,7 @@ class CheckpointManager:
         return checkpoints[0]
 
     def wait(self) -> None:
-        """Return when the last save is on disk. Raises: on all ranks, what kept it from getting there."""
+        """Return when the last save is on disk. Raises: on all ranks, the error that kept it from getting there."""
         saving = self._saving
         if saving is None:
             return
@@ -200,14 +203,13 @@ class CheckpointManager:
         self._saving = None
         if not all(are_well):
             self._claimed = False  # the directory may not be what it was
-            if self._open is not None:
-                self._open.give_up(saving.checkpoint)
-        self._communicator.raise_any(
-            saving.error, f"could not write its part of {saving.checkpoint.path}"
-        )
+            if self._rank0_directory is not None:
+                self._rank0_directory.give_up(saving.checkpoint)
+        failure = f"could not write its part of {saving.checkpoint.path}"
+        self._communicator.raise_any(saving.error, failure)
 
     def _outcomes(self, saving: Saving) -> list[SavingProgress]:
-        """By rank, once all have finished."""
+        """The progress of all ranks, by rank, once all have finished."""
         pause = 0.001
         while True:
             progress = saving.progress()
@@ -226,13 +228,16 @@ class CheckpointManager:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Restore all objects from a checkpoint, which was saved on any number of ranks.
+        """Restore all objects from a checkpoint of any number of ranks.
 
-        Rank 0's `path` is everybody's. What is saved of other objects is left alone. After an error, some objects may
+        Rank 0's `path` is everybody's. Saved states of other objects are left alone. After an error, some objects may
         have been restored. With parameter servers the chief, or worker 0, reads it, and other workers wait for that.
-        Raises: ValueError for a checkpoint that is damaged, naming the file, and before anything is restored where an
-            optimizer has other parameters on another rank; KeyError when it has no state of an object; what the objects
-            raise.
+        Raises: ValueError for a checkpoint that is damaged, naming the file. Before anything is restored, KeyError when
+            the checkpoint has no state of an object; and ValueError where an optimizer has other parameters on another
+            rank, or where a deterministic job has more or fewer replicas or threads. Later, ValueError with more or
+            fewer ranks, for an input that each rank reads for itself (a dataset function, `local_batches=True`, or
+            `AutoShardPolicy.OFF` on several ranks); ValueError with more or fewer replicas, for an ON_READ variable
+            with aggregation NONE; and the errors of the objects.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore"):
             self._restore(lambda: self._restore_from(path))
@@ -241,13 +246,13 @@ class CheckpointManager:
         """Restore the newest checkpoint that is not damaged; newer ones are skipped with a warning that names the file.
 
         Returns: its path; None when there is no checkpoint: then nothing has changed.
-        Raises: ValueError when there are checkpoints, and all of them are damaged; what `restore` raises.
+        Raises: ValueError when there are checkpoints, and all of them are damaged; the errors of `restore`.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize"):
             return self._restore(self._restore_newest)
 
     def _restore(self, load: Callable[[], _Restored]) -> str | None:
-        """`load` here, or go on from what another rank has restored. Returns: the path."""
+        """`load` here, or follow the rank that has restored. Returns: the checkpoint's path."""
         if not self._role.restores:
             path, states = self._role.follow("restored")
             if states is not None:
@@ -297,21 +302,19 @@ class CheckpointManager:
                 whole, damaged = self._directory.checkpoints()
                 paths = [path for path, _ in reversed(whole)]
                 wrong = [f"{text}, {on_ranks([0])}" for text in damaged]
-        return self._communicator.broadcast_object(
-            (paths, wrong), label="checkpoints that there are"
-        )
+        label = "checkpoints that there are"
+        return self._communicator.broadcast_object((paths, wrong), label=label)
 
     def _read_by_all(self, path: str) -> tuple[StoredCheckpoint | None, list[str]]:
-        """A checkpoint, and what is wrong with it on any rank. Collective."""
+        """A checkpoint, and the errors of all ranks that cannot read it. Collective."""
         stored, error = None, None
         try:
             stored = _read(path, self.checkpoint, self._communicator)
         except (ValueError, OSError) as failed:
             error = str(failed)
-        errors = self._communicator.all_gather_object(
-            error, label="whether a checkpoint is readable"
-        )
-        ranks: dict[str, list[int]] = {}  # by what they say
+        label = "whether a checkpoint is readable"
+        errors = self._communicator.all_gather_object(error, label=label)
+        ranks: dict[str, list[int]] = {}  # by the text of their error
         for rank, text in enumerate(errors):
             if text is not None:
                 ranks.setdefault(text, []).append(rank)
@@ -324,7 +327,7 @@ class CheckpointManager:
             yield
 
     def _load(self, stored: StoredCheckpoint) -> dict[str, Any] | None:
-        """Returns: what followers load, where there are any."""
+        """Load the states here, on each rank that reads. Returns: the states for followers, where there are any."""
         states = None
         # Some loading is collective.
         with self._communicator.raising_together(), self._role.unchanging():
@@ -332,18 +335,20 @@ class CheckpointManager:
             if self._role.has_followers:
                 states = states_for_followers(self.checkpoint, state)
             self.checkpoint.load_state_dict(state)
-            have_loaded(self.checkpoint)
+            after_restore(self.checkpoint)
+        # This rank has no error: it raises the error of a rank that has one.
         self._communicator.raise_any(None, "could not restore")
         return states
 
     def _assembled(self, stored: StoredCheckpoint) -> dict[str, Mapping[Any, Any]]:
-        """`stored.state`, whose sharded tensors are spread as the objects have them now."""
+        """`stored.state` with its sharded tensors spread as the objects' tensors are now."""
         common, communicator = stored.state["common"], self._communicator
         objects = self.checkpoint.stateful_objects()
         assembly = Assembly(objects, communicator.rank, communicator.size)
         known = {name: common[name] for name in objects if name in common}
         found = assembly.assembled(known, stored.parts, stored.manifest.ranks)
-        if found:  # the same objects on all ranks, of which one may not have found its parts
+        if found:  # the same objects on all ranks
+            # This rank has found its parts: it raises the error of a rank that has not.
             communicator.raise_any(None, "could not assemble what is sharded")
         return {**stored.state, "common": {**dict.fromkeys(common), **known, **found}}
 

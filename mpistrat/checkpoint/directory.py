@@ -1,4 +1,4 @@
-"""A directory of checkpoints: a folder for each, which appears under its name when it is complete.
+"""A directory of checkpoints: each is a folder, and appears under its name when it is complete.
 
 step-00000120/            complete; `step-00000120.2` is a later one of the same step
 .unfinished-step-…-3f2a/  being written, or left by a job that was killed
@@ -27,10 +27,10 @@ class UnfinishedCheckpoint:
     """A checkpoint that is being written.
 
     Attributes:
-        folder: in which; rank 0 makes it.
+        folder: where its files are; rank 0 makes it.
         path: its name when it is complete.
         step: the program's number.
-        number: by which checkpoints are ordered.
+        number: of the save; checkpoints are ordered by it.
     """
 
     folder: str
@@ -40,13 +40,13 @@ class UnfinishedCheckpoint:
 
 
 class Directory:
-    """A directory as everybody sees it."""
+    """A directory of checkpoints, as every rank may read it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
 
     def checkpoints(self) -> tuple[list[tuple[str, Manifest]], list[str]]:
-        """The whole ones, oldest first, and what is wrong with the others."""
+        """The whole ones, oldest first, with their manifests; and the errors of the others."""
         whole: list[tuple[str, Manifest]] = []
         wrong = []
         for name in self.names():
@@ -69,17 +69,16 @@ class Directory:
 
 
 class OpenDirectory:
-    """A directory into which this process writes, for its job. What killed jobs have left is removed.
+    """A directory of checkpoints, as rank 0 writes it: it holds the lock. Leftovers of killed jobs are removed.
 
     Raises: RuntimeError when another job writes there; OSError.
-    "As far as that is possible": on NFS, not what somebody reads.
+    "As far as that is possible": NFS keeps a file that somebody reads.
     """
 
     def __init__(self, directory: Directory) -> None:
         self._directory, self._path = directory, directory.path
-        if not os.path.isdir(
-            self._path
-        ):  # mkdir may find another error first, such as EACCES of the parent
+        # mkdir may find another error first, such as EACCES of the parent.
+        if not os.path.isdir(self._path):
             durable_files.make_folders(self._path)
         self._lock = DirectoryLock.of(self._path)
         if self._lock.is_new and self._lock.held:
@@ -95,8 +94,8 @@ class OpenDirectory:
         self._lock.number = max(self._lock.number, newest.number)
         self._lock.is_new = False
 
-    def begin(self, step: int | None) -> UnfinishedCheckpoint:
-        """Names for a new checkpoint, of which nothing is on disk yet; it asks no disk either.
+    def reserve(self, step: int | None) -> UnfinishedCheckpoint:
+        """Reserve the names of a new checkpoint. Nothing of it is on disk yet, and the disk is not asked.
 
         Args:
             step: None is the one after the newest.
@@ -129,7 +128,10 @@ class OpenDirectory:
     def complete(
         self, unfinished: UnfinishedCheckpoint, ranks: int, files: Mapping[str, tuple[int, int]]
     ) -> None:
-        """All files of a checkpoint are written: let it be one. `ranks`, `files`: as in its manifest."""
+        """Write the manifest, and give the folder its name: all other files are on disk.
+
+        Args: ranks, files: as in the manifest.
+        """
         step, number = unfinished.step, unfinished.number
         Manifest(step, number, ranks, files).write(unfinished.folder)
         durable_files.sync_folder(unfinished.folder)
@@ -139,12 +141,12 @@ class OpenDirectory:
         self._lock.under_way.discard(name)
 
     def give_up(self, unfinished: UnfinishedCheckpoint) -> None:
-        """It cannot be completed: remove what was written of it."""
+        """Remove the folder of a checkpoint that cannot be completed."""
         self._delete(unfinished.folder)
         self._lock.under_way.discard(os.path.basename(unfinished.path))
 
     def remove(self, path: str) -> None:
-        """Remove what is no checkpoint, as far as that is possible."""
+        """Remove a file or a folder, as far as that is possible."""
         import shutil  # here, because it makes importing mpistrat slower
 
         if os.path.isdir(path) and not os.path.islink(path):

@@ -24,9 +24,9 @@ class DirectoryLock:
         is_new: whether none of this process's managers has looked yet.
         newest, names: the step of the newest checkpoint, -1 where there was none, and all names in the directory, when
             one of them last looked.
-        number: of the save that was begun last, or of the newest that was there.
-        under_way: names of the checkpoints that this process has begun and not ended: several where a strategy has
-            lost a rank.
+        number: of the newest checkpoint that was there, or that this process has reserved since.
+        under_way: names of the checkpoints that this process has reserved, and neither completed nor given up: several
+            where a strategy has lost a rank.
     """
 
     @classmethod

@@ -21,9 +21,9 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
-def write(path: str, parts: Iterable[bytes | np.ndarray]) -> tuple[int, int]:
-    """Make the file `path` of `parts` and wait until the disk has it. Returns: its bytes, and their CRC-32."""
-    views = [memoryview(part) for part in parts]  # type: ignore[arg-type]
+def write(path: str, chunks: Iterable[bytes | np.ndarray]) -> tuple[int, int]:
+    """Make the file `path` of `chunks`, and wait until the disk has it. Returns: its bytes, and their CRC-32."""
+    views = [memoryview(chunk) for chunk in chunks]  # type: ignore[arg-type]
     total = sum(map(len, views))
     if path.endswith(".json") and total > MOST_BYTES_OF_JSON:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What went wrong with a file, said with the file, its sizes and the rank."""
+"""Errors about files, with the file, its sizes and the rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 @contextlib.contextmanager
 def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
-    """An OSError of the body names `path`, and says what `sizes` says then. It is the only one that is printed."""
+    """An OSError of the body names `path`, and has the text of `sizes`. It is the only one that is printed."""
     try:
         yield
     except OSError as error:
@@ -18,7 +18,7 @@ def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_rank(rank: int) -> Iterator[None]:
-    """What the body says of files says also on which rank."""
+    """An error of the body about a file names the rank, too."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
 """Restoring on workers that do not take part in checkpoints, where variables are on servers.
 
-Another worker reads the checkpoint, and writes to the servers what they keep. The rest of the states is each worker's
-own, and was saved by one: from that the others go on.
+Another worker reads the checkpoint, and writes the servers' values to them. The rest of the states is each worker's
+own. One worker has saved its rest: the others go on from that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpistrat.variables.variable import Variable
 
 
 def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not on servers of a state that is about to be loaded here: for `load_as_follower`."""
+    """The states for `load_as_follower`, without values on servers, of a state that is about to be loaded here."""
     states = {
         name: rest
         for name, value in checkpoint.objects.items()
@@ -35,7 +35,7 @@ def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> d
 
 
 def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
-    """Go on from these. Random numbers are this worker's own; what else is each rank's own stays as it is."""
+    """Load `states` on a worker that follows. It draws random numbers of its own; its other rank states stay."""
     extended = checkpoint.strategy.extended
     with extended.checkpoints.already_written():
         for name, value in checkpoint.objects.items():
@@ -48,24 +48,24 @@ def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
                 value.load_state_dict(states[name], strict=False)
             else:
                 value.load_state_dict(states[name])
-    have_loaded(checkpoint)
+    after_restore(checkpoint)
 
 
-def have_loaded(checkpoint: Checkpoint) -> None:
-    """Its objects have been given their states: let the servers have them, where one gives them theirs."""
+def after_restore(checkpoint: Checkpoint) -> None:
+    """The objects have loaded their states: with parameter servers, the rank that makes variables sends them now."""
     mirroring = checkpoint.strategy.extended.modules.made
     if mirroring is not None:
-        mirroring.have_loaded(checkpoint.objects.values())
+        mirroring.after_restore(checkpoint.objects.values())
 
 
 def _beside_servers(value: Any, state: Any) -> Any:
-    """The part of its state that the servers do not keep; None where they keep all of it."""
+    """An object's state without the entries that the servers keep; None where they keep all of it."""
     if isinstance(value, Variable):
         return None
     if _is_module(value):
         on_servers = dict(value.named_parameters(remove_duplicate=False))
         on_servers |= value.named_buffers(remove_duplicate=False)
-        return {name: part for name, part in state.items() if name not in on_servers} or None
+        return {name: entry for name, entry in state.items() if name not in on_servers} or None
     if "torch" in sys.modules:
         from torch.optim import Optimizer
 

@@ -1,4 +1,4 @@
-"""A mapping whose values are made, or read, when they are asked for."""
+"""A mapping that makes or reads a value when it is looked up."""
 
 from __future__ import annotations
 

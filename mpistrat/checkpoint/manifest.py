@@ -1,10 +1,10 @@
-"""What a complete checkpoint says of itself; written last.
+"""The files of a complete checkpoint. Its manifest is written last.
 
 state.json               the states that are the same on all ranks, by object; rank 0's
 <object>.safetensors     their arrays
-rank-00003.json          what is rank 3's own
+rank-00003.json          rank 3's own states
 rank-00003.safetensors
-rank-00003-parts.json    where in sharded tensors the parts are that rank 3 had
+rank-00003-parts.json    where in sharded tensors rank 3's parts are
 rank-00003-parts.safetensors
 manifest.json            sizes and checksums of all these
 """
@@ -31,21 +31,22 @@ _FILES = {str: [COUNT]}
 _SCHEMA = {"step": COUNT, "number": COUNT, "ranks": COUNT, "files": _FILES}
 
 
-def of_rank(rank: int) -> str:
-    """What the names of a rank's files begin with."""
+def stem_of_rank(rank: int) -> str:
+    """The name of a rank's files without the suffix."""
     return f"rank-{rank:05}"
 
 
-def parts_of(rank: int) -> str:
-    """What the names of a rank's files begin with that hold its parts of sharded tensors; it may have none."""
-    return f"{of_rank(rank)}-parts"
+def stem_of_parts(rank: int) -> str:
+    """The name, without the suffix, of the files of a rank's parts of sharded tensors; a rank may have none."""
+    return f"{stem_of_rank(rank)}-parts"
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """
+    """The content of `manifest.json`: a folder with it, and with all files in it, is a complete checkpoint.
+
     Attributes:
-        step: which the program gave.
+        step: the program's number.
         number: of the save, among all in the directory: the newest has the highest.
         ranks: how many ranks wrote it.
         files: (bytes, CRC-32) of each file but this one, by its name.
@@ -85,7 +86,7 @@ def unsealed(text: bytes, path: str) -> Any:
 
 
 def files_of(content: Any) -> dict[str, tuple[int, int]]:
-    """(bytes, CRC-32) by name, as JSON has them. Raises: ValueError for what is something else."""
+    """(bytes, CRC-32) by name, from JSON. Raises: ValueError for anything else."""
     check(content, _FILES, "files")
     for name, entry in content.items():
         if len(entry) != 2 or entry[1] >> 32:
@@ -96,7 +97,7 @@ def files_of(content: Any) -> dict[str, tuple[int, int]]:
 
 
 def read_manifest(folder: str) -> Manifest:
-    """That of a checkpoint all of whose files are there, in their sizes.
+    """The manifest of a checkpoint. All of its files are there, in their sizes.
 
     Raises: ValueError for a checkpoint that is not whole; OSError.
     """
@@ -114,15 +115,15 @@ def read_manifest(folder: str) -> Manifest:
 
 
 def _check_names(files: Mapping[str, Any], ranks: int) -> None:
-    """Those that a checkpoint of so many ranks has, all of them in its folder."""
+    """Raises: ValueError unless a checkpoint of so many ranks has files of these names, and all that it needs."""
     if not 0 < ranks < len(files):
         raise ValueError(f"{len(files)} files are not those of {ranks} ranks")
-    needed = {STATE, *(f"{of_rank(rank)}.json" for rank in range(ranks))}
+    needed = {STATE, *(f"{stem_of_rank(rank)}.json" for rank in range(ranks))}
     missing = needed - files.keys()
     if missing:
         raise ValueError(f"of {ranks} ranks there is no {min(missing)}")
-    of_ranks = {prefix(rank) for rank in range(ranks) for prefix in (of_rank, parts_of)}
-    known = itertools.product(of_ranks, (".json", ARRAYS))
+    stems = {stem(rank) for rank in range(ranks) for stem in (stem_of_rank, stem_of_parts)}
+    known = itertools.product(stems, (".json", ARRAYS))
     for name in files.keys() - {STATE, *map("".join, known)}:
         stem, suffix = os.path.splitext(name)
         if suffix != ARRAYS or not stem.isidentifier():

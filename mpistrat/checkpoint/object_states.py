@@ -1,12 +1,12 @@
-"""What of an object is the same on all ranks, and saved once, and what is each rank's own.
+"""The two states of an object: a common one, the same on all ranks and saved once, and one of each rank's own.
 
-An object with `state_dict` and `load_state_dict` has the first; one with `rank_state_dict` and
-`load_rank_state_dicts(states)` the second, where `states` maps the ranks that saved to what they gave; it reads a state
-when it is asked for it. An object may have both: then the common state is loaded first. One with
-`stays_with_rank = True` is not told to other ranks for the case that this one is lost (`run_elastic`).
+An object with `state_dict` and `load_state_dict` has a common state. An object with `rank_state_dict` and
+`load_rank_state_dicts(states)` has a state of each rank; `states` has them by the ranks that saved, and may read one
+from its file when it is looked up. An object may have both states: then the common one is loaded first. The rank state
+of an object with `stays_with_rank = True` is local: `run_elastic` sends no copy to other ranks.
 
-An object may also say by `state_schema(state)` and `rank_state_schema(state)` what these states look like, as
-`schema.check` reads it: a checkpoint with another one in its place is damaged, and nothing of it is loaded.
+An object may also describe these states by `state_schema(state)` and `rank_state_schema(state)`, for `schema.check`. A
+checkpoint with another state in its place is damaged, and nothing of it is loaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _OfVariable:
 
 
 class _OfCopies(_OfVariable):
-    """An ON_READ variable, whose copies are the replicas' own."""
+    """An ON_READ variable: each replica has a copy of its own."""
 
     _variable: SyncOnReadVariable
 
@@ -58,7 +58,7 @@ class _OfCopies(_OfVariable):
         return schema_of_replicas(state, "copies", check_array)
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """The copies, where as many replicas go on; otherwise the combined value, which was loaded, is all there is."""
+        """Load the copies, where as many replicas go on; otherwise the combined value stays. It is loaded already."""
         variable, extended = self._variable, self._variable.strategy.extended
         now = extended.num_replicas_in_sync
         saved = StatesOfReplicas(states, extended.communicator.rank)

@@ -1,4 +1,4 @@
-"""The states of the random generators, which belong to replicas and ranks."""
+"""The states of the random generators of replicas and ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RandomStates:
         }
 
     def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
-        """What a rank's state looks like."""
+        """The schema of a rank's state."""
         torch = schema_of_replicas(state, "torch", _check_generators)
         if state.get("torch") == []:
             torch["torch"] = list
@@ -91,7 +91,7 @@ class RandomStates:
     def _set_torch(
         self, some: Mapping[str, Any], first: int, of: Callable[[int], Any]
     ) -> list[int]:
-        """Give replicas, numbered from `first`, their generators' states. Returns: those that `of` has no state of."""
+        """Give replicas, numbered from `first`, their generators' states. Returns: the replicas without one."""
         if not some["torch"]:
             return []
         from mpistrat.pytorch.virtual_replicas import seeded_generators, set_generators_of
@@ -111,7 +111,7 @@ class RandomStates:
 
 
 def _check_generators(states: Any) -> None:
-    """Those of a replica: the first is the CPU's."""
+    """The generators of a replica: the first is the CPU's."""
     cpu, *of_devices = states
     generator_states.of_torch(cpu)
     check(of_devices, [generator_states.of_torch_device], "torch")

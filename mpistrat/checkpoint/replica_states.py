@@ -1,4 +1,4 @@
-"""States that ranks saved of their replicas, found by the ids of these: ranks may have different numbers of them."""
+"""States that ranks saved of their replicas, found by replica: each rank may have another number of replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def local_replicas(extended: StrategyExtended) -> dict[str, int]:
-    """What a rank's state says of its replicas, so that `StatesOfReplicas` finds them: part of the state."""
+    """The entries of a rank's state by which `StatesOfReplicas` finds its replicas."""
     return {
         "first_replica": extended.first_replica_id,
         "replicas": extended.num_local_replicas,
@@ -21,7 +21,7 @@ def local_replicas(extended: StrategyExtended) -> dict[str, int]:
 
 
 def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> dict[str, Schema]:
-    """That of a rank's `state` with `local_replicas` and, under `name`, one entry for each of its replicas."""
+    """The schema of a rank's `state`: `local_replicas` and, under `name`, one entry for each of its replicas."""
     first, count = state.get("first_replica"), state.get("replicas")
     least = first + count if type(first) is int and type(count) is int else 1
 
@@ -40,15 +40,19 @@ def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> 
 
 
 def state_of_some_rank(states: Mapping[int, Any], rank: int) -> Any:
-    """For what all ranks' states tell alike: that of `rank`, which it reads anyway, if there is one."""
+    """The state of `rank`, if there is one, for it is read anyway; else of the first rank.
+
+    For entries that are equal in the states of all ranks.
+    """
     return states[rank if rank in states else min(states)]
 
 
 class StatesOfReplicas:
-    """
+    """The states of the ranks that saved, found by replica: `of(replica)` is the state of the replica's rank.
+
     Args:
-        states: by the ranks that saved; they are read when they are asked for.
-        rank: which asks.
+        states: by the ranks that saved; a state may be read from its file when it is looked up.
+        rank: this rank, now.
 
     Attributes:
         some: the state of some rank.

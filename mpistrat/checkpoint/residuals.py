@@ -1,4 +1,4 @@
-"""What wire formats hold back of gradients: each rank's own. Without it a restart loses what was to be sent."""
+"""The residuals of gradients that wire formats hold back, each rank's own. A restart without them never sends them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Residuals:
-    """Those of a strategy's gradients, and in which buffers they travel.
+    """The residuals of a strategy's gradients, and the buffers in which gradients travel.
 
-    On as many ranks each goes on with its own. On another number rank 0 also takes those of ranks that are no more,
-    where a rank carries whole buffers (one on each node); else all begin at zero, and a warning says so.
+    On as many ranks each goes on with its own. On another number rank 0 also takes the residuals of ranks that are no
+    more, where a rank carries whole buffers (one on each node); else all begin at zero, and a warning says so.
     """
 
     may_be_absent = True  # in checkpoints of jobs without a wire format
@@ -32,7 +32,7 @@ class Residuals:
         return {} if mirroring is None else mirroring.reducer.held_back()
 
     def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
-        """What a rank's state looks like."""
+        """The schema of a rank's state."""
         if not state:
             return {}
         parameters = state.get("parameters")

@@ -1,8 +1,8 @@
 """One save, on one rank: files are written on a thread of their own, from copies.
 
-No message tells rank 0 that all have written, for training has MPI meanwhile: each leaves a note in the folder, and
-rank 0 looks for them. Where the program waits anyway, ranks tell each other (`heard`): some network file systems show a
-new file only after half a minute.
+No message tells rank 0 that all have written, for training has MPI meanwhile: each other rank leaves a note in the
+folder, and rank 0 looks for the notes. Where the program waits anyway, ranks tell each other (`heard`): some network
+file systems show a new file only after half a minute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECONDS_WITHOUT_PROGRESS = 300.0
 _SECONDS_BETWEEN_LOOKS = 0.005, 0.25
 
 Written = Mapping[str, tuple[int, int]]
-# By name, what is written one after the other; it may be made when it is asked for, on the thread that writes.
+# By name, the chunks of a file, in order. A chunk may be made late, on the thread that writes.
 Files = Mapping[str, Iterable["bytes | np.ndarray"]]
 
 
@@ -47,19 +47,19 @@ class _Abandoned(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Saving(abc.ABC):
-    """A save that is under way: this rank's part of it.
+    """The work of one rank for a save that is under way.
 
     Attributes:
-        checkpoint: the one that is saved.
+        checkpoint: the checkpoint that is saved.
         files: this rank's, by name.
-        began: when it was asked for, by `time.monotonic()`.
+        began: when the program asked for it, by `time.monotonic()`.
         communicator: over the ranks that save; nothing is sent over it.
         written: (bytes, CRC-32) of this rank's files by name, once they are on disk and written; None before, and on
             rank 0.
-        seconds: from `began` until this rank's thread had done its part; 0.0 before, and when that failed.
+        seconds: from `began` until this rank's thread had done its work; 0.0 before, and when that failed.
         error: why this rank failed, once `finished` is set.
-        heard: what other ranks have written, as far as they have said so.
-        finished: set when the thread has done with its part.
+        heard: `written` of other ranks, as far as they have said so.
+        finished: set when the thread has done with its work.
         abandoned: set when it need not wait for other ranks any longer: one has failed, and will say why.
     """
 
@@ -85,10 +85,10 @@ class Saving(abc.ABC):
     def _run(self) -> None:
         try:
             with contextlib.suppress(_Abandoned), on_rank(self.communicator.rank):
-                self._begin()
+                self._ensure_folder()
                 written = {
-                    name: durable_files.write(os.path.join(self.checkpoint.folder, name), parts)
-                    for name, parts in self.files.items()
+                    name: durable_files.write(os.path.join(self.checkpoint.folder, name), chunks)
+                    for name, chunks in self.files.items()
                 }
                 self._finish(written)
                 self.seconds = time.monotonic() - self.began
@@ -99,8 +99,8 @@ class Saving(abc.ABC):
             self.finished.set()
 
     @abc.abstractmethod
-    def _begin(self) -> None:
-        """Return when the folder is there."""
+    def _ensure_folder(self) -> None:
+        """Return when the checkpoint's folder is there."""
 
     @abc.abstractmethod
     def _finish(self, written: Written) -> None:
@@ -110,11 +110,11 @@ class Saving(abc.ABC):
         return os.path.join(self.checkpoint.folder, f"written-by-rank-{rank}")
 
 
-class SavingOfRank(Saving):
-    """A rank's but 0."""
+class ReportingSave(Saving):
+    """The work of each rank but 0: it writes its files, and reports them to rank 0 by a note in the folder."""
 
-    def _begin(self) -> None:
-        """Rank 0 makes the folder: then one that was given up is not made again."""
+    def _ensure_folder(self) -> None:
+        """Wait until rank 0 has made the folder. No other rank makes it: it may have been given up."""
         since = time.monotonic()
         while not os.path.isdir(self.checkpoint.folder):
             if self.abandoned.is_set() or self.communicator.contract.has_lost_a_rank():
@@ -135,14 +135,19 @@ class SavingOfRank(Saving):
 
 
 @dataclasses.dataclass(eq=False)
-class SavingOfAll(Saving):
-    """Rank 0's, which completes the checkpoint when all ranks have written, and calls `completed` with its path."""
+class CompletingSave(Saving):
+    """The work of rank 0: it makes the folder, writes its files, waits for all notes, and completes the checkpoint.
+
+    Args:
+        directory, keep: where the checkpoint is, and how many checkpoints stay there.
+        completed: is called with the checkpoint's path.
+    """
 
     directory: OpenDirectory
     keep: int
     completed: Callable[[str], None]
 
-    def _begin(self) -> None:
+    def _ensure_folder(self) -> None:
         durable_files.make_folder(self.checkpoint.folder)
 
     def _finish(self, written: Written) -> None:
@@ -156,7 +161,7 @@ class SavingOfAll(Saving):
         self.directory.keep_newest(self.keep)
 
     def _note_of(self, rank: int) -> Written:
-        """Wait for the note of a rank, and remove it. Returns: what that rank wrote."""
+        """Wait for the note of a rank, and remove it. Returns: `written` of that rank."""
         note, folder = self._note(rank), self.checkpoint.folder
         progress: Any = None
         since = time.monotonic()

@@ -29,7 +29,7 @@ RANK = range(1 << 31)
 
 
 def check(value: Any, schema: Schema, name: str) -> None:
-    """Raises: ValueError naming the part of `value` that does not fit `schema`.
+    """Raises: ValueError, which names the place in `value` that does not fit `schema`.
 
     Args: name: of `value`, in the message.
     """

@@ -1,8 +1,9 @@
-"""Tensors of which each rank has a part (torch's DTensors), in checkpoints.
+"""Sharded tensors (torch's DTensors) in checkpoints: each rank has a part of each.
 
-Each rank saves its parts, in files of its own; of parts that are copies, one rank saves one. `state.json` has a
-`ShardedArray` in the place of the tensor. Who restores reads what overlaps the parts that it is to have: on any number
-of ranks, in any mesh, or whole where the tensor is a plain one now.
+A part has a region of the tensor, and its values. Each rank saves its parts, in files of its own; if several ranks have
+copies of a part, one of them saves it. `state.json` has a `ShardedArray` in the place of the tensor. Each rank that
+restores reads the saved parts that overlap its own: on any number of ranks, in any mesh, or whole where the tensor is a
+plain one now.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from mpistrat import arrays
 from mpistrat.checkpoint.schema import COUNT, check
 
 Path = tuple[Any, ...]  # the names and numbers that lead to a place in a state
+SavedParts = Mapping[str, Mapping[str, Any]]  # of one rank, by object and name
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedArray:
-    """What the ranks have saved parts of.
+    """A sharded tensor in a state that is read: the ranks have saved its parts.
 
     Attributes:
-        name: of the parts in the ranks' files.
+        name: the name of its parts in the ranks' files.
         shape: the whole tensor's.
         dtype: as torch spells it.
     """
@@ -40,7 +42,7 @@ class ShardedArray:
 
 @dataclasses.dataclass(frozen=True)
 class TensorRegion:
-    """A part of a tensor."""
+    """Where a part lies in its tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -58,12 +60,12 @@ class TensorRegion:
         return tuple(map(operator.add, self.offset, self.shape))
 
     def within(self, other: TensorRegion) -> tuple[slice, ...]:
-        """Where it is in `other`, which contains it."""
+        """Where it is in `other`. `other` contains it."""
         begins = np.subtract(self.offset, other.offset)
         return tuple(map(slice, begins.tolist(), (begins + self.shape).tolist()))
 
     def overlap(self, other: TensorRegion) -> TensorRegion:
-        """What both contain; of size 0 if that is nothing."""
+        """The region in both; of size 0 if there is none."""
         begins = np.maximum(self.offset, other.offset)
         ends = np.minimum(self.end, other.end)
         shape = np.maximum(0, ends - begins)
@@ -81,7 +83,7 @@ def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_whole(states: Mapping[str, Any], call: str) -> None:
-    """Raises: ValueError, which names `call`, for an object that has a DTensor: its parts are lost with their ranks."""
+    """Raises: ValueError, with the name `call`, for a state with a DTensor: its parts are lost with their ranks."""
     for name, state in states.items():
         for tensor, _ in sharded_tensors(state):
             raise ValueError(
@@ -91,7 +93,7 @@ def check_whole(states: Mapping[str, Any], call: str) -> None:
 
 
 def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """What is in dictionaries, lists and tuples, with the way there."""
+    """The values in dictionaries, lists and tuples, each with the way there."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from leaves(value, (*path, key))
@@ -109,8 +111,8 @@ def unused(name: str, taken: Iterable[str]) -> str:
     return name
 
 
-def parts_of_rank(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What this rank saves of the DTensors in `states`: by object and name, where a part begins, and its values."""
+def parts_to_save(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parts of the DTensors in `states` that this rank saves, by object and name: their offsets and values."""
     found: dict[str, dict[str, Any]] = {}
     for object_name, state in states.items():
         for name, tensor in sharded_tensors(state):
@@ -122,12 +124,12 @@ def parts_of_rank(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def sharded_arrays(state: Any) -> dict[str, ShardedArray]:
-    """Those in a stored state, by name."""
+    """The sharded arrays in a stored state, by name."""
     return {value.name: value for _, value in leaves(state) if isinstance(value, ShardedArray)}
 
 
 def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> None:
-    """Raises: ValueError for what is not made of parts of `known` sharded arrays; parts of other objects may be any."""
+    """Raises: ValueError unless `parts` are of `known` sharded arrays; parts of other objects may be any."""
     check(parts, {str: {str: {"offset": [COUNT], "values": _check_tensor}}}, "it")
     for name in parts.keys() & known.keys():
         for key, part in parts[name].items():
@@ -158,7 +160,7 @@ def _region(tensor: Any) -> TensorRegion:
 
 
 def _is_saved_here(tensor: Any) -> bool:
-    """Whether this rank is in the mesh, and the first one there that has this part."""
+    """Whether this rank is in the mesh, and the first rank there with this part."""
     places = tensor.device_mesh.get_coordinate()
     if places is None:
         return False
@@ -167,11 +169,11 @@ def _is_saved_here(tensor: Any) -> bool:
 
 
 class Assembly:
-    """The states of objects that are restored, whose tensors are made of parts as these objects have them now.
+    """Assembles this rank's parts of sharded tensors, as the objects have them now, from the parts that were saved.
 
     Args:
-        objects: those that are restored, by name; perhaps others.
-        rank, size: of those that restore.
+        objects: all that are restored, by name; perhaps others.
+        rank, size: this rank, and the number of ranks that restore.
     """
 
     def __init__(self, objects: Mapping[str, Any], rank: int, size: int) -> None:
@@ -179,17 +181,14 @@ class Assembly:
         self._wanted: dict[tuple[str, str], list[_Wanted]] = {}
 
     def assembled(
-        self,
-        states: Mapping[str, Any],
-        parts: Callable[[int], Mapping[str, Mapping[str, Any]]],
-        ranks: int,
+        self, states: Mapping[str, Any], read_parts: Callable[[int], SavedParts], ranks: int
     ) -> dict[str, Any]:
-        """Those of `states` whose tensors are sharded, in the checkpoint or now. What they contain may be changed.
+        """The states, of `states`, with sharded tensors, in the checkpoint or now. Their contents may be changed.
 
         Called by: every rank, for the objects' own `state_dict()` may be collective.
         Args:
             states: by object, in the same order on all ranks.
-            parts: reads what one of the `ranks` that saved has written, by object and name.
+            read_parts: reads the parts that one rank has saved, of `ranks` ranks.
         Raises: ValueError when no rank has saved a part that is wanted.
         """
         found = {}
@@ -198,11 +197,11 @@ class Assembly:
             layout = _layout(self._objects[name], was_sharded)
             if layout is not _nowhere or was_sharded:
                 found[name] = self._replaced(name, state, (), layout)
-        self._read(parts, ranks)
+        self._read(read_parts, ranks)
         return found
 
     def _replaced(self, name: str, value: Any, path: Path, layout: Layout) -> Any:
-        """`value` with tensors as they are here, whose values come later where ranks have saved parts of them."""
+        """`value` with tensors as they are here. A tensor that was saved in parts gets its values later."""
         if isinstance(value, dict):
             for key in value:
                 value[key] = self._replaced(name, value[key], (*path, key), layout)
@@ -214,14 +213,14 @@ class Assembly:
         if isinstance(value, ShardedArray):
             return self._want(name, value, layout(path, value.shape, True))
         if arrays.is_torch(value) and (like := layout(path, tuple(value.shape), False)) is not None:
-            part = value[_region(like).within(TensorRegion.whole(value.shape))]
-            return _as_part(part.to(like.device, copy=True), like)
+            local = value[_region(like).within(TensorRegion.whole(value.shape))]
+            return _spread_like(local.to(like.device, copy=True), like)
         return value
 
     def _want(self, name: str, stored: ShardedArray, like: Any) -> Any:
         if like is None:
             return self._values_of(name, stored, TensorRegion.whole(stored.shape), "cpu")
-        return _as_part(self._values_of(name, stored, _region(like), like.device), like)
+        return _spread_like(self._values_of(name, stored, _region(like), like.device), like)
 
     def _values_of(self, name: str, stored: ShardedArray, region: TensorRegion, device: Any) -> Any:
         """A tensor that is filled later."""
@@ -232,7 +231,7 @@ class Assembly:
         self._wanted.setdefault((name, stored.name), []).append(wanted)
         return values
 
-    def _read(self, parts: Callable[[int], Mapping[str, Mapping[str, Any]]], ranks: int) -> None:
+    def _read(self, read_parts: Callable[[int], SavedParts], ranks: int) -> None:
         """Read ranks' files, the likeliest first, until all is there."""
         away = np.abs(np.arange(ranks) * self._size - self._rank * ranks)
         savers = iter(np.argsort(away, kind="stable").tolist())
@@ -244,11 +243,9 @@ class Assembly:
             if saver is None:
                 name, key = min(missing)
                 raise ValueError(f"no rank has saved all of {name}'s {key}")
-            self._fill(missing, parts(saver))
+            self._fill(missing, read_parts(saver))
 
-    def _fill(
-        self, missing: Iterable[tuple[str, str]], parts: Mapping[str, Mapping[str, Any]]
-    ) -> None:
+    def _fill(self, missing: Iterable[tuple[str, str]], parts: SavedParts) -> None:
         for name, key in missing:
             part = parts.get(name, {}).get(key)
             if part is not None:
@@ -259,7 +256,7 @@ class Assembly:
 
 @dataclasses.dataclass
 class _Wanted:
-    """A part that is to be filled.
+    """A part that this rank is to have, and fills from the parts that were saved.
 
     Attributes: missing: how many of its values are not there yet.
     """
@@ -315,7 +312,7 @@ def _layout(value: Any, was_sharded: bool) -> Layout:
 
 
 def _layout_of_optimizer(optimizer: Any) -> Layout:
-    """Its state may not be there yet, but what has the shape of its parameter is spread like it."""
+    """The layout of an optimizer. It may have no state yet: a tensor in its parameter's shape is spread like that."""
     in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters = dict(enumerate(in_order))
     if not any(map(arrays.is_sharded, parameters.values())):
@@ -333,7 +330,7 @@ def _layout_of_optimizer(optimizer: Any) -> Layout:
 
 
 def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
-    """A DTensor of which each rank of the parameter's mesh has all; its values are any."""
+    """A DTensor that each rank of the parameter's mesh has whole; its values are any."""
     import torch
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -342,8 +339,8 @@ def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _as_part(local: Any, like: Any) -> Any:
-    """A DTensor spread as `like`, of which this rank has `local`; they share memory."""
+def _spread_like(local: Any, like: Any) -> Any:
+    """A DTensor spread as `like`. `local` is this rank's part of it, and shares its memory."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

@@ -1,9 +1,9 @@
-"""A state as JSON and arrays: what `state_dict()` gave comes back bit for bit, types included, and without pickle.
+"""A state as JSON and arrays: a state comes back bit for bit, types included, and without pickle.
 
-JSON's own values stand for themselves, and lists for lists. All else is an object whose first name is its kind:
+JSON's own values stand for themselves, and lists for lists. All else is an object with its kind as the first name:
 {"dict": {"lr": 0.1}}, {"pairs": [[0, …]]} for other keys than strings, {"tuple": [0.9, 0.999]}, {"tensor": "weight"}
-for the tensor of that name in a file beside, {"sharded": "weight", "shape": [8, 4], "dtype": "float32"} for one of
-which each rank has written a part.
+for the tensor of that name in a file beside, {"sharded": "weight", "shape": [8, 4], "dtype": "float32"} for a sharded
+tensor: each rank has written a part of it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ITSELF = (type(None), bool, int, str)
 
 
 class Encoder:
-    """Encodes states whose arrays go to one file.
+    """Encodes states. Their arrays go to one file.
 
     Attributes:
-        arrays: those met so far, by name; on their devices, and not copied.
+        arrays: all arrays so far, by name; on their devices, and not copied.
     """
 
     def __init__(self) -> None:
@@ -42,17 +42,17 @@ class Encoder:
     def encode(self, value: Any, path: tuple[str, ...] = ()) -> Json:
         """`value` as JSON. Its arrays are named by where they are: "state.0.exp_avg".
 
-        Raises: TypeError for what could come back as something else.
+        Raises: TypeError for a value that could come back as another one.
         """
         kind = type(value)
         if kind in _ITSELF:
             return value
         if kind in _ENCODERS:
             return _ENCODERS[kind](value)
-        return _ENCODERS_OF_PARTS.get(kind, Encoder._other)(self, value, path)
+        return _ENCODERS_OF_CONTAINERS.get(kind, Encoder._other)(self, value, path)
 
     def _list(self, value: list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> list[Json]:
-        return [self.encode(part, (*path, str(i))) for i, part in enumerate(value)]
+        return [self.encode(element, (*path, str(i))) for i, element in enumerate(value)]
 
     def _tuple(self, value: tuple[Any, ...], path: tuple[str, ...]) -> Json:
         return {"tuple": self._list(value, path)}
@@ -84,11 +84,7 @@ class Encoder:
         if arrays.is_sharded(value):
             name = unused(".".join(path), self._sharded)
             self._sharded.add(name)
-            return {
-                "sharded": name,
-                "shape": list(value.shape),
-                "dtype": arrays.dtype_name(value),
-            }
+            return {"sharded": name, "shape": list(value.shape), "dtype": arrays.dtype_name(value)}
         if arrays.is_torch(value):
             kind = "tensor"
             if str(value.layout) != "torch.strided" or value.is_meta:
@@ -128,7 +124,7 @@ _ENCODERS: dict[type, Callable[[Any], Json]] = {
     complex: _encoded_complex,
     bytes: _encoded_bytes,
 }
-_ENCODERS_OF_PARTS: dict[type, Callable[[Encoder, Any, tuple[str, ...]], Json]] = {
+_ENCODERS_OF_CONTAINERS: dict[type, Callable[[Encoder, Any, tuple[str, ...]], Json]] = {
     list: Encoder._list,
     tuple: Encoder._tuple,
     **dict.fromkeys((dict, collections.Counter, collections.OrderedDict), Encoder._mapping),
@@ -142,9 +138,9 @@ _CLASSES_OF_TORCH: dict[str, tuple[str, Callable[[Any], Json]]] = {
 
 
 def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
-    """What was encoded as `tree`, whose arrays are `stored`. The arrays that it returns share their memory.
+    """The value that was encoded as `tree`, with the arrays `stored`. Its arrays share their memory.
 
-    Raises: ValueError, TypeError or RuntimeError for what no Encoder has made.
+    Raises: ValueError, TypeError or RuntimeError for a tree that no Encoder has made.
     """
     if isinstance(tree, list):
         return [decode(element, stored) for element in tree]
@@ -207,7 +203,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "device": functools.partial(_of_torch, "device"),
     "tuple": tuple,
     "float": float,
-    "complex": lambda parts: complex(*parts),
+    "complex": lambda numbers: complex(*numbers),
     "bytes": functools.partial(base64.b64decode, validate=True),
 }
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {

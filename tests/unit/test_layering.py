@@ -63,6 +63,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "followers",
             "saving",
+            "snapshots",
             "stored_checkpoint",
         ),
         ("checkpoint",),

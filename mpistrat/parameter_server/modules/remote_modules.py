@@ -70,7 +70,7 @@ class RemoteModules(StrategyModules):
         if not failed:
             self.before_run()
 
-    def have_loaded(self, objects: Iterable[Any]) -> None:
+    def after_restore(self, objects: Iterable[Any]) -> None:
         """Now, before other workers train: the servers get what this rank has, if it owns that.
 
         Called by: every worker, with the same objects, for optimizers have numbers in the order in which they come.

@@ -58,7 +58,7 @@ class StrategyModules(abc.ABC):
     def stop_recording(self, failed: bool) -> None:
         """The outermost `scope()` is left. After an error nothing is sent: other ranks may not be here."""
 
-    def have_loaded(self, objects: Iterable[Any]) -> None:  # noqa: B027
+    def after_restore(self, objects: Iterable[Any]) -> None:  # noqa: B027
         """These, of all kinds, have been given the states of a checkpoint."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

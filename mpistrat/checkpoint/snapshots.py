@@ -1,0 +1,63 @@
+"""The files that a rank writes for a checkpoint, from copies of the states."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mpistrat.checkpoint.manifest import ARRAYS, STATE, stem_of_parts, stem_of_rank
+from mpistrat.checkpoint.saving import Files
+from mpistrat.checkpoint.shards import parts_to_save
+from mpistrat.checkpoint.state_tree import Encoder
+from mpistrat.checkpoint.tensor_file import Snapshot
+
+
+class Snapshots:
+    """Copies of states, in memory that is used again: pages of new memory cost more than the copy itself."""
+
+    def __init__(self) -> None:
+        # By the file's name without the suffix.
+        self._kept = collections.defaultdict[str, Snapshot](functools.partial(Snapshot, {}))
+
+    def forget(self) -> None:
+        """Free the memory."""
+        self._kept.clear()
+
+    def files(self, state: Mapping[str, Any], rank: int) -> Files:
+        """The files that `rank` writes, from copies of the states.
+
+        Each rank writes its own states, and its parts of sharded tensors. Rank 0 also writes the states that are the
+        same on all ranks.
+
+        Args: state: as of `Checkpoint.state_dict`.
+        """
+        common, files = state["common"], dict[str, Any]()
+        trees = {stem_of_rank(rank): {**state["ranks"][rank], **state["local"]}}
+        if parts := parts_to_save(common):
+            trees[stem_of_parts(rank)] = parts
+        for name, tree in trees.items():
+            files[f"{name}.json"] = map(_json, [self._encode(name, "", tree, files)])
+        if rank == 0:
+            trees = {name: self._encode(name, name, tree, files) for name, tree in common.items()}
+            files[STATE] = map(_json, [trees])
+        return files
+
+    def _encode(self, file: str, name: str, state: Any, files: dict[str, Any]) -> Any:
+        encoder = Encoder()
+        try:
+            tree = encoder.encode(state)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}" if name else str(error)) from None
+        if encoder.arrays:
+            snapshot = self._kept[file]
+            if not snapshot.retake(encoder.arrays):
+                snapshot = self._kept[file] = Snapshot(encoder.arrays, snapshot.buffer)
+            files[file + ARRAYS] = [snapshot.header, snapshot.values]
+        return tree
+
+
+def _json(tree: Any) -> bytes:
+    return json.dumps(tree, indent=1, allow_nan=False).encode()
