@@ -336,7 +336,7 @@ class CheckpointManager:
                 states = states_for_followers(self.checkpoint, state)
             self.checkpoint.load_state_dict(state)
             after_restore(self.checkpoint)
-        # This rank has no error: it raises the error of a rank that has one.
+        # A rank that failed above does not come here: this call raises its error on the others.
         self._communicator.raise_any(None, "could not restore")
         return states
 
@@ -348,7 +348,7 @@ class CheckpointManager:
         known = {name: common[name] for name in objects if name in common}
         found = assembly.assembled(known, stored.parts, stored.manifest.ranks)
         if found:  # the same objects on all ranks
-            # This rank has found its parts: it raises the error of a rank that has not.
+            # A rank that lacks parts has failed above: this call raises its error on the others.
             communicator.raise_any(None, "could not assemble what is sharded")
         return {**stored.state, "common": {**dict.fromkeys(common), **known, **found}}
 

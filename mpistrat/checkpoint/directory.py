@@ -69,10 +69,11 @@ class Directory:
 
 
 class OpenDirectory:
-    """A directory of checkpoints, as rank 0 writes it: it holds the lock. Leftovers of killed jobs are removed.
+    """A directory of checkpoints, as rank 0 writes it: it holds the lock.
+
+    It removes leftovers of killed jobs, except files that somebody reads, where NFS keeps them.
 
     Raises: RuntimeError when another job writes there; OSError.
-    "As far as that is possible": NFS keeps a file that somebody reads.
     """
 
     def __init__(self, directory: Directory) -> None:

@@ -54,7 +54,7 @@ class Saving(abc.ABC):
         files: this rank's, by name.
         began: when the program asked for it, by `time.monotonic()`.
         communicator: over the ranks that save; nothing is sent over it.
-        written: (bytes, CRC-32) of this rank's files by name, once they are on disk and written; None before, and on
+        written: (bytes, CRC-32) of this rank's files by name, once they and the note are on disk; None before, and on
             rank 0.
         seconds: from `began` until this rank's thread had done its work; 0.0 before, and when that failed.
         error: why this rank failed, once `finished` is set.
@@ -154,7 +154,8 @@ class CompletingSave(Saving):
         files = dict(written)
         for rank in range(1, self.communicator.size):
             files.update(self._note_of(rank))
-        # Jobs that were killed when their checkpoints were complete have left more: never are there two too many.
+        # A job that was killed right after `complete` has left one checkpoint more than `keep`. The disk needs room for
+        # that one, and not for a second.
         self.directory.keep_newest(self.keep)
         self.directory.complete(self.checkpoint, self.communicator.size, files)
         self.completed(self.checkpoint.path)

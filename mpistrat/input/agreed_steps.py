@@ -180,10 +180,10 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return sure > 0
 
     def _words(self, step: ReplicaPieces | None, error: Exception | None) -> list[int]:
-        """How many steps this rank surely has, and, negative, before which of them it fails: the largest count.
+        """The steps that this rank surely has, and minus the first step that fails; of both the ranks take the largest.
 
-        With `partial` the ranks go by the one with the most steps, otherwise by the one with the fewest; these are
-        negative.
+        With `partial` the ranks make as many steps as the rank with the most. Otherwise they make as many as the rank
+        with the fewest: then the number of steps is negative.
         """
         if error is not None:
             return [_FAILED, -_NEVER]

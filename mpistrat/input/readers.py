@@ -59,7 +59,7 @@ class Reader(abc.ABC):
         ends_together: all ranks make the same number of steps, without asking each other.
         steps_agreed: `num_steps` is the same on all ranks, and each makes as many.
         same_for_any_ranks: after as many steps, the same examples have been read, however many ranks there are.
-        batch_size: examples of a global batch, or None.
+        batch_size: examples of a global batch, or None. A `FunctionReader` has those of a replica's batch.
         drop_last: every batch is full.
         reads_ahead: on a thread of its own.
         dropped: of a dataset with a `collate_fn` of the program's; all ranks have it, or none.

@@ -1,8 +1,8 @@
 """A torch `DataLoader`, read through its sampler or whole.
 
 `LoaderReader` reads one over a map-style dataset. All ranks use one order of the examples, and each rank loads the
-examples of its own replicas only. Where torch's own samplers make the order, rank 0 sends the state of its generator,
-and each rank computes the order. Any other sampler runs on rank 0, which sends the indices. If each rank shuffled for
+examples of its own replicas only. With `shuffle=True` or `False` rank 0 sends the state of its generator, and each rank
+computes the order. Any other sampler runs on rank 0, which sends the indices. If each rank shuffled for
 itself, some examples would be read twice and others never.
 
 `WholeLoader` gives all batches of any other DataLoader.
@@ -209,7 +209,7 @@ class _PieceSampler:
 
 @dataclass(frozen=True)
 class _EpochPlan:
-    """What torch's own samplers do in an epoch. Rank 0 sends it, and each rank computes the order of the examples.
+    """How a SequentialSampler or RandomSampler goes through an epoch: rank 0 sends it, each rank computes the order.
 
     Attributes:
         generator: the state of the generator of a RandomSampler, None for a SequentialSampler.
@@ -305,7 +305,7 @@ class LoaderReader(GlobalReader):
         batches = self._begin(loader, sampler)
         began = self._random.began
         if not loader.num_workers and not loader.pin_memory:
-            # What `batches` does, in less time.
+            # The iterator was made for what it draws: to load the examples here takes less time.
             for step in sampler.steps:
                 yield step.replace_pieces(self._loaded, began)
             return
@@ -376,7 +376,7 @@ class LoaderReader(GlobalReader):
             length = min(2 * length, _BATCHES_OF_LONGEST)
 
     def _agree(self) -> None:
-        """Compare the lengths of the datasets. All ranks count the examples that came, if one of them has to."""
+        """Compare the datasets' lengths. If the `collate_fn` of one rank may drop examples, all ranks count them."""
         by_rank = self._communicator.all_gather_object(
             (readers.length_of(self._user.dataset), self._may_drop), label=_SAMPLER
         )

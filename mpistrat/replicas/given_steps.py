@@ -1,4 +1,4 @@
-"""The examples of the steps that a program computes with: they weigh a replica's loss."""
+"""The numbers of examples of the steps that a program computes with, by which losses are averaged."""
 
 from __future__ import annotations
 
