@@ -6,13 +6,8 @@ import torch
 from torch.optim import Optimizer
 
 # In each, an element of the parameter and of its state depends on that element of the gradient alone.
-_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
-        *("RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"),
-    )
-)
+_NAMES = "SGD Adam AdamW NAdam RAdam Adamax RMSprop Rprop Adagrad Adadelta ASGD"
+_ELEMENTWISE = frozenset[type[Optimizer]](getattr(torch.optim, name) for name in _NAMES.split())
 
 
 def why_not_elementwise(optimizer: type[Optimizer]) -> str:

@@ -52,7 +52,6 @@ class Mirroring(StrategyModules):
         super().__init__(parts, registry, reducer.GradientReducer(parts, registry, slice_steps))
         made_in_run = self.reducer.arrivals.made_in_run
         self.recorder = Recorder(parts.strategy, registry.__contains__, made_in_run)
-        optimizers.know(self)
         if not self._is_alone:
             reducer.install()
             optimizers.install()

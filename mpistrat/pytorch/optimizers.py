@@ -22,12 +22,10 @@ from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch import hooks, virtual_replicas
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
 from mpistrat.pytorch.modules.preparing import check_alike, compared
-from mpistrat.pytorch.modules.strategy_modules import StrategyModules, strategy_of
+from mpistrat.pytorch.modules.strategy_modules import all_modules, strategy_of
 
 # The parameters (by id, and whether frozen) of optimizers when all were found to be mirrored, and by which reducer.
 _checked: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
-# Of all strategies: whose modules these are.
-_modules: weakref.WeakSet[StrategyModules] = weakref.WeakSet()
 _has_warned = False
 _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
@@ -36,11 +34,6 @@ def install() -> None:
     """Have the steps of all optimizers, and of schedulers and gradient scalers, checked."""
     hooks.watch_steps(_before_step, _after_step)
     hooks.watch_other_steps(_before_other_step)
-
-
-def know(modules: StrategyModules) -> None:
-    """A strategy has these modules: see `_warn_of_lone_ranks`."""
-    _modules.add(modules)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -159,7 +152,7 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
         return  # DistributedDataParallel may look after the parameters
     strategy, context, _ = current_mode()
     inside_run = context is not None and not strategy.is_default
-    together = [m for m in _modules if m.parts.group.communicator.size > 1]
+    together = [m for m in all_modules if m.parts.group.communicator.size > 1]
     if inside_run or not together or any(m.reducer.steps for m in together):
         return
     if strategy_of(optimizer) is None:

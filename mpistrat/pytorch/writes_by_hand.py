@@ -46,9 +46,7 @@ class WritesByHand:
     ) -> None:
         torch.nn.Parameter.data = hooks.data_given_by(_data)
         self._registry, self._count, self._modules = registry, count, modules
-        self._memories: weakref.WeakValueDictionary[ParameterSlot, _ParameterData] = (
-            weakref.WeakValueDictionary()
-        )
+        self._memories = weakref.WeakValueDictionary[ParameterSlot, _ParameterData]()
         self._seen: dict[ParameterSlot, Any] = {}
         # What the parameters are that replicas have written since the last meeting; None: an optimizer has.
         self._written: dict[ParameterSlot, bytes | None] = {}
@@ -80,8 +78,7 @@ class WritesByHand:
 
     def _look(self) -> list[tuple[ParameterSlot, torch.Tensor]]:
         """The parameters that were written since the last look."""
-        before = self._seen
-        self._seen = {}
+        before, self._seen = self._seen, {}
         written = []
         for slot in self._registry.slots:
             parameter = slot.reference()

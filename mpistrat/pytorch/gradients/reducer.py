@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpistrat.arrays import is_on_gpu
-from mpistrat.communicators import Reduction, reducing
 from mpistrat.communicators.graph_capture import is_capturing
 from mpistrat.context import AnyReplicaContext, per_thread
 from mpistrat.cross_device_ops.packing import Packer
@@ -37,8 +35,7 @@ from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward, StepAgreement
 from mpistrat.pytorch.gradients.arrivals import Arrivals
-from mpistrat.pytorch.gradients.buckets import cut
-from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
+from mpistrat.pytorch.gradients.dense_sums import DenseSums
 from mpistrat.pytorch.gradients.earlier_gradients import EarlierGradients
 from mpistrat.pytorch.gradients.overlap import Overlap
 from mpistrat.pytorch.gradients.values import sum_by_custom_ops, sum_sparse
@@ -59,7 +56,6 @@ _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.Context
 
 
 _PARAMETER = operator.methodcaller("reference")  # of a slot
-_GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
 _IS_THERE = functools.partial(operator.is_not, None)
 # None also of a parameter that is gone.
 _GRADIENT = itertools.repeat("grad"), itertools.repeat(None)
@@ -142,14 +138,10 @@ class GradientReducer:
         self.wires = Wires(options.wire_format or short, registry)
         self._agreement = StepAgreement(parts, registry)
         self.packer = Packer()
-        self._sums = parts.gradient_sums or parts.ops.over_ranks
+        self._sums = DenseSums(parts, self.packer, self.wires)
         self.overlap = Overlap(parts, self.packer, self.wires, shares=slice_steps is not None)
         self.arrivals = Arrivals(registry)
         self._earlier = [EarlierGradients(registry) for _ in range(parts.replicas.count)]
-        # The last contributions, kept until the next backward takes their memory again. Freed all at once
-        # they may be the top of the heap, which glibc returns to the system: page faults were a quarter of
-        # a training step.
-        self._spent: list[torch.Tensor] = []
         self._warned_of_scale = False
         self.steps = 0
         self.has_reduced = False
@@ -206,7 +198,7 @@ class GradientReducer:
             if not some.is_cpu:
                 _check_not_captured(some)
         weight = self._weight(in_block)
-        earlier, self._spent = self._earlier[replica].set_aside(parameters), []
+        earlier, self._sums.spent = self._earlier[replica].set_aside(parameters), []
         may_leave = synchronizes and self.overlap.may_come
         buckets = self.overlap.begin(parameters, scale) if may_leave else None
         return ReplicaBackward(
@@ -331,7 +323,7 @@ class GradientReducer:
         if slots:
             following = self._communicator.contract.following
             with following() if agreed.may_follow else contextlib.nullcontext():
-                reduced |= self._sum(slots, steps)
+                reduced |= self._sums.of(slots, steps)
         for slot in early.keys() & set(agreed.dense):
             late = reduced.get(slot)
             reduced[slot] = early[slot] if late is None else early[slot].add_(late)
@@ -348,43 +340,6 @@ class GradientReducer:
         for piggyback, greatest in agreed.maxima:
             piggyback.received(greatest)
         return reduced
-
-    def _sum(self, slots: list[int], steps: list[ReplicaBackward]) -> dict[int, torch.Tensor]:
-        """The sums of dense gradients."""
-        step, parameters = steps[0], steps[0].parameters
-        how = [*map(_GRADIENTS, steps)], functools.partial(self._reduction, step)
-        if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
-            self._spent = step.gradients
-            return self._sums.all_reduce_packs(self.packer, parameters, slots, *how)
-        return self._sum_on_device(slots, steps, *how)
-
-    def _sum_on_device(
-        self, slots: list[int], steps: list[ReplicaBackward], *how: Any
-    ) -> dict[int, torch.Tensor]:
-        """The sums of one bucket after the other."""
-        step, parameters = steps[0], steps[0].parameters
-        parts = [slots]
-        if any(is_on_gpu(parameters[slot]) for slot in slots):
-            asked = self._parts.ops.options.bytes_per_pack
-            nbytes = asked or bucket_bytes(map(parameters.__getitem__, slots))
-            parts = cut(slots[::-1], parameters, nbytes)
-        sums: dict[int, torch.Tensor] = {}
-        for part in parts:
-            sums |= self._sums.all_reduce_packs(self.packer, parameters, part, *how)
-            if len(steps) == 1 and is_on_gpu(parameters[part[0]]):
-                # The memory of these gradients serves the buckets that come next.
-                let_go(map(step.gradients.__getitem__, part))
-                for slot in part:
-                    step.gradients[slot] = parameters[slot].grad = None
-        return sums
-
-    def _reduction(self, step: ReplicaBackward, slots: Sequence[int]) -> Reduction:
-        label = f"gradients of {len(slots)} parameters"
-        if not self.wires.has_format:
-            return reducing("sum", label, step.scale)
-        on_gpu = is_on_gpu(step.parameters[slots[0]])
-        natively = on_gpu and self._communicator.ordered_by_streams
-        return self.wires.reduction(label, step.scale, slots, natively=natively)
 
     def _undo(self, step: ReplicaBackward, error: BaseException) -> None:
         """The backward has failed for `error`."""

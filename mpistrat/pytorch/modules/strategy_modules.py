@@ -18,7 +18,7 @@ from mpistrat.replicas.torch_modules import ModuleParts
 if TYPE_CHECKING:
     from mpistrat.pytorch.gradients.reducer import GradientReducer
 
-_all: weakref.WeakSet[StrategyModules] = weakref.WeakSet()
+all_modules: weakref.WeakSet[StrategyModules] = weakref.WeakSet()  # of all strategies
 
 
 class StrategyModules(abc.ABC):
@@ -34,7 +34,7 @@ class StrategyModules(abc.ABC):
 
     def __init__(self, parts: ModuleParts, registry: Registry, reducer: GradientReducer) -> None:
         self.parts, self.registry, self.reducer = parts, registry, reducer
-        _all.add(self)
+        all_modules.add(self)
 
     @abc.abstractmethod
     def before_run(self) -> Any:
@@ -80,10 +80,10 @@ def strategy_of(value: Any) -> AnyStrategy | None:
         parameters, modules = [*value.parameters()], [*value.modules()]
     elif isinstance(value, torch.optim.Optimizer):
         parameters = hooks.parameters_of(value)
-    for of_strategy in _all:
+    for of_strategy in all_modules:
         if any(parameter in of_strategy.registry for parameter in parameters):
             return of_strategy.parts.strategy
-    for of_strategy in _all:
+    for of_strategy in all_modules:
         if any(map(of_strategy.has_made, modules)):
             return of_strategy.parts.strategy
     return None

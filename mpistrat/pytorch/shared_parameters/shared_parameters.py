@@ -251,11 +251,8 @@ def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
 
 def _storage(parameter: torch.Tensor) -> int:
     """The address of what `parameter` lies in; 0 for one that lies nowhere on the host, or in a way of its own."""
-    if (
-        parameter.device.type == "cpu"
-        and parameter.layout is torch.strided
-        and type(parameter.data) is torch.Tensor
-    ):
+    is_strided = parameter.device.type == "cpu" and parameter.layout is torch.strided
+    if is_strided and type(parameter.data) is torch.Tensor:
         return parameter.untyped_storage().data_ptr()
     return 0
 

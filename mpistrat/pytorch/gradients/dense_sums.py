@@ -1,0 +1,77 @@
+"""The sums of the dense gradients that have not left while `backward()` ran: in packs, one after the other."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpistrat.arrays import is_on_gpu
+from mpistrat.communicators import Reduction, reducing
+from mpistrat.cross_device_ops.packing import Packer
+from mpistrat.pytorch.gradients.agreement import ReplicaBackward
+from mpistrat.pytorch.gradients.buckets import cut
+from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
+from mpistrat.pytorch.gradients.wires import Wires
+from mpistrat.replicas.torch_modules import ModuleParts
+
+_GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
+
+
+class DenseSums:
+    """Sums up gradients over all replicas of all ranks.
+
+    Args:
+        packer: makes the packs, in which the sums lie.
+        wires: how packs cross a network.
+
+    Attributes:
+        spent: the last contributions on the host, until the next backward drops them and takes their memory again.
+    """
+
+    def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires) -> None:
+        self._packer, self._wires = packer, wires
+        self._communicator, self._options = parts.group.communicator, parts.ops.options
+        self._all_reduce_packs = (parts.gradient_sums or parts.ops.over_ranks).all_reduce_packs
+        # Freed before that, all at once, they may be the top of the heap, which glibc returns to the system: page
+        # faults were a quarter of a training step.
+        self.spent: list[torch.Tensor] = []
+
+    def of(self, slots: list[int], steps: list[ReplicaBackward]) -> dict[int, torch.Tensor]:
+        """The sums of the gradients of `slots`, by slot. Collective. Args: steps: of this rank's replicas."""
+        step, parameters = steps[0], steps[0].parameters
+        how = [*map(_GRADIENTS, steps)], functools.partial(self._reduction, step)
+        if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
+            self.spent = step.gradients
+            return self._all_reduce_packs(self._packer, parameters, slots, *how)
+        return self._on_device(slots, steps, *how)
+
+    def _on_device(
+        self, slots: list[int], steps: list[ReplicaBackward], *how: Any
+    ) -> dict[int, torch.Tensor]:
+        """As `of`, one bucket after the other."""
+        step, parameters = steps[0], steps[0].parameters
+        parts = [slots]
+        if any(is_on_gpu(parameters[slot]) for slot in slots):
+            like = map(parameters.__getitem__, slots)
+            parts = cut(slots[::-1], parameters, self._options.bytes_per_pack or bucket_bytes(like))
+        sums: dict[int, torch.Tensor] = {}
+        for part in parts:
+            sums |= self._all_reduce_packs(self._packer, parameters, part, *how)
+            if len(steps) == 1 and is_on_gpu(parameters[part[0]]):
+                # The memory of these gradients serves the buckets that come next.
+                let_go(map(step.gradients.__getitem__, part))
+                for slot in part:
+                    step.gradients[slot] = parameters[slot].grad = None
+        return sums
+
+    def _reduction(self, step: ReplicaBackward, slots: Sequence[int]) -> Reduction:
+        label = f"gradients of {len(slots)} parameters"
+        if not self._wires.has_format:
+            return reducing("sum", label, step.scale)
+        on_gpu = is_on_gpu(step.parameters[slots[0]])
+        natively = on_gpu and self._communicator.ordered_by_streams
+        return self._wires.reduction(label, step.scale, slots, natively=natively)
