@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from types import FrameType
 
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.liveness import deadlines
 from mpistrat.liveness.call_site import SourceLine, instead
 from mpistrat.liveness.ending.rank_end import rank_end
 from mpistrat.machine.devices import make_own_current
@@ -42,7 +43,9 @@ class CommunicationThread:
         patience: seconds that the program's end waits for what is under way, in which other ranks may still take part.
     """
 
-    def __init__(self, communicator: Communicator, patience: float = 0.0) -> None:
+    def __init__(
+        self, communicator: Communicator, patience: float = deadlines.RANK_WAITS_FOR_ITS_THREAD
+    ) -> None:
         self.communicator, self._patience = communicator, patience
         self._work: queue.SimpleQueue[
             tuple[Callable[[], None], SourceLine, Future[None]] | None  # None: no more
