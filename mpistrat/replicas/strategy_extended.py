@@ -83,7 +83,6 @@ class StrategyExtended(abc.ABC):
         self.replicas = self.modules.parts.replicas
         self.cross_replica_ops, group = self.replicas.ops, self.replicas.group
         self.communicator = group.communicator
-        self._worker_devices = group.worker_devices
         self.replicas_of_ranks = group.replicas_of_ranks
         self.num_local_replicas = group.num_local_replicas
         self.num_replicas_in_sync = replicas = group.num_replicas_in_sync
@@ -119,7 +118,7 @@ class StrategyExtended(abc.ABC):
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """This rank's devices, one replica each."""
-        return self._worker_devices
+        return self.replicas.group.worker_devices
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
