@@ -92,7 +92,6 @@ class StrategyExtended(abc.ABC):
         self.first_step = FirstStep(group)
         self.first_replica_id = group.first_replica_id
         self.deterministic, self.topology = group.deterministic, group.topology
-        self._fixed_threads = group.fixed_threads
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -131,7 +130,7 @@ class StrategyExtended(abc.ABC):
         if self.deterministic:
             lines.append(
                 f"deterministic: {self.num_replicas_in_sync} replicas are added up in the order of their ids; "
-                f"intra-op threads: {self._fixed_threads}"
+                f"intra-op threads: {self.replicas.group.fixed_threads}"
             )
         lines.append(self.replicas.explain())
         return "\n".join(filter(None, lines))
@@ -141,7 +140,7 @@ class StrategyExtended(abc.ABC):
         return {
             "deterministic": self.deterministic,
             "num_replicas_in_sync": self.num_replicas_in_sync,
-            "intra_op_threads": self._fixed_threads,
+            "intra_op_threads": self.replicas.group.fixed_threads,
         }
 
     def state_schema(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class BetweenGraphStrategy(Strategy):
         topology = MPIClusterResolver(comm).topology()
         self._servers: _Servers | None = None
         if works_alone(topology, cluster_resolver):
-            bound = bind(LocalCommunicator(), topology, check_devices(devices) if devices else None)
+            bound = bind(LocalCommunicator(), topology, check_devices(devices))
             group = ReplicaGroup(LocalCommunicator(), bound, (len(bound),))
             parameter_device = bound[0] if len(bound) == 1 else "cpu:0"
             alone = central_storage(self, group, parameter_device, arguments)
