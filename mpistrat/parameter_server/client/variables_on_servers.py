@@ -164,9 +164,6 @@ class VariablesOnServers(VariableStore):
             raise ValueError(f"update needs a variable, got {variable!r:.60}")
         return variable.values[:1] if isinstance(variable, AggregatingVariable) else (variable,)
 
-    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        return min(variables, key=lambda variable: variable.name)
-
     @contextlib.contextmanager
     def colocated(self, variable: Any) -> Iterator[None]:
         """Inside, variables go to the servers of `variable`, part by part where both have several."""

@@ -48,10 +48,8 @@ class Routes:
 
     def lost(self) -> set[int]:
         """The servers that have died with all copies of their arrays."""
-        return {*filter(self._is_lost, self.servers)}
-
-    def _is_lost(self, server: int) -> bool:
-        return all(map(self.rpc.channel.has_died, self.copies_of(server)))
+        died = self.rpc.channel.has_died
+        return {server for server in self.servers if died(self.holder_of(server))}
 
     def call(
         self, server: int, method: str, body: Any = None, to: int | None = None

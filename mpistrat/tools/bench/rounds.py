@@ -13,6 +13,7 @@ from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.costs.distance import distance_on_node
 from mpistrat.communicators.of_resolver import communicator_of
+from mpistrat.tools.bench.device import HOST
 
 ROUNDS = 9
 # How long a turn should last where the number of calls is not fixed
@@ -53,7 +54,7 @@ def seconds_of(
     communicator: Communicator,
     call: Callable[[], object],
     calls: int = 1,
-    wait: Callable[[], None] = lambda: None,
+    wait: Callable[[], None] = HOST.wait,
 ) -> float:
     """Seconds per call, of `calls` calls that all ranks begin together, on the slowest rank. Called by: every rank.
 
@@ -82,7 +83,7 @@ def compare(
     contestants: Mapping[str, Callable[[], object]],
     repeat: int | None = None,
     num_rounds: int = ROUNDS,
-    wait: Callable[[], None] = lambda: None,
+    wait: Callable[[], None] = HOST.wait,
 ) -> dict[str, list[float]]:
     """Microseconds per call, of each round; a round times `repeat` calls of each contestant in turn.
 

@@ -55,9 +55,7 @@ def turns(nodes: int, seconds: float = SECONDS) -> list[int]:
 
 
 def measure(
-    leaders: MPI.Intracomm,
-    begin: Callable[[int], None] = lambda other: None,
-    seconds: float = SECONDS,
+    leaders: MPI.Intracomm, begin: Callable[[int], None], seconds: float = SECONDS
 ) -> list[list[float]]:
     """Bytes per second between this node and others, as `Links.rates` has it.
 
