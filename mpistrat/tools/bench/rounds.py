@@ -13,7 +13,6 @@ from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.costs.distance import distance_on_node
 from mpistrat.communicators.of_resolver import communicator_of
-from mpistrat.tools.bench.device import HOST
 
 ROUNDS = 9
 # How long a turn should last where the number of calls is not fixed
@@ -54,7 +53,7 @@ def seconds_of(
     communicator: Communicator,
     call: Callable[[], object],
     calls: int = 1,
-    wait: Callable[[], None] = HOST.wait,
+    wait: Callable[[], None] = lambda: None,
 ) -> float:
     """Seconds per call, of `calls` calls that all ranks begin together, on the slowest rank. Called by: every rank.
 
@@ -83,7 +82,7 @@ def compare(
     contestants: Mapping[str, Callable[[], object]],
     repeat: int | None = None,
     num_rounds: int = ROUNDS,
-    wait: Callable[[], None] = HOST.wait,
+    wait: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Microseconds per call, of each round; a round times `repeat` calls of each contestant in turn.
 
