@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from mpistrat.variables.variable import Variable
     from mpistrat.xla.strategy import TPUStrategy
 else:
-    __getattr__ = load_on_first_use(__name__, make_default_for)
+    __getattr__, __dir__ = load_on_first_use(__name__, make_default_for)
 
 __version__ = "0.1.0.dev0"
 
@@ -119,10 +119,6 @@ __all__ = [
     "tpu",
     "wire_formats",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
 
 
 def _default_mode() -> Any:

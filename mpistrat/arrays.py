@@ -67,10 +67,6 @@ def is_cupy(value: object) -> bool:
     return cupy is not None and isinstance(value, cupy.ndarray)
 
 
-def _is_numpy(value: object) -> bool:
-    return isinstance(value, (np.ndarray, np.generic))
-
-
 def is_on_gpu(array: Array) -> bool:
     """Whether it is in the memory of an accelerator that has streams: of any kind that torch knows, or CuPy's."""
     return is_on_accelerator(array) and not is_on_xla(array)
@@ -330,7 +326,8 @@ def true_divide(array: Array, divisor: Any) -> Array:
     if is_integer(array):
         array = cast(array, "float64" if itemsize(array) > 2 else "float32")
     with np.errstate(all="ignore"):  # 0 / 0 is the mean of nothing: NaN, without a warning
-        return array / np.asarray(divisor, array.dtype) if _is_numpy(array) else array / divisor
+        of_numpy = isinstance(array, (np.ndarray, np.generic))
+        return array / np.asarray(divisor, array.dtype) if of_numpy else array / divisor
 
 
 def to_host(array: Array) -> Array:

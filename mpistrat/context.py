@@ -34,8 +34,6 @@ class AnyStrategy(Protocol):
 
     runs: int
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any: ...
-
 
 class AnyReplicaContext(Protocol):
     """What this module needs of a `ReplicaContext`."""

@@ -10,7 +10,7 @@ import collections
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 # The leaves of a structure; its text; and a function that arranges other leaves so.
@@ -54,10 +54,6 @@ def map_structure(fn: Callable[[Any], Any], structure: Any) -> Any:
         return fn(structure)
     leaves, _, arrange = take_apart(structure)
     return arrange([fn(leaf) for leaf in leaves])
-
-
-def leaves(structure: Any) -> Iterator[Any]:
-    return iter(flatten(structure))
 
 
 def flatten(structure: Any) -> list[Any]:

@@ -286,9 +286,14 @@ class Strategy(RankMethods):
         extended = self._extended
         check_call("distribute_datasets_from_function", dataset_fn, (), None)
         checked = checked_input_options(options, extended, True)
+        n = extended.num_replicas_in_sync
+        contexts = [InputContext(*extended.input.pipelines, n)]
+        if checked.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            first = extended.first_replica_id
+            contexts = [InputContext(n, first + i, n) for i in range(extended.num_local_replicas)]
 
         with RaisingOnAll(extended.communicator, "could not make its dataset"):
-            datasets = [dataset_fn(context) for context in _input_contexts(extended, checked)]
+            datasets = [dataset_fn(context) for context in contexts]
             return distribute_from_function(datasets, extended, checked)
 
     def experimental_distribute_datasets_from_function(
@@ -444,14 +449,6 @@ def checked_input_options(
             extended.communicator.rank,
         )
     return options
-
-
-def _input_contexts(extended: StrategyExtended, options: InputOptions) -> list[InputContext]:
-    n = extended.num_replicas_in_sync
-    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-        first = extended.first_replica_id
-        return [InputContext(n, first + i, n) for i in range(extended.num_local_replicas)]
-    return [InputContext(*extended.input.pipelines, n)]
 
 
 def get_strategy() -> Strategy:

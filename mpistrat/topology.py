@@ -43,7 +43,13 @@ class Topology:
                 f"Topology: node_of_rank names the node of {len(nodes)} ranks, expected size={self.size}"
             )
         self._check_node_numbers()
-        self._check_hosts()
+        if not all(isinstance(host, str) for host in self.hosts):
+            raise TypeError(f"Topology: hosts must be names (str), got {self.hosts!r}")
+        if len(self.hosts) not in (0, self.num_nodes):
+            raise ValueError(
+                f"Topology: {len(self.hosts)} hosts for {self.num_nodes} nodes; give one name per node "
+                "or none"
+            )
         if not isinstance(self.launcher, str):
             raise TypeError(f"Topology: launcher must be a str, got {self.launcher!r}")
 
@@ -56,15 +62,6 @@ class Topology:
                     f"{self.node_of_rank[:rank]}: nodes are numbered by lowest rank, so the next new node is {known}"
                 )
             known = max(known, node + 1)
-
-    def _check_hosts(self) -> None:
-        if not all(isinstance(host, str) for host in self.hosts):
-            raise TypeError(f"Topology: hosts must be names (str), got {self.hosts!r}")
-        if len(self.hosts) not in (0, self.num_nodes):
-            raise ValueError(
-                f"Topology: {len(self.hosts)} hosts for {self.num_nodes} nodes; give one name per node "
-                "or none"
-            )
 
     @property
     def num_nodes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -230,7 +231,7 @@ def select_replica(index: int, structure: Any) -> Any:
                 f"replicas (replica {index} of this rank has none); was it made by another strategy?"
             ) from None
     if nest.is_structure(structure):
-        return nest.map_structure(lambda leaf: select_replica(index, leaf), structure)
+        return nest.map_structure(functools.partial(select_replica, index), structure)
     return structure
 
 

@@ -8,10 +8,6 @@ if TYPE_CHECKING:
     from mpistrat.checkpoint.checkpoint import Checkpoint
     from mpistrat.checkpoint.checkpoint_manager import CheckpointManager
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__, __dir__ = load_on_first_use(__name__)
 
 __all__ = ["Checkpoint", "CheckpointManager"]
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpistrat.cluster_resolver.tpu.resolver import TPUClusterResolver
     from mpistrat.cluster_resolver.union import UnionResolver
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__, __dir__ = load_on_first_use(__name__)
 
 __all__ = [
     "ClusterResolver",
@@ -34,7 +34,3 @@ __all__ = [
     "TPUClusterResolver",
     "UnionResolver",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -7,10 +7,6 @@ from mpistrat.machine.first_use import load_on_first_use
 if TYPE_CHECKING:
     from mpistrat.compat import contrib, v1
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__, __dir__ = load_on_first_use(__name__)
 
 __all__ = ["contrib", "v1"]
-
-
-def __dir__() -> list[str]:
-    return __all__

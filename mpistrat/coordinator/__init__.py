@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         experimental_get_current_worker_index,
     )
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__, __dir__ = load_on_first_use(__name__)
 
 __all__ = [
     "ClusterCoordinator",
@@ -22,7 +22,3 @@ __all__ = [
     "RemoteValue",
     "experimental_get_current_worker_index",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

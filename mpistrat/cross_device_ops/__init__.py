@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps
     from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__, __dir__ = load_on_first_use(__name__)
 
 __all__ = [
     "CrossDeviceOps",
@@ -22,7 +22,3 @@ __all__ = [
     "NcclAllReduce",
     "ReductionToOneDevice",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
     from mpistrat.values import DistributedValues
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__, __dir__ = load_on_first_use(__name__)
 
 __all__ = [
     "CentralStorageStrategy",
@@ -40,7 +40,3 @@ __all__ = [
     "coordinator",
     "partitioners",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

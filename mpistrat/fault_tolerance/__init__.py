@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mpistrat.fault_tolerance.preemption_watcher import PreemptionWatcher
     from mpistrat.fault_tolerance.termination_config import TerminationConfig
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__, __dir__ = load_on_first_use(__name__)
 
 __all__ = [
     "DivergenceSentinel",
@@ -21,7 +21,3 @@ __all__ = [
     "TerminationConfig",
     "run_elastic",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -26,7 +26,7 @@ class CommittedStates:
     @property
     def nbytes(self) -> int:
         """Of the arrays of one state."""
-        leaves = nest.leaves(self._kept[-1:])
+        leaves = nest.flatten(self._kept[-1:])
         return sum(int(leaf.nbytes) for leaf in leaves if arrays.is_array(leaf))
 
     def keep(self, step: int, state: Any) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mpistrat.input.element_spec import ArraySpec, PerReplicaSpec
     from mpistrat.input.input_context import InputContext, ValueContext
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__, __dir__ = load_on_first_use(__name__)
 
 __all__ = [
     "ArraySpec",
@@ -22,7 +22,3 @@ __all__ = [
     "PerReplicaSpec",
     "ValueContext",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

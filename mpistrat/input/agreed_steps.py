@@ -229,7 +229,7 @@ def _has_examples(entry: Any) -> bool:
 def _is_batched(step: ReplicaPieces) -> bool:
     """Whether its elements are batches, which can be of no examples, and not numbers, which cannot."""
     entry = next(filter(_has_examples, step), None)
-    return not all(map(_is_number, nest.leaves(entry)))
+    return not all(map(_is_number, nest.flatten(entry)))
 
 
 def _is_number(leaf: Any) -> bool:

@@ -18,7 +18,7 @@ class Batches:
 
     def size(self, batch: Any) -> int:
         """The number of examples. Raises: ValueError when `batch` is not batched."""
-        sizes = {_first_dimension(leaf) for leaf in nest.leaves(batch)}
+        sizes = {_first_dimension(leaf) for leaf in nest.flatten(batch)}
         if len(sizes) != 1:
             raise ValueError(
                 "all parts of a batch must have the same first dimension, the GLOBAL batch size; got "
@@ -106,7 +106,7 @@ def explain_empty_batch(error: Exception, arguments: Any) -> None:
     """Tell `error`, which a replica's function raised of `arguments`, of drop_last, if it was given no examples."""
     values = itertools.chain.from_iterable(
         leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
-        for leaf in nest.leaves(arguments)
+        for leaf in nest.flatten(arguments)
     )
     if 0 not in [value.shape[0] for value in values if arrays.is_array(value) and value.ndim]:
         return

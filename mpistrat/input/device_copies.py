@@ -41,7 +41,7 @@ class DeviceCopies:
         return [*map(self._arrived, self._devices, batches)]
 
     def _start(self, device: str, batch: Any) -> Any:
-        if device.startswith(("cpu", "xla")) or not any(map(arrays.is_torch, nest.leaves(batch))):
+        if device.startswith(("cpu", "xla")) or not any(map(arrays.is_torch, nest.flatten(batch))):
             return nest.map_structure(lambda leaf: _to(device, leaf), batch)
         import torch
 
@@ -59,7 +59,7 @@ class DeviceCopies:
 
         current = torch.get_device_module(device).current_stream(device)
         current.wait_event(batch.event)
-        for leaf in nest.leaves(batch.batch):
+        for leaf in nest.flatten(batch.batch):
             if arrays.is_torch(leaf) and arrays.is_on_gpu(leaf):
                 # Its memory came from the other stream's pool, and must not go back while this one reads it.
                 leaf.record_stream(current)

@@ -291,7 +291,7 @@ def _alike(batches: Iterator[Any], length: int, communicator: Communicator) -> I
     """`batches`. Raises: ValueError when the ranks' first ones differ, or how many they have."""
     first = list(itertools.islice(batches, 1))
     digest = 0
-    for leaf in nest.leaves(first):
+    for leaf in nest.flatten(first):
         if arrays.is_array(leaf):
             digest = zlib.crc32(arrays.to_numpy(leaf).tobytes(), digest)
     by_rank = communicator.all_gather_object((digest, length), label="first batch of the dataset")

@@ -7,6 +7,7 @@ too, but do not run. `load_on_first_use` finds them in the compiled code, which 
 from __future__ import annotations
 
 import dis
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from typing import Any
 
 def load_on_first_use(
     package: str, then: Callable[[str], None] = lambda name: None
-) -> Callable[[str], Any]:
-    """The function `__getattr__` of `package`. Called by: the package's own code, while it runs.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The functions `__getattr__` and `__dir__` of `package`. Called by: the package's own code, while it runs.
 
     Args: then: is called with each name, once it is loaded.
     """
@@ -34,7 +35,7 @@ def load_on_first_use(
         then(name)
         return value
 
-    return load
+    return load, functools.partial(getattr, sys.modules[package], "__all__")
 
 
 def _imports_in(code: CodeType) -> dict[str, tuple[str, str]]:

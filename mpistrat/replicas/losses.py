@@ -17,13 +17,6 @@ def _replicas(call: str) -> int:
     return strategy.num_replicas_in_sync * strategy.workers_combined
 
 
-def _check_positive_integer(size: Any) -> None:
-    if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-        raise TypeError(f"global_batch_size must be an integer, got {size!r:.60}")
-    if size <= 0:
-        raise ValueError(f"global_batch_size must be positive, got {size}")
-
-
 def compute_average_loss(
     per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
 ) -> Any:
@@ -61,8 +54,10 @@ def compute_average_loss(
     size, num_examples = global_batch_size, loss.shape[0]
     if size is None:
         size = _global_batch_size(loss, replicas)
-    else:
-        _check_positive_integer(size)
+    elif isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+        raise TypeError(f"global_batch_size must be an integer, got {size!r:.60}")
+    elif size <= 0:
+        raise ValueError(f"global_batch_size must be positive, got {size}")
     if getattr(loss, "requires_grad", False):  # not that of an evaluation
         # A replica's own mean is right with gradients="mean".
         contradicts_mean = bool(replicas > 1 and global_batch_size != num_examples)

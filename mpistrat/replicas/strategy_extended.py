@@ -83,7 +83,6 @@ class StrategyExtended(abc.ABC):
         self.replicas = self.modules.parts.replicas
         self.cross_replica_ops, group = self.replicas.ops, self.replicas.group
         self.communicator = group.communicator
-        self._worker_devices = group.worker_devices
         self.replicas_of_ranks = group.replicas_of_ranks
         self.num_local_replicas = group.num_local_replicas
         self.num_replicas_in_sync = replicas = group.num_replicas_in_sync
@@ -93,7 +92,6 @@ class StrategyExtended(abc.ABC):
         self.first_step_notice = FirstStepNotice(group)
         self.first_replica_id = group.first_replica_id
         self.deterministic, self.topology = group.deterministic, group.topology
-        self._fixed_threads = group.fixed_threads
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -119,7 +117,7 @@ class StrategyExtended(abc.ABC):
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """This rank's devices, one replica each."""
-        return self._worker_devices
+        return self.replicas.group.worker_devices
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -132,7 +130,7 @@ class StrategyExtended(abc.ABC):
         if self.deterministic:
             lines.append(
                 f"deterministic: {self.num_replicas_in_sync} replicas are added up in the order of their ids; "
-                f"intra-op threads: {self._fixed_threads}"
+                f"intra-op threads: {self.replicas.group.fixed_threads}"
             )
         lines.append(self.replicas.explain())
         return "\n".join(filter(None, lines))
@@ -142,7 +140,7 @@ class StrategyExtended(abc.ABC):
         return {
             "deterministic": self.deterministic,
             "num_replicas_in_sync": self.num_replicas_in_sync,
-            "intra_op_threads": self._fixed_threads,
+            "intra_op_threads": self.replicas.group.fixed_threads,
         }
 
     def state_schema(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
     from mpistrat.strategies.one_device import OneDeviceStrategy
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__, __dir__ = load_on_first_use(__name__)
 
 __all__ = [
     "CentralStorageStrategy",
@@ -18,7 +18,3 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

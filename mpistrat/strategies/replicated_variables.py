@@ -83,6 +83,9 @@ class CopyPerReplica(VariableStore):
             )
         return variable.values
 
+    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
+        return self.devices
+
 
 class PlainVariables(VariableStore):
     """There is one replica: its variables are not wrapped."""
@@ -137,9 +140,6 @@ class CopyPerNode(VariableStore):
 
     def copies(self, variable: Any) -> Sequence[Any]:
         return variable.values[:1] if isinstance(variable, DistributedValues) else (variable,)
-
-    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        return min(variables, key=lambda variable: variable.name)
 
 
 def _on_accelerator(value: arrays.Array, device: str) -> arrays.Array:

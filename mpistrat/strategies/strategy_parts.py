@@ -63,8 +63,12 @@ def agree(
     threads = share_cores(communicator, topology, asked.deterministic)
     trace_ranges(communicator)
     replicas_of_ranks = tuple(communicator.all_gather_object(replicas, label="replicas"))
-    if not asked.deterministic:
-        _check_equal_counts(what, replicas_of_ranks)
+    if not asked.deterministic and len(set(replicas_of_ranks)) > 1:
+        by_rank = ", ".join(f"rank {r} with {k} replicas" for r, k in enumerate(replicas_of_ranks))
+        raise CollectiveMismatchError(
+            f"the ranks made a {what} with different numbers of devices: {by_rank}. With deterministic=True they may "
+            "differ"
+        )
     implementation = implementation_of(asked.options)
     by_mpi = implementation.name in ("MPI", "RING")  # the program has chosen it
     bound = bind(communicator, topology, devices, quiet=by_mpi)
@@ -75,15 +79,6 @@ def agree(
     return ReplicaGroup(
         communicator.by(implementation), bound, replicas_of_ranks, threads, topology
     )
-
-
-def _check_equal_counts(what: str, replicas_of_ranks: Sequence[int]) -> None:
-    if len(set(replicas_of_ranks)) > 1:
-        by_rank = ", ".join(f"rank {r} with {k} replicas" for r, k in enumerate(replicas_of_ranks))
-        raise CollectiveMismatchError(
-            f"the ranks made a {what} with different numbers of devices: {by_rank}. With deterministic=True they may "
-            "differ"
-        )
 
 
 def mirrored(

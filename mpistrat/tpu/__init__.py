@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from mpistrat.xla.topology.device_assignment import DeviceAssignment, DeviceOrderMode
     from mpistrat.xla.topology.topology import TpuTopology as Topology
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__, __dir__ = load_on_first_use(__name__)
 
 __all__ = [
     "DeviceAssignment",
@@ -18,7 +18,3 @@ __all__ = [
     "initialize_tpu_system",
     "shutdown_tpu_system",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

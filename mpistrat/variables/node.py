@@ -69,7 +69,10 @@ class NodeVariable(PlainVariable):
             operand = fitting_operand(method, self._array, operand, self.name)
             if isinstance(operand, IndexedSlices):
                 part = self._part_of(self._array.shape[0])
-                operand = _rows_in(operand, part)
+                indices = arrays.to_numpy(operand.indices).astype(np.int64)
+                (inside,) = np.nonzero((indices >= part.start) & (indices < part.stop))
+                rows = arrays.detach_read(operand.values)[inside]
+                operand = IndexedSlices(rows, indices[inside] - part.start)
                 target = self._common[part]
             else:
                 part = self._part_of(arrays.num_elements(self._array))
@@ -94,10 +97,3 @@ def _as(memory: np.ndarray, like: Array) -> Array:
     nbytes = arrays.num_elements(like) * arrays.itemsize(like)
     numbers = memory[:nbytes].view(view_of(like).dtype).reshape(tuple(like.shape))
     return as_buffer_of(like, numbers)
-
-
-def _rows_in(slices: IndexedSlices, part: slice) -> IndexedSlices:
-    """Those of `slices` whose rows are in `part`, counted from its beginning."""
-    indices = arrays.to_numpy(slices.indices).astype(np.int64)
-    (inside,) = np.nonzero((indices >= part.start) & (indices < part.stop))
-    return IndexedSlices(arrays.detach_read(slices.values)[inside], indices[inside] - part.start)

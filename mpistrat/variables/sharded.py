@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.variables.updates import check_is_slices, check_rows, check_shape
+from mpistrat.variables.updates import check_is_slices, check_rows, check_shape, numbers_for
 from mpistrat.variables.variable import Variable
 
 
@@ -152,10 +152,8 @@ class ShardedVariable(Variable):
     def _rows_of_shards(self, value: Any) -> list[Array]:
         whole = arrays.detach_read(value)
         if not arrays.is_array(whole):
-            try:
-                whole = arrays.cast_like(arrays.as_array(whole), self.variables[0].read_value())
-            except TypeError as error:
-                raise TypeError(f"variable {self.name!r}: {error}") from None
+            numbers = numbers_for(self.name, whole)
+            whole = arrays.cast_like(numbers, self.variables[0].read_value())
         check_shape(self.name, self.shape, whole)
         return self._division.parts(whole)
 
@@ -181,7 +179,12 @@ class Division:
 
         Raises, for `method`: NotImplementedError: the shards are not as TensorFlow has them.
         """
-        positions = _positions(indices)
+        array = arrays.as_array(indices)
+        if array.ndim != 1:
+            raise ValueError(f"indices must be one row of numbers, got shape {list(array.shape)}")
+        if not (arrays.is_integer(array) or not arrays.num_elements(array)):  # [] has no integers
+            raise TypeError(f"indices must be integers, got {arrays.dtype_name(array)}")
+        positions = arrays.to_numpy(array).astype(np.int64, copy=False)
         check_rows(self._name, positions, self.ends[-1])
         if self._sizes != equal_parts(self.ends[-1], len(self._sizes)):
             raise NotImplementedError(
@@ -197,28 +200,15 @@ def equal_parts(rows: int, count: int) -> list[int]:
     return [each + (part < more) for part in range(count)]
 
 
-def _positions(indices: Any) -> np.ndarray:
-    array = arrays.as_array(indices)
-    if array.ndim != 1:
-        raise ValueError(f"indices must be one row of numbers, got shape {list(array.shape)}")
-    if not (arrays.is_integer(array) or not arrays.num_elements(array)):  # [] has no integers
-        raise TypeError(f"indices must be integers, got {arrays.dtype_name(array)}")
-    return arrays.to_numpy(array).astype(np.int64, copy=False)
-
-
-def _check_slice(part: slice) -> None:
-    for bound in (part.start, part.stop, part.step):
-        if not isinstance(bound, (int, np.integer, type(None))):
-            raise TypeError(
-                f"bounds of slices of a ShardedVariable are Python integers, got {bound!r:.60}"
-            )
-    if part.step == 0:
-        raise ValueError("the step of a slice of a ShardedVariable must not be 0")
-
-
 def _check_index(part: Any) -> None:
     if isinstance(part, slice):
-        _check_slice(part)
+        for bound in (part.start, part.stop, part.step):
+            if not isinstance(bound, (int, np.integer, type(None))):
+                raise TypeError(
+                    f"bounds of slices of a ShardedVariable are Python integers, got {bound!r:.60}"
+                )
+        if part.step == 0:
+            raise ValueError("the step of a slice of a ShardedVariable must not be 0")
         return
     plain = (int, np.integer, types.NoneType, types.EllipsisType)
     if isinstance(part, plain) and not isinstance(part, bool):

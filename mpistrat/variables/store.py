@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -44,8 +45,8 @@ class VariableStore(abc.ABC):
         """
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        """Where state that belongs to no single one of `variables` is kept."""
-        return self.devices
+        """Where state that belongs to no single one of `variables` is kept: with the first of them by name."""
+        return min(variables, key=operator.attrgetter("name"))
 
     def colocated(self, variable: Any) -> contextlib.AbstractContextManager[None]:
         """Inside, variables are placed with `variable`. A copy on each replica always is."""

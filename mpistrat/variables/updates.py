@@ -47,7 +47,18 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
     """
     if not method.startswith(_SCATTER):
         return fitting(array, operand, name)
-    _check_slices(array, operand, name)
+    check_is_slices(name, operand)
+    rows, wanted = operand.values, (len(operand.indices), *array.shape[1:])
+    exact = arrays.is_integer(array) and not arrays.is_integer(rows)
+    if not array.shape or tuple(rows.shape) != wanted or exact:
+        raise InvalidArgumentError(
+            f"variable {name!r} of dtype {arrays.dtype_name(array)} needs rows of shape {list(wanted)} "
+            f"for {wanted[0]} indices, got {arrays.dtype_name(rows)} of shape {list(rows.shape)}"
+        )
+    if wanted[0] and not arrays.is_on_xla(operand.indices):  # XLA's may be still to be computed
+        for index in (int(operand.indices.min()), int(operand.indices.max())):
+            if not 0 <= index < array.shape[0]:
+                raise _out_of_bounds(index, array.shape[0], name)
     return operand
 
 
@@ -117,22 +128,6 @@ def _kinds_that_fit(array: Array) -> str:
     if arrays.is_integer(array) or arrays.is_bool(array):
         return "biu"
     return "biufc" if arrays.dtype_name(array).startswith("complex") else "biuf"
-
-
-def _check_slices(array: Array, slices: Any, name: str) -> None:
-    check_is_slices(name, slices)
-    rows, wanted = slices.values, (len(slices.indices), *array.shape[1:])
-    exact = arrays.is_integer(array) and not arrays.is_integer(rows)
-    if not array.shape or tuple(rows.shape) != wanted or exact:
-        raise InvalidArgumentError(
-            f"variable {name!r} of dtype {arrays.dtype_name(array)} needs rows of shape {list(wanted)} "
-            f"for {wanted[0]} indices, got {arrays.dtype_name(rows)} of shape {list(rows.shape)}"
-        )
-    if not wanted[0] or arrays.is_on_xla(slices.indices):
-        return  # XLA's may be still to be computed
-    for index in (int(slices.indices.min()), int(slices.indices.max())):
-        if not 0 <= index < array.shape[0]:
-            raise _out_of_bounds(index, array.shape[0], name)
 
 
 def check_is_slices(name: str, operand: Any) -> None:

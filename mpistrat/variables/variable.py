@@ -255,7 +255,11 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
 
     def _update(self, method: str, operand: Any) -> Any:
         replica = self._here()
-        check_scatter(self, method)
+        if method in _IRREDUCIBLE_SCATTERS and self.aggregation in _REDUCING:
+            raise NotImplementedError(
+                f"variable {self.name!r}: {method} cannot be combined over replicas by "
+                f"{self.aggregation.name}; use aggregation NONE or ONLY_FIRST_REPLICA"
+            )
         if replica is None:
             self._update_all(method, operand)
             return self.read_value()
@@ -361,12 +365,4 @@ def check_strategy(variable: Any) -> None:
         raise RuntimeError(
             f"variable {variable.name!r} belongs to {variable.strategy} and was used while "
             f"{get_strategy()} is in force; strategies must not be mixed"
-        )
-
-
-def check_scatter(variable: Variable, method: str) -> None:
-    if method in _IRREDUCIBLE_SCATTERS and variable.aggregation in _REDUCING:
-        raise NotImplementedError(
-            f"variable {variable.name!r}: {method} cannot be combined over replicas by "
-            f"{variable.aggregation.name}; use aggregation NONE or ONLY_FIRST_REPLICA"
         )

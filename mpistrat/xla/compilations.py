@@ -63,11 +63,11 @@ class Compilations:
     def note(self, fn: Callable[..., Any], arguments: Any, graphs: int) -> None:
         """A call of `fn` with `arguments`, which may hold distributed values, has compiled `graphs` graphs, or none."""
         code = _code_of(fn)
-        call = (code, *map(_kind_of, nest.leaves(arguments)))
+        call = (code, *map(_kind_of, nest.flatten(arguments)))
         if not graphs and call in self._known:
             return  # as nearly all calls, each of which pays for what is done up to here
         self._known.add(call)
-        shapes = tuple(map(_shape, nest.leaves(select_replica(0, arguments))))
+        shapes = tuple(map(_shape, nest.flatten(select_replica(0, arguments))))
         compiled = self._with_shapes(name_of(fn), code, shapes, tells=graphs > 0)
         if graphs:
             compiled.graphs += graphs

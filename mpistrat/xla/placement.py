@@ -33,7 +33,19 @@ def replicas_of_rank(
             f"the device assignment gives the ranks {counts} replicas; each must have as many as the others, at least "
             f"one: ask for a multiple of {topology.num_tasks}, or start fewer ranks"
         )
-    _check_one_program(replicas_of_ranks[rank], here)
+    # XLA runs one program on one core, or on all that the rank has.
+    several, cores = counts[0], assignment.num_cores_per_replica
+    used = several * cores
+    if several > 1 and cores > 1:
+        raise ValueError(
+            f"each rank would run {several} replicas of {cores} cores; it can run several of one core, or one of "
+            f"several: start {several} ranks per host, each with {cores} of the cores"
+        )
+    if 1 < used < here:
+        raise ValueError(
+            f"a program on several cores runs on all that its rank has, {here}, and {used} were assigned; use all of "
+            f"them, or show the rank fewer (TPU_VISIBLE_CHIPS; on the CPU device CPU_NUM_DEVICES={used})"
+        )
     return replicas_of_ranks[rank]
 
 
@@ -59,19 +71,3 @@ def _replicas_of_ranks(
                 )
         found[task].append(ordinals)
     return found
-
-
-def _check_one_program(replicas: list[tuple[int, ...]], here: int) -> None:
-    """XLA runs one program on one core, or on all that the rank has."""
-    several, cores = len(replicas), len(replicas[0])
-    if several > 1 and cores > 1:
-        raise ValueError(
-            f"each rank would run {several} replicas of {cores} cores; it can run several of one core, or one of "
-            f"several: start {several} ranks per host, each with {cores} of the cores"
-        )
-    used = several * cores
-    if 1 < used < here:
-        raise ValueError(
-            f"a program on several cores runs on all that its rank has, {here}, and {used} were assigned; use all of "
-            f"them, or show the rank fewer (TPU_VISIBLE_CHIPS; on the CPU device CPU_NUM_DEVICES={used})"
-        )

@@ -41,7 +41,7 @@ def array_on_host(step: str, error: BaseException, arguments: Any, device: str) 
     """
     leaves = [
         leaf
-        for leaf in nest.leaves(arguments)
+        for leaf in nest.flatten(arguments)
         if arrays.is_array(leaf) or isinstance(leaf, DistributedValues)
     ]
     found = [

@@ -87,7 +87,11 @@ def start_system(
         error = raised
     communicator.raise_any(error, "cannot start XLA")
     if asked == "TPU" and not xla.is_started():
-        _set_environment(resolver or TPUClusterResolver(), topology, communicator)
+        # How many processes there are, where, and which chips are this one's.
+        gather = functools.partial(communicator.all_gather_object, label="TPU slices")
+        slices = slices_of_ranks((resolver or TPUClusterResolver()).slice, gather)
+        if slices:  # of "local" there are none: PJRT finds the chips of this host itself
+            set_pjrt_environment(pjrt_environment(topology, slices))
     with start_deadline("XLA's start", rank=topology.rank, size=topology.size):
         try:
             runtime = xla.start()
@@ -120,16 +124,6 @@ def _check_devices(runtime: Runtime, asked: str, topology: Topology) -> None:
             f"rank {topology.rank}: the program has used an XLA device before the strategy was made, when PJRT did not "
             "know of the other ranks; make the TPUStrategy, or call tpu.initialize_tpu_system(), first"
         )
-
-
-def _set_environment(
-    resolver: TPUClusterResolver, topology: Topology, communicator: Communicator
-) -> None:
-    """PJRT's variables: how many processes there are, where, and which chips are this one's."""
-    gather = functools.partial(communicator.all_gather_object, label="TPU slices")
-    slices = slices_of_ranks(resolver.slice, gather)
-    if slices:  # of "local" there are none: PJRT finds the chips of this host itself
-        set_pjrt_environment(pjrt_environment(topology, slices))
 
 
 def mesh_of(places: tuple[list[Coordinates] | None, ...], per_task: int) -> TpuTopology:

@@ -186,7 +186,7 @@ def _start(source: Source, library: encoding.Library) -> Chain:
     if source["kind"] == "tensor_slices":
         whole = _slices(source, library)
         size = Batches().size(whole)
-        shapes = tuple(tuple(leaf.shape[1:]) for leaf in nest.leaves(whole))
+        shapes = tuple(tuple(leaf.shape[1:]) for leaf in nest.flatten(whole))
         return Chain(lambda: (_at(whole, i) for i in range(size)), size, shapes)
     raise CannotInterpret(f"source {source['kind']!r}")
 

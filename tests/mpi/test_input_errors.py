@@ -33,7 +33,7 @@ def whole(dataset):
 
     def program(strategy):
         for step in strategy.experimental_distribute_dataset(dataset()):
-            total = sum(float(np.asarray(part).sum()) for part in nest.leaves(step))
+            total = sum(float(np.asarray(part).sum()) for part in nest.flatten(step))
             strategy.reduce("sum", total, axis=None)
 
     return program

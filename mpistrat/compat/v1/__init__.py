@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mpistrat.replicas.strategy_extended import StrategyExtended
     from mpistrat.strategy import experimental_set_strategy
 else:
-    __getattr__ = load_on_first_use(__name__, make_default_for)
+    __getattr__, __dir__ = load_on_first_use(__name__, make_default_for)
 
 __all__ = [
     "CrossDeviceOps",
@@ -59,7 +59,3 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

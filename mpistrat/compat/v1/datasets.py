@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ class NumpyDataset:
     def __getitem__(self, index: int) -> Any:
         if not -self._size <= index < self._size:
             raise IndexError(f"example {index} of {self._size}")
-        return nest.map_structure(lambda leaf: leaf[index], self._arrays)
+        return nest.map_structure(operator.itemgetter(index), self._arrays)
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(self._size))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mpistrat.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
     from mpistrat.options import CommunicationImplementation as CollectiveCommunication
 else:
-    __getattr__ = load_on_first_use(__name__)
+    __getattr__, __dir__ = load_on_first_use(__name__)
 
 __all__ = [
     "CentralStorageStrategy",
@@ -24,7 +24,3 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -41,6 +41,7 @@ class RemoteVariable(Variable):
     Args: how: as of `variable_of`.
     Attributes:
         address: of the array.
+        client: to the servers.
         device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
     """
 
@@ -50,7 +51,7 @@ class RemoteVariable(Variable):
         self.strategy, self.address = strategy, address
         self.name = address.name
         self.trainable, self.synchronization, self.aggregation = how
-        self._client = client
+        self.client = client
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,15 +63,15 @@ class RemoteVariable(Variable):
 
     @property
     def device(self) -> str:
-        task = self._client.routes.servers.index(self.address.server)
+        task = self.client.routes.servers.index(self.address.server)
         return f"/job:ps/replica:0/task:{task}/device:CPU:0"
 
     def read_value(self) -> Array:
         check_strategy(self)
-        return self._brought(self._client.pull(self.address))
+        return self._brought(self.client.pull(self.address))
 
     def state(self) -> Array:
-        return self._client.pull(self.address)
+        return self.client.pull(self.address)
 
     def sparse_read(self, indices: Any) -> Array:
         """The rows at `indices`, integers of shape [n], in their order. Reads these rows only."""
@@ -85,7 +86,7 @@ class RemoteVariable(Variable):
             )
         rows = rows.astype(np.int64, copy=False)
         check_rows(self.name, rows, self.shape[0])
-        return self._brought(self._client.rows(self.address, rows))
+        return self._brought(self.client.rows(self.address, rows))
 
     def _brought(self, value: Array) -> Array:
         """Inside `run`, to the replica's device."""
@@ -106,7 +107,7 @@ class RemoteVariable(Variable):
 
     def _update(self, method: str, operand: Any) -> Any:
         check_strategy(self)
-        value = self._client.change([self.change(method, operand)])[0]
+        value = self.client.change([self.change(method, operand)])[0]
         return self if value is None else value
 
 
@@ -115,13 +116,10 @@ class RemoteShards(ShardedVariable):
 
     variables: list[RemoteVariable]
 
-    def __init__(self, client: Client, variables: Sequence[RemoteVariable], name: str) -> None:
-        super().__init__(list(variables), name)
-        self._client = client
-
     def _update_shards(self, method: str, operands: Sequence[Any]) -> None:
         pairs = zip(self.variables, operands, strict=True)
-        self._client.change([variable.change(method, operand) for variable, operand in pairs])
+        client = self.variables[0].client
+        client.change([variable.change(method, operand) for variable, operand in pairs])
 
 
 class VariablesOnServers(VariableStore):
@@ -165,9 +163,6 @@ class VariablesOnServers(VariableStore):
         if not isinstance(variable, Variable):
             raise ValueError(f"update needs a variable, got {variable!r:.60}")
         return variable.values[:1] if isinstance(variable, AggregatingVariable) else (variable,)
-
-    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        return min(variables, key=lambda variable: variable.name)
 
     @contextlib.contextmanager
     def colocated(self, variable: Any) -> Iterator[None]:
@@ -297,7 +292,7 @@ def variable_of(
     variables = [RemoteVariable(strategy, job.client, address, how) for address in addresses]
     variable: Variable = variables[0]
     if len(variables) > 1 or variable.name != name:
-        variable = RemoteShards(job.client, variables, name)
+        variable = RemoteShards(variables, name)
     if strategy.num_replicas_in_sync == 1:
         return variable
     return AggregatingVariable(strategy, [variable])  # type: ignore[list-item]

@@ -85,7 +85,7 @@ class ClusterCoordinator:
         """
         args = () if args is None else args
         check_call("schedule", fn, args, kwargs)
-        for argument in nest.leaves([args, kwargs]):
+        for argument in nest.flatten([args, kwargs]):
             if isinstance(argument, RemoteValue):
                 raise ValueError(
                     "a RemoteValue cannot be an argument of a scheduled function: fetch() it, and pass the value"

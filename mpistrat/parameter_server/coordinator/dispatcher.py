@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
-from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue, UnfinishedClosures
+from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue
 from mpistrat.parameter_server.coordinator.failures import unpack_error
 from mpistrat.parameter_server.coordinator.per_worker import ResourceTable
 from mpistrat.parameter_server.coordinator.pickling import References
@@ -43,7 +43,7 @@ class Cluster:
     references: References
     over: Callable[[list[int], int], None]
     joined: Callable[[], None]
-    is_needed: Callable[[int], bool] = lambda rank: False
+    is_needed: Callable[[int], bool]
     coordinator: Any = None
 
 
@@ -96,11 +96,22 @@ class Dispatcher:
         atexit.unregister(self.end)
         with self._lock:  # not between another thread's taking a closure and sending it
             self._ended = True
-            unfinished = self._queue.close(
+            waiting, under_way, error = self._queue.close(
                 UnavailableError("the strategy was shut down: its workers have left")
             )
         self._rpc.channel.wake()
-        _warn_of(unfinished)
+        notes = []
+        if waiting or under_way:
+            notes.append(
+                f"of the scheduled functions {waiting} were not executed, and of {under_way} it is not known"
+            )
+        if error is not None:
+            notes.append(f"one has raised {type(error).__name__}: {error!s:.300}")
+        if notes:
+            tell(
+                f"the chief came to its end without ClusterCoordinator.join(): {'; '.join(notes)}",
+                "ERROR",
+            )
 
     def _send(self, worker: _LivingWorker, closures: list[Closure]) -> None:
         if not closures:
@@ -178,22 +189,6 @@ class Dispatcher:
             )
             failed.__cause__ = error
             self._queue.close(failed)
-
-
-def _warn_of(unfinished: UnfinishedClosures) -> None:
-    waiting, under_way, error = unfinished
-    notes = []
-    if waiting or under_way:
-        notes.append(
-            f"of the scheduled functions {waiting} were not executed, and of {under_way} it is not known"
-        )
-    if error is not None:
-        notes.append(f"one has raised {type(error).__name__}: {error!s:.300}")
-    if notes:
-        tell(
-            f"the chief came to its end without ClusterCoordinator.join(): {'; '.join(notes)}",
-            "ERROR",
-        )
 
 
 class _LivingWorker:

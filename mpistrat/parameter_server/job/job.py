@@ -229,7 +229,7 @@ class LossPolicy:
                 f"{died}, and with it {names_lost}: the job must be started again, "
                 f"{last if job.checkpoint else 'and it has no checkpoint of a CheckpointManager'}"
             )
-        primary = job.name_of(routes.primary_of(rank))
+        primary = job.name_of(routes.primaries[rank])
         return (
             f"{died}; {job.name_of(holder)} goes on with {_quoted(names.values())}, of which there is no other copy "
             f"now, nor of what {primary} has made"

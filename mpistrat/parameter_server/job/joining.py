@@ -57,7 +57,7 @@ def join_job(
         # Servers need no GPU: what a node has is for the others.
         devices = ("cpu:0",) if roles.task_type == "ps" else devices
         with RaisingOnAll(communicator, "cannot use its devices"):
-            checked = check_devices(devices) if devices else None
+            checked = check_devices(devices)
         number = len(checked) if checked else 1
         replication = _agreed_replication(communicator, roles, (description, replication, number))
         share_cores(communicator, topology)

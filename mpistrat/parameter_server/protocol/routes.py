@@ -20,13 +20,14 @@ class Routes:
         replicated: whether the servers have backups.
     Attributes:
         backups: by server, each the next server, in a ring; empty where they have none.
+        primaries: by backup, the server that has it.
     """
 
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
         self.rpc, self.servers = rpc, tuple(servers)
         following = (*servers[1:], *servers[:1])
         self.backups = dict(zip(servers, following, strict=True)) if replicated else {}
-        self._primaries = dict(zip(self.backups.values(), self.backups, strict=True))
+        self.primaries = dict(zip(self.backups.values(), self.backups, strict=True))
         self._pushes = itertools.count()
         self._has_left = False
 
@@ -41,20 +42,14 @@ class Routes:
         living = itertools.filterfalse(self.rpc.channel.has_died, self.copies_of(server))
         return next(living, server)
 
-    def primary_of(self, backup: int) -> int:
-        """The server that has this backup."""
-        return self._primaries[backup]
-
     def is_lost_with(self, rank: int) -> bool:
         """Whether this rank had the last copy of some server's arrays."""
-        return not self.lost().isdisjoint((rank, self._primaries.get(rank)))
+        return not self.lost().isdisjoint((rank, self.primaries.get(rank)))
 
     def lost(self) -> set[int]:
         """The servers that have died with all copies of their arrays."""
-        return {*filter(self._is_lost, self.servers)}
-
-    def _is_lost(self, server: int) -> bool:
-        return all(map(self.rpc.channel.has_died, self.copies_of(server)))
+        died = self.rpc.channel.has_died
+        return {server for server in self.servers if died(self.holder_of(server))}
 
     def call(
         self, server: int, method: str, body: Any = None, to: int | None = None

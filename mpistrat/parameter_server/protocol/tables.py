@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -94,7 +95,7 @@ class MappedTable:
 
     def rows(self, indices: Any) -> Array | None:
         """A copy of some rows; None where the server was writing all the time."""
-        return self._undisturbed(lambda: self._array[indices])
+        return self._undisturbed(partial(self._array.__getitem__, indices))
 
     def _undisturbed(self, read: Callable[[], T]) -> T | None:
         """What `read` returns between two writes. As in Linux's seqlock, the turn is even and stays the same."""

@@ -167,8 +167,8 @@ class BackupCopies:
         self._changes: dict[str, Callable[[int, Any], None]] = {
             messages.CREATE: self._create,
             messages.UPDATE: self._update,
-            messages.MAKE_OPTIMIZER: self._make_optimizer,
-            messages.LOAD_OPTIMIZER_STATE: self._load_optimizer_state,
+            messages.MAKE_OPTIMIZER: partial(self._call, Store.make_optimizer),
+            messages.LOAD_OPTIMIZER_STATE: partial(self._call, Store.load_optimizer_state),
             messages.DROP_GRADIENTS: self._drop_gradients,
             messages.END_ROUNDS: self._end_rounds,
         }
@@ -219,11 +219,8 @@ class BackupCopies:
         self._lock.passed(source, updates.push)
         self.copies.update(source, updates)
 
-    def _make_optimizer(self, source: int, body: tuple[Any, ...]) -> None:
-        self.copies.make_optimizer(*body)
-
-    def _load_optimizer_state(self, source: int, body: tuple[Any, ...]) -> None:
-        self.copies.load_optimizer_state(*body)
+    def _call(self, change: Callable[..., None], source: int, body: tuple[Any, ...]) -> None:
+        change(self.copies, *body)
 
     def _drop_gradients(self, worker: int, steps: int) -> None:
         self.copies.optimizers.forget(worker, steps)

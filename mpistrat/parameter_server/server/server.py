@@ -179,8 +179,7 @@ class ParameterServer:
         self._rpc.run_until(lambda: not self.clients)
 
     def _read(self, read: Callable[[Any, Any], Any], request: Request) -> None:
-        which, what = request.body
-        request.reply(read(which, what))
+        request.reply(read(*request.body))
 
     def _create(self, request: Request) -> None:
         new: NewArray = request.body

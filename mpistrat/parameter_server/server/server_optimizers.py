@@ -171,7 +171,11 @@ class ServerOptimizer:
             raise TypeError(f"{subject} {dtype_name(values)}, the array {dtype_name(self._whole)}")
 
     def _step_rows(self, slices: IndexedSlices) -> None:
-        index, gradient = _summed(slices)
+        values = _tensor(slices.values)
+        index = torch.from_numpy(np.asarray(slices.indices).astype(np.int64))
+        # Each index once, in ascending order, and the sums of their rows
+        index, inverse = torch.unique(index, return_inverse=True)
+        gradient = values.new_zeros((len(index), *values.shape[1:])).index_add_(0, inverse, values)
         rows = self._whole.index_select(0, index)
         state = {
             name: value.index_select(0, index) if _has_shape(value, self._whole) else value
@@ -257,15 +261,6 @@ def _tensor(array: Array) -> torch.Tensor:
 
 def _has_shape(value: Any, tensor: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == tensor.shape
-
-
-def _summed(slices: IndexedSlices) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each index once, in ascending order, and the sums of their rows."""
-    values = _tensor(slices.values)
-    index = torch.from_numpy(np.asarray(slices.indices).astype(np.int64))
-    index, inverse = torch.unique(index, return_inverse=True)
-    sums = values.new_zeros((len(index), *values.shape[1:]))
-    return index, sums.index_add_(0, inverse, values)
 
 
 def join_states(states: Sequence[State]) -> State:

@@ -205,17 +205,12 @@ def with_servers(
         return cluster.coordinator.paused()
 
     checkpoints = CheckpointsOfJob(job, owns, paused)
-    parts = Parts(modules, variables, _input_plan(job, group), checkpoints, between_graph=True)
+    # Each worker reads its part of each global batch for itself: no other waits for it.
+    pipelines = (len(job.trainers), job.trainers.index(roles.rank)) if trains else (1, 0)
+    share = Share(*pipelines, len(devices) * pipelines[0], range(len(devices)))
+    plan = InputPlan(share, pipelines, group.worker_devices, partial_steps=False)
+    parts = Parts(modules, variables, plan, checkpoints, between_graph=True)
     extended = ServersExtended(
         strategy, parts, job, is_worker=not coordinated, torch_references=torch_references
     )
     return extended
-
-
-def _input_plan(job: ServerJob, group: ReplicaGroup) -> InputPlan:
-    """Each worker reads its part of each global batch for itself: no other waits for it."""
-    trainers, rank = job.trainers, job.roles.rank
-    workers, worker = (len(trainers), trainers.index(rank)) if rank in trainers else (1, 0)
-    k = group.num_local_replicas
-    share = Share(workers, worker, k * workers, range(k))
-    return InputPlan(share, (workers, worker), group.worker_devices, partial_steps=False)

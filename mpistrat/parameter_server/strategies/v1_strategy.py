@@ -96,13 +96,17 @@ class BetweenGraphStrategy(Strategy):
         devices = joining.devices_of_worker(devices, num_gpus_per_worker)
         arguments = StrategyArguments(gradients=gradients)
         joining.check_arguments(variable_partitioner, replication)
-        _check_max_staleness(max_staleness)
+        if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
+            raise ValueError(
+                "max_staleness must be a number of steps, 0 (synchronous) or more, or None (asynchronous), got "
+                f"{max_staleness!r:.60}"
+            )
         if num_ps is not None:
             check_num_ps(num_ps)
         topology = MPIClusterResolver(comm).topology()
         self._servers: _Servers | None = None
         if works_alone(topology, cluster_resolver):
-            bound = bind(LocalCommunicator(), topology, check_devices(devices) if devices else None)
+            bound = bind(LocalCommunicator(), topology, check_devices(devices))
             group = ReplicaGroup(LocalCommunicator(), bound, (len(bound),))
             parameter_device = bound[0] if len(bound) == 1 else "cpu:0"
             alone = central_storage(self, group, parameter_device, arguments)
@@ -174,11 +178,3 @@ class BetweenGraphStrategy(Strategy):
             return {"pulled": 0, "pushed": 0}
         client = self._servers.job.client
         return {"pulled": client.bytes_pulled, "pushed": client.bytes_pushed}
-
-
-def _check_max_staleness(max_staleness: Any) -> None:
-    if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
-        raise ValueError(
-            "max_staleness must be a number of steps, 0 (synchronous) or more, or None (asynchronous), got "
-            f"{max_staleness!r:.60}"
-        )

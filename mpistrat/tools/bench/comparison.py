@@ -100,7 +100,7 @@ def all_reduce_contestants(
     contestants: Contestants = {
         **of_peers,
         "ordinary": into_another,
-        "ordinary, in place": lambda: over_itself(in_place),
+        "ordinary, in place": functools.partial(over_itself, in_place),
         COPY: functools.partial(operator.setitem, other, slice(None), values),
     }
     if not device.is_host:
@@ -108,7 +108,7 @@ def all_reduce_contestants(
     elif (memory := ours.memory.window_buffer(values.nbytes)) is not None:
         window = memory.view(np.float32)
         window[:] = values
-        contestants["in the window"] = lambda: over_itself(window)
+        contestants["in the window"] = functools.partial(over_itself, window)
     return contestants, left_out
 
 

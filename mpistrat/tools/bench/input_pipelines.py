@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +43,7 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
 
 def through(batches: Iterable[Any]) -> Callable[[], object]:
     """An epoch of `batches`."""
-    return lambda: collections.deque(batches, maxlen=0)
+    return functools.partial(collections.deque, batches, maxlen=0)
 
 
 def with_sampler(path: str, **how: Any) -> Callable[[], object]:

@@ -26,8 +26,8 @@ def _picture(path: str, columns: int) -> Iterator[Any]:
     mpl.use("Agg")  # no screen on a compute node
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, columns, figsize=(11, 4), layout="constrained")
-    yield (figure, *axes) if columns > 1 else (figure, axes)
+    figure = pyplot.figure(figsize=(11, 4), layout="constrained")
+    yield figure, *figure.subplots(1, columns, squeeze=False)[0]
     for part in figure.axes:
         part.grid(alpha=0.3)
     kind = os.path.splitext(path)[1].removeprefix(".") or "png"

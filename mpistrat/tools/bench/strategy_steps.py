@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ def with_strategy(work: Work, strategy: Strategy) -> tuple[Step, torch.nn.Module
     with strategy.scope():
         module, optimizer = work.build()
     step = step_of(work, module, optimizer)
-    return lambda: strategy.run(step), module
+    return functools.partial(strategy.run, step), module
 
 
 def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:

@@ -162,7 +162,7 @@ def line(row: Row) -> str:
 
 
 def footer(rows: Sequence[Row], where: Mapping[str, Any]) -> list[str]:
-    slowest = max(rows, key=lambda row: row.slowest_ratio)
+    slowest = max(rows, key=operator.attrgetter("slowest_ratio"))
     wrong = sum(row.wrong for row in rows)
     lines = [
         f"Out of bounds values: {wrong} {'FAILED' if wrong else 'OK'}",

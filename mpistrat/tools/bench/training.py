@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
@@ -97,8 +96,7 @@ def work_of(name: str, batch_size: int | None, device: str = "cpu:0") -> Work:
 
 def _what_is_set(options: CommunicationOptions) -> str:
     default = CommunicationOptions()
-    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    changed = [f"{name}={v}" for name, v in values.items() if v != getattr(default, name)]
+    changed = [f"{name}={v}" for name, v in vars(options).items() if v != getattr(default, name)]
     return ", ".join(changed) or "default"
 
 

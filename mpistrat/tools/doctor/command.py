@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -60,7 +61,7 @@ def look() -> RankFacts:
     driver = cuda_driver.look()
     return RankFacts(
         rank=launch.rank or 0,
-        host=nodes.host(),
+        host=launch.slurm.get("SLURMD_NODENAME") or socket.gethostname(),
         software=software.look(),
         launch=launch,
         cores=cores.look(),

@@ -47,7 +47,10 @@ def driver_of(library: Any) -> Driver:
         code = error.args[0]
         if code == _NO_DEVICE:
             return Driver(True)
-        return Driver(code != _STUB_LIBRARY, error=_in_words(library, code))
+        text = ctypes.c_char_p()
+        library.cuGetErrorString(code, ctypes.byref(text))
+        words = (text.value or b"unknown").decode(errors="replace")
+        return Driver(code != _STUB_LIBRARY, error=f"CUDA error {code} ({words})")
 
 
 def _name(library: Any, index: int) -> str:
@@ -68,12 +71,6 @@ def _call(function: Any, *arguments: Any) -> None:
     code = function(*arguments)
     if code != _SUCCESS:
         raise _CudaError(code)
-
-
-def _in_words(library: Any, code: int) -> str:
-    text = ctypes.c_char_p()
-    library.cuGetErrorString(code, ctypes.byref(text))
-    return f"CUDA error {code} ({(text.value or b'unknown').decode(errors='replace')})"
 
 
 def main() -> None:

@@ -55,9 +55,7 @@ def turns(nodes: int, seconds: float = SECONDS) -> list[int]:
 
 
 def measure(
-    leaders: MPI.Intracomm,
-    begin: Callable[[int], None] = lambda other: None,
-    seconds: float = SECONDS,
+    leaders: MPI.Intracomm, begin: Callable[[int], None], seconds: float = SECONDS
 ) -> list[list[float]]:
     """Bytes per second between this node and others, as `Links.rates` has it.
 
@@ -161,11 +159,22 @@ def _named(
     slow_nodes = _slow_nodes(slow.keys(), rates)
     for node, pairs in slow_nodes.items():
         median = statistics.median(slow[pair] for pair in pairs)
-        yield _slow_node(names[node], [rates[pair] for pair in pairs], median)
+        speeds = [rates[pair] for pair in pairs]
+        yield _bad(max(speeds), median)(
+            f"{names[node]} is slow with every other node: {_range(min(speeds), max(speeds))} of {_speed(median)} "
+            "(median of the others).",
+            f"leave it out (srun --exclude={names[node]}), and have its cable, port and speed looked at (ethtool, "
+            "ibstat)",
+        )
     links = [pair for pair in slow if slow_nodes.keys().isdisjoint(pair)]
     links.sort(key=rates.__getitem__)
     for a, b in links[:MOST_NAMED]:
-        yield _slow_link(names[a], names[b], rates[a, b], slow[a, b])
+        rate, median = rates[a, b], slow[a, b]
+        yield _bad(rate, median)(
+            f"The link {names[a]} <-> {names[b]} is slow: {_speed(rate)} of {_speed(median)} (median of the others).",
+            f"run it again, for another job may use that link now; else leave one out (srun --exclude={names[b]}), and "
+            "have the cables and switches between them looked at",
+        )
     if (more := len(links) - MOST_NAMED) > 0:
         yield warning(f"{more} more pairs of nodes are slow.", "see all in --json")
 
@@ -180,22 +189,6 @@ def _slow_nodes(
         for node in sorted(pairs_of)
         if len(pairs_of[node]) > 1 and slow >= set(pairs_of[node])
     }
-
-
-def _slow_node(name: str, speeds: Sequence[float], median: float) -> Finding:
-    return _bad(max(speeds), median)(
-        f"{name} is slow with every other node: {_range(min(speeds), max(speeds))} of {_speed(median)} "
-        "(median of the others).",
-        f"leave it out (srun --exclude={name}), and have its cable, port and speed looked at (ethtool, ibstat)",
-    )
-
-
-def _slow_link(a: str, b: str, rate: float, median: float) -> Finding:
-    return _bad(rate, median)(
-        f"The link {a} <-> {b} is slow: {_speed(rate)} of {_speed(median)} (median of the others).",
-        f"run it again, for another job may use that link now; else leave one out (srun --exclude={b}), and have "
-        "the cables and switches between them looked at",
-    )
 
 
 def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:

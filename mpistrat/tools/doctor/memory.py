@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import math
+import operator
 import os
 import resource
 import tempfile
@@ -180,7 +181,7 @@ def _summary(memories: Sequence[MemoryLimits]) -> str:
 
 def _fullest(rooms: Iterable[Room | None]) -> Room | None:
     """The file system with the least free space."""
-    return min(filter(None, rooms), key=lambda room: room.free, default=None)
+    return min(filter(None, rooms), key=operator.attrgetter("free"), default=None)
 
 
 def _left(memory: MemoryLimits) -> int:

@@ -73,7 +73,9 @@ def check(job: Job) -> Iterator[Finding]:
         if launch.mpirun:
             yield _command(launch, library)
         elif not launch.variables:
-            yield _no_command(library)
+            folder = os.path.dirname(launcher_of(library.path))
+            put = f"put {folder} into PATH" if folder else "load the MPI module again"
+            yield warning("There is no mpirun in PATH.", f"{put}, or start ranks with srun")
 
 
 def rule_of(library: Library) -> str:
@@ -237,12 +239,6 @@ def _command(launch: Launch, library: Library) -> Finding:
             _fix_mismatch(launch, library),
         )
     return ok(f"{first} is the library's.")
-
-
-def _no_command(library: Library) -> Finding:
-    folder = os.path.dirname(launcher_of(library.path))
-    put = f"put {folder} into PATH" if folder else "load the MPI module again"
-    return warning("There is no mpirun in PATH.", f"{put}, or start ranks with srun")
 
 
 def _version_in(text: str) -> str:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import re
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -66,10 +65,6 @@ def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
 
 def _ask(*command: str) -> ChildOutput:
     return ask(command, SECONDS_OF_A_COMMAND, launcher.environment_of_children())
-
-
-def host() -> str:
-    return slurm_variables().get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def types_of_srun(text: str) -> list[str]:

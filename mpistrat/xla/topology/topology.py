@@ -128,17 +128,14 @@ class _Places:
         self._device_at: dict[tuple[int, ...], tuple[int, int]] = {}
         for task, of_task in enumerate(devices.tolist()):
             for device, coordinates in enumerate(of_task):
-                self._add(task, device, tuple(coordinates))
+                place = tuple(coordinates)
+                here = f"device {device} of task {task} is at {coordinates}"
+                if not self._has(place):
+                    raise ValueError(f"{here}, outside of the mesh {self._mesh}")
+                other_task, other = self._device_at.setdefault(place, (task, device))
+                if (other_task, other) != (task, device):
+                    raise ValueError(f"{here}, and so is device {other} of task {other_task}")
         self.num_empty = math.prod(self._mesh) - len(self._device_at)
-
-    def _add(self, task: int, device: int, place: tuple[int, ...]) -> None:
-        here = f"device {device} of task {task} is at {list(place)}"
-        if not self._has(place):
-            raise ValueError(f"{here}, outside of the mesh {self._mesh}")
-        if place in self._device_at:
-            other_task, other_device = self._device_at[place]
-            raise ValueError(f"{here}, and so is device {other_device} of task {other_task}")
-        self._device_at[place] = task, device
 
     def _has(self, place: tuple[int, ...]) -> bool:
         if len(place) != MESH_RANK:

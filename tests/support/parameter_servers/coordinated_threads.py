@@ -109,6 +109,7 @@ class Threads:
             references=self.things,
             over=lambda over, before: self.over.append((over, before)),
             joined=lambda: None,
+            is_needed=lambda rank: False,
         )
         strategy: Any = SimpleNamespace(extended=SimpleNamespace(cluster=cluster))
         self.strategy = strategy
