@@ -104,8 +104,8 @@ def certain_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | N
     Raises: TopologyError when a variable is not a number.
     """
     match read_claim(environ):
-        case LauncherClaim(rank=int(rank), size=int(size), at_least=False):
-            return (rank, size) if size > 1 and _REORDER not in environ else None
+        case LauncherClaim(rank=int(rank), size=int(size), at_least=False) if size > 1:
+            return None if _REORDER in environ else (rank, size)
     return None
 
 

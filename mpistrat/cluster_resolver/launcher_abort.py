@@ -34,7 +34,10 @@ def abort_by_launcher(code: int) -> None:
 def _abort_by_pmi(descriptor: int, code: int) -> bool:
     """By version 1 of PMI's wire protocol, over what the launcher has opened for it; returns whether it was sent."""
     with contextlib.suppress(OSError):
-        if _other_end(descriptor) != os.getppid():  # closed meanwhile, and now the program's own
+        with socket.socket(fileno=os.dup(descriptor)) as found:
+            peer = found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, _, _ = struct.unpack("3i", peer)  # at the other end
+        if pid != os.getppid():  # closed meanwhile, and now the program's own
             return False
         os.write(descriptor, b"cmd=init pmi_version=1 pmi_subversion=1\n")
         if select.select([descriptor], (), (), _SECONDS_TO_ANSWER)[0]:
@@ -42,13 +45,6 @@ def _abort_by_pmi(descriptor: int, code: int) -> bool:
         os.write(descriptor, f"cmd=abort exitcode={code}\n".encode())
         return True
     return False
-
-
-def _other_end(descriptor: int) -> int:
-    """The process at the other end of a socket. Raises: OSError for what is none."""
-    with socket.socket(fileno=os.dup(descriptor)) as found:
-        pid, _, _ = struct.unpack("3i", found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(pid)
 
 
 def _cancel(step: str) -> bool:

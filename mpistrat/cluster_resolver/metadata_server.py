@@ -6,10 +6,10 @@ Protocol: https://cloud.google.com/compute/docs/metadata/querying-metadata
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
 from collections.abc import Mapping
+
+from mpistrat.liveness.bounded_waits import within
 
 HOST = "GCE_METADATA_HOST"  # "metadata.google.internal", "127.0.0.1:8080"
 ADDRESS = "GCE_METADATA_IP"  # "169.254.169.254": what TensorFlow's client reads
@@ -27,14 +27,9 @@ def read_metadata(path: str, environ: Mapping[str, str] = os.environ) -> str | N
     """
     host = environ.get(HOST) or environ.get(ADDRESS) or "metadata.google.internal"
     url = f"http://{host}/computeMetadata/v1/{path}"
-    answers: queue.SimpleQueue[str | OSError | None] = queue.SimpleQueue()
-    threading.Thread(
-        target=lambda: answers.put(_answer(url)), name="mpistrat metadata", daemon=True
-    ).start()
-    try:
-        answer = answers.get(timeout=_SECONDS)
-    except queue.Empty:
-        answer = TimeoutError(f"no answer within {_SECONDS:g} s")
+    answers: list[str | OSError | None] = [TimeoutError(f"no answer within {_SECONDS:g} s")]
+    within(_SECONDS, lambda: answers.append(_answer(url)))
+    answer = answers[-1]
     if isinstance(answer, OSError):
         raise OSError(f"{url}: {answer}") from answer
     return answer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpistrat.cluster_resolver import launcher
@@ -25,7 +25,7 @@ def commands(
     library: str,
     hosts: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
-) -> list[Command]:
+) -> Iterator[Command]:
     """What may start the two processes, the likeliest first, each with its environment; a program's words are appended.
 
     Args:
@@ -33,15 +33,13 @@ def commands(
         library: the file of the loaded libmpi, "" if unknown. The launcher beside it is its own.
         hosts: two nodes, one for each process; none for both on this node.
     """
-    found: list[Command] = []
     beside_library = Path(library).parent.parent / "bin" / "mpiexec"
     is_beside = library != "" and beside_library.exists()
     mpiexec = str(beside_library) if is_beside else shutil.which("mpiexec")
     if mpiexec is not None:
-        found.append(_by_mpiexec(mpiexec, version, hosts, environ))
+        yield _by_mpiexec(mpiexec, version, hosts, environ)
     if "SLURM_JOB_ID" in environ and (srun := shutil.which("srun")) is not None:
-        found.append(_by_srun(srun, hosts, environ))
-    return found
+        yield _by_srun(srun, hosts, environ)
 
 
 def _by_mpiexec(

@@ -39,10 +39,6 @@ class RecycledBuffers:
         """Whether nothing refers to any of the buffers."""
         return all(map(self._is_idle, range(len(self._buffers))))
 
-    def like(self, array: Array) -> Array:
-        """An array of the shape and dtype of `array`, a C-contiguous NumPy array or CPU tensor."""
-        return self.empty(array.shape, array.dtype)
-
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         """A C-contiguous NumPy array, or a CPU tensor, whose dtype it is. Arrays made of it keep its memory in use."""
         nbytes, of_numpy = math.prod(shape) * dtype.itemsize, isinstance(dtype, np.dtype)

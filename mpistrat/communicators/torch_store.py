@@ -48,11 +48,6 @@ class Ranks:
         return LOOPBACK if self.topology.num_nodes == 1 else address_that_all_reach(self)
 
 
-def store_of(ranks: Ranks) -> c10d.Store:
-    """A new store for the ranks. Collective over them."""
-    return opener_of_store(ranks)()
-
-
 def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
     """What opens a new store. Collective over the ranks, and uses MPI; what it returns is not, and does not."""
     if ranks.comm is None or ranks.size == 1:
@@ -75,9 +70,8 @@ def _new_file() -> str:
 
     No other group has its name: those of other ranks of the node have their files in this folder, too.
     """
-    observed = observation.observed()
     name = f"store-{os.urandom(8).hex()}"
-    return os.path.join(observed.folder.path, name) if observed else ""
+    return os.path.join(observation.current.folder.path, name) if observation.current else ""
 
 
 def store_at(listener: socket.socket, size: int) -> c10d.TCPStore:

@@ -8,16 +8,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from mpistrat.arrays import Array, copy, dtype_name, is_torch, itemsize
 from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction.arithmetic import SUMMED_AS_FLOAT32, scale
-
-if TYPE_CHECKING:
-    from mpistrat.communicators.reduction.tree import ReductionTree
+from mpistrat.communicators.reduction.tree import ReductionTree
 
 
 @dataclass(slots=True)  # not frozen: that would make each call slower

@@ -236,7 +236,7 @@ class MpiAllReduce(CrossDeviceOps):
         if host.__class__ is not np.ndarray or not host.flags.c_contiguous:
             host = arrays.to_host(host)
         is_small = host.__class__ is np.ndarray and host.nbytes < SMALLEST
-        out = np.empty_like(host) if is_small else self._packer.like(host)
+        out = np.empty_like(host) if is_small else self._packer.empty(host.shape, host.dtype)
         communicator.all_reduce(host, pack.reduction, out=out)
         if pack.to_numpy:
             out = sys.modules["torch"].from_numpy(out)

@@ -89,8 +89,8 @@ class Packer:
 
     def __init__(self) -> None:
         self._recycled = RecycledBuffers()
-        # As an array on the host: another, uninitialized.
-        self.like = self._recycled.like
+        # An uninitialized array on the host
+        self.empty = self._recycled.empty
         _packers.add(self)
         self._plans: collections.deque[PackPlan] = collections.deque(maxlen=_TURNS)
         self._asked: dict[Communicator, int] = {}  # for a window of so many bytes

@@ -193,7 +193,7 @@ class PreemptionCheckpointHandler:
         if self._communicator.size > 1:
             from mpistrat.liveness.ending.job_end import job_end
 
-            job_end().leave_together()
+            job_end().leaves_together = True
         # All have said what they had to.
         self._communicator.barrier(label="before the program ends")
         if self._config.requeue and self._communicator.rank == 0:

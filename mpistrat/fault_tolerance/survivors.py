@@ -46,7 +46,7 @@ class Survivors:
     def meet(self) -> None:
         """Make `communicator`. Collective."""
         self.communicator = communicator_for(self.comm, what="run_elastic")
-        job_end().losses.expect(True)
+        job_end().records.record.expendable = True
 
     def has_lost(self, error: Exception) -> bool:
         """Whether `error` is, or may come of, the loss of a rank."""
@@ -99,7 +99,7 @@ class Survivors:
     def end(self) -> None:
         """Whoever fails from now on ends the job."""
         self._group.stop_looking()
-        job_end().losses.expect(False)
+        job_end().records.record.expendable = False
         if self._group.has_lost():  # one that was done, as all were
             job_end().end_without_finalize()
 

@@ -141,19 +141,17 @@ def launcher_of(pid: int) -> int | None:
     return daemon
 
 
-def launched(pid: int) -> int:
-    """The process, or the ancestor of it, that a launcher has started; the process itself where none is found."""
+def launched(pid: int) -> tuple[int, int]:
+    """The process, or the ancestor of it, that a launcher or its daemon has started; and that launcher, or daemon.
+
+    The process itself and 0 where none is found.
+    """
     child = pid
     for ancestor, name in _ancestors(pid):
         if _STARTS_RANKS.match(name):
-            return child
+            return child, ancestor
         child = ancestor
-    return pid
-
-
-def starter_of(pid: int) -> int:
-    """The launcher, or the daemon of it, that has started the process or an ancestor of it; 0 where none is found."""
-    return next((each for each, name in _ancestors(pid) if _STARTS_RANKS.match(name)), 0)
+    return pid, 0
 
 
 def has_children(pid: int) -> bool:

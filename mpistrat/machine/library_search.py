@@ -59,12 +59,7 @@ def _in_folder(folder: str, pattern: str = _NAMES) -> list[str]:
     """Without what is a linker's script, such as the `libmpi.so` of the wheels; each file once."""
     paths: dict[str, str] = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), pattern))):
-        if _is_library(path):
-            paths.setdefault(os.path.realpath(path), path)
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if file.read(len(_ELF)) == _ELF:
+                paths.setdefault(os.path.realpath(path), path)
     return list(paths.values())
-
-
-def _is_library(path: str) -> bool:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        return file.read(len(_ELF)) == _ELF
-    return False

@@ -19,9 +19,8 @@ def create(path: str, *, binary: bool = False) -> Any:
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    if binary:
-        return open(path, "xb", opener=private)
-    return open(path, "x", encoding="utf-8", opener=private)
+    mode, encoding = ("xb", None) if binary else ("x", "utf-8")
+    return open(path, mode, encoding=encoding, opener=private)
 
 
 def make_folder(path: str) -> None:

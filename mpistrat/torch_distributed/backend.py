@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.torch_store import store_of
+from mpistrat.communicators.torch_store import opener_of_store
 from mpistrat.machine.devices import nccl_that_outlives_errors
 from mpistrat.torch_distributed.native import NativeGroups
 from mpistrat.torch_distributed.process_group import MpistratProcessGroup
@@ -55,5 +55,5 @@ def rendezvous(url: str, timeout: Any = None, **_: Any) -> Iterator[tuple[c10d.S
     here = base()
     pools = here.pools
     with pools.meeting(timeout, "init_process_group") if pools else contextlib.nullcontext():
-        store = store_of(here)
+        store = opener_of_store(here)()
     yield store, here.rank, here.size

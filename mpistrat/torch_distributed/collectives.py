@@ -68,7 +68,7 @@ class Collectives:
     def reduce(self, tensors: Tensors, root: int, op: Any) -> None:
         for tensor in tensors:
             how = combination_of(op, tensor.dtype, self._size)
-            if self._rank != root and how.changes_operand:
+            if self._rank != root and (how.factor is not None or how.divisor is not None):
                 tensor = tensor.detach().clone()  # the program's stays as it is
             with operand(tensor, how) as buffer:
                 self.communicator.reduce(buffer, root, how.reduction)

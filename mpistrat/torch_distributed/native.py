@@ -26,17 +26,16 @@ class NativeGroups:
     def __init__(
         self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, name: str
     ) -> None:
-        self.store, self._rank, self._size = store, rank, size
-        self._timeout, self._name = timeout, name
+        self.store = store
+        self._args = store, rank, size, timeout, name
         self._groups: dict[str, Any] = {}
 
     def of(self, device: torch.device) -> Any:
         """The group that moves tensors of `device`. Raises: RuntimeError where this torch has none."""
         group = self._groups.get(device.type)
         if group is None:
-            args = self.store, self._rank, self._size, self._timeout, self._name
             with self.while_made():
-                group = self._groups[device.type] = make_group(device.type, *args)
+                group = self._groups[device.type] = make_group(device.type, *self._args)
         return group
 
     def shut_down(self) -> None:

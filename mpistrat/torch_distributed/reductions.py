@@ -38,11 +38,6 @@ class Combination(NamedTuple):
     divisor: int | None = None
     of_numpy: bool = False
 
-    @property
-    def changes_operand(self) -> bool:
-        """Whether the operand is another tensor afterwards, also on ranks that get no result."""
-        return self.factor is not None or self.divisor is not None
-
 
 def combination_of(op: Any, dtype: torch.dtype, ranks: int) -> Combination:
     """How `op`, a `ReduceOp` or one of its constants, combines tensors of `dtype` of so many ranks.
@@ -63,22 +58,17 @@ def _combination(name: str, dtype: torch.dtype, ranks: int) -> Combination:
             raise TypeError(f"ReduceOp.{name} is for numbers, got a tensor of {dtype}")
         return Combination(reducing(_OPS_OF_BOOLEANS[name]))
     numeric = dtype.is_floating_point or dtype.is_complex
-    if numeric:
-        _check_numeric(name, dtype)
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        raise TypeError(
+            f"tensors of {dtype} can be moved, but not combined by ReduceOp.{name}: convert them to bfloat16 first"
+        )
+    if numeric and name in _BITWISE:
+        raise TypeError(f"ReduceOp.{name} is for integers and booleans, got a tensor of {dtype}")
     if name != "AVG":
         return Combination(reducing(_OPS[name]), of_numpy=numpy_knows(dtype))
     if numeric:
         return Combination(reducing("sum", "", 1 / ranks), of_numpy=numpy_knows(dtype))
     return Combination(reducing("sum"), divisor=ranks)
-
-
-def _check_numeric(name: str, dtype: torch.dtype) -> None:
-    if dtype.is_floating_point and dtype.itemsize == 1:
-        raise TypeError(
-            f"tensors of {dtype} can be moved, but not combined by ReduceOp.{name}: convert them to bfloat16 first"
-        )
-    if name in _BITWISE:
-        raise TypeError(f"ReduceOp.{name} is for integers and booleans, got a tensor of {dtype}")
 
 
 @contextlib.contextmanager

@@ -33,6 +33,8 @@ def run_program(
     """
     _share_cores()
     # Only here, for torch reads OMP_NUM_THREADS when it is imported.
+    import torch
+
     from mpistrat.torch_distributed.default_backend import replace_default_backend
     from mpistrat.torch_distributed.rendezvous import base, start_agent_store
     from mpistrat.torch_distributed.spawned_ranks import look_for_spawned_ranks
@@ -40,7 +42,9 @@ def run_program(
     default_group.make_known_to_torch()
     ranks = base()
     set_torchrun_environment(ranks.topology, *start_agent_store(ranks))
-    if not _has_accelerator():
+    # Asked without starting it: the program may still choose by CUDA_VISIBLE_DEVICES, or fork.
+    built_for = torch.accelerator.current_accelerator()
+    if built_for is None or not torch.get_device_module(built_for).device_count():
         have_accelerate_use_cpus()
     if not keeps_backend:
         replace_default_backend()
@@ -117,14 +121,6 @@ def _share_cores() -> None:
     if not users_threads():
         local = [cpus for node, cpus in affinities if node == topology.node]
         os.environ["OMP_NUM_THREADS"] = str(intra_op_threads(affinity, local))
-
-
-def _has_accelerator() -> bool:
-    """Asked without starting it: the program may still choose by CUDA_VISIBLE_DEVICES, or fork."""
-    import torch
-
-    built_for = torch.accelerator.current_accelerator()
-    return built_for is not None and torch.get_device_module(built_for).device_count() > 0
 
 
 def _show_only_the_program(part: types.TracebackType | None) -> None:

@@ -199,7 +199,10 @@ class GroupCalls:
         """Make a call here, or on the communication thread if the program does not wait for it."""
         self.check_usable()
         thread = self._thread
-        if thread is not None and self._is_in_callback(thread):
+        # This thread may just have made a call, and be in a callback of the call's future. The calls of the callback
+        # come next, on all ranks: whether the communication thread or the thread of backward() makes the calls, is each
+        # rank's own choice. They must not wait for calls that this thread has yet to make.
+        if thread is not None and (self._after_backward.is_making() or thread.is_current()):
             self._make(call, operands)
             self._stay_inside(True)
         elif is_async and self._communicator.thread_multiple:
@@ -293,14 +296,6 @@ class GroupCalls:
         self._after_backward.leave()
         if self._thread is not None:
             self._thread.end()
-
-    def _is_in_callback(self, thread: CommunicationThread) -> bool:
-        """Whether this thread has just made a call, and is now in a callback of the call's future.
-
-        The calls of the callback come next, on all ranks: whether the communication thread or the thread of backward()
-        makes the calls, is each rank's own choice. They must not wait for calls that this thread has yet to make.
-        """
-        return self._after_backward.is_making() or thread.is_current()
 
     def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
         """The other ranks hear of an error of this rank alone: they are in the call, or will be."""

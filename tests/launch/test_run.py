@@ -266,7 +266,7 @@ from mpistrat.liveness.records.record import LIMIT
 processes.job_of = lambda pid: ""  # else the ranks of nodes that MPICH makes up would have one observer
 timeout, pause, limit = map(float, sys.argv[1:])
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
-observation.observed().record.words[LIMIT] = int(limit * 1e9)  # as if the default were so
+observation.current.record.words[LIMIT] = int(limit * 1e9)  # as if the default were so
 rank = dist.get_rank()
 dist.barrier()
 if rank:

@@ -2,7 +2,7 @@
 
 from mpi4py import MPI
 
-from mpistrat.communicators.torch_store import Ranks, store_of
+from mpistrat.communicators.torch_store import Ranks, opener_of_store
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -10,7 +10,7 @@ RANK, SIZE = WORLD.rank, WORLD.size
 
 def test_groups_over_other_ranks_of_a_node_have_stores_of_their_own() -> None:
     half = RANK // 2  # with four ranks, two groups of two
-    store = store_of(Ranks(WORLD.Split(half)))
+    store = opener_of_store(Ranks(WORLD.Split(half)))()
     store.set(f"group {half}", "is here")
     WORLD.Barrier()
     groups = range((SIZE + 1) // 2)

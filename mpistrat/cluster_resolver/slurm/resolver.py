@@ -158,13 +158,12 @@ class SlurmClusterResolver(ClusterResolver):
     def _tasks_of_nodes(
         self, tasks_per_node: int | str | Mapping[str, int] | None
     ) -> list[tuple[str, int]]:
+        hosts = _hosts_in(self._environ, NODE_LIST)
         if isinstance(tasks_per_node, Mapping):
             counts = _counts("tasks_per_node", tasks_per_node)
-            listed = _hosts_in(self._environ, NODE_LIST)
-            order = listed.index if set(counts) <= set(listed) else _natural
+            order = hosts.index if set(counts) <= set(hosts) else _natural
             return sorted(counts.items(), key=lambda item: order(item[0]))
         self._variable(NODE_LIST)
-        hosts = _hosts_in(self._environ, NODE_LIST)
         if tasks_per_node is not None:
             return [(host, _count("tasks_per_node", tasks_per_node)) for host in hosts]
         try:

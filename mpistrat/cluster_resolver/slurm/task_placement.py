@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mpistrat.errors import TopologyError
@@ -33,12 +34,8 @@ def place_tasks(
     Raises: TopologyError when the distribution is unknown, or when `host_of_task` contradicts the rest.
     """
     nodes = _nodes_of_tasks(tasks_of_nodes, re.split("[:,]", distribution)[0], host_of_task)
-    seen = [0] * len(tasks_of_nodes)
-    places = []
-    for node in nodes:
-        places.append(TaskPlacement(node, tasks_of_nodes[node][0], seen[node]))
-        seen[node] += 1
-    return places
+    local_ranks: dict[int, Iterator[int]] = collections.defaultdict(itertools.count)
+    return [TaskPlacement(node, tasks_of_nodes[node][0], next(local_ranks[node])) for node in nodes]
 
 
 def _nodes_of_tasks(

@@ -95,11 +95,6 @@ class Contract(Unchecked):
         code, line = self._called_at
         return f"{code.co_filename}:{line} in {code.co_name}"
 
-    @property
-    def is_abandoned(self) -> bool:  # type: ignore[override]
-        """Whether this rank left a call while others may still be in it: none can follow."""
-        return self._abandoned is not None
-
     def raise_together(self, error: Exception) -> NoReturn:
         self.raising = error
         try:
@@ -165,7 +160,8 @@ class Contract(Unchecked):
         self.__exit__()
 
     def _abandon(self, error: BaseException) -> None:
-        self._abandoned, self._is_closed = error, True
+        self._abandoned = error
+        self.is_abandoned = self._is_closed = True
 
     def _check_usable(self, signature: CallSignature, thread: int) -> None:
         """Raises: RuntimeError where this rank, or this thread of it, can enter no call."""

@@ -15,16 +15,14 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.node import shared_memory
+from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.reduction.arithmetic import arithmetic_of, scale
-
-if TYPE_CHECKING:
-    from mpistrat.communicators.node.blocks import Blocks
 
 PAGE = mmap.PAGESIZE
 # Bytes that are combined before the next, while they are in the caches.

@@ -54,8 +54,6 @@ class SharedSlots:
 
     def bytes(self, nbytes: int) -> Places[np.ndarray]:
         """The places of buffers of `nbytes`, LARGEST at most."""
-        if nbytes == LARGEST:
-            return self._bytes
         even, odd = ([place[:nbytes] for place in places] for places in self._bytes)
         return even, odd
 

@@ -216,15 +216,13 @@ _SMALL_CALLS: dict[str, Callable[[SharedSlots, Operands], SmallCall]] = {
 
 def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall | None:
     """What moves such a call through `slots`; None if it is not small. The same on all ranks."""
-    nbytes = int(operands.buffer.nbytes)
-    if call in ("all_gather", "all_to_all"):  # the ranks' sizes may differ
-        return _SMALL_CALLS[call](slots, operands)
-    largest = largest_combined(slots.size) if call in ("all_reduce", "reduce") else LARGEST
-    if nbytes > largest:
-        return None
-    combines = call in ("all_reduce", "reduce", "reduce_scatter")
-    if combines and not can_combine(operands.buffer.dtype, operands.reduction.op):
-        return None
+    if call not in ("all_gather", "all_to_all"):  # of which the ranks' sizes may differ
+        largest = largest_combined(slots.size) if call in ("all_reduce", "reduce") else LARGEST
+        if operands.buffer.nbytes > largest:
+            return None
+        combines = call in ("all_reduce", "reduce", "reduce_scatter")
+        if combines and not can_combine(operands.buffer.dtype, operands.reduction.op):
+            return None
     return _SMALL_CALLS[call](slots, operands)
 
 

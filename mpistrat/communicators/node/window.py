@@ -31,6 +31,7 @@ class Window(Exchange):
 
     Attributes:
         capacity: bytes of the largest buffer.
+        buffers: those that are handed out.
     """
 
     def __init__(self, segments: list[np.ndarray], rank: int, blocks: Blocks) -> None:
@@ -45,20 +46,16 @@ class Window(Exchange):
         memory = segments[rank].data
         starts = range(PAGE, PAGE + _BUFFERS * capacity, capacity)
         buffers = [np.frombuffer(memory[start : start + capacity], np.uint8) for start in starts]
-        self._buffers = RecycledBuffers(buffers=buffers)
+        self.buffers = RecycledBuffers(buffers=buffers)
 
     @staticmethod
     def nbytes_for(largest: int) -> int:
         """The size of a segment for buffers of up to `largest` bytes."""
         return PAGE + _BUFFERS * -(-largest // PAGE) * PAGE
 
-    def take(self, nbytes: int) -> np.ndarray | None:
-        """A buffer that nothing refers to; None when all are in use."""
-        return self._buffers.free(nbytes)
-
     def idle_bytes(self) -> int:
         """The bytes that this rank gives back with the window; 0 while anything refers to its buffers."""
-        return len(self._segments[self.rank]) if self._buffers.are_idle() else 0
+        return len(self._segments[self.rank]) if self.buffers.are_idle() else 0
 
     def place_of(self, memory: np.ndarray) -> int:
         """Where `memory` begins in this rank's segment; NOWHERE for other memory."""

@@ -8,7 +8,6 @@ ask for it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +24,7 @@ from mpistrat.communicators.reduction.arithmetic import (
     SUMMED_AS_FLOAT32,
     arithmetic_of,
     can_combine,
+    share_of,
 )
 from mpistrat.communicators.transport import Operands, Transport, reduce_in_place
 from mpistrat.communicators.transports.mpi import MpiTransport
@@ -64,8 +64,7 @@ class RingTransport(Transport):
 
     def _parts(self, flat: np.ndarray) -> list[np.ndarray]:
         """A view for each rank, of equal lengths as far as possible; of few elements, some ranks have none."""
-        cuts = [len(flat) * rank // self.size for rank in range(self.size + 1)]
-        return [flat[first:end] for first, end in itertools.pairwise(cuts)]
+        return [flat[first:end] for first, end in share_of(len(flat), 1, self.size)]
 
     def _combine(self, parts: Sequence[np.ndarray], op: str) -> None:
         """Combine part r on rank r. The other parts are left half combined."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from mpistrat.communicators.router import Router, Transports
 from mpistrat.communicators.transport import Exchange, Operands, Transport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.records.watch import CommunicatorWatch
+from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.settings import shared_bytes
 
 # Below, MPI is always faster: two meetings in Python cost more than its whole message.
@@ -83,7 +83,7 @@ class WindowTransport(Transport, NodeMemory):
                 return None
             self.window = Window(segments, self.rank, blocks)
             self.window_capacity = self.window.capacity
-        return self.window.take(nbytes)
+        return self.window.buffers.free(nbytes)
 
     def shared_blocks(self) -> Blocks | None:
         """Where the ranks meet; None if they cannot share memory, which the first call tries. Collective."""
@@ -137,10 +137,7 @@ class WindowTransport(Transport, NodeMemory):
         return share(nbytes, self.rank, gather, populate=populate)
 
     def _warn(self, what: str, why: str) -> None:
-        if self.rank == 0:
-            warnings.warn(
-                f"no shared memory on this node, so {what}: {why}", RuntimeWarning, stacklevel=2
-            )
+        warn_on_first_rank(self.rank, f"no shared memory on this node, so {what}: {why}")
 
     def _measure(self, blocks: Blocks) -> None:
         """Find out from which size on memory is faster than MPI."""

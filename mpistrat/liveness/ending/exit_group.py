@@ -33,6 +33,8 @@ class ExitGroup:
         record: of this rank.
     Attributes:
         other_nodes: those that the ranks are on, but for this one's.
+        watched: the calls of the group's communicators.
+        coordinator: decides whether the job is over, if this is the group's first rank.
     """
 
     def __init__(
@@ -42,10 +44,10 @@ class ExitGroup:
         self._members = comm.Get_group()
         self._comm = comm.Dup()
         self._who, self._losses = who, losses
-        self._watched: list[WatchedCalls] = []
+        self.watched: list[WatchedCalls] = []
         self._reported: dict[str, int] = {}  # the last call of each communicator that was reported
         # All report to that of rank 0; those of other ranks have nobody to decide about.
-        self._coordinator = ExitCoordinator(comm.size if comm.rank == 0 else 0)
+        self.coordinator = ExitCoordinator(comm.size if comm.rank == 0 else 0)
         self.other_nodes = OtherNodes(self._comm, record, self._send)
         self._sending = threading.Lock()
         self._unsent: list[MPI.Request] = []
@@ -59,9 +61,6 @@ class ExitGroup:
         alike = revocable_group_of(comm) is self._revocable_group
         return alike and MPI.UNDEFINED not in translated
 
-    def add(self, calls: WatchedCalls) -> None:
-        self._watched.append(calls)
-
     @property
     def lost(self) -> bool:
         """Whether one of the ranks has failed, and the others have gone on without this group."""
@@ -69,7 +68,7 @@ class ExitGroup:
 
     def calls(self) -> Iterator[WatchedCalls]:
         """Of the communicators of this group, and of all their parts."""
-        return _with_parts(self._watched)
+        return _with_parts(self.watched)
 
     def look(self) -> bool:
         """Exchange messages; returns whether this rank was found to be stuck in one more collective."""
@@ -95,10 +94,6 @@ class ExitGroup:
             if rank != self._comm.rank and not self.lost:
                 self._send(message, rank)
 
-    def verdict(self) -> tuple[str, int] | None:
-        """Why the job is over and its exit code, if this rank decides that and the job is over."""
-        return self._coordinator.verdict(time.monotonic())
-
     def leave(self, end: ProgramExit) -> None:
         calls = {calls.name: calls.calls for calls in self.calls()}
         self._send(Left(MPI.COMM_WORLD.rank, self._who, end.how, end.code, calls))
@@ -113,7 +108,7 @@ class ExitGroup:
         self._receive()
         with self._sending:
             self._forget_sent()
-        return self._all_ended.Test() and self._coordinator.all_left() and not self._unsent
+        return self._all_ended.Test() and self.coordinator.all_left() and not self._unsent
 
     def _send(self, message: Any, rank: int = 0) -> None:
         with self._sending:  # a rank that fails does so in any thread
@@ -130,7 +125,7 @@ class ExitGroup:
             if isinstance(message, (Ask, Answer, Raise, NotedFailure)):
                 self.other_nodes.receive(message)
             else:
-                self._coordinator.receive(message, now)
+                self.coordinator.receive(message, now)
         self.other_nodes.look(now)
 
 

@@ -14,12 +14,11 @@ SILENT_TIMES = 10  # in a row that find it silent: when a job that was suspended
 class FallbackObserver:
     """Called by: the thread of each rank that looks a few times a second."""
 
-    def __init__(self) -> None:
-        self._silent = 0
+    _silent = 0
 
     def look(self) -> None:
         """Report, if this rank waits for too long and the observer says nothing; of a node's ranks, one does."""
-        observed = observation.observed()
+        observed = observation.current
         if observed is None or observed.record.abort:
             return
         record, now = observed.record, time.monotonic()

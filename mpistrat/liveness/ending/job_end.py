@@ -50,6 +50,8 @@ class JobEnd:
         end_job: as of `RankEnd`.
         records: this rank's record, and what it reads of the others of its node.
         losses: the ranks that the others go on without.
+        leaves_together: all ranks have agreed to end the program now, with whatever exit code: none that does so has
+            failed.
     """
 
     def __init__(self) -> None:
@@ -57,10 +59,10 @@ class JobEnd:
         self._rank.catch_exceptions()
         self.end_job = self._rank.end_job
         self.records = NodeRecords()
-        self.losses = LostRanks(self.records)
+        self.losses = LostRanks()
         self._groups: list[ExitGroup] = []
         self._last_actions: list[Callable[[], None]] = []
-        self._leaves_together = self._has_left = self._has_warned = False
+        self.leaves_together = self._has_left = self._has_warned = False
         self._raises_since = math.inf  # ns: when the thread saw that a stall is to be raised
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_out, name="mpistrat job end", daemon=True)
@@ -98,7 +100,7 @@ class JobEnd:
             self._groups.append(group)
         nodes = (group.other_nodes for group in self._groups if group.other_nodes.are_some)
         self._rank.other_nodes = next(nodes, None)
-        group.add(calls)
+        group.watched.append(calls)
 
     def tell_others(self, report: str, group: int, call: int) -> None:
         """This rank has left a collective for an error. Other ranks that stay in the collective raise `report`.
@@ -109,10 +111,6 @@ class JobEnd:
         """
         for watched in self._groups:
             watched.tell(Raise(report, group, call))
-
-    def leave_together(self) -> None:
-        """All ranks have agreed to end the program now, with whatever exit code: none that does so has failed."""
-        self._leaves_together = True
 
     def end_without_finalize(self) -> None:
         """From now on this program ends without MPI_Finalize, which may wait for a failed rank (Open MPI #11404).
@@ -186,7 +184,7 @@ class JobEnd:
         end = program_exit()
         if end.failed:
             _end_job(end.how, end.code)
-        if self._leaves_together:
+        if self.leaves_together:
             end = ProgramExit(0, end.how)
         self._rank.flush()
         try:
@@ -277,7 +275,7 @@ def _look_at(group: ExitGroup) -> None:
 
 
 def _end_if_decided(group: ExitGroup) -> None:
-    if verdict := group.verdict():
+    if verdict := group.coordinator.verdict(time.monotonic()):
         why, code = verdict
         rank_end().end_job(f"ending the job: {why}", code)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 from mpi4py import MPI
 
-from mpistrat.liveness.observer.node_records import NodeRecords
 from mpistrat.liveness.revocable_group import means_rank_lost, revocable_group_of
 
 
@@ -17,15 +16,10 @@ class LostRanks:
     Attributes: happened: whether a rank was lost and the others went on without it.
     """
 
-    def __init__(self, records: NodeRecords) -> None:
+    def __init__(self) -> None:
         self.happened = False
-        self._records = records
         self._goes_on = False
         self._has_lost: Callable[[], bool] = lambda: False
-
-    def expect(self, expected: bool) -> None:
-        """Whether the others go on if this rank dies."""
-        self._records.record.expendable = expected
 
     def go_on(self, has_lost: Callable[[], bool]) -> None:
         """From now on, the death of a rank does not end this program, not even while it waits for all at its end.

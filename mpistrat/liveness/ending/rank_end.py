@@ -117,7 +117,7 @@ class RankEnd:
             self.say_last(f"{self.who} failed; ending the job\n{traceback}")
 
         traceback = of_the_program(traceback)
-        observed = observation.observed()
+        observed = observation.current
         summary = "" if isinstance(error, KeyboardInterrupt) else advice_for(error, self.rank)
         try:
             if observed is None:
@@ -150,13 +150,14 @@ class RankEnd:
         time.sleep(deadlines.RANK_WAITS_FOR_LAUNCHER_TO_READ)
         observation.remember_mappings()  # of a program that has no strategy
         mpi = _running_mpi()
+        in_main_thread = threading.current_thread() is threading.main_thread()
         if mpi is None:
             abort_by_launcher(code)
         elif not why_not_fault_tolerant(mpi.Get_library_version()):
             # After MPI_Abort, a fault tolerant mpirun (PRRTE 3.0) now and then waits for ever for a lock that it has
             # freed; an exit code other than 0 ends the job there, too.
             os._exit(code or 1)
-        elif _may_call(mpi):
+        elif in_main_thread or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
             mpi.COMM_WORLD.Abort(code)
             # MPICH returns once the launcher knows.
             time.sleep(deadlines.RANK_WAITS_FOR_LAUNCHER_TO_KILL)
@@ -174,7 +175,7 @@ class RankEnd:
         """
         if hasattr(sys, "ps1") or not self.is_running():
             return False
-        return launched(self._pid) == self._pid or _running_mpi() is not None
+        return launched(self._pid)[0] == self._pid or _running_mpi() is not None
 
     def flush(self) -> None:
         within(deadlines.RANK_WAITS_FOR_ITS_STREAMS, self._flush)
@@ -185,7 +186,7 @@ class RankEnd:
                 stream.flush()
 
     def _is_ending(self) -> None:
-        if observed := observation.observed():
+        if observed := observation.current:
             observed.record.state = ENDING
 
     def _leave(self) -> None:
@@ -193,14 +194,14 @@ class RankEnd:
         if not (self.decides_exits and self._is_the_rank()):
             return
         end = program_exit()
-        if observed := observation.observed():
+        if observed := observation.current:
             observed.record.end = end.how
         if end.failed or (end.code and not self._all_exit()):
             self.end_job(f"ending the job: {self.who} {end.how}", end.code)
 
     def _all_exit(self) -> bool:
         """Whether all ranks come to their ends now, as when all call sys.exit(2)."""
-        observed = observation.observed()
+        observed = observation.current
         if observed is None:
             return False
         observed.record.state = LEFT
@@ -268,9 +269,3 @@ def begin() -> None:
 def _running_mpi() -> Any:
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else None
-
-
-def _may_call(mpi: Any) -> bool:
-    """Whether this thread may call MPI."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    return in_main_thread or bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)

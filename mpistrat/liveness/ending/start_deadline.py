@@ -82,7 +82,7 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
 @contextmanager
 def _starting(size: int | None) -> Iterator[None]:
     """The observer knows that this rank waits for all ranks of the job, if those are `size`."""
-    observed = observation.observed()
+    observed = observation.current
     record = observed.record if observed and observed.record.size == size else RankRecord(None)
     before = record.starting  # of a block around this one
     record.starting = before or time.monotonic_ns()

@@ -119,9 +119,8 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
         if inode not in known:
             with contextlib.suppress(OSError, ValueError):  # being made just now
                 record = RankRecord(record_of(folder, rank))
-                started = processes.launched(record.pid)
+                started, starter = processes.launched(record.pid)
                 script = 0 if started == record.pid else started
-                starter = processes.starter_of(record.pid)
                 stacks = stacks_of(folder, rank)
                 found.append(ObservedRank(record, stacks, inode, script, starter))
     return found
@@ -169,10 +168,6 @@ class Wait:
     def noticed(self) -> bool:
         """Whether it was said, after the timeout, for whom all of the waiting ranks wait."""
         return all(rank.record.noticed == slot.entry for rank, slot in self.inside.items())
-
-    def set_noticed(self) -> None:
-        for rank, slot in self.inside.items():
-            rank.record.noticed = slot.entry
 
     def lasts(self) -> bool:
         """Whether the ranks still wait in it."""
@@ -325,11 +320,6 @@ class FailureDetector:
 
     def in_state(self, state: int) -> list[ObservedRank]:
         return [rank for rank in self.ranks.values() if rank.record.state == state]
-
-    def let_go(self, lost: ObservedRank) -> None:
-        """The others go on without it."""
-        lost.lost = True
-        self.first_died = 0.0
 
     def _wait(self, seconds: float) -> None:
         for file, event in self._epoll.poll(seconds):  # in the order in which they came

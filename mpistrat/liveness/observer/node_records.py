@@ -117,8 +117,7 @@ class NodeRecords:
 
     def _open_folder(self, node: MPI.Intracomm) -> tuple[JobFolder | None, bool]:
         """The job's folder that this process holds, and whether it is new: the first rank of a node makes it."""
-        observed = observation.observed()
-        folder = None if observed is None else observed.folder
+        folder = observation.current.folder if observation.current else None
         if node.rank == 0 and not self._has_joined:
             with contextlib.suppress(OSError):
                 remove_leftovers()
@@ -132,7 +131,7 @@ class NodeRecords:
 
         Args: held: the folder that this process holds, which may be another job's.
         """
-        observed = observation.observed()
+        observed = observation.current
         if observed is None or observed.folder.path != path:
             folder = held if held and held.path == path else JobFolder(path)
             observed = observation.join(folder, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)

@@ -45,7 +45,7 @@ class Observed:
     line: int
 
 
-_observed: Observed | None = None
+current: Observed | None = None  # what `join` returned last
 
 
 def begin() -> bool:
@@ -57,7 +57,7 @@ def begin() -> bool:
         rank_and_size = launcher.certain_rank()
     except TopologyError:  # whoever asks for the topology is told
         return False
-    if rank_and_size is None or _observed is not None or rank_pid() or _is_of_multiprocessing():
+    if rank_and_size is None or current is not None or rank_pid() or _is_of_multiprocessing():
         return False
     name = job_of(os.getpid())
     if not name and launcher.is_first_on_node():
@@ -82,20 +82,15 @@ def _is_of_multiprocessing() -> bool:
     return process is not None and process.parent_process() is not None
 
 
-def observed() -> Observed | None:
-    """What `join` returned last; None before."""
-    return _observed
-
-
 def join(folder: JobFolder, rank: int, size: int) -> Observed:
     """Have this process's record in `folder`. The record's limits are not set yet.
 
     Raises: OSError, also when another process that lives has the rank's record.
     """
-    global _observed
-    if _observed is not None:
-        _observed.record.state = LEFT
-        os.unlink(record_of(_observed.folder.path, _observed.record.rank))
+    global current
+    if current is not None:
+        current.record.state = LEFT
+        os.unlink(record_of(current.folder.path, current.record.rank))
     path = record_of(folder.path, rank)
     with contextlib.suppress(FileNotFoundError):
         # Of a program that the launcher's script ran before, or that this process ran before an exec.
@@ -113,20 +108,20 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
         raise
     speak_on_signal(record, stacks_of(folder.path, rank))
     record.start(rank, size, os.uname().nodename)
-    _observed = Observed(folder, record, held)
-    return _observed
+    current = Observed(folder, record, held)
+    return current
 
 
 def remember_mappings() -> None:
     """Have the files in memory that MPI has mapped here removed when the job has ended, however it ends."""
-    if _observed is not None:
+    if current is not None:
         with contextlib.suppress(OSError):
-            _observed.folder.remember_mappings(_observed.record.rank)
+            current.folder.remember_mappings(current.record.rank)
 
 
 def wait_until_observed() -> None:
     """Return once an observer watches this process, or after a while: it could not tell how one died before."""
-    if observed := _observed:
+    if observed := current:
         soon(lambda: observed.record.looked > 0, deadlines.RANK_WAITS_FOR_FIRST_LOOK_OF_OBSERVER)
 
 
@@ -153,11 +148,11 @@ def say(text: str) -> bool:
 
     For a rank that has no usable stderr of its own. It may end as soon as this returns.
     """
-    if _observed is None or os.getpid() != _observed.record.pid:
+    if current is None or os.getpid() != current.record.pid:
         return False
-    record = _observed.record
+    record = current.record
     with contextlib.suppress(OSError):
-        with create(words_of(_observed.folder.path, record.rank)) as file:
+        with create(words_of(current.folder.path, record.rank)) as file:
             file.write(text)
         record.say = 1
         return soon(lambda: not record.say, deadlines.RANK_WAITS_FOR_WORDS_OF_OBSERVER)
@@ -170,16 +165,16 @@ def announce_exit() -> Observed | None:
     The launcher may end all in the same moment, and the observer may get a core only then.
     Returns: what others see of this process, if it is a rank that they expect to go on; else None.
     """
-    if _observed is None or os.getpid() != _observed.record.pid:
+    if current is None or os.getpid() != current.record.pid:
         return None
-    record = _observed.record
+    record = current.record
     if record.state != RUNNING or not record.slots():
         return None
     record.exits = ANNOUNCED
     with contextlib.suppress(OSError):
-        os.write(_observed.line, b"\n")
+        os.write(current.line, b"\n")
         soon(lambda: record.exits != ANNOUNCED, deadlines.RANK_WAITS_FOR_OBSERVER_TO_SEE_EXIT)
-    return _observed
+    return current
 
 
 def wake_observer(record: RankRecord) -> None:
@@ -191,10 +186,10 @@ def wake_observer(record: RankRecord) -> None:
 
 def has_lost_files() -> bool:
     """Whether the program has closed a descriptor that it did not open: MPI's are then closed, too."""
-    if _observed is None or os.getpid() != _observed.record.pid:
+    if current is None or os.getpid() != current.record.pid:
         return False
     with contextlib.suppress(OSError):
-        return not stat.S_ISFIFO(os.fstat(_observed.line).st_mode)
+        return not stat.S_ISFIFO(os.fstat(current.line).st_mode)
     return True
 
 

@@ -175,7 +175,7 @@ class Observer:
             return
         if detector.others_may_go_on() and all(rank.record.expendable for rank in unexplained):
             for rank in unexplained:  # the others say how many they are
-                detector.let_go(rank)
+                rank.lost, detector.first_died = True, 0.0
                 how = describe_exit(rank.status)
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
         elif not detector.exited_together(unexplained):
@@ -218,7 +218,8 @@ class Observer:
             self._say(f"\nmpistrat: {text}\nmpistrat: {end}\n")
         self._has_noticed_wait = True
         if passed:
-            wait.set_noticed()
+            for rank, slot in wait.inside.items():
+                rank.record.noticed = slot.entry
 
     def _stall_report(self, wait: Wait, waited: float) -> str:
         accounts = self._ask_other_nodes(wait)
@@ -287,19 +288,16 @@ class Observer:
             self._ending_since = min(self._ending_since, now)
         ending = now - self._ending_since
         if ending > deadlines.OBSERVER_WAITS_FOR_LAUNCHER:
-            self._tell_others_to_end()
+            # Under fault tolerant MPI, MPI_Abort ends one rank only; and before MPI_Init, an exit code no other.
+            for rank in self._detector.ranks.values():
+                if not rank.record.abort and rank.record.state != ENDING:
+                    rank.record.code, rank.record.abort = 1, END
         if not self._killed and (self._is_unheard(now) or ending > self._patience_with_ending()):
             self._killed = True
             for rank in self._detector.ranks.values():
                 if rank.letter not in DEAD:
                     with contextlib.suppress(OSError):
                         os.kill(rank.pid, signal.SIGKILL)
-
-    def _tell_others_to_end(self) -> None:
-        """Under fault tolerant MPI, MPI_Abort ends one rank only; and before MPI_Init, an exit code no other."""
-        for rank in self._detector.ranks.values():
-            if not rank.record.abort and rank.record.state != ENDING:
-                rank.record.code, rank.record.abort = 1, END
 
     def _is_unheard(self, now: float) -> bool:
         """Whether ranks have had the time to end since they were told to."""

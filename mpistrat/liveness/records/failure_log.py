@@ -36,18 +36,13 @@ class NotedFailure:
     kind: str
     rank: int
     error: str
-
-
-@dataclass(frozen=True)
-class _FailureEntry(NotedFailure):
-    at: float  # time.monotonic()
+    at: float = 0.0  # time.monotonic() of this node, once it is read here
 
 
 class Nodes(Protocol):
     """The other nodes of the job."""
 
-    @property
-    def is_first_node(self) -> bool: ...
+    is_first_node: bool
 
     def tell_failure(self, failure: NotedFailure) -> None:
         """Have them note it, too. Does not wait for them."""
@@ -127,12 +122,12 @@ class FailureLog:
         said = (entry.error for entry in self._entries(_SAID))
         return any(error == OF_ANOTHER_RANK or _are_alike(error, other) for other in said)
 
-    def _entries(self, wanted: str) -> list[_FailureEntry]:
+    def _entries(self, wanted: str) -> list[NotedFailure]:
         """The entries of this kind from the last seconds, in their order."""
         with open(self._path, encoding="utf-8") as file:
             lines = file.read().rpartition("\n")[0].splitlines()  # the last may be half written
         found = (line.split() for line in lines)
-        entries = [_FailureEntry(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
+        entries = [NotedFailure(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
         since = time.monotonic() - deadlines.NOTED_FAILURE_COUNTS
         return [entry for entry in entries if entry.kind == wanted and entry.at > since]
 

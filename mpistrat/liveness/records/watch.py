@@ -92,23 +92,16 @@ class WatchedCalls(Protocol):
         parts: the communicators that were made of this one.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def calls(self) -> int: ...
+    name: str
+    calls: int
+    raising: Exception | None
+    watch: CommunicatorWatch
 
     @property
     def waiting_in(self) -> object | None: ...
 
     @property
     def called_at(self) -> str: ...
-
-    @property
-    def raising(self) -> BaseException | None: ...
-
-    @property
-    def watch(self) -> CommunicatorWatch: ...
 
     @property
     def parts(self) -> Sequence[WatchedCalls]: ...

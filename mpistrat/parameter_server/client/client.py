@@ -94,7 +94,7 @@ class Client:
     def pull(self, address: Address) -> Array:
         """The value, on the host."""
         with self._recycling:
-            out = self._results.like(address.spec.empty())
+            out = self._results.empty(address.spec.shape, address.spec.native_dtype)
         self.pull_into([(address, out)])
         return out
 

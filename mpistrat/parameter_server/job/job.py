@@ -137,7 +137,7 @@ class ServerJob:
         self.rpc.notify(self.servers[0], _HERE, coordinates)
         self.rpc.run_until(lambda: self._begun)
         job_end().losses.go_on(self.rpc.channel.has_lost)
-        job_end().losses.expect(not coordinates)
+        job_end().records.record.expendable = not coordinates
 
     def _comes(self, rank: int, coordinates: bool) -> None:
         self._here += 1

@@ -139,7 +139,7 @@ def without_observer() -> None:
     """The observer is stopped or killed, and the last rank does not come."""
     strategy = strategy_of()
     reduce(strategy)
-    observed = observation.observed()
+    observed = observation.current
     assert observed is not None
     pid = observed.record.observer
     if world.rank == 0:

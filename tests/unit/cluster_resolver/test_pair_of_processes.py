@@ -33,9 +33,9 @@ def test_the_launcher_beside_the_library(
     """It knows nothing of this job; on one node nothing of the allocation either, which has other nodes."""
     library = str(prefix / "lib" / "libmpi.so.12")
     mpiexec = [str(prefix / "bin" / "mpiexec"), "-n", "2"]
-    command, environment = commands(version, library, environ=RANK)[0]
+    command, environment = next(commands(version, library, environ=RANK))
     assert (command, environment) == ([*mpiexec, *here], {"OMPI_MCA_pml": "ucx"})
-    command, environment = commands(version, library, ["a", "b"], RANK)[0]
+    command, environment = next(commands(version, library, ["a", "b"], RANK))
     assert command == [*mpiexec, *there]
     assert environment == {"OMPI_MCA_pml": "ucx", "SLURM_JOB_ID": "7", "SLURM_OVERLAP": "1"}
 
@@ -52,4 +52,4 @@ def test_srun_comes_second(prefix: Path) -> None:
 
 
 def test_no_launcher(prefix: Path, tmp_path: Path) -> None:
-    assert commands(MPICH, str(tmp_path / "lib" / "libmpi.so"), environ={}) == []
+    assert [*commands(MPICH, str(tmp_path / "lib" / "libmpi.so"), environ={})] == []

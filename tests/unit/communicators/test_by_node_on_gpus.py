@@ -13,7 +13,6 @@ from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.reduction.tree import ReductionTree
 from mpistrat.communicators.transport import Operands
-from mpistrat.communicators.transports.accelerator import hierarchical
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.hierarchical import (
     ALL_ALIKE,
@@ -52,7 +51,6 @@ class Library:
 
 @pytest.fixture(autouse=True)
 def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hierarchical, "is_on_gpu", lambda buffer: True)
     monkeypatch.setattr(
         "mpistrat.communicators.transports.accelerator.buffers.is_on_gpu", lambda b: True
     )

@@ -5,7 +5,7 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -13,12 +13,10 @@ from mpi4py import MPI
 from mpistrat.arrays import Array, dtype_name, num_elements
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.reduction.arithmetic import KNOWN_TO_MPI, scale
+from mpistrat.communicators.router import Router
 from mpistrat.communicators.transport import combined_as_float32
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.mpi import OPS
-
-if TYPE_CHECKING:
-    from mpistrat.communicators.router import Router
 
 
 class DeviceAwareTransport(DeviceTransport):

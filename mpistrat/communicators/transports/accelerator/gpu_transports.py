@@ -147,7 +147,11 @@ class _TransportChoice:
             version: tells this rank's of that.
             start: makes a group of the ranks of a communicator. Returns: its transport, and why it cannot be used.
         """
-        versions = self._host.all_gather_object(_version(version))
+        try:
+            found = version(), ""
+        except Exception as error:  # of an import: there is more than one way to have no CUDA
+            found = "", f"{type(error).__name__}: {error}"
+        versions = self._host.all_gather_object(found)
         ranks, through = self._communicator, f"through {versions[0][0]}"
         ungrouped = why_not = shared_gpu(self._gpus) or missing(versions)
         if not why_not:
@@ -209,10 +213,3 @@ def missing(versions: Sequence[tuple[str, str]]) -> str:
         if version != versions[0][0]:
             return f"rank 0 has {versions[0][0]}, rank {rank} {version}"
     return ""
-
-
-def _version(find: Callable[[], str]) -> tuple[str, str]:
-    try:
-        return find(), ""
-    except Exception as error:  # of an import: there is more than one way to have no CUDA
-        return "", f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 
-from mpistrat.arrays import Array, is_on_gpu, num_elements
+from mpistrat.arrays import Array, num_elements
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs import measurement
 from mpistrat.communicators.reduction import Reduction
@@ -160,10 +160,9 @@ class HierarchicalDeviceTransport(DeviceTransport):
 
 
 def takes(call: str, operands: Operands) -> bool:
-    """Whether a call can go by node. A tree's sums and those with a compressor want all values on the host."""
+    """Whether a call on GPUs can go by node. A tree's sums and those with a compressor want all values on the host."""
     return (
         call in _CALLS
-        and is_on_gpu(operands.buffer)
         and operands.buffer.nbytes >= SMALLEST
         and operands.tree is None
         and operands.reduction.compressor is None
