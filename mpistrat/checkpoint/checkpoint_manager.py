@@ -111,7 +111,7 @@ class CheckpointManager:
         try:
             with RaisingOnAll(communicator, f"could not see {self.directory}"):
                 # The file system may take a moment to show a folder.
-                if not soon(lambda: os.path.isdir(sample), SECONDS_TO_BE_SEEN):
+                if not soon(functools.partial(os.path.isdir, sample), SECONDS_TO_BE_SEEN):
                     raise FileNotFoundError(
                         f"{sample}, which rank 0 has made, is not there: the directory of checkpoints must be on a "
                         "file system that all ranks see"
@@ -240,7 +240,7 @@ class CheckpointManager:
             with aggregation NONE; and the errors of the objects.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore"):
-            self._restore(lambda: self._restore_from(path))
+            self._restore(functools.partial(self._restore_from, path))
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that is not damaged; newer ones are skipped with a warning that names the file.

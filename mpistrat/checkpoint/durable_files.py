@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 import zlib
@@ -132,7 +133,7 @@ def _filled(path: str, file: int, size: int) -> np.ndarray:
 
 
 def make_folder(path: str) -> None:
-    with naming(path, lambda: free_bytes(path)):
+    with naming(path, functools.partial(free_bytes, path)):
         os.mkdir(path, 0o700)
         os.chmod(path, 0o700)  # whatever the umask
 
@@ -149,7 +150,7 @@ def make_folders(path: str) -> None:
 
 def sync_folder(path: str) -> None:
     """Wait until the disk has the names in a folder."""
-    with naming(path, lambda: free_bytes(path)):
+    with naming(path, functools.partial(free_bytes, path)):
         folder = os.open(path, _FOLDER)
         try:
             os.fsync(folder)

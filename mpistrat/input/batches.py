@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ class Batches:
         return sizes.pop()
 
     def cut(self, batch: Any, part: slice) -> Any:
-        return nest.map_structure(lambda leaf: leaf[part], batch)
+        return nest.map_structure(operator.itemgetter(part), batch)
 
     def join(self, parts: list[Any]) -> Any:
         return nest.pack_like(parts[0], [arrays.concatenate(column) for column in _columns(parts)])

@@ -131,7 +131,7 @@ class BatchedDataset(_Batching):
             # Consecutive examples are not copied.
             span = range(indices[0], indices[-1] + 1)
             where: Any = slice(span.start, span.stop) if indices == [*span] else indices
-            return nest.map_structure(lambda leaf: leaf[where], self._dataset)
+            return nest.map_structure(operator.itemgetter(where), self._dataset)
         return fetch(self._dataset, indices)
 
 

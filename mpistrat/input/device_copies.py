@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ class DeviceCopies:
 
     def _start(self, device: str, batch: Any) -> Any:
         if device.startswith(("cpu", "xla")) or not any(map(arrays.is_torch, nest.flatten(batch))):
-            return nest.map_structure(lambda leaf: _to(device, leaf), batch)
+            return nest.map_structure(functools.partial(_to, device), batch)
         import torch
 
         stream = self._streams.get(device)

@@ -24,7 +24,8 @@ class FirstStepNotice:
             examples: of the step; None if they are not known.
             batch_size: how many examples the global batch was to have; some may not have come. None: as many as came.
         """
-        early_signals.release()
+        if early_signals.kept:
+            early_signals.release()
         if self._is_told:
             return
         self._is_told = True

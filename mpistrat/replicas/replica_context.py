@@ -200,4 +200,5 @@ def _needs_gradient(leaves: Sequence[Any]) -> bool:
 
 def get_replica_context() -> ReplicaContext | None:
     """The context of the replica that this thread runs; None in a cross-replica context."""
-    return context.get_replica_context()
+    mode: Any = context.current_mode()
+    return mode.replica_context

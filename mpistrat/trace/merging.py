@@ -8,6 +8,7 @@ track; complete events (`ph` "X") nest by their times, which are microseconds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -241,7 +242,9 @@ class _RankTrace:
 
 def _alignments(parts: list[_RankTrace]) -> dict[str, Callable[[int], int]]:
     """By clock, what turns its times into those of the first part's; clocks that cannot be reached are missing."""
-    found: dict[str, dict[str, list[Comparison]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[Comparison]]] = defaultdict(
+        functools.partial(defaultdict, list)
+    )
     for part in parts:
         for reference, comparison in part.comparisons:
             found[part.clock][reference].append(comparison)

@@ -9,6 +9,7 @@ they have read the slots of call n. The agreement's fence orders these reads and
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -44,7 +45,7 @@ class SharedSlots:
     def __init__(self, segments: list[np.ndarray], rank: int) -> None:
         self._segments, self.rank, self.size = segments, rank, len(segments)
         first = _bytes_of_numbers(self.size)
-        self._bytes = self._places(lambda slot: slot[first:])
+        self._bytes = self._places(operator.itemgetter(slice(first, None)))
         self._numbers: dict[int, Places[memoryview]] = {}
 
     @staticmethod

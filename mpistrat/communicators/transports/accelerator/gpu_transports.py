@@ -120,7 +120,7 @@ class _TransportChoice:
             return native, native.start(Ranks(comm))
 
         group = "torch's NCCL" if kind == "cuda" else "torch's own group"
-        return self._best(library, group, lambda: version_of(kind), start)
+        return self._best(library, group, functools.partial(version_of, kind), start)
 
     def of_cupy(self) -> DeviceTransport:
         """The best way of CuPy's arrays. Collective."""
