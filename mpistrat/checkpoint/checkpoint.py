@@ -122,7 +122,7 @@ class Checkpoint:
         checkpoint that an earlier version of the program has saved.
         Raises: before anything is loaded, KeyError when the state of an object is missing, and ValueError on all ranks
             where an optimizer has other parameters on another rank; then the errors of the objects. On another number
-            of ranks these are as of `CheckpointManager.restore`.
+            of ranks the errors are as of `CheckpointManager.restore`.
         """
         with outside_replica_block(self.strategy):
             self.check_alike("restore")

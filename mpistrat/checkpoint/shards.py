@@ -312,7 +312,7 @@ def _layout(value: Any, was_sharded: bool) -> Layout:
 
 
 def _layout_of_optimizer(optimizer: Any) -> Layout:
-    """The layout of an optimizer. It may have no state yet: a tensor in its parameter's shape is spread like that."""
+    """The layout of an optimizer. It may have no state yet: a tensor in its parameter's shape is spread like it."""
     in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters = dict(enumerate(in_order))
     if not any(map(arrays.is_sharded, parameters.values())):

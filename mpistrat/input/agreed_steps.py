@@ -180,10 +180,10 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return sure > 0
 
     def _words(self, step: ReplicaPieces | None, error: Exception | None) -> list[int]:
-        """The steps that this rank surely has, and minus the first step that fails; of both the ranks take the largest.
+        """Two numbers: the steps that this rank surely has, and minus the first step that fails.
 
-        With `partial` the ranks make as many steps as the rank with the most. Otherwise they make as many as the rank
-        with the fewest: then the number of steps is negative.
+        For both the ranks take the largest number of all. With `partial` the ranks make as many steps as the rank with
+        the most. Otherwise they make as many as the rank with the fewest: then the number of steps is negative.
         """
         if error is not None:
             return [_FAILED, -_NEVER]

@@ -71,7 +71,7 @@ class WorkerInit:
 def _seed_anew(seed_id: int) -> None:
     """Where all ranks seed alike, torch seeds the worker processes of all ranks alike.
 
-    Seeds of different numbers differ, also modulo 2**32, as programs take them for NumPy.
+    Seeds of different `seed_id`s differ, also modulo 2**32, as programs take them for NumPy.
     """
     info = cast("Any", data.get_worker_info())
     seed = (info.seed + seed_id * _MOST_PROCESSES) % (1 << 63)

@@ -155,11 +155,11 @@ def launched(pid: int) -> tuple[int, int]:
 
 
 def has_children(pid: int) -> bool:
-    """Whether it has started processes that have not ended; False where the kernel does not tell."""
+    """Whether it has child processes, but for this process, that nobody has reaped; False where no kernel tells."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as children:
-                if children.read():
+                if {*map(int, children.read().split())} - {os.getpid()}:
                     return True
     return False
 

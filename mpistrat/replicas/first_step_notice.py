@@ -11,7 +11,7 @@ from mpistrat.replicas.input_plan import StepExamples
 
 
 class FirstStepNotice:
-    """The first rank gives it once for each strategy of several ranks."""
+    """The first rank gives the notice once for each strategy of several ranks."""
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group

@@ -91,9 +91,9 @@ def test_an_end_before_the_others_have_started(
 
 
 def test_ranks_that_never_import_it(launcher: Launcher, tmp_path: Path) -> None:
-    """The observer of the rank that has ended waits for them, and ends with the launcher."""
+    """The observer of the rank that has ended waits for them, longer than for a late rank, and ends with them."""
     alone = RANK.replace("import mpistrat", "if rank == 0: import mpistrat").replace(" as ms", "")
-    job = run(launcher, tmp_path, "time.sleep((rank > 0) * 1.5)\n", alone)
+    job = run(launcher, tmp_path, "time.sleep((rank > 0) * 3.5)\n", alone)
     assert (job.returncode, job.output) == (0, "")
 
 

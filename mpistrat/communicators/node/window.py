@@ -31,7 +31,7 @@ class Window(Exchange):
 
     Attributes:
         capacity: bytes of the largest buffer.
-        buffers: those that are handed out.
+        buffers: the memory that callers get for their arrays.
     """
 
     def __init__(self, segments: list[np.ndarray], rank: int, blocks: Blocks) -> None:

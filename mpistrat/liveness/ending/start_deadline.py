@@ -38,7 +38,8 @@ def start_deadline(
     """End this process (and so the job) when the block takes longer than MPISTRAT_START_SECONDS (300).
 
     For the first collective call that joins the ranks of a job: `what` names it. The block must release the GIL while
-    it waits, as mpi4py's calls do, except for MPI_Init: see `init_deadline`.
+    it waits, as mpi4py's calls do, except for MPI_Init: see `init_deadline`. The observer knows meanwhile that this
+    rank waits, also where there is no limit.
     """
     seconds = start_seconds()
     with _starting(size), ExitStack() as stack:

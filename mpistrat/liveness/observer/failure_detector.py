@@ -355,9 +355,10 @@ class FailureDetector:
 
 
 def others_may_start(ranks: Collection[ObservedRank]) -> bool:
-    """Whether the ranks that were found may have come to their ends before others of the job have started."""
+    """Whether the ranks that were found, one at least, may have ended before others of the job have started."""
+    starter = next(iter(ranks)).starter  # it has started the others of this node, too
     are_alone = all(len(ranks) < r.record.size and not r.record.slots() for r in ranks)
-    return are_alone and any(processes.has_children(rank.starter) for rank in ranks)
+    return are_alone and processes.is_launcher(starter) and processes.has_children(starter)
 
 
 def first_death(deaths: list[ObservedRank]) -> ObservedRank:

@@ -196,7 +196,7 @@ def has_lost_files() -> bool:
 def _leave(record: RankRecord) -> None:
     """The program ends. A rank of a strategy has said so (`JobEnd`); of others the observer has to know it.
 
-    It tells ranks that are still to start that they would wait for this rank in vain.
+    The observer tells ranks that are still to start that they would wait for this rank in vain.
     """
     if os.getpid() == record.pid:
         if record.state == RUNNING and not record.slots():

@@ -63,12 +63,10 @@ class Observer:
         detector, alone_since = self._detector, time.monotonic()
         while not detector.all_are_dead or time.monotonic() - alone_since < self._patience():
             self._look()
-            if not detector.all_are_dead:
+            if not detector.all_are_dead or self._others_may_start():
                 alone_since = time.monotonic()
-            elif self._is_needed_no_more() and self._folder.remove_if_last():
+            elif detector.ranks and self._folder.remove_if_last():
                 break
-        else:
-            self._folder.remove_if_last()  # a rank that comes later has one of its own
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
         if self._reported and self._launcher and self._may_return_0():
             # It reads what is said there, and waits for the end of that.
@@ -100,23 +98,23 @@ class Observer:
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
 
     def _patience(self) -> float:
-        """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked.
-
-        Or a rank that is still to start has to be told of those that have ended.
-        """
-        if failure_detector.others_may_start(self._detector.ranks.values()):
-            return deadlines.OBSERVER_WAITS_FOR_OTHERS_TO_START
+        """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked."""
         if self._detector.ranks:
             return deadlines.OBSERVER_WAITS_FOR_LATE_RANK
         return deadlines.OBSERVER_WAITS_FOR_FIRST_RANK
 
-    def _is_needed_no_more(self) -> bool:
-        ranks = self._detector.ranks.values()
-        return bool(ranks) and not failure_detector.others_may_start(ranks)
+    def _others_may_start(self) -> bool:
+        """Whether ranks may be still to start: they have to be told of the ranks that have ended."""
+        if self._reported:
+            return False
+        dead_for = time.monotonic() - self._detector.first_died
+        is_early = dead_for < deadlines.OBSERVER_WAITS_FOR_OTHERS_TO_START
+        return is_early and failure_detector.others_may_start(self._detector.ranks.values())
 
     def _find_ranks(self) -> None:
         for rank in self._detector.find():
             self._launcher = self._launcher or launcher_of(rank.pid)
+            self._killed = False  # it ends, too, if the job was told to
         self._promise_to_look(0.0)
 
     def _speakers(self) -> Iterator[int]:

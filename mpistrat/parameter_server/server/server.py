@@ -179,7 +179,8 @@ class ParameterServer:
         self._rpc.run_until(lambda: not self.clients)
 
     def _read(self, read: Callable[[Any, Any], Any], request: Request) -> None:
-        request.reply(read(*request.body))
+        place, wanted = request.body
+        request.reply(read(place, wanted))
 
     def _create(self, request: Request) -> None:
         new: NewArray = request.body

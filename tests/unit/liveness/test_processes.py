@@ -52,6 +52,14 @@ def test_children() -> None:
     assert not processes.has_children(0)
 
 
+def test_a_child_does_not_count_itself() -> None:
+    """Init of a container has the observer among its children."""
+    asks = "import os; from mpistrat.liveness import processes; print(processes.has_children(os.getppid()))"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {asks!r}], check=True)"
+    command = [sys.executable, "-c", starts]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def test_a_number_that_another_process_has_got() -> None:
     began = processes.began_at(os.getpid())
     assert processes.state_of(os.getpid(), began) in processes.RUNS
