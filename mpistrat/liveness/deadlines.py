@@ -96,7 +96,7 @@ RANK_IS_STUCK = 0.5  # in a collective: it reports so to the exit coordinator
 # That another rank has left for an error; it may be about to leave, too.
 RANK_STAYS_IN_LEFT_COLLECTIVE = 1.0
 # A collective of the communication thread ends in a moment, if all ranks take part in it.
-RANK_WAITS_FOR_ITS_THREAD = 1.0
+RANK_WAITS_FOR_ITS_THREAD = 0.25
 # Ranks that all leave with a failing sys.exit do so a moment apart.
 COORDINATOR_WAITS_FOR_JOINT_EXITS = 1.0
 RANK_WAITS_FOR_JOINT_EXITS = 1.0  # likewise, by the records of one node

@@ -237,6 +237,11 @@ ORDER = [
         "a call that ends between two looks is reported to nobody",
     ),
     (
+        "RANK_WAITS_FOR_ITS_THREAD",
+        "RANK_IS_STUCK",
+        "a rank that leaves a reduction under way says so before another rank is stuck in it",
+    ),
+    (
         "RANK_IS_STUCK",
         "RANK_STAYS_IN_LEFT_COLLECTIVE",
         "a rank that leaves a collective itself is not told to raise",

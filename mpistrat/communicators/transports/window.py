@@ -33,7 +33,7 @@ from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.settings import shared_bytes
 
-# Below, MPI is always faster: two meetings in Python cost more than its whole message.
+# Below, slots or MPI are always faster: two meetings in Python cost more than its whole message.
 SMALLEST = 1 << 15
 MEMORY, MPI = "memory", "MPI"  # the routes that are compared
 

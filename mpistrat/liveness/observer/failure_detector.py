@@ -356,9 +356,14 @@ class FailureDetector:
 
 def others_may_start(ranks: Collection[ObservedRank]) -> bool:
     """Whether the ranks that were found, one at least, may have ended before others of the job have started."""
-    starter = next(iter(ranks)).starter  # it has started the others of this node, too
-    are_alone = all(len(ranks) < r.record.size and not r.record.slots() for r in ranks)
-    return are_alone and processes.is_launcher(starter) and processes.has_children(starter)
+    first = next(iter(ranks))
+    communicators = sum(len(rank.record.slots()) for rank in ranks)
+    # Its launcher has started the others of this node, too.
+    return (
+        not communicators
+        and len(ranks) < first.record.size
+        and processes.has_children(first.starter)
+    )
 
 
 def first_death(deaths: list[ObservedRank]) -> ObservedRank:

@@ -1,4 +1,4 @@
-"""What the ranks agree on before they reduce gradients: one MAX of a few words per parameter."""
+"""What the ranks agree on before they reduce gradients: one MAX, of a word for each parameter and a few more."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class DenseSums:
     def _on_device(
         self, slots: list[int], steps: list[ReplicaBackward], *how: Any
     ) -> dict[int, torch.Tensor]:
-        """As `of`, one bucket after the other."""
+        """As `of`, one pack after the other."""
         step, parameters = steps[0], steps[0].parameters
         parts = [slots]
         if any(is_on_gpu(parameters[slot]) for slot in slots):
@@ -62,7 +62,7 @@ class DenseSums:
         for part in parts:
             sums |= self._all_reduce_packs(self._packer, parameters, part, *how)
             if len(steps) == 1 and is_on_gpu(parameters[part[0]]):
-                # The memory of these gradients serves the buckets that come next.
+                # The memory of these gradients serves the packs that come next.
                 let_go(map(step.gradients.__getitem__, part))
                 for slot in part:
                     step.gradients[slot] = parameters[slot].grad = None

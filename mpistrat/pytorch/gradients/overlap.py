@@ -34,7 +34,7 @@ _Sender = CommunicationThread | SideStream
 
 # Below, in bytes of all gradients, there is nothing to hide.
 SMALLEST = 1 << 20
-# Backwards of each way that are timed; before each as many that are not.
+# Of each way, five backwards are timed, after two that are not.
 _TIMED, _UNTIMED = 5, 2
 # Overlap stays if it takes less than this part of the time of reducing afterwards.
 _GAIN = 0.97
@@ -261,7 +261,7 @@ def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str]
         ("MPI was started without MPI_THREAD_MULTIPLE", not min(thread_multiple)),
         ("parameters are on several devices", max(len(kinds), *devices) > 1),
         ("parameters are on an XLA device", "xla" in kinds),
-        ("", None not in asked or not kinds <= {"cpu"}),
+        ("", None not in asked or not kinds <= {"cpu"}),  # nothing below speaks against it then
         (f"{nbytes[0]} bytes are too few", nbytes[0] < SMALLEST),
         ("no core of the node is free, and memory does not wait", busy),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -111,7 +110,7 @@ class DeviceTransport(Transport):
         self.wait(library, library.record(library.current_stream()))
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
-        wait_until(functools.partial(library.is_done, event), self._watch)
+        wait_until(lambda: library.is_done(event), self._watch)
 
     def _on_this_gpu(self, buffer: Array, collective: Callable[[Array], None]) -> None:
         library = self.library(buffer)

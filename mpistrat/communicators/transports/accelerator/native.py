@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -224,7 +223,7 @@ class NativeTransport(DeviceTransport):
 
     def wait(self, library: Any, event: Any) -> None:
         with self._group:
-            self._group.wait_until(functools.partial(library.is_done, event))
+            self._group.wait_until(lambda: library.is_done(event))
 
     def _shut_down(self) -> None:
         """At the end of all ranks' programs."""
