@@ -142,16 +142,16 @@ def launcher_of(pid: int) -> int | None:
 
 
 def launched(pid: int) -> tuple[int, int]:
-    """The process, or the ancestor of it, that a launcher or its daemon has started; and that launcher, or daemon.
+    """The ancestor of the process that a launcher or its daemon has started, and this launcher or daemon.
 
-    The process itself and 0 where none is found.
+    The ancestor is 0 where the process itself was started. Both are 0 where no launcher is found.
     """
-    child = pid
+    child = 0
     for ancestor, name in _ancestors(pid):
         if _STARTS_RANKS.match(name):
             return child, ancestor
         child = ancestor
-    return pid, 0
+    return 0, 0
 
 
 def has_children(pid: int) -> bool:

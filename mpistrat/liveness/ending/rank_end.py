@@ -175,7 +175,7 @@ class RankEnd:
         """
         if hasattr(sys, "ps1") or not self.is_running():
             return False
-        return launched(self._pid)[0] == self._pid or _running_mpi() is not None
+        return not launched(self._pid)[0] or _running_mpi() is not None
 
     def flush(self) -> None:
         within(deadlines.RANK_WAITS_FOR_ITS_STREAMS, self._flush)

@@ -119,10 +119,8 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
         if inode not in known:
             with contextlib.suppress(OSError, ValueError):  # being made just now
                 record = RankRecord(record_of(folder, rank))
-                started, starter = processes.launched(record.pid)
-                script = 0 if started == record.pid else started
-                stacks = stacks_of(folder, rank)
-                found.append(ObservedRank(record, stacks, inode, script, starter))
+                script, starter = processes.launched(record.pid)
+                found.append(ObservedRank(record, stacks_of(folder, rank), inode, script, starter))
     return found
 
 
@@ -358,12 +356,9 @@ def others_may_start(ranks: Collection[ObservedRank]) -> bool:
     """Whether the ranks that were found, one at least, may have ended before others of the job have started."""
     first = next(iter(ranks))
     communicators = sum(len(rank.record.slots()) for rank in ranks)
-    # Its launcher has started the others of this node, too.
-    return (
-        not communicators
-        and len(ranks) < first.record.size
-        and processes.has_children(first.starter)
-    )
+    if communicators or len(ranks) >= first.record.size:
+        return False
+    return processes.has_children(first.starter)  # it starts the others of this node, too
 
 
 def first_death(deaths: list[ObservedRank]) -> ObservedRank:
@@ -387,29 +382,3 @@ def calls_differ(ranks: Collection[ObservedRank]) -> bool:
     """Whether ranks made different numbers of calls on a communicator, or one is, or died, in a call."""
     calls = {made for rank in ranks for made in rank.calls.items()}
     return any(rank.inside for rank in ranks) or len(calls) > len(dict(calls))
-
-
-class Pauses:
-    """When this node's ranks stood still: a job that was suspended has not waited meanwhile."""
-
-    def __init__(self) -> None:
-        self._looked = time.monotonic()
-        self._pauses: list[tuple[float, float]] = []  # (end, seconds)
-
-    def notice(self, ranks: Collection[ObservedRank]) -> None:
-        """Called at each look. The clock went on, or this process did, but no rank could."""
-        gap = time.monotonic() - self._looked
-        self.restart()
-        alive = [rank for rank in ranks if not rank.dead]
-        all_stand_still = alive and all(rank.stands_still for rank in alive)
-        if all_stand_still or gap > deadlines.OBSERVER_STOOD_STILL:
-            self._pauses.append((self._looked, gap))
-
-    def restart(self) -> None:
-        """The time since the last look was no pause: the observer was busy."""
-        self._looked = time.monotonic()
-
-    def seconds_since(self, moment: float) -> float:
-        """How long ago that was by `time.monotonic`, without the pauses."""
-        paused = sum(seconds for end, seconds in self._pauses if end > moment)
-        return time.monotonic() - moment - paused

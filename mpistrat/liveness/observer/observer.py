@@ -27,8 +27,9 @@ from mpistrat.liveness import deadlines
 from mpistrat.liveness.bounded_waits import soon, within
 from mpistrat.liveness.call_site import places_of
 from mpistrat.liveness.observer import failure_detector, report
-from mpistrat.liveness.observer.failure_detector import FailureDetector, ObservedRank, Pauses, Wait
+from mpistrat.liveness.observer.failure_detector import FailureDetector, ObservedRank, Wait
 from mpistrat.liveness.observer.node_accounts import Account, find_accounts, forget_accounts
+from mpistrat.liveness.observer.pauses import Pauses
 from mpistrat.liveness.observer.stderr_proxy import StderrProxy
 from mpistrat.liveness.processes import DEAD, describe_exit, exit_code, is_launcher, launcher_of
 from mpistrat.liveness.records.job_folder import JobFolder, report_of, words_of
@@ -105,10 +106,8 @@ class Observer:
 
     def _others_may_start(self) -> bool:
         """Whether ranks may be still to start: they have to be told of the ranks that have ended."""
-        if self._reported:
-            return False
         dead_for = time.monotonic() - self._detector.first_died
-        is_early = dead_for < deadlines.OBSERVER_WAITS_FOR_OTHERS_TO_START
+        is_early = dead_for < deadlines.OBSERVER_WAITS_FOR_OTHERS_TO_START and not self._reported
         return is_early and failure_detector.others_may_start(self._detector.ranks.values())
 
     def _find_ranks(self) -> None:
