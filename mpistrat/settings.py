@@ -81,7 +81,7 @@ start_seconds = Setting(
     unit="seconds",
     read_by="each rank, when it starts MPI and when it builds a strategy",
     meaning="How long a rank waits at the start for the others before it ends the job; 0 waits for ever. "
-    "Ranks that wait for a rank of their node that has ended do not wait so long.",
+    "If a rank of their node has ended, the ranks wait no longer: the job ends, and names it.",
     parse=_seconds,
     expected="a number of seconds; 0 waits for ever",
 )

@@ -33,7 +33,7 @@ OBSERVER_IS_NEW = 10.0  # for so long it sleeps as at the start
 OBSERVER_WAITS_FOR_FIRST_RANK = 60.0  # somebody holds the folder, and has no record yet
 # A script may start another program after the last rank has gone.
 OBSERVER_WAITS_FOR_LATE_RANK = 2.0
-# After ranks have ended, for others to start: as long as a rank waits by default (MPISTRAT_START_SECONDS).
+# Ranks have ended, and others may be still to start. These would wait as long by default (MPISTRAT_START_SECONDS).
 OBSERVER_WAITS_FOR_OTHERS_TO_START = 300.0
 OBSERVER_STOOD_STILL = 2.0  # between two looks: the machine or the observer was suspended
 # Deaths so soon after the first are judged together: a launcher kills the others while the first may write its core.

@@ -155,7 +155,7 @@ def launched(pid: int) -> tuple[int, int]:
 
 
 def has_children(pid: int) -> bool:
-    """Whether it has child processes, but for this process, that nobody has reaped; False where no kernel tells."""
+    """Whether it has child processes, zombies too, other than this process; False where the kernel does not tell."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as children:

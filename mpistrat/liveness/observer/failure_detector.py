@@ -358,7 +358,7 @@ def others_may_start(ranks: Collection[ObservedRank]) -> bool:
     communicators = sum(len(rank.record.slots()) for rank in ranks)
     if communicators or len(ranks) >= first.record.size:
         return False
-    return processes.has_children(first.starter)  # it starts the others of this node, too
+    return processes.has_children(first.starter)  # the launcher starts the others of this node, too
 
 
 def first_death(deaths: list[ObservedRank]) -> ObservedRank:

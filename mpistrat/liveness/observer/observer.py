@@ -113,7 +113,7 @@ class Observer:
     def _find_ranks(self) -> None:
         for rank in self._detector.find():
             self._launcher = self._launcher or launcher_of(rank.pid)
-            self._killed = False  # it ends, too, if the job was told to
+            self._killed = False  # if the job is being ended, a rank that comes late is killed, too
         self._promise_to_look(0.0)
 
     def _speakers(self) -> Iterator[int]:
