@@ -41,7 +41,9 @@ def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
     calls = ("--maxbytes", "64K", "--iters", "5") if quick else ()
     yield *BENCH, "all_reduce", "--window", *calls, "--json", "PREFIXsweep.json"
     calls = calls or ("--maxbytes", "16M", "--iters", "20")
-    for collective in ("broadcast", "reduce", "all_gather", "reduce_scatter"):
+    for collective in (
+        ("broadcast",) if quick else ("broadcast", "reduce", "all_gather", "reduce_scatter")
+    ):
         yield *BENCH, collective, *calls, "--json", f"PREFIXsweep-{collective}.json"
 
     calls = ("--size", "8", "64K") if quick else ()
@@ -65,7 +67,8 @@ def programs_with_a_server(quick: bool, tensorflow: str) -> Iterator[tuple[str, 
     works = ("--works", "sparse", "empty") if quick else ()
     work = ("benchmarks/parameter_server.py", "--tensorflow", tensorflow, *works)
     yield *work, *rounds, "--json", "PREFIX"
-    for bound in ((), ("--max-staleness", "0"), ("--max-staleness", "4")):
+    bounds = (("--max-staleness", "0"), ("--max-staleness", "4"))
+    for bound in ((), *bounds[quick:]):
         yield "benchmarks/slow_worker.py", *bound, *rounds, "--json", "PREFIX"
 
 

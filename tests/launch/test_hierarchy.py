@@ -131,6 +131,9 @@ if rank == 0:
 
 
 @pytest.mark.time_limit(120)
+@pytest.mark.alone(
+    "Its ranks measure the costs: where others take their cores, nothing is known of these."
+)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_slices_go_between_the_nodes(tmp_path: Path, ranks: int) -> None:
     """Two nodes; of three ranks, one stands alone on its."""
