@@ -8,6 +8,7 @@ from sphinx.application import Sphinx
 SECTION = re.compile(r"(Args|Attributes|Called by|Context|Made by|Raises|Returns): *(.*)")
 SEVERAL = re.compile(r"(?<=\S) {3,}(?=[A-Z][a-z ]+: )")  # "Called by: a rank.   Context: replica."
 ENTRY = re.compile(r"([*\w]+(?:, [*\w]+)*): +(.*)")
+EXAMPLE = re.compile(r"(Example(?:, .*?)?):(:?)")  # tests/support/examples.py has the forms
 CONSTANT = re.compile(r"([A-Z][A-Z_]+): +(.*)")  # a member of an enum
 INFLECTED = re.compile(r"(`[^`]+`)(?=\w)")  # "`Variable`s"
 
@@ -26,8 +27,15 @@ def to_rst(
 
 def _converted(lines: list[str]) -> Iterator[str]:
     indent: int | None = None  # of what continues the field that began last
+    example = False
     for line in lines:
-        if section := SECTION.fullmatch(line):
+        example = example and (not line or line.startswith("    "))
+        if example:
+            yield line
+        elif heading := EXAMPLE.fullmatch(line):
+            yield from ("", f"*{heading[1]}*{heading[2]}", "")
+            example, indent = True, None
+        elif section := SECTION.fullmatch(line):
             if indent is None:
                 yield ""
             yield f":{section[1]}: {section[2]}".rstrip()

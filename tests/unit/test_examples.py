@@ -1,0 +1,84 @@
+"""Each public class and function has an example in its docstring, and the examples that one rank can run are right."""
+
+import ast
+import doctest
+import inspect
+import operator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mpistrat as ms
+from support.examples import NEEDS, Example, PublicName, examples_of, public_names
+
+NAMES = {name.path: name for name in public_names()}
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+LINES = range(2, 7)
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> PublicName:
+    return NAMES[request.param]
+
+
+def test_it_has_an_example(name: PublicName) -> None:
+    assert examples_of(name.docstring()), f"the docstring of {name.path} has no `Example:`"
+
+
+def test_each_method_is_in_an_example(name: PublicName) -> None:
+    used: set[str] = set().union(*(example.names() for example in name.examples()))
+    missing = name.members().keys() - used
+    assert not missing, f"no example of {name.path} uses {sorted(missing)}"
+
+
+def test_examples_are_short(name: PublicName) -> None:
+    for example in name.examples():
+        lines = [line for line in example.code.splitlines() if line.strip()]
+        assert len(lines) in LINES, example.code
+
+
+def test_examples_run(
+    name: PublicName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failures: list[str] = []
+    for example in name.examples():
+        if example.runs:
+            names = {"ms": ms, "np": np, "torch": torch}
+            test = doctest.DocTestParser().get_doctest(example.code, names, name.path, None, 0)
+            doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=failures.append)
+    assert not failures, "".join(failures)
+
+
+def test_examples_that_do_not_run_say_why_and_name_what_exists(name: PublicName) -> None:
+    for example in name.examples():
+        if not example.runs:
+            assert example.needs in NEEDS, (example.needs, example.code)
+            for node in ast.walk(ast.parse(example.code)):
+                if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("ms."):
+                    assert operator.attrgetter(ast.unparse(node)[3:])(ms), ast.unparse(node)
+
+
+def test_an_example_is_found() -> None:
+    docstring = """Add.
+
+    Returns: a number.
+
+    Example:
+        >>> for x in (1, 2):
+        ...     print(x + 1)
+        2
+        3
+
+    Example, on a TPU::
+
+        add(1)
+        add.all(2)
+    """
+    runs, shown = examples_of(inspect.cleandoc(docstring))
+    assert runs == Example(">>> for x in (1, 2):\n...     print(x + 1)\n2\n3\n", "", runs=True)
+    assert shown == Example("add(1)\nadd.all(2)\n", "a TPU", runs=False)
+    assert shown.names() == {"add", "all"}
+    assert runs.names() == {"x", "print"}
