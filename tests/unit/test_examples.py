@@ -59,6 +59,17 @@ def test_examples_that_do_not_run_say_why_and_name_what_exists(name: PublicName)
                     assert operator.attrgetter(ast.unparse(node)[3:])(ms), ast.unparse(node)
 
 
+def test_no_base_class_is_a_dead_end(name: PublicName) -> None:
+    """The reference shows what a base class gives: with the class, or with another class that has it too."""
+    described = [n for n in NAMES.values() if inspect.isclass(n.thing)]
+    above = [
+        n for n in described if inspect.isclass(name.thing) and issubclass(name.thing, n.thing)
+    ]
+    shown = {member for n in above for member in n.members()}
+    for base in name.hidden_bases():
+        assert PublicName("", base).members().keys() <= shown, base
+
+
 def test_an_example_is_found() -> None:
     docstring = """Add.
 
