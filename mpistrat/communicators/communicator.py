@@ -138,7 +138,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        """Return the buffers of all ranks, in rank order. Dtype and number of dimensions are equal; shapes may differ."""
+        """Return the buffers of all ranks, in rank order. Dtypes and `ndim` must be equal; shapes may differ."""
 
     @abc.abstractmethod
     def all_gather_into(self, buffer: Array, out: Array, *, label: str = "") -> None:

@@ -81,7 +81,7 @@ class Contract(Unchecked):
 
             self._spans = CollectiveSpans(timeline, name, self.size)
         self._called_at: tuple[CodeType, int] | None = None
-        # How a call is agreed on, by its `follows`. Inside `following` the second is None: the ranks have agreed already.
+        # How a call is agreed on, by its `follows`: inside `following` not at all, as the ranks have agreed already.
         self._agreements = self.agreement, self.agreement
         self._thread = 0  # the thread that is inside a collective, or was last
         self._abandoned: BaseException | None = None  # the error for which this rank left its last call
@@ -168,7 +168,10 @@ class Contract(Unchecked):
         self.is_abandoned = self._is_closed = True
 
     def _check_usable(self, signature: CallSignature, thread: int) -> None:
-        """Raises: RuntimeError if this process is a forked child, has left a call, or is in a call on another thread."""
+        """Check that this rank, and this thread of it, can enter a call.
+
+        Raises: RuntimeError in a forked child, after a call that this rank has left, or during another thread's call.
+        """
         if self._is_forked:
             raise RuntimeError(
                 f"{signature} was called in a forked child of rank {self.rank}; MPI belongs to "

@@ -88,7 +88,7 @@ class Unchecked:
             del error
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Unchecked:
-        """Return the contract of some of the ranks. Collective over them. No other contract may have the same `name`."""
+        """Return the contract of some of the ranks. Collective over them. `name` must be a new name."""
         return self
 
     def has_lost_a_rank(self) -> bool:

@@ -52,7 +52,10 @@ class ReductionTree:
         self.sums = [part for part, _ in sums]
 
     def _are_halves(self, left: range, right: range) -> bool:
-        """Whether two subtrees are the halves of one. The left is a power of two wide; the right may be cut at the end."""
+        """Whether two subtrees are the halves of one.
+
+        The left one is a power of two wide; the last replica may cut the right one short.
+        """
         end = left.start + 2 * len(left)
         starts = left.start % (2 * len(left)) == 0 and left.stop == right.start
         return starts and right.stop == min(end, self.replicas)
