@@ -67,8 +67,9 @@ class VariableSynchronization(enum.Enum):
     NONE: not supported; a variable with NONE raises ValueError.
 
     Example:
+        >>> on_read, total = ms.VariableSynchronization.ON_READ, ms.VariableAggregation.SUM
         >>> with ms.OneDeviceStrategy("cpu").scope():
-        ...     seen = ms.Variable(0, synchronization=ms.VariableSynchronization.ON_READ, aggregation="SUM")
+        ...     seen = ms.Variable(0, synchronization=on_read, aggregation=total)
         >>> seen.synchronization
         <VariableSynchronization.ON_READ: 'ON_READ'>
     """

@@ -47,6 +47,13 @@ class WireFormat(Protocol):
             values: float32, 1-D, of equal length on all ranks.
             residual: float32, as long as `values`; zeros in the first call, then as the call before left it. It
                 differs between ranks.
+
+        Example:
+            >>> values, residual = torch.ones(2), torch.zeros(2)
+            >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
+            >>> ms.wire_formats.ShortFloats("float16").combine(communicator, values, residual)
+            >>> values
+            tensor([1., 1.])
         """
 
 
@@ -88,7 +95,7 @@ class ShortFloats:
         values += residual
         short = values.to(getattr(torch, self.dtype))
         torch.sub(values, short, out=residual)
-        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an infinite value leaves no residual
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # infinite values leave no residual
         communicator.all_reduce(short)
         values.copy_(short)
 
@@ -126,5 +133,5 @@ class TopK:
         residual[places] = 0
         values.zero_()
         of_ranks = communicator.all_gather(places), communicator.all_gather(chosen)
-        for places, numbers in zip(*of_ranks, strict=True):  # in rank order: the sums are equal on all ranks
+        for places, numbers in zip(*of_ranks, strict=True):  # in rank order: equal on all ranks
             values.index_add_(0, places, numbers)

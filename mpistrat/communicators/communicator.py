@@ -50,7 +50,8 @@ class Communicator(abc.ABC):
 
     Example, on several ranks::
 
-        communicator = ms.MultiWorkerMirroredStrategy().extended.communicator
+        strategy = ms.MultiWorkerMirroredStrategy()
+        communicator = strategy.extended.communicator
         values = np.full(3, float(communicator.rank))
         communicator.reduce(values, root=0)
         seed = communicator.broadcast_object(np.random.randint(100))
@@ -200,7 +201,8 @@ class Communicator(abc.ABC):
 
         Example, on several ranks::
 
-            communicator = ms.MultiWorkerMirroredStrategy().extended.communicator
+            strategy = ms.MultiWorkerMirroredStrategy()
+            communicator = strategy.extended.communicator
             half = communicator.split(color=communicator.rank % 2)
             print(half.rank, half.size)
         """

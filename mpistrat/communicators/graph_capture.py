@@ -50,5 +50,5 @@ def let_this_thread_query_events() -> None:
     """
     mode = ctypes.c_int(_RELAXED)
     for library, function in _EXCHANGES:
-        with contextlib.suppress(OSError, AttributeError):  # the node has another kind of accelerator
+        with contextlib.suppress(OSError, AttributeError):  # another kind of accelerator
             getattr(ctypes.CDLL(library), function)(ctypes.byref(mode))

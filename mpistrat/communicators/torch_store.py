@@ -24,7 +24,8 @@ from mpistrat.machine.addresses import Answering, listen, own_addresses, reached
 from mpistrat.topology import Topology
 
 LOOPBACK = "127.0.0.1"
-TIMEOUT = datetime.timedelta(seconds=deadlines.RANK_WAITS_FOR_STORE)  # for a rank that connects to a store
+# For a rank that connects to a store.
+TIMEOUT = datetime.timedelta(seconds=deadlines.RANK_WAITS_FOR_STORE)
 WARNING, ERROR = 1, 2  # levels of torch's C++ log
 
 
@@ -101,7 +102,7 @@ def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) 
     try:
         return c10d.TCPStore(address, port, size, hosts, TIMEOUT, False, master_listen_fd=fd)
     finally:
-        if before == WARNING:  # otherwise another thread opens a store, or the user has chosen a level
+        if before == WARNING:  # else another thread opens a store, or the user chose a level
             level.value = before
 
 

@@ -67,5 +67,5 @@ def _bytes_of(words: tuple[Any, ...]) -> int | None:
     for dtype, shape in itertools.pairwise(words):
         if isinstance(dtype, str) and isinstance(shape, tuple):
             bits = re.search(r"\d+", dtype)
-            return math.prod(shape) * (int(bits[0]) // 8 if bits else 1)  # "bool" contains no number
+            return math.prod(shape) * (int(bits[0]) // 8 if bits else 1)  # "bool": no number
     return None

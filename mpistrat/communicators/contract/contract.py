@@ -84,9 +84,9 @@ class Contract(Unchecked):
         # How a call is agreed on, by its `follows`: inside `following` not at all, as the ranks have agreed already.
         self._agreements = self.agreement, self.agreement
         self._thread = 0  # the thread that is inside a collective, or was last
-        self._abandoned: BaseException | None = None  # the error for which this rank left its last call
+        self._abandoned: BaseException | None = None  # the error that made this rank leave a call
         self._is_forked = False
-        self._is_closed = False  # True: calls raise an error, because of a fork or an abandoned call
+        self._is_closed = False  # whether calls are errors, after a fork or an abandoned call
         _contracts.add(self)
 
     @property
@@ -104,7 +104,7 @@ class Contract(Unchecked):
                 raise error
         finally:
             self.raising = None
-            del error  # it refers to this frame, and so keeps all objects of the program's frames alive
+            del error  # it refers to this frame, and so keeps the program's objects alive
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Contract:
         part = Contract(mpi, name, watch, self.check, self.timeline)
@@ -141,7 +141,7 @@ class Contract(Unchecked):
                 self.agreed += 1
                 agreed = agreement.agree(self.agreed, signature.digest)
             if record.words[ABORT]:
-                raise_if_stalled(self.watch)  # the other ranks may have left this call because of a stall
+                raise_if_stalled(self.watch)  # other ranks may have left this call, for a stall
             if agreement is not None:
                 record.waited(self._record_slot)
                 if spans is not None:
@@ -235,7 +235,7 @@ class Contract(Unchecked):
         if watch.revocable_group is not None:
             return  # the group tells the other ranks
         if watch.peers is None or self.agreement is None:
-            self._abandon(error)  # the other ranks would take its next message for a part of this call
+            self._abandon(error)  # others would take its next message for a part of this call
         text = " ".join(str(error).split())  # in one line
         watch.tell_others(
             f"rank {self.rank} of {self.size} left collective number {self.calls}, {call}, for "

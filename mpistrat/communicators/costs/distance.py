@@ -20,7 +20,8 @@ from mpistrat.liveness.records.watch import CommunicatorWatch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-NBYTES = 1 << 17  # enough that Python's own time matters little, and fewer than a core's own cache holds
+# So many that Python's own time matters little, and fewer than a core's own cache holds.
+NBYTES = 1 << 17
 _TIMES = 10
 
 
@@ -51,7 +52,7 @@ def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[]
         here[:] = next_one
         seconds.append(written + time.perf_counter() - began)
         meet()
-    return statistics.median(seconds[1:])  # the first write is faster, since no rank has read the memory
+    return statistics.median(seconds[1:])  # without the first write: no rank had read the memory
 
 
 def distance_on_node(world: MPI.Intracomm) -> float:

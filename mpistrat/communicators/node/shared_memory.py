@@ -32,7 +32,8 @@ _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _C.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-_counted: dict[int, int] = {}  # by the address of a mapping, the bytes that count as this process's memory
+# By the address of a mapping, the bytes that count as this process's memory.
+_counted: dict[int, int] = {}
 
 
 def share(

@@ -34,6 +34,7 @@ class ReductionTree:
         left: positions of the sums that remain after all additions, in the order of replicas.
         sums: the subtrees of the sums that remain, in the order of `left`.
     """
+
     def __init__(self, replicas: int, held: Iterable[Sequence[range]]) -> None:
         self.replicas = replicas
         self.held = tuple(tuple(parts) for parts in held)
@@ -128,7 +129,7 @@ class TreeSum(Arithmetic):
         tree, combine = self._tree, self._pairwise.combine
         out_of = dict(zip(tree.left, outs, strict=True))
         last = {to: i for i, (to, _) in enumerate(tree.additions)}
-        copied: set[int] = set()  # positions of values that are in this function's own memory by now
+        copied: set[int] = set()  # positions of values that are in this function's memory by now
         for i, (to, added) in enumerate(tree.additions):
             if to in out_of and i == last[to]:
                 combine((values[to], values[added]), out_of[to], scale)

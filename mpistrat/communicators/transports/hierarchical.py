@@ -35,7 +35,8 @@ from mpistrat.communicators.transports.window import (
 # For smaller buffers, the meetings within a node cost more time than the network saves.
 SMALLEST = 1 << 16
 _CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
-BY_NODE, BETWEEN = "by node", "slices between nodes"  # BY_NODE costs memory within a node, followed by BETWEEN
+# Names of routes. BY_NODE moves bytes in a node's memory, and between nodes as BETWEEN does.
+BY_NODE, BETWEEN = "by node", "slices between nodes"
 
 
 class HierarchicalTransport(Transport, NodeMemory):

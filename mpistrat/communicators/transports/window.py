@@ -47,7 +47,7 @@ class WindowTransport(Transport, NodeMemory):
         limit: the most bytes that this process may share in all. The smallest limit of a rank holds for all ranks.
 
     Attributes:
-        why_not: the reason why the ranks share no memory; then this transport moves nothing. "" if they can.
+        why_not: the reason why the ranks share no memory; then MPI moves all bytes. "" if they can share.
         costs: the costs of memory and of MPI; measured at the first large buffer, if there is memory to share.
         borders: sizes in bytes, from `costs`. A buffer outside the window goes through blocks from the first border
             on, by MPI from the second on, and so on.
@@ -153,7 +153,7 @@ class WindowTransport(Transport, NodeMemory):
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
         sizes, written = measurement.SIZES_ON_NODE, measurement.written
         largest = sizes[-1] // 4
-        both = functools.cache(lambda: [written(largest), written(largest)])  # made only if they are needed
+        both = functools.cache(lambda: [written(largest), written(largest)])  # made if needed
 
         def route(way: Exchange) -> Callable[[Array], None]:
             return lambda zeros: way.all_reduce(Operands(zeros, out=both()[1][: len(zeros)]))
