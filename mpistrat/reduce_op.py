@@ -83,6 +83,11 @@ class VariableSynchronization(enum.Enum):
 class VariableAggregation(enum.Enum):
     """How the updates of a distributed variable (ON_WRITE) or its copies (ON_READ) are combined.
 
+    NONE: not at all; an update inside `run` changes only the replica's own copy.
+    SUM: added up over all replicas.
+    MEAN: averaged over all replicas.
+    ONLY_FIRST_REPLICA: the first replica's value counts, and the others are ignored.
+
     Example:
         >>> with ms.OneDeviceStrategy("cpu").scope():
         ...     average = ms.Variable(0.0, aggregation=ms.VariableAggregation.MEAN)

@@ -21,14 +21,16 @@ _threads: dict[Communicator, CommunicationThread] = {}
 
 
 def takes_a_core(on_one_node: bool, cpu_share: float, threads: int) -> bool:
-    """Whether a communication thread would slow the rank's program down, by taking a core from it, and gain nothing.
+    """Whether a communication thread would only take a core from the rank's program, and gain no time.
 
     On one node the thread moves bytes in memory, so it never sleeps as it would while it waits for a network.
 
     Args:
         on_one_node: whether all ranks are on one node.
-        cpu_share: the number of CPUs that the rank has, as `machine.cpu_share` divides them among local ranks.
-        threads: the number of threads with which the rank's program computes.
+        cpu_share: number of CPUs that the rank has, as `machine.cpu_share` divides them among local ranks.
+        threads: number of threads that the rank's program computes with.
+
+    Returns: True on one node if the rank has less than one CPU beyond its threads.
     """
     return on_one_node and cpu_share < threads + 1
 
@@ -41,8 +43,8 @@ class CommunicationThread:
 
     Args:
         communicator: a communicator that only this thread uses. MPI must run with MPI_THREAD_MULTIPLE.
-        patience: seconds for which a program that ends waits for submitted functions; then it ends the job, because
-            other ranks may still take part in a collective.
+        patience: seconds that a program at its end waits for submitted functions, because other ranks may still join
+            their collectives. After that it ends the job.
     """
 
     def __init__(
@@ -74,7 +76,10 @@ class CommunicationThread:
 
     @classmethod
     def discard(cls, communicator: Communicator) -> None:
-        """End the thread of `communicator`, if there is one; nothing moves in `communicator` any more."""
+        """End the thread of `communicator`, if there is one, and leave its work undone.
+
+        Called by: each rank alone, when a rank has failed and nothing moves in `communicator` any more.
+        """
         thread = _threads.pop(communicator, None)
         if thread is not None:
             thread.end()
@@ -100,6 +105,7 @@ class CommunicationThread:
         A rank that got an error must not submit anything further.
 
         Args:
+            work: a function that makes collectives of this thread's communicator.
             frame: the place in the program that submitted `work`, for reports.
 
         Returns: a future. It ends when `work` has ended, and holds the error that `work` raised.
@@ -134,7 +140,7 @@ class CommunicationThread:
         if not concurrent.futures.wait([last], self._patience).done:
             end = rank_end()
             end.end_job(
-                f"ending the job: {end.who} came to its end while a reduction of gradients, or another collective that "
-                "it had not waited for, was under way. Other ranks did not take part in it",
+                f"ending the job: {end.who} came to its end while a reduction of gradients, or another asynchronous "
+                "collective, was under way without all other ranks. Every rank must make the same calls",
                 1,
             )

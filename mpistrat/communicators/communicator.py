@@ -23,8 +23,11 @@ class Communicator(abc.ABC):
     """A group of ranks and its collectives. All ranks of the group call each method, in the same order.
 
     Buffers are C-contiguous NumPy arrays or CPU tensors. `label` says in words what the ranks exchange (a structure,
-    parameter names), and the ranks must agree on it; so they must on the label of a `Reduction`. In place of a
-    `Reduction`, methods take the name of its operation, one of `reduction.OPS`.
+    parameter names), and the ranks must agree on it, as on the label of a `Reduction`. In place of a `Reduction`,
+    methods take the name of its operation, one of `reduction.OPS`.
+
+    If the ranks make different calls, all of them raise CollectiveMismatchError. A rank with wrong operands raises
+    ValueError or TypeError, and the other ranks CollectiveMismatchError. With `check="never"` they may hang instead.
 
     Attributes:
         rank: this process's number in the group, 0 <= rank < size.
@@ -83,8 +86,8 @@ class Communicator(abc.ABC):
         Args:
             buffer: same shape and dtype on every rank; 16-bit floats are summed in float32.
             out: a second buffer of the same shape and dtype; None overwrites `buffer`.
-            cause: the error that has brought this rank to this call; if the other ranks make another call, their
-                error shows it.
+            cause: the error that has brought this rank to this call. If the other ranks make another call, their
+                CollectiveMismatchError shows it.
             follows: inside `following`, True says that the ranks have agreed on this call by an earlier one. They
                 compare it only where they must meet anyway: for a small buffer, or one on a device.
         """
@@ -93,7 +96,9 @@ class Communicator(abc.ABC):
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
     ) -> None:
-        """Add up the sums of the replicas in `tree`'s order, into `sums[0]`. The result is the same on any ranks.
+        """Add up the `sums` of all ranks in the order of `tree`, into `sums[0]` of each rank.
+
+        The result does not depend on the distribution of sums over ranks.
 
         Args:
             sums: floating point, of shape [sums that this rank holds, ...]; only the first dimension may differ
@@ -222,7 +227,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def explain(self) -> str:
-        """Return a text for people that names the transports that move bytes, one in a line. Not collective.
+        """Return a text for people: the transports of this group, one in a line. Not collective.
 
         Example:
             >>> print(ms.OneDeviceStrategy("cpu").extended.communicator.explain())
@@ -233,8 +238,8 @@ class Communicator(abc.ABC):
         """Return a context for calls with `follows=True`.
 
         Its block begins when the call that decides on them has ended, and ends with the last of them. If this rank
-        alone raises an error in the block, it leaves out the next call. Ranks that wait in that call raise StallError;
-        if they wait inside MPI, the job ends.
+        alone raises an error in the block, it does not make the next call. Ranks that wait in the next call raise
+        StallError; if they wait inside MPI, the job ends.
 
         Example:
             >>> communicator, values = ms.OneDeviceStrategy("cpu").extended.communicator, np.ones(2)
@@ -246,7 +251,7 @@ class Communicator(abc.ABC):
     def raise_together(self, error: Exception) -> NoReturn:
         """Raise `error` instead of making a collective, because this rank found its operands to be wrong.
 
-        The other ranks wait in that collective. They raise CollectiveMismatchError if calls are checked.
+        The other ranks wait in that collective. They raise CollectiveMismatchError, unless `check="never"`.
 
         Example:
             >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator

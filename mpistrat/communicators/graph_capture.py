@@ -46,7 +46,9 @@ def refusal(call: str, rank: int) -> RuntimeError:
 def let_this_thread_query_events() -> None:
     """Allow the current thread to query events while another thread captures a graph.
 
-    By default CUDA treats such a query as an error that ends the capture.
+    CUDA allows such queries only to threads that have set their capture mode to relaxed, as this function does.
+
+    Called by: the thread that watches an accelerator's pending calls.
     """
     mode = ctypes.c_int(_RELAXED)
     for library, function in _EXCHANGES:

@@ -11,7 +11,7 @@ from mpistrat.arrays import Array, is_torch, numpy_knows
 
 
 def view_of(buffer: Array) -> np.ndarray:
-    """Return a NumPy array over `buffer`'s own memory; a dtype that NumPy lacks appears as an integer of its size."""
+    """Return a NumPy array over `buffer`'s own memory; elements of a dtype that NumPy lacks appear as integers."""
     if isinstance(buffer.dtype, np.dtype):
         return buffer
     tensor = buffer.detach() if buffer.requires_grad else buffer

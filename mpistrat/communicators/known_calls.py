@@ -102,7 +102,7 @@ class KnownCalls:
 
 
 def _check(call: str, operands: Operands, agreed: Agreed, size: int) -> None:
-    """Check the operands of `call` on `size` ranks.   Raises: ValueError or TypeError if they do not fit it."""
+    """Check the operands of `call` on `size` ranks. Raises: ValueError or TypeError if they do not fit it."""
     buffer, out = operands.buffer, operands.target
     if agreed[0]:
         operand_checks.check_reduction(agreed[0], agreed[2], buffer)

@@ -12,7 +12,7 @@ def communicator_of(resolver: ClusterResolver, check: str, what: str) -> Communi
 
     Args:
         check: "always" if ranks compare their calls, or "never".
-        what: the name of the strategy's class, for messages.
+        what: the name of the strategy's class or of the tool, for messages.
 
     Returns: a `LocalCommunicator` if `resolver` is not an `MPIClusterResolver`.
     """

@@ -89,8 +89,8 @@ def check_arrived(starts: Sequence[Sequence[int]], received: Sequence[int], rank
     arrived = [of_rank[rank + 1] - of_rank[rank] for of_rank in starts]
     if arrived != list(received):
         raise ValueError(
-            f"all_to_all over {len(starts)} ranks: rank {rank} expected {list(received)} rows, by rank, and was sent "
-            f"{arrived}"
+            f"all_to_all over {len(starts)} ranks: rank {rank} expected {list(received)} rows from the ranks, in rank "
+            f"order, and got {arrived}"
         )
 
 

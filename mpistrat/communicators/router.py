@@ -37,7 +37,7 @@ class Transports:
         preferred: the transports that are asked before `mpi`, in this order.
         memory: the memory that the ranks of a node share.
         slots: the slots of small calls; None where not all ranks share a node's memory.
-        forced: by implementation that a program may ask for, its transports. An absent one has these transports.
+        forced: by implementation that a program may ask for, its transports. An absent implementation uses `self`.
         of_part: a collective function that makes the transports and the watch of some of the ranks, from their MPI
             transport and the name of their communicator. None: they have MPI alone.
     """

@@ -52,9 +52,12 @@ class Ranks:
 
 
 def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
-    """Return a function that opens a new store. This call is collective and uses MPI; the function neither.
+    """Return a function that opens a new store. This call is collective and uses MPI; calls of the function do not.
 
-    Returns: a function that opens a HashStore for one rank, a FileStore on one node, a TCPStore on several nodes.
+    Returns: a function that opens a HashStore for one rank, a FileStore if all ranks see the job's folder on one node,
+        else a TCPStore.
+
+    Raises: RuntimeError on all ranks if the nodes cannot connect to rank 0's node.
     """
     if ranks.comm is None or ranks.size == 1:
         return c10d.HashStore

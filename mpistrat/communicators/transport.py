@@ -55,14 +55,15 @@ class Operands:
 
     @property
     def own_starts(self) -> list[int]:
-        """For each rank, the index of the first row of `buffer` that goes to it; and the number of all rows."""
+        """The index of the first row of `buffer` for each rank, in rank order, followed by the number of all rows."""
         return [0, *itertools.accumulate(self.sent)]
 
 
 class Exchange:
-    """Moves the bytes of some collectives, named as in `Communicator`. A collective that it does not take is TypeError.
+    """Moves the bytes of some collectives, named as in `Communicator`.
 
-    Called by: all ranks of the group, each method in the same order.
+    Called by: all ranks of the group, each method in the same order.   Raises: TypeError for a collective that the
+    subclass does not take.
 
     Attributes:
         rank: this process's number in the group.
@@ -198,6 +199,8 @@ def combined_as_float32(buffer: Array, reduction: Reduction, combine: Callable[.
         combine: a function of a buffer and a reduction; it combines the buffer over the ranks, in place.
 
     Returns: whether `buffer` has such floats. If False, nothing was done.
+
+    Called by: transports of accelerators.
     """
     short = dtype_name(buffer).startswith(SUMMED_AS_FLOAT32)
     if short:

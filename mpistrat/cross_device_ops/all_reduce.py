@@ -355,7 +355,7 @@ class MpiAllReduce(CrossDeviceOps):
 def _plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
     """Return the only component of each value, and their dtypes and shapes, if all are plain.
 
-    Plain values are host arrays of one library with one component each, that autograd does not record.
+    Plain values are host arrays of one library, without autograd, and have one component each.
 
     Returns: [] and None if any value is not plain.
     """

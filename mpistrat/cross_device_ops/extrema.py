@@ -80,7 +80,8 @@ def product(factors: Array) -> Array:
 def over_axes(op: ReduceOp, component: Any, axis: int | Sequence[int]) -> Array:
     """Reduce one component along `axis`, an axis or several, by MAX, MIN or PRODUCT. The dtype stays.
 
-    Without elements the result is the operation's neutral element: for MAX the least number, for floats minus infinity.
+    Without elements the result is neutral: 1 for PRODUCT; the dtype's least number for MAX, minus infinity for floats;
+    the greatest for MIN.
     """
     (value,) = operands(op, [component])
     dtype = accumulation.operand(component).dtype

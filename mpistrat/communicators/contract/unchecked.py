@@ -62,14 +62,15 @@ class Unchecked:
 
         Args:
             signature: the call.
-            cause: the error that has brought this rank here; the other ranks' error shows it if they make another
-                call.
+            cause: the error that has brought this rank here, or None. If the other ranks make another call, their
+                CollectiveMismatchError shows it.
             slot: the memory that takes `payload`; None if the call has no slot.
             payload: bytes that the other ranks may read from the slot when `enter` returns.
             follows: inside `following`, True returns at once. Such a call must not end on any rank before all ranks
                 have entered it.
 
         Raises: CollectiveMismatchError on all ranks if their calls differ. RuntimeError if this rank can make no call.
+            StallError or RankLostError if a rank does not come.
         """
         return _NOTHING
 

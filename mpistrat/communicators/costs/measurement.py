@@ -352,6 +352,8 @@ def _joined(
     Args:
         kept: the observations of earlier jobs.
         here: the distance between the ranks' cores, in seconds.
+
+    Returns: costs without routes if nothing is kept and the ranks had no time for two sizes.
     """
     least = measured.seconds.min(axis=0)
     least = least[np.isfinite(least).all(axis=1)]  # the largest sizes are missing if time ran out

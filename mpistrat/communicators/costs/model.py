@@ -104,7 +104,7 @@ def over_nodes(nodes: int, latency: float, seconds_per_byte: float) -> Cost:
     the time of a byte includes its addition).
 
     Args:
-        latency: seconds of a message without bytes.
+        latency: seconds that a message without bytes takes.
         seconds_per_byte: seconds in which a link moves a byte.
     """
     steps = 2 * math.ceil(math.log2(nodes))

@@ -91,13 +91,13 @@ class Blocks(Exchange):
         return [words[_PLACE] for words in self._words]
 
     def all_reduce(self, operands: Operands, takers: Sequence[int] = ()) -> None:
-        """Combine buffers in blocks: while this rank writes the next block, it combines this one, then reads results.
+        """All-reduce in blocks: this rank writes the next block, combines its part of this one, then reads results.
 
         A result overwrites the pieces that it combines. The combining rank was the last to read these cache lines, so
         it need not ask the other ranks' cores for them: between distant cores, that costs ten times as much.
 
         Args:
-            operands: `out` of None: into `buffer`.
+            operands: the result goes to `out`, or to `buffer` if `out` is None.
             takers: the ranks that get the result; empty: all ranks.
         """
         buffer, out, scale = operands.buffer, operands.out, operands.reduction.scale
@@ -142,7 +142,7 @@ class Blocks(Exchange):
     def combine_slice(
         self, how: Arithmetic, source: np.ndarray, bounds: Sequence[tuple[int, int]], out: Any
     ) -> None:
-        """Combine one slice of all ranks' `source` into `out`.
+        """Combine this rank's slice of all ranks' `source` into `out`. Collective.
 
         Args:
             how: combines elements of the dtype.
@@ -220,7 +220,7 @@ class Blocks(Exchange):
         self.gather(bytes_of(operands.buffer), parts)
 
     def gather(self, part: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """Copy every rank's `part` into `parts`, on all ranks.
+        """Copy every rank's `part` into `parts`, on all ranks. Collective.
 
         Args:
             part: this rank's bytes. It may lie at its place in `parts` already.

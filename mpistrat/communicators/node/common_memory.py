@@ -71,7 +71,7 @@ class View:
         return self.address <= address < self.address + len(self.memory)
 
     def written(self) -> np.ndarray:
-        """Return for each page, as a boolean, whether this rank has written it here since the last renewal."""
+        """Return a boolean for each page: whether the page is private to this rank, because the rank has written it."""
         pages = len(self.memory) // PAGE
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             pagemap.seek(8 * (self.address // PAGE))
@@ -79,7 +79,10 @@ class View:
         return ((entries & _PRESENT_OR_SWAPPED) != 0) & ((entries & _OF_FILE) == 0)
 
     def renew(self, pages: np.ndarray) -> None:
-        """Show the common copy again in `pages`, a boolean for each page; they must be pages that `written` reports."""
+        """Show the common copy again in `pages`: drop these private pages, or copy the common copy into them.
+
+        Args: pages: a boolean for each page; True only for pages that `written` reports.
+        """
         if not pages.any():
             self._times_written = 0
             return
@@ -104,8 +107,8 @@ class CommonMemory:
     Attributes:
         shared: the copy, as bytes. A rank writes only to its slice, and only while no rank reads.
         first, end: the first byte of this rank's slice, and the byte after its last: whole pages.
-        contributions: for each rank, the memory of its part of sums; empty without sums.
-        contribution: this rank's memory of `contributions`; None without sums.
+        contributions: for each rank, memory for the values that it adds to sums; empty without sums.
+        contribution: this rank's array of `contributions`; None without sums.
     """
 
     def __init__(
@@ -212,7 +215,7 @@ class CommonMemory:
 
         Args:
             view: this rank's view. It shows the sum once it is renewed.
-            factor: None for none.
+            factor: multiplies the sum; None for none.
         """
         with self._blocks.unbroken:
             self._blocks.tick()  # all contributions are written, and no rank reads the last sum any more

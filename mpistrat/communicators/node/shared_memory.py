@@ -174,8 +174,8 @@ def _full_barrier() -> None:
         pass
 
 
-# All ranks that share memory see the loads and stores before the fence before those after the fence. Processors of the
-# x86 family keep the order of loads, and the order of stores, without a fence.
+# All ranks that share memory see memory accesses before the fence earlier than accesses after it. Processors of the x86
+# family keep the order of loads, and the order of stores, without a fence.
 FENCE: Callable[[], None] | None = (
     None if platform.machine() in ("x86_64", "AMD64") else _full_barrier
 )

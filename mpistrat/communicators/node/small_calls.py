@@ -219,9 +219,9 @@ _SMALL_CALLS: dict[str, Callable[[SharedSlots, Operands], SmallCall]] = {
 
 
 def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall | None:
-    """Return the object that moves a call through `slots`; None if the call is not small. It is alike on all ranks.
+    """Return the object that moves a call through `slots`; None if the call is not small.
 
-    None also if the ranks cannot combine the dtype in memory.
+    All ranks choose alike. None also if the ranks cannot combine the dtype in memory.
     """
     if call not in ("all_gather", "all_to_all"):  # in these, the ranks' sizes may differ
         largest = largest_combined(slots.size) if call in ("all_reduce", "reduce") else LARGEST

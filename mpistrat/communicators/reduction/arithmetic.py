@@ -79,7 +79,7 @@ class Arithmetic(abc.ABC):
         Args:
             pieces: arrays of equal length; they stay as they are.
             out: takes the result; it may be one of `pieces`.
-            scale: None for none.
+            scale: a factor of the result; None for none.
         """
 
 

@@ -30,7 +30,8 @@ class ReductionTree:
         held: for each rank, the subtrees whose sums the rank holds, as ranges of replica ids.
 
     Attributes:
-        additions: pairs of positions in `held`, flattened. In this order, the second sum is added to the first.
+        additions: pairs of positions in the flattened `held`, in the order of additions. The second sum of a pair is
+            added to the first.
         left: positions of the sums that remain after all additions, in the order of replicas.
         sums: the subtrees of the sums that remain, in the order of `left`.
     """
@@ -99,7 +100,7 @@ class TreeSum(Arithmetic):
 
     Args:
         pairwise: adds two pieces of the dtype.
-        tree: of the ranks that hold the pieces.
+        tree: the tree over the ranks that hold the pieces.
     """
 
     def __init__(self, pairwise: Arithmetic, tree: ReductionTree) -> None:

@@ -67,7 +67,7 @@ class RingTransport(Transport):
         return [flat[first:end] for first, end in share_of(len(flat), 1, self.size)]
 
     def _combine(self, parts: Sequence[np.ndarray], op: str) -> None:
-        """Combine part r on rank r. The other parts end up with unfinished sums."""
+        """Combine part r on rank r, in place. A rank's other parts end up with unfinished sums."""
         arrived = np.empty(max(map(len, parts)), parts[0].dtype)
         how = arithmetic_of(arrived.dtype, op)
         for step in range(1, self.size):
