@@ -27,7 +27,7 @@ def check_out(buffer: Array, out: Array) -> None:
     """Check the operands of `all_reduce`. Raises: ValueError unless `out` has the shape and dtype of `buffer`."""
     if (out.shape, out.dtype) != (buffer.shape, buffer.dtype):
         raise ValueError(
-            f"out must be {dtype_name(buffer)} of {tuple(buffer.shape)} as the buffer, got {dtype_name(out)} "
+            f"out must be {dtype_name(buffer)} of {tuple(buffer.shape)}, like the buffer, got {dtype_name(out)} "
             f"of {tuple(out.shape)}"
         )
 

@@ -69,7 +69,7 @@ class Router(Communicator):
 
     Args:
         transports: move the bytes.
-        contract: checks and records calls. Without a contract, this is a group inside another one.
+        contract: checks and records calls. A router without a contract is a group inside another group.
         last_words: words that end the signature of each call.
 
     Attributes:

@@ -112,7 +112,7 @@ def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) 
 def level_of_log() -> ctypes.c_int:
     """Return the variable with the lowest level that torch's C++ log writes.
 
-    If this torch does not export it, return a new number, which torch never reads.
+    If this torch does not export it, return a new number that torch never reads.
     """
     with contextlib.suppress(OSError, ValueError):
         library = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libc10.so"))

@@ -139,7 +139,7 @@ class Transport(Exchange, abc.ABC):
         """
 
     def wait_until_idle(self) -> None:
-        """Return when this rank's collectives have ended, also those that streams order and that returned earlier."""
+        """Return when this rank's collectives have ended; if streams order them, they may have returned earlier."""
 
     @abc.abstractmethod
     def explain(self, rest: str) -> str:

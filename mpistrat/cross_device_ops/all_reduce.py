@@ -102,8 +102,8 @@ class MpiAllReduce(CrossDeviceOps):
         if options.timeout_seconds is not None:
             warn_of_no_effect(
                 "timeout_seconds of CommunicationOptions",
-                f"a collective that lasts longer than {stall_seconds.name} is explained, and ends the job; one that "
-                "waits for a rank that has died ends at once",
+                f"a collective that lasts longer than {stall_seconds.name} is reported and ends the job; one that "
+                "waits for a dead rank ends at once",
                 self.communicator.rank,
             )
 
@@ -117,7 +117,7 @@ class MpiAllReduce(CrossDeviceOps):
             if getattr(options, name) is not None:
                 warn_of_no_effect(
                     f"{name} in the options of one call",
-                    "it is about the gradients that backward() reduces; give it to the strategy",
+                    "it is for the gradients that backward() reduces; give it to the strategy",
                     self.communicator.rank,
                 )
         return merged

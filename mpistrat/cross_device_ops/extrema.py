@@ -57,7 +57,7 @@ def operands(op: ReduceOp, components: Sequence[Any]) -> list[Array]:
     if op is not ReduceOp.PRODUCT and arrays.dtype_name(values[0]).startswith("complex"):
         raise InvalidArgumentError(
             f"complex numbers ({accumulation.signature(values[0])}) have no {op.name}: reduce their absolute "
-            f"complex numbers ({accumulation.signature(values[0])}) have no {op.name}: reduce their absolute "
+            "values, or their real and imaginary parts"
         )
     return [_widened(value) for value in values]
 
@@ -108,7 +108,7 @@ def _widened(value: Array) -> Array:
 def _comparable(op: ReduceOp, value: Array) -> Array:
     """Return floats as integers in the same order, with NaN as the winner.
 
-    Other dtypes stay as they are; so do products, and arrays of XLA, which compares floats itself.
+    Other dtypes, products and arrays of XLA stay as they are; XLA compares floats itself.
     """
     integer = _INTEGERS.get(arrays.dtype_name(value))
     if op is ReduceOp.PRODUCT or integer is None or arrays.is_on_xla(value):

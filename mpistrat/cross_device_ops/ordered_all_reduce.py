@@ -20,8 +20,8 @@ from mpistrat.reduce_op import ReduceOp
 class OrderedAllReduce(MpiAllReduce):
     """An `MpiAllReduce` that adds up the replicas of all ranks in the order of the reduction tree.
 
-    See `communicators.reduction.tree` for the order. Integers, whose sums no order changes, and sparse values, which
-    are joined in replica order, move as in `MpiAllReduce`.
+    See `communicators.reduction.tree` for the order. Sums of integers are the same in any order, and sparse values are
+    joined in replica order, so both move as in `MpiAllReduce`.
 
     Args:
         components_of_ranks: the number of components of a value on each rank, in rank order.
@@ -50,7 +50,7 @@ class OrderedAllReduce(MpiAllReduce):
             for components in values:
                 if len(components) != expected:
                     raise ValueError(
-                        f"a value with {expected} components was expected on rank {rank}, one per replica, got "
+                        f"rank {rank}: expected a value with {expected} components, one per replica, got "
                         f"{len(components)}"
                     )
         name = name_of(reduce_op, label)
@@ -184,7 +184,7 @@ def _add_up(
         cut: cuts flat memory into arrays like `like`.
     """
     places = dict(zip(tree.left, sums, strict=True))
-    flats: dict[int, Array] = {}  # for each replica, its values, to which later replicas are added
+    flats: dict[int, Array] = {}  # for each replica, its values; later ones are added
 
     def flat_of(replica: int) -> Array:
         if replica not in flats:

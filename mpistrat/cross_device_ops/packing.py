@@ -58,9 +58,10 @@ class Pack:
     alone: Any = None
 
     def references(self) -> Any:
-        """Return how often Python and torch refer to the memory and to the pieces, and where and what these are.
+        """Count the references from Python and torch to the memory and to the pieces.
 
-        An equal result says that nothing else has come to refer to the pack, or has changed it.
+        Returns: the counts, the addresses, and whether pieces need gradients. Equal results say that nobody else has
+            come to refer to the pack, or has changed it.
         """
         torch, storage = sys.modules["torch"], self.flat.untyped_storage()
         return (

@@ -32,7 +32,7 @@ class CallAgreement(abc.ABC):
 
 
 class SharedMemoryAgreement(CallAgreement):
-    """Ranks agree through shared memory: each writes one word and reads the words of the others.
+    """Ranks agree through shared memory: each writes one word and reads all other words.
 
     A word has the digest, and the last 8 bits of the call's number.
 

@@ -240,7 +240,7 @@ class Contract(Unchecked):
         watch.tell_others(
             f"rank {self.rank} of {self.size} left collective number {self.calls}, {call}, for "
             f"{type(error).__name__}: {text}\n      at {self.called_at}\nThe others cannot go on without its part: "
-            "mend the error of that rank",
+            "fix the error of that rank",
             self._record.words[self._record_slot + GROUP],
             self.calls,
         )

@@ -139,7 +139,7 @@ class Costs:
         ends = [f"to {border:.0f} bytes" for border in borders[1::2]]
         pairs = itertools.zip_longest(starts, ends, fillvalue="bytes on")
         ranges = " and ".join(map("".join, pairs)) or "never"
-        return f"{ranges}; of S bytes an all-reduce takes\n{self.explain()}"
+        return f"{ranges}; an all-reduce of S bytes takes\n{self.explain()}"
 
 
 NOT_MEASURED = Costs()
@@ -373,7 +373,7 @@ def _joined(
     notes = [
         f"measured {_date(time.time())}, in this job: {counts}",
         f"and {_read(kept, key)}" if kept else "",
-        "the ranks' cores moved meanwhile, so it is not kept for other jobs"
+        "the ranks' cores moved meanwhile, so the times are not kept for other jobs"
         * (not measured.stayed),
         f"other programs or ranks left a rank {share} of its core" * disturbed,
     ]

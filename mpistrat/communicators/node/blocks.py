@@ -1,4 +1,4 @@
-"""Blocks: pieces of shared memory through which a node's ranks pass buffers that do not lie in the window."""
+"""Blocks: a node's ranks pass each other buffers outside the window, in pieces, through shared memory."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class View:
         self.memory = memory
         self.address = int(memory.ctypes.data)
         self._shared = shared
-        self._times_written = 0  # renewals in a row before which pages were written
+        self._times_written = 0  # renewals in a row that had written pages to renew
 
     def holds(self, address: int) -> bool:
         return self.address <= address < self.address + len(self.memory)
@@ -168,9 +168,7 @@ class CommonMemory:
                 memory = CommonMemory(descriptor, nbytes, bounds, contributions, blocks, across)
                 why = memory._try()
         except (OSError, ValueError) as error:
-            why = (
-                f"rank {rank} could not map shared memory, or not read its own page tables: {error}"
-            )
+            why = f"rank {rank} could not map shared memory, or could not read its page tables: {error}"
         # All ranks have opened the file by now, so rank 0 may close it.
         failure = shared_memory.first_failure(all_gather_object(why))
         if failure and memory is None and descriptor >= 0:
@@ -191,11 +189,11 @@ class CommonMemory:
             seen = before == 0 and view.memory[place] == 1
             self.shared[place] = 0
         if view.written().any():
-            return "the kernel does not tell which pages are a mapping's own"
+            return "the kernel does not report a mapping's private pages"
         view.memory[place] = 2
         if np.flatnonzero(view.written()).tolist() != [place // PAGE]:
-            return "the kernel does not tell which pages were written"
-        return "" if seen else "private mappings of a file do not show what is written to it"
+            return "the kernel does not report written pages"
+        return "" if seen else "private mappings of a file do not show writes to the file"
 
     def view(self) -> View:
         memory = shared_memory.mapped(self._descriptor, len(self.shared), private=True)

@@ -36,7 +36,7 @@ class NodeMemory:
     def common_memory(
         self, nbytes: int, *, summed: bool = False
     ) -> tuple[CommonMemory | None, str]:
-        """Make memory of which each node keeps one copy.
+        """Make memory with one copy on each node.
 
         Args:
             nbytes: bytes of whole pages (`common_memory.PAGE`), equal on all ranks.
@@ -44,7 +44,7 @@ class NodeMemory:
 
         Returns: the memory and ""; None and the reason, on all ranks, if a rank cannot have it.
         """
-        return None, "bytes move by messages alone, as explain() says"
+        return None, "the ranks share no memory: bytes move by messages, as explain() says"
 
     def sum_into(
         self,

@@ -1,6 +1,6 @@
 """Slots: shared memory in which the values of a small call travel together with the agreement on the call.
 
-A rank puts its buffer into its slot, and then says which call it enters. When all ranks have said so, every rank reads
+A rank puts its buffer into its slot, then announces its call. When all ranks have announced theirs, every rank reads
 the other ranks' slots. So a small call takes one meeting, and no message.
 
 A rank has two slots, and calls take them in turn: a rank that enters call n + 2 has seen all ranks enter call n + 1, so
@@ -26,7 +26,7 @@ Places: TypeAlias = tuple[list[_T], list[_T]]
 
 
 class Slot(Protocol):
-    """The memory to which a rank writes values that travel with the agreement on a call.
+    """The memory that takes a rank's values, so that they travel with the agreement on a call.
 
     Attributes:
         own: this rank's place for even calls, and its place for odd calls; `place[...] = payload` fills a place.

@@ -68,7 +68,7 @@ class ReductionTree:
         return set(map(len, self.held)) == {1}
 
     def within(self, ranks: Sequence[int]) -> ReductionTree:
-        """Return the tree of some of the ranks, by which they add up their own sums as far as possible."""
+        """Return the tree that adds up the sums of some of the ranks, as far as possible without the others."""
         return ReductionTree(self.replicas, [self.held[rank] for rank in ranks])
 
 

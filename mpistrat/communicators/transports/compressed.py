@@ -1,4 +1,4 @@
-"""Sums of gradients in a wire format, which is shorter than float32."""
+"""Sums of gradients in a wire format: in fewer bytes than as float32."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         return self._shared and nbytes >= self.smallest
 
     def _measure(self) -> None:
-        """Measure from which size on the route by node is faster than MPI over all ranks. Collective."""
+        """Measure the size from which the route by node is faster than MPI over all ranks. Collective."""
         if self.pipelined is not None:
             self.pipelined.settle(self.senders)
 
@@ -202,7 +202,7 @@ class HierarchicalTransport(Transport, NodeMemory):
     def explain(self, rest: str) -> str:
         nodes = len(set(self._nodes))
         if self._shared is False:
-            sizes = "never, for a node has no shared memory"
+            sizes = "never, because a node has no shared memory"
         else:
             sizes = self.costs.explain_from(self.smallest)
         text = f"{self.size} ranks on {nodes} nodes: by node, in {self.senders} slices between the nodes, {sizes}\n"

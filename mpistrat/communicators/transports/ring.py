@@ -107,4 +107,4 @@ class RingTransport(Transport):
 
     def explain(self, rest: str) -> str:
         but_for = "broadcasts, exchanges of rows and reductions to one rank"
-        return f"{self.size} ranks in a ring, but for {but_for}\n{rest}"
+        return f"{self.size} ranks in a ring, except for {but_for}\n{rest}"

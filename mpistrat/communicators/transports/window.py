@@ -78,7 +78,7 @@ class WindowTransport(Transport, NodeMemory):
             segments, why = self._share(Window.nbytes_for(nbytes), instead_of, populate=False)
             if segments is None:
                 if why:
-                    self._warn(f"gradients are copied into some: {nbytes} bytes cannot be had", why)
+                    self._warn(f"gradients are copied in blocks, for want of {nbytes} bytes", why)
                     self._limit = 0  # never try again
                 return None
             self.window = Window(segments, self.rank, blocks)
@@ -98,7 +98,7 @@ class WindowTransport(Transport, NodeMemory):
                 return self._blocks
             self.why_not = why or f"{shared_bytes.name} allows no {Blocks.NBYTES / 1e6:.1f} MB more"
             if why:
-                self._warn("all messages go through MPI, which is slower", why)
+                self._warn("all messages go through MPI, and take longer", why)
         return self._blocks
 
     def shared_slots(self) -> SharedSlots | None:
@@ -114,7 +114,7 @@ class WindowTransport(Transport, NodeMemory):
         senders: int | None = None,
         across: Callable[[Array], None] | None = None,
     ) -> tuple[CommonMemory | None, str]:
-        """Make memory of which the node keeps one copy, as `NodeMemory.common_memory` does.
+        """Make memory with one copy on the node, as `NodeMemory.common_memory` does.
 
         Args:
             senders: the first `senders` ranks own a slice; None: all ranks.
@@ -148,7 +148,7 @@ class WindowTransport(Transport, NodeMemory):
         warn_on_first_rank(self.rank, f"no shared memory on this node, so {what}: {why}")
 
     def _measure(self, blocks: Blocks) -> None:
-        """Measure from which size on memory is faster than MPI. Collective."""
+        """Measure the sizes for which memory is faster than MPI. Collective."""
         crowded = any(self.mpi.comm.allgather(self._watch.crowded))
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
         sizes, written = measurement.SIZES_ON_NODE, measurement.written
@@ -217,12 +217,12 @@ class WindowTransport(Transport, NodeMemory):
         if self.why_not:
             return f"{self.size} ranks of a node, without shared memory: {self.why_not}\n{rest}"
         if self._blocks is None:
-            return f"{self.size} ranks of a node, which have combined nothing large yet\n{rest}"
+            return f"{self.size} ranks of a node, with nothing large combined yet\n{rest}"
         window = "none"
         if self.window is not None:
             window = f"up to {self.window.nbytes_for(self.window.capacity) / 1e6:.1f} MB, as far as it is used"
         return (
-            f"{self.size} ranks of a node, through shared memory: what lies in its window, and all else "
+            f"{self.size} ranks of a node, through shared memory: buffers in the window, and other buffers "
             f"{self.costs.explain_from(*self.borders)}\n"
             f"    of each rank: {Blocks.NBYTES / 1e6:.1f} MB for blocks in flight; window: {window}\n"
             f"{rest}"
@@ -233,7 +233,7 @@ class WindowTransport(Transport, NodeMemory):
 def are_sliced(call: str, op: str, dtype: Any, tree: ReductionTree | None) -> bool:
     """Whether the ranks can move `call` in shared memory, where each rank combines one slice.
 
-    False for a tree by which a rank holds several sums (with 3, 5, 6, 7, … replicas on ranks): MPI combines those.
+    False for a tree that leaves several sums on a rank (with 3, 5, 6, 7, … replicas on ranks): MPI combines them.
     """
     if tree is not None and not tree.one_each:
         return False
