@@ -78,7 +78,7 @@ class WindowTransport(Transport, NodeMemory):
             segments, why = self._share(Window.nbytes_for(nbytes), instead_of, populate=False)
             if segments is None:
                 if why:
-                    self._warn(f"gradients are copied in blocks, for want of {nbytes} bytes", why)
+                    self._warn(f"gradients are copied in blocks ({nbytes} bytes needed)", why)
                     self._limit = 0  # never try again
                 return None
             self.window = Window(segments, self.rank, blocks)
