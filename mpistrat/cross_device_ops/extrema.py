@@ -34,7 +34,7 @@ def of_rank(op: ReduceOp, components: Sequence[Any]) -> Array:
 
     Args: components: arrays, numbers or variables of this rank's replicas.
 
-    Returns: for MAX and MIN, floats as integers in the same order, except on XLA. Booleans become uint8, and for PRODUCT
+    Returns: for MAX and MIN, floats as integers in the same order, except on XLA. Booleans become uint8; for PRODUCT,
         floats of 16 and 8 bits become float32.
     """
     values = [_comparable(op, value) for value in operands(op, components)]

@@ -139,7 +139,7 @@ class Costs:
         ends = [f"to {border:.0f} bytes" for border in borders[1::2]]
         pairs = itertools.zip_longest(starts, ends, fillvalue="bytes on")
         ranges = " and ".join(map("".join, pairs)) or "never"
-        return f"{ranges}; an all-reduce of S bytes takes\n{self.explain()}"
+        return f"{ranges}; of S bytes an all-reduce takes\n{self.explain()}"
 
 
 NOT_MEASURED = Costs()
