@@ -1,4 +1,4 @@
-"""How values are combined, and when a variable's copies are."""
+"""Enums: how the values of replicas are combined, and when and how a variable's copies are."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import enum
 
 
 class ReduceOp(enum.Enum):
-    """How the values of several replicas become one.
+    """How the values of several replicas are combined into one.
 
-    Numbers have all five. Booleans have MAX (any), MIN and PRODUCT (all). Complex numbers have no MAX and no MIN.
-    `IndexedSlices` have SUM and MEAN only. If one value is NaN, MAX and MIN are NaN.
+    Numbers have all five operations. Booleans have MAX (any), MIN and PRODUCT (all). Complex numbers have no MAX and
+    no MIN. `IndexedSlices` have SUM and MEAN only. If one value is NaN, MAX and MIN are NaN.
+
+    Example:
+        >>> ms.ReduceOp.parse("mean"), ms.ReduceOp.MEAN.adds_up, ms.ReduceOp.MAX.adds_up
+        (<ReduceOp.MEAN: 'MEAN'>, True, False)
+        >>> ms.ReduceOp.from_variable_aggregation(ms.VariableAggregation.SUM)
+        <ReduceOp.SUM: 'SUM'>
     """
 
     SUM = "SUM"
@@ -20,12 +26,15 @@ class ReduceOp(enum.Enum):
 
     @property
     def adds_up(self) -> bool:
-        """Whether it is a sum, or one that is divided."""
+        """Whether the operation adds values up: True for SUM, and for MEAN, a sum that is then divided."""
         return self is ReduceOp.SUM or self is ReduceOp.MEAN
 
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
-        """`op` itself, or the member that a string names in any case ("sum", "Mean")."""
+        """Return `op` itself, or the member that a string names in any case ("sum", "Mean").
+
+        Raises: ValueError for anything else.
+        """
         if isinstance(op, cls):
             return op
         if isinstance(op, str) and (found := _BY_NAME.get(op) or _BY_NAME.get(op.upper())):
@@ -37,7 +46,10 @@ class ReduceOp(enum.Enum):
 
     @staticmethod
     def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
-        """The reduction that a variable with `aggregation` applies to its updates."""
+        """Return the reduction that a variable with `aggregation` applies to its updates.
+
+        Raises: ValueError unless `aggregation` is SUM or MEAN.
+        """
         if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             return ReduceOp[aggregation.name]
         raise ValueError(f"{aggregation} is not a reduction; only SUM and MEAN are")
@@ -47,7 +59,20 @@ _BY_NAME = {spelling: op for op in ReduceOp for spelling in (op.name, op.name.lo
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a distributed variable are brought together."""
+    """When the copies of a distributed variable are combined.
+
+    ON_WRITE: at each update, so that all copies stay equal.
+    ON_READ: when a program reads the variable; until then each replica updates its own copy.
+    AUTO: the same as ON_WRITE.
+    NONE: not supported; a variable with NONE raises ValueError.
+
+    Example:
+        >>> on_read, total = ms.VariableSynchronization.ON_READ, ms.VariableAggregation.SUM
+        >>> with ms.OneDeviceStrategy("cpu").scope():
+        ...     seen = ms.Variable(0, synchronization=on_read, aggregation=total)
+        >>> seen.synchronization
+        <VariableSynchronization.ON_READ: 'ON_READ'>
+    """
 
     AUTO = "AUTO"
     NONE = "NONE"
@@ -56,7 +81,19 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How updates (ON_WRITE) or copies (ON_READ) of a distributed variable are combined."""
+    """How the updates of a distributed variable (ON_WRITE) or its copies (ON_READ) are combined.
+
+    NONE: not at all; an update inside `run` changes only the replica's own copy.
+    SUM: added up over all replicas.
+    MEAN: averaged over all replicas.
+    ONLY_FIRST_REPLICA: the first replica's value counts, and the others are ignored.
+
+    Example:
+        >>> with ms.OneDeviceStrategy("cpu").scope():
+        ...     average = ms.Variable(0.0, aggregation=ms.VariableAggregation.MEAN)
+        >>> average.aggregation
+        <VariableAggregation.MEAN: 'MEAN'>
+    """
 
     NONE = "NONE"
     SUM = "SUM"

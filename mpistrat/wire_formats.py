@@ -1,7 +1,7 @@
-"""How sums of gradients cross a network: shorter than float32, and what is lost is made up for later.
+"""Wire formats: sums of gradients cross a network in fewer bytes than as float32, and lost digits are sent later.
 
-A format is given what a message would carry: a float32 slice of the sum over a node, or of one rank's gradients where
-ranks share no memory. What it cannot send now it keeps in `residual`, which is added the next time: error feedback
+A wire format combines float32 values: a slice of the sum over a node, or one rank's gradients where ranks share no
+memory. It keeps the part that it does not send in `residual`, and adds `residual` to the next message: error feedback
 (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et al., Error feedback fixes SignSGD,
 ICML 2019).
 """
@@ -25,31 +25,64 @@ def __dir__() -> list[str]:
 
 
 class WireFormat(Protocol):
-    """What `CommunicationOptions(wire_format=)` takes."""
+    """The interface of a wire format, for `CommunicationOptions(wire_format=)`. A program may write its own.
+
+    Example:
+        >>> class Whole:
+        ...     def combine(self, communicator, values, residual):
+        ...         communicator.all_reduce(values)
+        >>> ms.CommunicationOptions(wire_format=Whole()).wire_format is not None
+        True
+    """
 
     def combine(
         self, communicator: Communicator, values: torch.Tensor, residual: torch.Tensor
     ) -> None:
-        """Add up `values` over the ranks of `communicator`, in place. Collective; equal results on all ranks.
+        """Add up `values` over the ranks of `communicator`, in place.
+
+        Called by: all ranks of `communicator`. The results must be equal on all of them.
 
         Args:
-            communicator: of those between whom messages go: one rank of each node, or all ranks.
+            communicator: the ranks that exchange messages: one rank of each node, or all ranks.
             values: float32, 1-D, of equal length on all ranks.
-            residual: as long; zeros at first, then as it was left. Not equal on the ranks.
+            residual: float32, as long as `values`; zeros in the first call, then as the call before left it. It
+                differs between ranks.
+
+        Example:
+            >>> values, residual = torch.ones(2), torch.zeros(2)
+            >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
+            >>> ms.wire_formats.ShortFloats("float16").combine(communicator, values, residual)
+            >>> values
+            tensor([1., 1.])
         """
 
 
 def name_of(wire_format: WireFormat) -> str:
-    """The same on all ranks: what a class of a program's own has no words for is called by its name."""
+    """Return the name by which all ranks agree on `wire_format`: its repr, or its class's name if it defines no repr.
+
+    Example:
+        >>> ms.wire_formats.name_of(ms.wire_formats.TopK(0.01))
+        'TopK(fraction=0.01)'
+    """
     described = type(wire_format).__repr__ is not object.__repr__
     return repr(wire_format) if described else type(wire_format).__qualname__
 
 
 @dataclasses.dataclass(frozen=True)
 class ShortFloats:
-    """Values cross as "bfloat16" or "float16", and are added in float32: half the bytes.
+    """Send values as "bfloat16" or "float16", half the bytes of float32, and add them up in float32.
 
-    What is beyond the range of float16 (65504) becomes infinite.
+    Values beyond the range of float16 (65504) become infinite.
+
+    Args:
+        dtype: "bfloat16" or "float16".
+
+    Example:
+        >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
+        >>> values, residual = torch.tensor([1.0, 257.0]), torch.zeros(2)
+        >>> ms.wire_formats.ShortFloats("bfloat16").combine(communicator, values, residual)
+        >>> values.tolist(), residual.tolist()
+        ([1.0, 256.0], [0.0, 1.0])
     """
 
     dtype: str
@@ -62,17 +95,26 @@ class ShortFloats:
         values += residual
         short = values.to(getattr(torch, self.dtype))
         torch.sub(values, short, out=residual)
-        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # of what is infinite nothing remains
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # infinite values leave no residual
         communicator.all_reduce(short)
         values.copy_(short)
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """Only the largest values cross, with their places, from each rank to all (Aji and Heafield, EMNLP 2017).
+    """Send only the largest values and their places, from each rank to all (Aji and Heafield, EMNLP 2017).
 
     Args:
-        fraction: of the values, 0 < fraction <= 1. Each of them takes 8 bytes.
+        fraction: the part of the values that each rank sends, 0 < fraction <= 1. A sent value takes 8 bytes.
+
+    Raises: ValueError if `fraction` is out of range.
+
+    Example:
+        >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
+        >>> values, residual = torch.tensor([1.0, -3.0, 2.0, 0.5]), torch.zeros(4)
+        >>> ms.wire_formats.TopK(0.25).combine(communicator, values, residual)
+        >>> values.tolist(), residual.tolist()
+        ([0.0, -3.0, 0.0, 0.0], [1.0, 0.0, 2.0, 0.5])
     """
 
     fraction: float

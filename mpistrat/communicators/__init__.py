@@ -1,4 +1,4 @@
-"""How bytes move inside one group of ranks."""
+"""Communicators: they move bytes between the ranks of one group."""
 
 from mpistrat.communicators.communicator import Communicator as Communicator
 from mpistrat.communicators.communicator import RaisingOnAll as RaisingOnAll

@@ -1,4 +1,4 @@
-"""What a program can ask of a communicator."""
+"""The interface of a communicator: the collectives that a program can call."""
 
 from __future__ import annotations
 
@@ -20,25 +20,45 @@ if TYPE_CHECKING:
 
 
 class Communicator(abc.ABC):
-    """One group of ranks. Every method is collective: all ranks call it, in the same order.
+    """A group of ranks and its collectives. All ranks of the group call each method, in the same order.
 
-    Buffers are C-contiguous NumPy arrays or CPU tensors. `label`, as that of a `Reduction`, says in words what is
-    exchanged (a structure, parameter names); the ranks must agree on it. In place of a `Reduction`, methods take the
-    name of its operation, one of `reduction.OPS`.
+    Buffers are C-contiguous NumPy arrays or CPU tensors. `label` says in words what the ranks exchange (a structure,
+    parameter names), and the ranks must agree on it, as on the label of a `Reduction`. In place of a `Reduction`,
+    methods take the name of its operation, one of `reduction.OPS`.
+
+    If the ranks make different calls, all of them raise CollectiveMismatchError. A rank with wrong operands raises
+    ValueError or TypeError, and the other ranks CollectiveMismatchError. With `check="never"` they may hang instead.
 
     Attributes:
         rank: this process's number in the group, 0 <= rank < size.
         size: number of ranks in the group.
-        contract: what the ranks agree on before bytes move, and where calls are recorded.
-        memory: what the ranks of a node have in common.
-        on_one_node: all ranks share a node's memory, as far as is known.
-        thread_multiple: threads may be in collectives of different communicators at the same time.
-        takes_device_buffers: buffers may be CuPy arrays and tensors on accelerators or XLA devices, too, on all ranks
-            alike.
-        ordered_by_streams: collectives on tensors of an accelerator return when they are submitted, after what the
-            caller's current stream holds, and that stream waits for them; otherwise the host waits.
-        use_devices_in: lets another communicator of the same ranks take buffers on accelerators, as this one does, by
-            transports of its own. Collective.
+        contract: checks before bytes move that all ranks make the same call, and records the calls.
+        memory: the memory that the ranks of a node share.
+        on_one_node: whether all ranks share a node's memory, as far as is known.
+        thread_multiple: whether threads may be in collectives of different communicators at the same time.
+        takes_device_buffers: whether buffers may also be CuPy arrays and tensors on accelerators or XLA devices, on
+            all ranks alike.
+        ordered_by_streams: whether collectives on tensors of an accelerator return when they are queued: they run
+            after the work of the caller's current stream, and that stream waits for them. If False, the host waits.
+        use_devices_in: a collective function that gives another communicator of the same ranks transports of its own
+            for buffers on accelerators; None where this communicator takes no such buffers.
+
+    Example:
+        >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
+        >>> values = np.array([1.0, 2.0])
+        >>> communicator.all_reduce(values, "max")
+        >>> communicator.broadcast(values, root=0)
+        >>> communicator.all_gather(values), communicator.all_gather_object("name")
+        ([array([1., 2.])], ['name'])
+
+    Example, on several ranks::
+
+        strategy = ms.MultiWorkerMirroredStrategy()
+        communicator = strategy.extended.communicator
+        values = np.full(3, float(communicator.rank))
+        communicator.reduce(values, root=0)
+        seed = communicator.broadcast_object(np.random.randint(100))
+        communicator.barrier(label="before the first step")
     """
 
     rank: int
@@ -61,51 +81,70 @@ class Communicator(abc.ABC):
         cause: Exception | None = None,
         follows: bool = False,
     ) -> None:
-        """Combine `buffer` of all ranks element by element, into `out` or in place.
+        """Combine the `buffer` of all ranks element by element, into `out` or in place.
 
         Args:
             buffer: same shape and dtype on every rank; 16-bit floats are summed in float32.
             out: a second buffer of the same shape and dtype; None overwrites `buffer`.
-            cause: the error that has brought this rank here; the others hear of it if they do not come.
-            follows: in a block of `following`: the ranks have agreed on this call by an earlier one. They compare it
-                only where they must meet anyway: in a small call, and for a buffer of a device.
+            cause: the error that has brought this rank to this call. If the other ranks make another call, their
+                CollectiveMismatchError shows it.
+            follows: inside `following`, True says that the ranks have agreed on this call by an earlier one. They
+                compare it only where they must meet anyway: for a small buffer, or one on a device.
         """
 
     @abc.abstractmethod
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
     ) -> None:
-        """Add up the sums that ranks hold of `tree`, into `sums[0]`. It does not matter which rank holds which.
+        """Add up the `sums` of all ranks in the order of `tree`, into `sums[0]` of each rank.
+
+        The result does not depend on the distribution of sums over ranks.
 
         Args:
-            sums: floating point, of shape [sums that this rank holds, ...]; equal on every rank but for their number.
-                Afterwards all but the first are undefined. 16-bit floats are added up in float32 and rounded at the
-                end: they must be replicas' own values, for sums of them would have been rounded before.
-            tree: of the ranks of this communicator; equal on all of them.
-            reduction: a sum.
+            sums: floating point, of shape [sums that this rank holds, ...]; only the first dimension may differ
+                between ranks. Afterwards `sums[1:]` is undefined. 16-bit floats are added up in float32 and rounded at
+                the end, so they must be single replicas' values: a sum would have been rounded before.
+            tree: a tree over the ranks of this communicator; equal on all of them.
+            reduction: a sum; its scale multiplies the result.
+
+        Example:
+            >>> from mpistrat.communicators.reduction.tree import tree_of_replicas
+            >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
+            >>> sums, tree = np.array([[1.0, 2.0]]), tree_of_replicas(1, 0, 1)
+            >>> communicator.all_reduce_by_tree(sums, tree)
+            >>> sums[0]
+            array([1., 2.])
         """
 
     @abc.abstractmethod
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
-        """Combine `buffer` of all ranks into rank `root`'s; the others' stays as it is.
+        """Combine the `buffer` of all ranks into rank `root`'s `buffer`; the other ranks' buffers stay as they are.
 
-        As `all_reduce`, but 16-bit floats are rounded before they are scaled and once more afterwards.
+        Like `all_reduce`, but 16-bit floats are rounded before they are scaled and once more afterwards.
         """
 
     @abc.abstractmethod
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:
-        """Combine `buffer` of all ranks; rank r's `out` gets the r-th of equal parts along the first dimension.
+        """Combine the `buffer` of all ranks; rank r's `out` gets the r-th of equal parts along the first dimension.
 
         An `out` without dimensions gets the r-th element.
+
+        Raises: ValueError unless `buffer` has `size` times as many rows as `out`, and the same dtype.
+
+        Example:
+            >>> communicator, part = ms.OneDeviceStrategy("cpu").extended.communicator, np.empty(2)
+            >>> communicator.reduce_scatter(np.array([1.0, 2.0]), part)
+            >>> part
+            array([1., 2.])
         """
 
     @abc.abstractmethod
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        """Overwrite `buffer` with rank `root`'s; same shape and dtype on every rank."""
+        """Overwrite `buffer` with rank `root`'s `buffer`; it has the same shape and dtype on every rank."""
 
     @abc.abstractmethod
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        """The buffers of all ranks, in rank order. Same dtype and rank (ndim); shapes may differ."""
+        """Return the buffers of all ranks, in rank order. Dtypes and `ndim` must be equal; shapes may differ."""
 
     @abc.abstractmethod
     def all_gather_into(self, buffer: Array, out: Array, *, label: str = "") -> None:
@@ -113,7 +152,13 @@ class Communicator(abc.ABC):
 
         Args:
             buffer: same shape and dtype on every rank, any dtype. It may be this rank's part of `out` itself.
-            out: of the same dtype, and of any shape with `size` times as many elements.
+            out: of the same dtype as `buffer`, and of any shape with `size` times as many elements.
+
+        Example:
+            >>> communicator, all_parts = ms.OneDeviceStrategy("cpu").extended.communicator, np.empty((1, 2))
+            >>> communicator.all_gather_into(np.array([1.0, 2.0]), all_parts)
+            >>> all_parts
+            array([[1., 2.]])
         """
 
     @abc.abstractmethod
@@ -126,53 +171,93 @@ class Communicator(abc.ABC):
         *,
         label: str = "",
     ) -> None:
-        """Send each rank some rows of `buffer`, and put those that it sends to this rank into `out`, in rank order.
+        """Send each rank some rows of `buffer`; put the rows that arrive from each rank into `out`, in rank order.
 
         Args:
-            buffer, out: of rows (the first dimension) of the same shape and dtype on every rank; different memory.
+            buffer, out: arrays of rows (the first dimension). Rows have the same shape and dtype on every rank. `out`
+                must not share memory with `buffer`.
             sent: how many rows of `buffer` go to each rank, in rank order.
-            received: how many rows come from each rank: as many as it sends here.
+            received: how many rows come from each rank, in rank order.
+
+        Raises: ValueError if counts do not fit the rows, or if a rank sent another number of rows than expected.
+
+        Example:
+            >>> communicator, rows = ms.OneDeviceStrategy("cpu").extended.communicator, np.empty((2, 1))
+            >>> communicator.all_to_all(np.array([[1.0], [2.0]]), rows, sent=[2], received=[2])
+            >>> rows.tolist()
+            [[1.0], [2.0]]
         """
 
     @abc.abstractmethod
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
-        """Rank `root`'s `value`, any picklable object."""
+        """Return rank `root`'s `value`, any picklable object."""
 
     @abc.abstractmethod
     def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
-        """The picklable `value` of every rank, in rank order."""
+        """Return the picklable `value` of every rank, in rank order."""
 
     @abc.abstractmethod
     def barrier(self, *, label: str = "") -> None:
-        """Return once every rank has called it."""
+        """Return once every rank has called `barrier`."""
 
     @abc.abstractmethod
     def split(self, color: int, key: int = 0) -> Communicator:
-        """The communicator of the ranks that gave the same `color`, ordered by `key`, then rank."""
+        """Return a communicator of the ranks that gave the same `color`, ordered by `key`, then by rank.
+
+        Example, on several ranks::
+
+            strategy = ms.MultiWorkerMirroredStrategy()
+            communicator = strategy.extended.communicator
+            half = communicator.split(color=communicator.rank % 2)
+            print(half.rank, half.size)
+        """
 
     def by(self, implementation: CommunicationImplementation) -> Communicator:
-        """The communicator that moves the bytes of the same ranks by `implementation`; this one for AUTO.
+        """Return the communicator that moves the same ranks' bytes by `implementation`; `self` for AUTO.
 
-        Not collective, but all ranks must use the same. NCCL moves memory of GPUs: for all else it is AUTO.
+        Not collective, but all ranks must pass the same `implementation`. NCCL moves only memory of GPUs; other
+        buffers move as with AUTO.
+
+        Example:
+            >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
+            >>> communicator.by(ms.CommunicationImplementation.AUTO) is communicator
+            True
         """
         return self
 
     @abc.abstractmethod
     def explain(self) -> str:
-        """For people: the transports by which bytes move, a line for each. Not collective."""
+        """Return a text for people: the transports of this group, one in a line. Not collective.
+
+        Example:
+            >>> print(ms.OneDeviceStrategy("cpu").extended.communicator.explain())
+            one rank: nothing moves
+        """
 
     def following(self) -> contextlib.AbstractContextManager[None]:
-        """Around calls with `follows`, from the end of the call that decides on them to the end of the last of them.
+        """Return a context for calls with `follows=True`.
 
-        An error of this rank alone in the block leaves the next call. Ranks that wait in that call raise StallError;
-        where they wait inside MPI, the job ends.
+        Its block begins when the call that decides on them has ended, and ends with the last of them. If this rank
+        alone raises an error in the block, it does not make the next call. Ranks that wait in the next call raise
+        StallError; if they wait inside MPI, the job ends.
+
+        Example:
+            >>> communicator, values = ms.OneDeviceStrategy("cpu").extended.communicator, np.ones(2)
+            >>> with communicator.following():
+            ...     communicator.all_reduce(values, follows=True)
         """
         return self.contract.following()
 
     def raise_together(self, error: Exception) -> NoReturn:
-        """Raise `error` in place of a collective whose operands this rank found to be wrong.
+        """Raise `error` instead of making a collective, because this rank found its operands to be wrong.
 
-        The other ranks, which wait in that collective, learn of it where calls are checked.
+        The other ranks wait in that collective. They raise CollectiveMismatchError, unless `check="never"`.
+
+        Example:
+            >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
+            >>> communicator.raise_together(ValueError("expected 3 rows, got 2"))
+            Traceback (most recent call last):
+            ValueError: expected 3 rows, got 2
         """
         try:
             self.contract.raise_together(error)
@@ -180,13 +265,29 @@ class Communicator(abc.ABC):
             del error
 
     def raising_together(self) -> contextlib.AbstractContextManager[None]:
-        """Around the checks of this rank's operands: their errors go to `raise_together`."""
+        """Return a context for checks of this rank's operands: it passes their errors to `raise_together`.
+
+        Example:
+            >>> communicator, rows = ms.OneDeviceStrategy("cpu").extended.communicator, np.ones((2, 3))
+            >>> with communicator.raising_together():
+            ...     assert rows.ndim == 2, f"expected 2 dimensions, got {rows.ndim}"
+        """
         return RaisingTogether(self.raise_together)
 
     def raise_any(self, error: Exception | None, what: str) -> None:
-        """Raise on all ranks if any of them comes with an error: its own there, elsewhere a RuntimeError with its text.
+        """Raise on all ranks if any of them has an `error`; return if all ranks pass None. Collective.
 
-        Collective. `what` is what the rank did not manage: "could not read its part".
+        Args:
+            error: this rank's own error, or None.
+            what: words for the failure: "could not read its part".
+
+        Raises: `error` itself on a rank that has one, and a RuntimeError with the first rank's error text elsewhere.
+
+        Example:
+            >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
+            >>> communicator.raise_any(OSError("no such file"), "could not read its part")
+            Traceback (most recent call last):
+            OSError: no such file
         """
         described = error and (raised_at(error), type(error).__name__, message_of(error))
         errors = self.all_gather_object(described, label="errors")
@@ -203,9 +304,9 @@ class Communicator(abc.ABC):
 
 
 class RaisingOnAll(contextlib.AbstractContextManager[None]):
-    """What the body raises on any rank is raised on all of them: see `Communicator.raise_any`.
+    """A context that raises an error of its block on all ranks, as `Communicator.raise_any` does.
 
-    Collective at its end; the body need not be.
+    All ranks leave the block, since its end is collective; the block itself need not be.
     """
 
     def __init__(self, communicator: Communicator, what: str) -> None:

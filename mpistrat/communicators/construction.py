@@ -1,6 +1,6 @@
-"""Makes our communicator over the ranks of the user's. Only this file names the transports of hosts.
+"""Makes the package's communicator over the ranks of a user's communicator. Only this file names the host transports.
 
-mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+mpi4py is imported at the top of this file, and this file on first use, so that `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -36,11 +36,16 @@ _CACHED = MPI.Comm.Create_keyval()
 def communicator_for(
     comm: MPI.Intracomm, check: str = "always", what: str = "a communicator"
 ) -> Communicator:
-    """Our communicator over the ranks of the user's `comm`, for `what`; collective over it.
+    """Return the package's communicator over the ranks of the user's `comm`. Collective over `comm`.
 
-    There is one duplicate per user communicator and `check`, cached on it as an attribute and never freed: MPICH
-    ends after 2,046 of them, and freeing is collective, which a destructor cannot be.
-    Raises: CollectiveMismatchError on all ranks when `check` differs among them.
+    There is one duplicate for each `comm` and `check`, cached in an attribute of `comm` and never freed: MPICH ends
+    after 2,046 communicators, and freeing is collective, so no destructor can do it.
+
+    Args:
+        check: "always" if ranks compare their calls, or "never".
+        what: the name of the thing that needs the communicator, for messages.
+
+    Raises: CollectiveMismatchError on all ranks if `check` differs between them.
     """
     if comm.Get_size() == 1:
         return LocalCommunicator()
@@ -56,15 +61,15 @@ def communicator_for(
             checks = duplicate.allgather(check)
             if len(set(checks)) > 1:
                 raise CollectiveMismatchError(
-                    f"{what} with different check= on the ranks: {checks}, by rank"
+                    f"{what} with different check= on the ranks: {checks}, by rank. Pass the same check= on all ranks"
                 )
             cached[check] = new_communicator(duplicate, check)
     return cached[check]
 
 
 def new_communicator(comm: MPI.Intracomm, check: str = "always") -> Router:
-    """Our communicator over the ranks of `comm`, which nobody else uses from now on. Collective over it."""
-    # Not all launchers hand on the environment: rank 0's setting holds for all.
+    """Return the package's communicator over the ranks of `comm`, and take `comm` over. Collective over `comm`."""
+    # Not all launchers pass the environment on: rank 0's setting holds for all.
     name, folder = comm.bcast((uuid.uuid4().hex, trace_folder()))
     timeline = None
     if folder is not None:
@@ -79,7 +84,7 @@ def new_communicator(comm: MPI.Intracomm, check: str = "always") -> Router:
 
 
 def discard(comm: MPI.Intracomm) -> None:
-    """Let go of our communicators over the ranks of `comm`, one of which has failed, and of their memory."""
+    """Drop the package's communicators over the ranks of `comm`, and their memory, because a rank has failed."""
     cached = cast("dict[str, Router] | None", comm.Get_attr(_CACHED))
     if cached is None:
         return
@@ -90,9 +95,9 @@ def discard(comm: MPI.Intracomm) -> None:
 
 
 def transports_of(mpi: MpiTransport, name: str) -> tuple[Transports, CommunicatorWatch]:
-    """The transports between the ranks of `mpi`, and this rank's watch in their communicator. Collective.
+    """Return the transports between the ranks of `mpi`, and this rank's watch in their communicator. Collective.
 
-    Args: name: of the communicator.
+    Args: name: the communicator's name, equal on all ranks.
     """
     watch = job_end().records.watch_of(mpi.comm, name)
     watch.tell_others = job_end().tell_others
@@ -103,7 +108,7 @@ def transports_of(mpi: MpiTransport, name: str) -> tuple[Transports, Communicato
     else:
         transports = _transports_between_nodes(mpi, watch)
         compressed = [CompressedTransport(Router(Transports(mpi)))]
-    # NCCL is taken wherever it can be, without being asked for.
+    # NCCL moves bytes wherever it can, without being asked for.
     forced = {
         CommunicationImplementation.MPI: Transports(mpi, compressed),
         CommunicationImplementation.RING: Transports(mpi, [*compressed, RingTransport(mpi)]),
@@ -112,7 +117,7 @@ def transports_of(mpi: MpiTransport, name: str) -> tuple[Transports, Communicato
 
 
 def _transports_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Transports:
-    """The transports of ranks that do not all share memory."""
+    """Return the transports of ranks that do not all share memory. Collective."""
     comm = mpi.comm
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
@@ -138,6 +143,6 @@ def _transports_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Tr
 
 
 def _transports_in_pieces(mpi: MpiTransport, pipelined: PipelinedTransport) -> Transports:
-    """The transports of ranks each of which is on a node of its own."""
+    """Return the transports of ranks that are each on a node of their own."""
     compressed = CompressedTransport(Router(Transports(mpi, [pipelined])), SMALLEST)
     return Transports(mpi, [compressed, pipelined])

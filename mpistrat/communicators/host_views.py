@@ -1,4 +1,4 @@
-"""Host buffers of any library as NumPy arrays."""
+"""NumPy views of the host buffers of any library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpistrat.arrays import Array, is_torch, numpy_knows
 
 
 def view_of(buffer: Array) -> np.ndarray:
-    """`buffer`'s own memory as a NumPy array; dtypes that NumPy lacks appear as unsigned integers."""
+    """Return a NumPy array over `buffer`'s own memory; elements of a dtype that NumPy lacks appear as integers."""
     if isinstance(buffer.dtype, np.dtype):
         return buffer
     tensor = buffer.detach() if buffer.requires_grad else buffer
@@ -21,7 +21,7 @@ def view_of(buffer: Array) -> np.ndarray:
 
 @functools.cache
 def _integer_of_size(dtype: Any) -> Any:
-    """Torch's integers of the size of a dtype that NumPy lacks; None for other dtypes."""
+    """Return torch's integer dtype of the size of a dtype that NumPy lacks; None for dtypes that NumPy has."""
     if numpy_knows(dtype):
         return None
     import torch
@@ -30,7 +30,7 @@ def _integer_of_size(dtype: Any) -> Any:
 
 
 def as_buffer_of(buffer: Array, view: np.ndarray) -> Array:
-    """The inverse of `view_of`: a NumPy array as an array of `buffer`'s library and dtype."""
+    """Return `view` as an array of `buffer`'s library and dtype, in the same memory: the inverse of `view_of`."""
     if is_torch(buffer):
         import torch
 
@@ -39,13 +39,19 @@ def as_buffer_of(buffer: Array, view: np.ndarray) -> Array:
 
 
 def room_for(buffer: Array, shapes: np.ndarray) -> list[np.ndarray]:
-    """Uninitialized arrays like `view_of(buffer)`, each of the shape in a row of `shapes`; (1,) is that of a scalar."""
+    """Return uninitialized arrays of the dtype of `view_of(buffer)`, one for each row of `shapes`.
+
+    Args: shapes: 2-D, a shape in each row. If `buffer` is a scalar, the arrays are scalars, whatever their rows say.
+    """
     dtype = view_of(buffer).dtype
     return [np.empty(tuple(shape) if buffer.ndim else (), dtype) for shape in shapes]
 
 
 def parts_with_own(buffer: Array, out: Array, rank: int, size: int) -> list[np.ndarray]:
-    """The bytes of each rank's part of `out`, after `buffer`, which may be there already, was put into this rank's."""
+    """Copy `buffer` into this rank's part of `out`, unless it is there already.
+
+    Returns: for each rank, the bytes of its part of `out`, in rank order.
+    """
     parts = list(bytes_of(out).reshape(size, -1))
     source = bytes_of(buffer)
     if address_of(source) != address_of(parts[rank]):
@@ -58,7 +64,7 @@ def address_of(memory: np.ndarray) -> int:
 
 
 def bytes_of(buffer: Array) -> np.ndarray:
-    """The memory of `buffer` as bytes. Raises: ValueError when it is not C-contiguous."""
+    """Return the memory of `buffer` as a flat array of bytes. Raises: ValueError if `buffer` is not C-contiguous."""
     view = buffer if buffer.__class__ is np.ndarray else view_of(buffer)
     if not view.flags.c_contiguous:
         raise ValueError(

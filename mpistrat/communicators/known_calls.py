@@ -1,4 +1,4 @@
-"""What is made once of each kind of call, and looked up when the program makes such a call again."""
+"""The objects that a communicator makes once for each kind of call, and looks up when such a call comes again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpistrat.communicators.node.slots import SharedSlots, Slot
 from mpistrat.communicators.node.small_calls import SmallCall, small_call
 from mpistrat.communicators.transport import Operands
 
-# The operation, the label and the scale that ranks must agree on; "" and None of a call that has none.
+# The operation, the label and the scale that ranks must agree on. A call without them has "" and None.
 Agreed: TypeAlias = tuple[str, str, float | None]
-# Kinds of calls that are kept; what is forgotten is made again.
+# How many kinds of calls are kept. Beyond them a kind is made again.
 _KNOWN_CALLS = 4096
 
 
@@ -23,10 +23,10 @@ class KnownCall(NamedTuple):
     """A kind of call.
 
     Attributes:
-        signature: what the ranks must agree on.
-        small: moves its bytes with the agreement; None where a transport moves them.
-        slot: the slot that this rank fills for it; None where this rank fills none.
-        meets: a transport moves such a sum, which ends on no rank before all ranks have entered it.
+        signature: the words that the ranks must agree on.
+        small: moves the call's bytes together with the agreement; None where a transport moves them.
+        slot: the slot that this rank fills for the call; None where this rank fills none.
+        meets: whether a transport moves the bytes on the host. Then a sum ends on no rank before all have entered it.
     """
 
     signature: CallSignature
@@ -36,13 +36,13 @@ class KnownCall(NamedTuple):
 
 
 class KnownCalls:
-    """The kinds of calls that a communicator has seen, by all in which its calls may differ.
+    """The kinds of calls that a communicator has seen, by everything that tells calls apart (dtype, shape, root, …).
 
     Args:
-        size: of the communicator.
-        slots: for small calls; None where there are none.
-        takes_device_buffers: as of `Communicator`.
-        last_words: of the signature of each call.
+        size: number of ranks in the communicator.
+        slots: the shared slots for small calls; None where the ranks have none.
+        takes_device_buffers: whether the communicator takes buffers on devices.
+        last_words: words that end the signature of each call.
         raise_together: raises an error on all ranks.
     """
 
@@ -60,7 +60,14 @@ class KnownCalls:
         self._known: dict[tuple[Any, ...], KnownCall] = {}
 
     def find(self, call: str, operands: Operands, agreed: Agreed) -> KnownCall:
-        """What is known of a call. Operands that are wrong are errors on all ranks."""
+        """Return the kind of a call; it is made at the first such call. Wrong operands are errors on all ranks.
+
+        Args:
+            call: the operation, such as "all_reduce".
+            agreed: the reduction's operation, label and scale.
+
+        Raises: ValueError or TypeError if the operands do not fit the call.
+        """
         buffer, out = operands.buffer, operands.out
         key = (
             *(call, agreed, buffer.dtype, buffer.shape, operands.root),
@@ -78,7 +85,7 @@ class KnownCalls:
         return known
 
     def forget(self, takes_device_buffers: bool) -> None:
-        """Calls may go other routes from now on."""
+        """Forget all kinds, because calls may take other transports from now on."""
         self._known.clear()
         self._takes_device_buffers = takes_device_buffers
 
@@ -95,7 +102,7 @@ class KnownCalls:
 
 
 def _check(call: str, operands: Operands, agreed: Agreed, size: int) -> None:
-    """Raises: ValueError or TypeError for operands that `size` ranks cannot make a call with."""
+    """Check the operands of `call` on `size` ranks. Raises: ValueError or TypeError if they do not fit it."""
     buffer, out = operands.buffer, operands.target
     if agreed[0]:
         operand_checks.check_reduction(agreed[0], agreed[2], buffer)
@@ -110,7 +117,7 @@ def _check(call: str, operands: Operands, agreed: Agreed, size: int) -> None:
 
 
 def words_of(call: str, operands: Operands, agreed: Agreed) -> tuple[Any, ...]:
-    """The words of a call's signature."""
+    """Return the words of a call's signature: operation, root, kind of buffer, shape, label and scale."""
     op, buffer = agreed[0], operands.buffer
     words: list[Any] = [call, op] if op else [call]
     if call in ("reduce", "broadcast"):
@@ -125,13 +132,16 @@ def words_of(call: str, operands: Operands, agreed: Agreed) -> tuple[Any, ...]:
 
 
 def words_of_label(agreed: Agreed) -> tuple[str, ...]:
-    """The label, and the scale where there is one."""
+    """Return the label, and the words for the scale if there is one."""
     _, label, factor = agreed
     return (label,) if factor is None else (label, f"times {factor!r}")
 
 
 def kind_of(buffer: Array) -> str:
-    """The dtype, the kind of device and CuPy: ranks must agree on them, for they decide which way a buffer goes."""
+    """Return words for the buffer's dtype, its kind of device, and CuPy, if it is a CuPy array.
+
+    Ranks must agree on them, since they decide how a buffer moves.
+    """
     name = dtype_name(buffer)
     if not is_on_accelerator(buffer):
         return name

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LocalCommunicator(Communicator):
-    """A group of one rank, without MPI."""
+    """A group of one rank, without MPI. Its collectives move nothing; they check operands and apply the scale."""
 
     rank = 0
     size = 1
@@ -46,7 +46,7 @@ class LocalCommunicator(Communicator):
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
     ) -> None:
-        # here, because it makes importing mpistrat slower
+        # here, because it would slow down `import mpistrat`
         from mpistrat.communicators.host_views import bytes_of
         from mpistrat.communicators.reduction.tree import tree_sum_of
 

@@ -1,4 +1,4 @@
-"""The communicator over the ranks that a cluster resolver speaks of."""
+"""The communicator of a strategy, over the ranks of its cluster resolver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from mpistrat.communicators.local import LocalCommunicator
 
 
 def communicator_of(resolver: ClusterResolver, check: str, what: str) -> Communicator:
-    """Our communicator, for a strategy of class `what`, over the ranks that an `MPIClusterResolver` speaks of."""
+    """Return the communicator over the ranks of `resolver`, for a strategy.
+
+    Args:
+        check: "always" if ranks compare their calls, or "never".
+        what: the name of the strategy's class or of the tool, for messages.
+
+    Returns: a `LocalCommunicator` if `resolver` is not an `MPIClusterResolver`.
+    """
     comm = getattr(resolver, "comm", None)
     if comm is None:
         return LocalCommunicator()

@@ -1,4 +1,4 @@
-"""What a call's operands must be. Each rank checks its own, before it enters the call."""
+"""Checks of a call's operands. Each rank checks its own operands, before it enters the call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from mpistrat.communicators.reduction import BITWISE, OPS
 
 
 def check_reduction(op: str, scale: float | None, buffer: Array) -> None:
-    """Raises: ValueError or TypeError if `buffer` cannot be reduced so."""
+    """Check that `buffer` can be reduced.
+
+    Raises: ValueError if `op` is not in `OPS`, or if integers have a scale. TypeError for a bitwise `op` on floats.
+    """
     if op not in OPS:
         raise ValueError(f"op must be one of {OPS}, got {op!r}")
     name = dtype_name(buffer)
@@ -21,16 +24,19 @@ def check_reduction(op: str, scale: float | None, buffer: Array) -> None:
 
 
 def check_out(buffer: Array, out: Array) -> None:
-    """Of `all_reduce`. Raises: ValueError unless `out` has the shape and dtype of `buffer`."""
+    """Check the operands of `all_reduce`. Raises: ValueError unless `out` has the shape and dtype of `buffer`."""
     if (out.shape, out.dtype) != (buffer.shape, buffer.dtype):
         raise ValueError(
-            f"out must be {dtype_name(buffer)} of {tuple(buffer.shape)} as the buffer, got {dtype_name(out)} "
+            f"out must be {dtype_name(buffer)} of {tuple(buffer.shape)}, like the buffer, got {dtype_name(out)} "
             f"of {tuple(out.shape)}"
         )
 
 
 def check_parts(buffer: Array, out: Array, size: int) -> None:
-    """Of `reduce_scatter`. Raises: ValueError unless `buffer` has `size` times as many rows as `out`."""
+    """Check the operands of `reduce_scatter`.
+
+    Raises: ValueError unless `buffer` has `size` times as many rows as `out`, and the same dtype.
+    """
     expected = (size * out.shape[0], *out.shape[1:]) if out.ndim else (size,)
     if (tuple(buffer.shape), dtype_name(buffer)) != (expected, dtype_name(out)):
         raise ValueError(
@@ -40,7 +46,10 @@ def check_parts(buffer: Array, out: Array, size: int) -> None:
 
 
 def check_gathered(buffer: Array, out: Array, size: int) -> None:
-    """Of `all_gather_into`. Raises: ValueError unless `out` has room for `size` buffers."""
+    """Check the operands of `all_gather_into`.
+
+    Raises: ValueError unless `out` has `size` times as many elements as `buffer`, and the same dtype.
+    """
     if (num_elements(out), out.dtype) != (size * num_elements(buffer), buffer.dtype):
         raise ValueError(
             f"all_gather_into over {size} ranks of {dtype_name(buffer)} of {tuple(buffer.shape)} needs an out of "
@@ -51,7 +60,10 @@ def check_gathered(buffer: Array, out: Array, size: int) -> None:
 def check_exchange(
     buffer: Array, out: Array, sent: Sequence[int], received: Sequence[int], size: int
 ) -> None:
-    """Of `all_to_all`. Raises: ValueError unless the counts are of the rows of `buffer` and of `out`."""
+    """Check the operands of `all_to_all`.
+
+    Raises: ValueError unless rows of `buffer` and `out` are alike, and `sent` and `received` add up to their numbers.
+    """
     if not buffer.ndim or (buffer.dtype, buffer.shape[1:]) != (out.dtype, out.shape[1:]):
         raise ValueError(
             f"all_to_all needs a buffer and an out of rows of one dtype and shape, got {dtype_name(buffer)} of "
@@ -66,20 +78,24 @@ def check_exchange(
 
 
 def check_arrived(starts: Sequence[Sequence[int]], received: Sequence[int], rank: int) -> None:
-    """Of `all_to_all`, afterwards. Raises: ValueError unless each rank has sent the rows that this rank expected.
+    """Check after `all_to_all` that each rank has sent as many rows as this rank expected.
 
-    Args: starts: as of `Operands`.
+    Args:
+        starts: for each rank, the first row of its buffer that goes to each rank, and the end of the last.
+        received: how many rows this rank expected of each rank.
+
+    Raises: ValueError if another number of rows has arrived.
     """
     arrived = [of_rank[rank + 1] - of_rank[rank] for of_rank in starts]
     if arrived != list(received):
         raise ValueError(
-            f"all_to_all over {len(starts)} ranks: rank {rank} expected {list(received)} rows, by rank, and was sent "
-            f"{arrived}"
+            f"all_to_all over {len(starts)} ranks: rank {rank} expected {list(received)} rows from the ranks, in rank "
+            f"order, and got {arrived}"
         )
 
 
 def check_contiguous(buffer: Array, out: Array) -> None:
-    """Raises: ValueError unless both are C-contiguous."""
+    """Check the memory of both arrays. Raises: ValueError unless both are C-contiguous."""
     for name, array in (("buffer", buffer), ("out", out)):
         if not (array.is_contiguous() if is_torch(array) else array.flags.c_contiguous):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Host memory for results: fresh pages cost as much as the reduction that fills them."""
+"""Recycles host memory for results, because fresh pages cost as much time as the reduction that fills them."""
 
 from __future__ import annotations
 
@@ -11,36 +11,39 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-SMALLEST = 1 << 16  # bytes; the allocators recycle smaller memory themselves
+SMALLEST = 1 << 16  # bytes; allocators recycle smaller memory themselves
 
 
-# References to a buffer that nothing but this module uses. Their number depends on the interpreter's version.
+# The reference count of a buffer that only this module uses. It depends on the interpreter's version.
 _buffers = [np.empty(0)]
 _OWN_REFERENCES = sys.getrefcount(_buffers[0])
 
 
 class RecycledBuffers:
-    """Hands out uninitialized arrays; their memory is used again once nothing refers to it.
+    """Hands out uninitialized arrays, and uses the memory of an array again once nothing refers to it.
 
     Args:
-        kept: how many buffers to keep; the largest idle memory is that of the last `kept` results.
-        buffers: the first that it hands out. Nothing else may refer to them.
+        kept: how many buffers to keep. Idle memory is at most the memory of the last `kept` results.
+        buffers: the first buffers to hand out, flat arrays of bytes. Nothing else may refer to them.
     """
 
     def __init__(self, kept: int = 4, buffers: Sequence[np.ndarray] = ()) -> None:
         self._kept, self._buffers = kept, list(buffers)
 
     def free(self, nbytes: int) -> np.ndarray | None:
-        """The first `nbytes` of a buffer that is as large and that nothing refers to; None if there is none."""
+        """Return the first `nbytes` bytes of an idle buffer that is large enough; None if there is none."""
         index = self._idle(nbytes, math.inf)
         return None if index is None else self._buffers[index][:nbytes]
 
     def are_idle(self) -> bool:
-        """Whether nothing refers to any of the buffers."""
+        """Whether nothing outside this object refers to any of the buffers."""
         return all(map(self._is_idle, range(len(self._buffers))))
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
-        """A C-contiguous NumPy array, or a CPU tensor, whose dtype it is. Arrays made of it keep its memory in use."""
+        """Return an uninitialized C-contiguous array on the host; arrays made of it keep its memory in use.
+
+        Returns: a NumPy array for a NumPy dtype, a CPU tensor for a torch dtype.
+        """
         nbytes, of_numpy = math.prod(shape) * dtype.itemsize, isinstance(dtype, np.dtype)
         if nbytes < SMALLEST:
             if of_numpy:
@@ -55,7 +58,7 @@ class RecycledBuffers:
         return sys.modules["torch"].from_numpy(memory).view(dtype).view(shape)
 
     def _idle(self, least: int, most: float) -> int | None:
-        """The index of the first of `least` to `most` bytes that nothing refers to."""
+        """Return the index of the first idle buffer of `least` to `most` bytes; None if there is none."""
         for i in range(len(self._buffers)):
             if least <= self._buffers[i].nbytes <= most and self._is_idle(i):
                 return i

@@ -1,4 +1,4 @@
-"""The communicator of several ranks: agrees on each call, then hands it to the transport that takes it."""
+"""The communicator of several ranks: it agrees on each call, then passes it to the transport that takes it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Transports:
-    """The transports by which the bytes of a group of ranks move.
+    """The transports that move the bytes of a group of ranks.
 
     Attributes:
-        mpi: takes the calls that no other transport takes, and objects.
-        preferred: are asked before `mpi`, in this order.
-        memory: what the ranks of a node have in common.
-        slots: for small calls; None where not all ranks share a node's memory.
-        forced: the transports for an implementation that a program asks for; if it is missing, these are.
-        of_part: makes the transports and the watch of some of the ranks. It gets their MPI and the name of their
-            communicator. Collective over them. None: they have MPI alone.
+        mpi: takes the calls that no other transport takes, and all objects.
+        preferred: the transports that are asked before `mpi`, in this order.
+        memory: the memory that the ranks of a node share.
+        slots: the slots of small calls; None where not all ranks share a node's memory.
+        forced: by implementation that a program may ask for, its transports. An absent implementation uses `self`.
+        of_part: a collective function that makes the transports and the watch of some of the ranks, from their MPI
+            transport and the name of their communicator. None: they have MPI alone.
     """
 
     mpi: MpiTransport
@@ -50,7 +50,7 @@ class Transports:
     of_part: Callable[[MpiTransport, str], tuple[Transports, CommunicatorWatch]] | None = None
 
     def choose(self, call: str, operands: Operands) -> Exchange:
-        """What moves the bytes of a call. Collective."""
+        """Return the object that moves the bytes of `call`: of the first transport that takes it. Collective."""
         for transport in self.preferred:
             mover = transport.choose(call, operands)
             if mover is not None:
@@ -65,15 +65,15 @@ class Transports:
 
 
 class Router(Communicator):
-    """Checks the contract of a call, records it, and hands it to the first transport that takes it.
+    """A communicator that checks and records each call, and passes it to the first transport that takes it.
 
     Args:
-        transports: by which their bytes move.
-        contract: checks and records calls. Without it, this is a group inside another.
-        last_words: of the signature of each call.
+        transports: move the bytes.
+        contract: checks and records calls. A router without a contract is a group inside another group.
+        last_words: words that end the signature of each call.
 
     Attributes:
-        mpi: as of `transports`.
+        mpi: the MPI transport of `transports`.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Router(Communicator):
         self.on_one_node = contract.watch is not None and contract.watch.peers is not None
         self.takes_device_buffers = any(t.takes_device_buffers for t in transports.preferred)
         self.ordered_by_streams = any(t.ordered_by_streams for t in transports.preferred)
-        # Surrounds a call, of which it gets the words. It does not refer to this communicator.
+        # A function of a call's words that returns the call's context. It does not refer to this communicator.
         self._enter = lambda *words: contract.enter(signature_of(words + last_words))
         self.memory = CheckedMemory(transports.memory, self._enter)
-        # Without an agreement there is nothing that small calls could travel with.
+        # Small calls travel with the agreement: without an agreement there are none.
         slots = None if contract.agreement is None else transports.slots
         self._known = KnownCalls(
             self.size, slots, self.takes_device_buffers, last_words, contract.raise_together
@@ -122,7 +122,7 @@ class Router(Communicator):
             self.transports.choose("all_reduce", operands).all_reduce(operands)
 
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
-        reduction, root = as_reduction(reduction), index(root)  # not a NumPy integer
+        reduction, root = as_reduction(reduction), index(root)  # a NumPy integer becomes an int
         self._call("reduce", Operands(buffer, reduction.plain, root=root), reduction.agreed)
         if self.rank == root:
             scale(buffer, reduction.scale)
@@ -168,7 +168,13 @@ class Router(Communicator):
         cause: Exception | None = None,
         follows: bool = False,
     ) -> Any:
-        """Make a call: agree on it, and have its bytes moved. The arguments are those of `Communicator.all_reduce`."""
+        """Agree on a call and move its bytes. Returns: the call's result.
+
+        Args:
+            call: the name of the collective.
+            agreed: the reduction's operation, label and scale.
+            cause, follows: as in `Communicator.all_reduce`.
+        """
         if self.takes_device_buffers and is_capturing(operands.buffer):
             self.raise_together(refusal(call, self.rank))
         signature, small, slot, meets = self._known.find(call, operands, agreed)
@@ -221,9 +227,10 @@ class Router(Communicator):
         transport: Transport,
         forced: Mapping[CommunicationImplementation, Transport] = {},
     ) -> None:
-        """From now on `transport`, over the same ranks, is asked first. Collective.
+        """Ask `transport`, over the same ranks, before all other transports from now on. Collective.
 
-        Args: forced: what is asked first in place of it, for an implementation that a program asks for.
+        Args:
+            forced: by implementation that a program asks for, the transport to ask first instead of `transport`.
         """
         others = self.transports.preferred
         known = {
@@ -245,7 +252,7 @@ class Router(Communicator):
 
 
 class _Overridden(Router):
-    """Moves bytes by `implementation`. Its calls are `router`'s, and are counted and recorded there."""
+    """`router`'s ranks, with `implementation` to move their bytes. `router` counts and records the calls."""
 
     def __init__(self, router: Router, implementation: CommunicationImplementation) -> None:
         transports = router.transports.forced.get(implementation, router.transports)

@@ -1,6 +1,6 @@
-"""Stores of torch by which the ranks of a group find each other: a file on one node, else a port that all nodes reach.
+"""Stores of torch, by which the ranks of a group find each other: a file on one node, a TCP port on several nodes.
 
-torch is imported at the top of this file, and this file when torch is there.
+This file imports torch at its top, so other files import it only when torch is there.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from mpistrat.machine.addresses import Answering, listen, own_addresses, reached
 from mpistrat.topology import Topology
 
 LOOPBACK = "127.0.0.1"
-TIMEOUT = datetime.timedelta(seconds=deadlines.RANK_WAITS_FOR_STORE)  # of who connects to a store
+# For a rank that connects to a store.
+TIMEOUT = datetime.timedelta(seconds=deadlines.RANK_WAITS_FOR_STORE)
 WARNING, ERROR = 1, 2  # levels of torch's C++ log
 
 
 class Ranks:
-    """The ranks of a communicator, and where they are.
+    """The ranks of a communicator, and the nodes that they are on.
 
     Attributes:
-        comm: of mpi4py; None for one rank without MPI.
-        topology: of the ranks.
+        comm: the communicator of mpi4py; None for one rank without MPI.
+        topology: the ranks' places on nodes.
+        rank: this rank's number.
+        size: number of ranks.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -44,16 +47,22 @@ class Ranks:
 
     @functools.cached_property
     def address(self) -> str:
-        """Of rank 0's node, as all ranks reach it. Collective over the ranks when it is read first."""
+        """The address by which all ranks reach rank 0's node. Its first use is collective over the ranks."""
         return LOOPBACK if self.topology.num_nodes == 1 else address_that_all_reach(self)
 
 
 def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
-    """What opens a new store. Collective over the ranks, and uses MPI; what it returns is not, and does not."""
+    """Return a function that opens a new store. This call is collective and uses MPI; calls of the function do not.
+
+    Returns: a function that opens a HashStore for one rank, a FileStore if all ranks see the job's folder on one node,
+        else a TCPStore.
+
+    Raises: RuntimeError on all ranks if the nodes cannot connect to rank 0's node.
+    """
     if ranks.comm is None or ranks.size == 1:
         return c10d.HashStore
     path = ranks.comm.bcast(_new_file()) if ranks.topology.num_nodes == 1 else ""
-    seen = os.path.isdir(os.path.dirname(path))  # not from another container
+    seen = os.path.isdir(os.path.dirname(path))  # False in another container
     if all(ranks.comm.allgather(seen)):
         return functools.partial(c10d.FileStore, path, ranks.size)
     address = ranks.address
@@ -66,16 +75,16 @@ def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
 
 
 def _new_file() -> str:
-    """A file for a store in the job's folder, which is removed with the job; "" where it has none.
+    """Return the path for a store's file in the job's folder, which is removed with the job; "" without such a folder.
 
-    No other group has its name: those of other ranks of the node have their files in this folder, too.
+    The name is random, because other groups on the node have their files in this folder, too.
     """
     name = f"store-{os.urandom(8).hex()}"
     return os.path.join(observation.current.folder.path, name) if observation.current else ""
 
 
 def store_at(listener: socket.socket, size: int) -> c10d.TCPStore:
-    """A store of rank 0, on a port that the system has picked and all nodes reach."""
+    """Open rank 0's store at `listener`, on a port that the system has picked and that all nodes reach."""
     address, port = listener.getsockname()[:2]
     return _tcp_store(address, port, size, True, listener.detach())
 
@@ -84,7 +93,11 @@ def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) 
     """Open a store, without torch's warnings about addresses that no name server knows: the store needs no names.
 
     Meanwhile torch's C++ log writes no warnings at all, unless the user has chosen its level. It still writes errors,
-    and nobody else's lines on stderr are kept back.
+    and other writers' lines on stderr appear as usual.
+
+    Args:
+        hosts: whether this rank serves the store.
+        fd: the descriptor of the listening socket; None on ranks that connect.
     """
     level = level_of_log()
     before = level.value
@@ -92,12 +105,15 @@ def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) 
     try:
         return c10d.TCPStore(address, port, size, hosts, TIMEOUT, False, master_listen_fd=fd)
     finally:
-        if before == WARNING:  # else another thread's store is being opened, or the user has chosen
+        if before == WARNING:  # else another thread opens a store, or the user chose a level
             level.value = before
 
 
 def level_of_log() -> ctypes.c_int:
-    """The lowest level that torch's C++ log writes. If this torch does not show it: a number that torch never reads."""
+    """Return the variable with the lowest level that torch's C++ log writes.
+
+    If this torch does not export it, return a new number that torch never reads.
+    """
     with contextlib.suppress(OSError, ValueError):
         library = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libc10.so"))
         return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
@@ -105,13 +121,13 @@ def level_of_log() -> ctypes.c_int:
 
 
 def address_that_all_reach(ranks: Ranks) -> str:
-    """The first address of rank 0's node that all other nodes reach. Collective over the ranks.
+    """Return the first address of rank 0's node that all other nodes reach. Collective over the ranks.
 
-    Raises: RuntimeError on all ranks when there is none.
+    Raises: RuntimeError on all ranks if there is none.
     """
     comm, topology = ranks.comm, ranks.topology
     with Answering() if ranks.rank == 0 else contextlib.nullcontext() as answering:
-        # The last one is reached where MPI takes one machine for several nodes.
+        # LOOPBACK is reached where MPI takes one machine for several nodes.
         offer = answering and ((*own_addresses(), LOOPBACK), answering.port, answering.token)
         addresses, port, token = comm.bcast(offer)
         tries = topology.node > 0 and topology.local_rank == 0

@@ -20,17 +20,17 @@ from mpistrat.communicators.reduction.tree import ReductionTree
 
 @dataclass(slots=True)  # not frozen: that would make each call slower
 class Operands:
-    """What a transport is called with. Each call reads the operands that it has.
+    """The arguments of a collective, for a transport. Each collective reads only its own operands.
 
     Attributes:
-        buffer: what is combined, handed out or collected.
-        reduction: of `all_reduce`, `reduce` and `reduce_scatter`.
-        out: the result goes there; None, of `all_reduce`: into `buffer`.
-        tree: of `all_reduce`: its order, as of `Communicator.all_reduce_by_tree`; None: any order.
-        root: of `reduce` and `broadcast`.
-        sent, received: of `all_to_all`: the numbers of rows that go to each rank, and that come from it.
-        shapes: of `all_gather`: of all ranks' buffers, a row each, that of a scalar being (1,); None: not known yet.
-        starts: of `all_to_all`: `own_starts` of all ranks; None: not known yet.
+        buffer: this rank's input, and the result if `out` is None.
+        reduction: how `all_reduce`, `reduce` and `reduce_scatter` combine.
+        out: the array that gets the result; None in `all_reduce`: `buffer` gets it.
+        tree: the order in which `all_reduce` adds up, see `Communicator.all_reduce_by_tree`; None: any order.
+        root: the rank that `reduce` sends to, or `broadcast` sends from.
+        sent, received: for `all_to_all`, the number of rows that go to each rank, and that come from each rank.
+        shapes: for `all_gather`, the shape of each rank's buffer, in rows; (1,) for a scalar. None: not known yet.
+        starts: for `all_to_all`, the `own_starts` of each rank; None: not known yet.
     """
 
     buffer: Array
@@ -45,24 +45,25 @@ class Operands:
 
     @property
     def target(self) -> Array:
-        """Where the result goes."""
+        """The array that gets the result: `out`, or `buffer` without `out`."""
         return self.buffer if self.out is None else self.out
 
     @property
     def row_bytes(self) -> int:
-        """The size of a row, along the first dimension, of `buffer`."""
+        """The bytes of a row of `buffer`. Rows lie along the first dimension."""
         return itemsize(self.buffer) * math.prod(self.buffer.shape[1:])
 
     @property
     def own_starts(self) -> list[int]:
-        """The first of the rows of `buffer` that go to each rank, and the number of all rows."""
+        """The index of the first row of `buffer` for each rank, in rank order, followed by the number of all rows."""
         return [0, *itertools.accumulate(self.sent)]
 
 
 class Exchange:
-    """Moves the bytes of the calls that it takes. Their names are those of `Communicator`.
+    """Moves the bytes of some collectives, named as in `Communicator`.
 
-    Every method is collective: all ranks of the group call it, in the same order.
+    Called by: all ranks of the group, each method in the same order.   Raises: TypeError for a collective that the
+    subclass does not take.
 
     Attributes:
         rank: this process's number in the group.
@@ -74,17 +75,17 @@ class Exchange:
         self._refuse("all_reduce")
 
     def add_up(self, buffer: Array) -> None:
-        """All-reduce `buffer` in place."""
+        """Sum `buffer` over all ranks, in place."""
         self.all_reduce(Operands(buffer))
 
     def reduce(self, operands: Operands) -> None:
-        """By an all-reduce, where there is no better way."""
+        """Combine by an all-reduce, unless a subclass has a better way."""
         total = self._total(operands)
         if self.rank == operands.root:
             operands.buffer[...] = total
 
     def reduce_scatter(self, operands: Operands) -> None:
-        """By an all-reduce, where there is no better way."""
+        """Combine by an all-reduce and keep this rank's part, unless a subclass has a better way."""
         total, out = self._total(operands), operands.target
         length = out.shape[0] if out.ndim else 1
         out[...] = total[self.rank * length : (self.rank + 1) * length].reshape(out.shape)
@@ -96,7 +97,7 @@ class Exchange:
         self._refuse("all_gather")
 
     def all_gather_into(self, operands: Operands) -> None:
-        """By an all-gather, where there is no better way."""
+        """Collect the buffers by `all_gather` and copy them, unless a subclass has a better way."""
         parts = self.all_gather(operands)
         rows = operands.target.reshape(len(parts), *operands.buffer.shape)
         for rank, part in enumerate(parts):
@@ -115,11 +116,11 @@ class Exchange:
 
 
 class Transport(Exchange, abc.ABC):
-    """One way of moving buffers. A router asks its transports in turn, and the first that takes a call moves its bytes.
+    """One way of moving buffers. A router asks its transports in turn; the first that takes a call moves its bytes.
 
     Attributes:
-        takes_device_buffers: buffers may be in the memory of an accelerator.
-        ordered_by_streams: as of `Communicator`.
+        takes_device_buffers: whether buffers may be in the memory of an accelerator.
+        ordered_by_streams: whether collectives return when they are queued, as in `Communicator`.
     """
 
     takes_device_buffers = False
@@ -127,27 +128,32 @@ class Transport(Exchange, abc.ABC):
 
     @abc.abstractmethod
     def choose(self, call: str, operands: Operands) -> Exchange | None:
-        """What moves the bytes of a call: this transport, or a part of it; None leaves the call to the next transport.
+        """Return the object that moves the bytes of a call: this transport, or a part of it. Collective.
 
-        Collective; the answer is the same on all ranks.
+        The choice is the same on all ranks.
+
         Args:
-            call: the name of the method.
+            call: the name of the collective, such as "all_reduce".
+
+        Returns: None leaves the call to the next transport.
         """
 
     def wait_until_idle(self) -> None:
-        """Return when the collectives of this rank have ended: those that streams order may have returned before."""
+        """Return when this rank's collectives have ended; if streams order them, they may have returned earlier."""
 
     @abc.abstractmethod
     def explain(self, rest: str) -> str:
-        """For people: this way, then `rest`, the text of the transports after this one."""
+        """Return a text for people: this transport, followed by `rest`, the text of the later transports."""
 
 
 class Unbroken(contextlib.AbstractContextManager[None]):
-    """Surrounds a collective that a rank must not leave in its middle, for the others wait for its part.
+    """A context for a collective that no rank may leave in its middle, because the other ranks wait for its part.
 
-    Raises: RuntimeError on entering, after a collective that was left by an error.
     Args:
-        purpose, call: for the error: "share memory with others", "a collective".
+        purpose: words for the error, such as "share memory with others".
+        call: words for the collective.
+
+    Raises: RuntimeError on entering, if an error has left an earlier block.
     """
 
     def __init__(self, purpose: str, call: str = "a collective") -> None:
@@ -158,7 +164,7 @@ class Unbroken(contextlib.AbstractContextManager[None]):
         if self._error is not None:
             raise RuntimeError(
                 f"this rank cannot {self._purpose} any more: it left {self._call} in its middle, for "
-                f"{type(self._error).__name__}, and others may wait for its part. Save what you need "
+                f"{type(self._error).__name__}, and others may wait for its part. Save the results that you need "
                 "and end the program"
             ) from self._error
 
@@ -167,9 +173,11 @@ class Unbroken(contextlib.AbstractContextManager[None]):
 
 
 def reduce_in_place(operands: Operands, combine: Callable[[Array], None]) -> None:
-    """All-reduce by `combine`, which reduces a buffer in place, without the scale.
+    """All-reduce `operands` by `combine`, then scale the result.
 
-    It gets floats of 16 and 8 bits as float32; they are rounded once, after they have been scaled.
+    Args:
+        combine: reduces a buffer over the ranks, in place and without the scale. It gets floats of 16 and 8 bits as
+            float32; they are rounded once, after they have been scaled.
     """
     buffer, target, factor = operands.buffer, operands.target, operands.reduction.scale
     if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
@@ -185,9 +193,14 @@ def reduce_in_place(operands: Operands, combine: Callable[[Array], None]) -> Non
 
 
 def combined_as_float32(buffer: Array, reduction: Reduction, combine: Callable[..., None]) -> bool:
-    """Let `combine`, of a buffer and a reduction, reduce floats of 16 and 8 bits in place, as `reduce_in_place` does.
+    """Reduce floats of 16 and 8 bits in place as float32, as `reduce_in_place` does.
 
-    Returns: whether `buffer` has such.
+    Args:
+        combine: a function of a buffer and a reduction; it combines the buffer over the ranks, in place.
+
+    Returns: whether `buffer` has such floats. If False, nothing was done.
+
+    Called by: transports of accelerators.
     """
     short = dtype_name(buffer).startswith(SUMMED_AS_FLOAT32)
     if short:

@@ -1,4 +1,4 @@
-"""Policies over values: how the components of distributed values become one."""
+"""Policies (subclasses of `CrossDeviceOps`): how the components of a distributed value are combined into one."""
 
 from typing import TYPE_CHECKING
 

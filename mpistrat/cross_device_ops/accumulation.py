@@ -1,4 +1,4 @@
-"""Adding up and joining the components of one value, on one rank."""
+"""Adds up and concatenates the components of one value, on one rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from mpistrat.indexed_slices import IndexedSlices
 
 
 def signature(array: Array) -> str:
-    """Dtype and shape: "float32[2, 3]", "torch.float32[2, 3]"."""
+    """Return the array's dtype and shape as text: "float32[2, 3]", "torch.float32[2, 3]"."""
     return f"{array.dtype}{list(array.shape)}"
 
 
 def check_summable(values: Sequence[Array]) -> None:
-    """All of one dtype and shape, and numbers; nothing is broadcast or promoted."""
+    """Check that `values` are numbers of one dtype and shape; nothing is broadcast or promoted.
+
+    Raises: InvalidArgumentError if they differ, or are booleans or no numbers.
+    """
     if arrays.is_bool(values[0]):
         raise InvalidArgumentError(
             f"cannot add up booleans ({signature(values[0])}); cast to an integer, or reduce them with MAX "
@@ -32,10 +35,13 @@ def check_summable(values: Sequence[Array]) -> None:
 
 
 def check_alike(values: Sequence[Array]) -> None:
-    """As `check_summable`, or booleans."""
+    """Check that `values` are numbers or booleans of one dtype and shape.
+
+    Raises: InvalidArgumentError if they differ, or are no numbers.
+    """
     first = values[0]
     if not arrays.is_torch(first) and first.dtype.kind in "OSUMm":
-        raise InvalidArgumentError(f"cannot reduce {signature(first)}; only numbers can be")
+        raise InvalidArgumentError(f"cannot reduce {signature(first)}; only numbers can be reduced")
     if len({(value.shape, value.dtype) for value in values}) > 1:
         by_replica = _by_owner(map(signature, values))
         raise InvalidArgumentError(
@@ -44,14 +50,16 @@ def check_alike(values: Sequence[Array]) -> None:
 
 
 def _by_owner(words: Iterable[str], owner: str = "replica") -> str:
-    """For people: "replica 0: float32[2], replica 1: float32[3]"."""
+    """Return text for people: "replica 0: float32[2], replica 1: float32[3]"."""
     return ", ".join(f"{owner} {number}: {word}" for number, word in enumerate(words))
 
 
 def sum_of(components: Sequence[Any]) -> Any:
-    """What a rank contributes of a value: the sum of its components, cut off from autograd.
+    """Return this rank's part of a sum: the sum of a value's components on this rank, without autograd.
 
     Args: components: arrays, numbers, variables, or IndexedSlices.
+
+    Raises: InvalidArgumentError if they cannot be added up.
     """
     if len(components) == 1:
         value = operand(components[0])
@@ -66,12 +74,12 @@ def sum_of(components: Sequence[Any]) -> Any:
 
 
 def operands(components: Sequence[Any]) -> list[Any]:
-    """Numbers and variables as arrays, cut off from autograd, on the device of the first; IndexedSlices as they are."""
+    """Return numbers and variables as arrays without autograd, on the first one's device; IndexedSlices stay."""
     return arrays.on_one_device([operand(component) for component in components])
 
 
 def operand(component: Any) -> Any:
-    """As `operands`, of one."""
+    """Return one component as an array without autograd; IndexedSlices stay."""
     if component.__class__ is np.ndarray or isinstance(component, IndexedSlices):
         return component
     if arrays.is_torch(component) and not component.requires_grad:
@@ -86,12 +94,12 @@ def is_summable(dtype: Any) -> bool:
 
 
 def add_n(values: Sequence[Array]) -> Array:
-    """The sum of `values`, in order; a new array when there is more than one."""
+    """Return the sum of `values`, in order: a new array, or the value itself if there is only one."""
     return functools.reduce(operator.add, values)
 
 
 def add_slices(values: Sequence[IndexedSlices]) -> IndexedSlices:
-    """The sum of sparse values: rows and indices one after the other, duplicates kept."""
+    """Return the sum of sparse values: their rows and their indices one after the other, with duplicates."""
     return IndexedSlices(
         arrays.concatenate([v.values for v in values]),
         arrays.concatenate([v.indices for v in values]),
@@ -100,14 +108,14 @@ def add_slices(values: Sequence[IndexedSlices]) -> IndexedSlices:
 
 
 def divide(total: Any, count: int) -> Any:
-    """A sum over `count` replicas as their mean."""
+    """Divide a sum over `count` replicas: return their mean."""
     if isinstance(total, IndexedSlices):
         return dataclasses.replace(total, values=arrays.true_divide(total.values, count))
     return arrays.true_divide(total, count)
 
 
 def are_slices(values: Sequence[Any]) -> bool:
-    """Whether the components of one value are IndexedSlices; InvalidArgumentError if only some are."""
+    """Whether the components of one value are IndexedSlices. Raises: InvalidArgumentError if only some are."""
     are_sparse = {isinstance(value, IndexedSlices) for value in values}
     if len(are_sparse) > 1:
         by_replica = _by_owner([type(value).__name__ for value in values])
@@ -125,22 +133,29 @@ def check_no_slices(value: Any) -> None:
 
 
 def as_dense(component: Any) -> Array:
-    """A component of any kind, a number or sparse rows too, as an array cut off from autograd.
+    """Return any component (array, number, variable, IndexedSlices) as a dense array without autograd.
 
-    Raises: ValueError for sparse rows of an array whose shape is not known.
+    Raises: ValueError for IndexedSlices without `dense_shape`.
     """
     if not isinstance(component, IndexedSlices):
         return arrays.as_array(arrays.detach_read(component))
     if component.dense_shape is None:
         raise ValueError(
-            f"IndexedSlices become an array of their dense_shape, which those of {signature(component.values)} lack"
+            f"IndexedSlices of {signature(component.values)} need a dense_shape to become a dense array, and have none"
         )
     zeros = arrays.zeros([int(size) for size in component.dense_shape], component.values)
     return arrays.scatter(zeros, component.indices, component.values, "add")
 
 
 def check_joinable(values: Sequence[Array], axis: int, owner: str = "replica") -> int:
-    """The axis counted from the front, if `values` can be concatenated along it."""
+    """Check that `values` can be concatenated along `axis`.
+
+    Args: owner: the word for the owner of each value, in messages: "replica" or "rank".
+
+    Returns: the axis, counted from the front.
+
+    Raises: ValueError for scalars or an axis out of range. InvalidArgumentError if dtypes or other sizes differ.
+    """
     first = tuple(values[0].shape)
     if not isinstance(axis, (int, np.integer)):
         raise ValueError(f"axis must be an integer, got {axis!r:.60}")

@@ -31,21 +31,22 @@ from mpistrat.values import PerReplica
 
 _KIND = operator.attrgetter("dtype", "shape")
 _PLACE, _ON_HOST = operator.attrgetter("is_cpu", "requires_grad"), (True, False)
-# Kinds of values whose packs are kept; what is forgotten is made again.
+# How many kinds of values have their packs kept. Beyond them the packs are made again.
 _KNOWN_KINDS = 1024
 
 
 class _ArrayPack(NamedTuple):
-    """Some of a list of arrays, of one dtype and device, that are reduced together.
+    """Some arrays of a list, of one dtype and device, that are reduced together.
 
     Attributes:
-        indices: of the arrays in their list.
-        on_device: they are in the memory of an accelerator.
-        stays: the communicator takes them where they are.
-        joined: they are copied, side by side, before they are reduced.
-        to_numpy: they are tensors of the host, of a dtype that NumPy knows.
-        length: the number of elements of all.
-        shape: of each of them, if all are equal.
+        indices: the indices of the arrays in their list.
+        reduction: how the communicator combines them.
+        on_device: whether they are in the memory of an accelerator.
+        stays: whether the communicator takes them from their own memory; if False, they are copied to the host.
+        joined: whether they are copied, side by side, before they are reduced.
+        to_numpy: whether they are host tensors of a dtype that NumPy has.
+        length: number of elements of all arrays together.
+        shape: the shape of each array if all have the same shape, else None.
     """
 
     indices: list[int]
@@ -59,14 +60,25 @@ class _ArrayPack(NamedTuple):
 
 
 class MpiAllReduce(CrossDeviceOps):
-    """All-reduce over all replicas of all ranks of a communicator; values on GPUs go as `explain()` tells.
+    """All-reduce over all replicas of all ranks of a communicator. `explain()` tells how values on GPUs move.
 
-    Each rank first adds up its own components; the sums of a batch are packed by dtype and by
-    `CommunicationOptions.bytes_per_pack`, all-reduced by the communicator, and unpacked.
+    Each rank first adds up its own components. The sums of a batch are packed by dtype and by
+    `CommunicationOptions.bytes_per_pack`; the communicator all-reduces each pack, and the results are unpacked.
 
-    Called by: every rank of `communicator`, in the same order, with as many components each.
+    Called by: every rank of `communicator`, in the same order, with the same number of components on each rank.
+
     Args:
-        options: defaults of every call.
+        communicator: the ranks, such as `strategy.extended.communicator`.
+        options: defaults for every call.
+
+    Raises: TypeError if `communicator` is not a `Communicator`.
+
+    Example:
+        >>> ops = ms.MpiAllReduce(ms.OneDeviceStrategy("cpu").extended.communicator)
+        >>> ops.all_reduce(ms.ReduceOp.MEAN, [[np.array([1.0]), np.array([3.0])]])
+        [array([2.])]
+        >>> ops.merged(ms.CommunicationOptions(bytes_per_pack=1024)).bytes_per_pack
+        1024
     """
 
     reduce_ops = tuple(ReduceOp)
@@ -90,13 +102,13 @@ class MpiAllReduce(CrossDeviceOps):
         if options.timeout_seconds is not None:
             warn_of_no_effect(
                 "timeout_seconds of CommunicationOptions",
-                f"a collective that lasts longer than {stall_seconds.name} is explained, and ends the job; one that "
-                "waits for a rank that has died ends at once",
+                f"a collective that lasts longer than {stall_seconds.name} is reported and ends the job; one that "
+                "waits for a dead rank ends at once",
                 self.communicator.rank,
             )
 
     def merged(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """The defaults, overridden by the options of one call."""
+        """Return the default options, overridden by the `options` of one call; warn of options without effect there."""
         if options is None:
             return self.options
         merged = self.options.merge(options)
@@ -105,7 +117,7 @@ class MpiAllReduce(CrossDeviceOps):
             if getattr(options, name) is not None:
                 warn_of_no_effect(
                     f"{name} in the options of one call",
-                    "it is about the gradients that backward() reduces; give it to the strategy",
+                    "it is for the gradients that backward() reduces; give it to the strategy",
                     self.communicator.rank,
                 )
         return merged
@@ -140,13 +152,16 @@ class MpiAllReduce(CrossDeviceOps):
         options: CommunicationOptions | None = None,
         label: str = "",
     ) -> list[Any]:
-        """Combine each of `values` over its components on all ranks; results are fresh arrays.
+        """Combine each of `values` over its components on all ranks. Collective.
 
         Args:
-            values: for each value its components on this rank: arrays, numbers, variables or IndexedSlices. Python
-                numbers give Python numbers.
+            values: for each value, its components on this rank: arrays, numbers, variables or IndexedSlices.
             options: override the defaults.
-            label: what the values are, e.g. their structure; must be equal on all ranks.
+            label: words for the values, such as their structure; equal on all ranks.
+
+        Returns: a fresh array for each value; a Python number for Python numbers, IndexedSlices for IndexedSlices.
+
+        Raises: InvalidArgumentError, on the other ranks CollectiveMismatchError, if components cannot be combined.
         """
         results, kinds = _plain(values) if options is None else ([], None)
         packs = self._packs.get((reduce_op, label, kinds))
@@ -167,7 +182,7 @@ class MpiAllReduce(CrossDeviceOps):
     def _finished(
         self, reduce_op: ReduceOp, totals: list[Any], values: Sequence[Sequence[Any]]
     ) -> list[Any]:
-        """The results of `values`: means divided, extrema and products in their dtype, numbers of Python as such."""
+        """Return the results: means divided, extrema and products in their own dtype, Python numbers as such."""
         for i, components in enumerate(values):
             first = components[0]
             if reduce_op is ReduceOp.MEAN:
@@ -189,9 +204,12 @@ class MpiAllReduce(CrossDeviceOps):
         label: str,
         kinds: Any,
     ) -> tuple[Communicator, list[Any], list[_ArrayPack]]:
-        """What reduces `values`; what this rank contributes, with sparse values gathered; and the packs of the rest.
+        """Prepare the reduction of `values`; gather their sparse values. Collective.
 
-        Args: kinds: as of `_plain`. The packs of sums of such values are kept.
+        Args:
+            kinds: dtypes and shapes, from `_plain`; the packs for sums of such values are kept. None keeps none.
+
+        Returns: the communicator that moves them, this rank's sums (complete for sparse values), and their packs.
         """
         with self.communicator.raising_together():
             merged = self.merged(options)
@@ -216,8 +234,11 @@ class MpiAllReduce(CrossDeviceOps):
     def _reduce_joined(
         self, communicator: Communicator, pack: _ArrayPack, like: Sequence[Array]
     ) -> list[Array]:
-        """Fresh arrays: those of a pack, combined over the ranks side by side."""
-        if pack.on_device:  # whose allocator recycles
+        """Combine a pack's arrays over the ranks, side by side in one buffer. Returns: fresh arrays.
+
+        Args: like: the pack's arrays on this rank.
+        """
+        if pack.on_device:  # the device's allocator recycles memory itself
             flat = packing.concatenated(like)
             pieces = packing.unpack(flat, like)
         else:
@@ -229,7 +250,7 @@ class MpiAllReduce(CrossDeviceOps):
     def _reduce_alone(
         self, communicator: Communicator, pack: _ArrayPack, like: Sequence[Array]
     ) -> list[Array]:
-        """A fresh array: the only one of a pack, combined over the ranks without a copy."""
+        """Combine a pack's only array over the ranks, without a copy of it. Returns: a list with one fresh array."""
         (first,) = like
         # NumPy's calls take a third of the time of torch's.
         host = first.numpy(force=True) if pack.to_numpy else first
@@ -250,15 +271,24 @@ class MpiAllReduce(CrossDeviceOps):
         contributions: Sequence[Sequence[Array | None]],
         reduction_of: Callable[[Sequence[int]], Reduction],
     ) -> dict[int, Array]:
-        """Sum the gradients of parameters over all replicas of all ranks; the sums lie in packs.
+        """Sum the gradients of parameters over all replicas of all ranks; the sums lie in packs. Collective.
 
         Args:
-            packer: whose memory they lie in.
+            packer: makes the packs.
             like: the parameters.
-            indices: of those whose gradients are summed; the same on all ranks.
-            contributions: for each replica of this rank its gradients, one for each of `like`; None counts as zero.
-            reduction_of: the sum of some of them.
-        Returns: the sums, by index.
+            indices: the indices of the parameters whose gradients are summed; the same on all ranks.
+            contributions: for each replica of this rank, a gradient for each of `like`; None counts as zero.
+            reduction_of: a function of some of the indices; it returns the `Reduction` for their sum.
+
+        Returns: a dict from each index to its sum.
+
+        Example:
+            >>> from mpistrat.communicators import reducing
+            >>> from mpistrat.cross_device_ops.packing import Packer
+            >>> ops = ms.MpiAllReduce(ms.OneDeviceStrategy("cpu").extended.communicator)
+            >>> parameters, gradients = [torch.zeros(2)], [torch.ones(2)]
+            >>> ops.all_reduce_packs(Packer(), parameters, [0], [gradients], lambda indices: reducing())
+            {0: tensor([1., 1.])}
         """
         sums: dict[int, Array] = {}
         communicator, (first, *others) = self.communicator, contributions
@@ -295,11 +325,18 @@ class MpiAllReduce(CrossDeviceOps):
         label: str = "",
         options: CommunicationOptions | None = None,
     ) -> Array:
-        """Concatenate `values` of all ranks along `axis`, in rank order.
+        """Concatenate the `values` of all ranks along `axis`, in rank order. Collective.
 
         Args:
-            values: this rank's components.
-            label: what the values are; must be equal on all ranks.
+            values: this rank's components. Dtype and sizes along the other axes must be equal on all ranks.
+            label: words for the values; equal on all ranks.
+
+        Returns: one array, on the device of `values[0]`.
+
+        Example:
+            >>> ops = ms.MpiAllReduce(ms.OneDeviceStrategy("cpu").extended.communicator)
+            >>> ops.all_gather([np.array([1.0]), np.array([3.0])], axis=0)
+            array([1., 3.])
         """
         with self.communicator.raising_together():
             front = accumulation.check_joinable(values, axis)
@@ -316,10 +353,15 @@ class MpiAllReduce(CrossDeviceOps):
 
 
 def _plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
-    """Arrays of the host, a component each, that autograd does not know; their dtypes and shapes, or None of others."""
+    """Return the only component of each value, and their dtypes and shapes, if all are plain.
+
+    Plain values are host arrays of one library, without autograd, and have one component each.
+
+    Returns: [] and None if any value is not plain.
+    """
     if len(values) != 1 or len(values[0]) != 1:
         return _all_plain(values)
-    (first,) = values[0]  # without the loops, which take as long as a small sum
+    (first,) = values[0]  # not in a loop: loops take as long as a small sum
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     is_plain_tensor = first.__class__ is tensor and _PLACE(first) == _ON_HOST
     if is_plain_tensor or first.__class__ is np.ndarray:
@@ -328,7 +370,7 @@ def _plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
 
 
 def _all_plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
-    """As `_plain`, of any number of values."""
+    """Return the same as `_plain`, for any number of values."""
     if set(map(len, values)) != {1}:
         return [], None
     firsts = list(next(zip(*values, strict=True)))
@@ -342,7 +384,13 @@ def _all_plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
 def _pack_of(
     communicator: Communicator, totals: Sequence[Array], group: list[int], op: str, name: str
 ) -> _ArrayPack:
-    """The pack of a group of `totals`. Args: name: what its label begins with."""
+    """Make the pack of some of `totals`.
+
+    Args:
+        group: the indices of its arrays in `totals`.
+        op: the communicator's name of the operation.
+        name: the beginning of the pack's label.
+    """
     like = [totals[i] for i in group]
     first = like[0]
     on_device = arrays.is_on_accelerator(first)
@@ -370,5 +418,5 @@ def _all_gather_slices(
 
 
 def name_of(reduce_op: ReduceOp, label: str) -> str:
-    """What the label of a reduction begins with."""
+    """Return the beginning of a reduction's label: "MEAN of loss", or "MEAN" without a label."""
     return f"{reduce_op.name} of {label}" if label else reduce_op.name

@@ -1,4 +1,4 @@
-"""Policies that reduce among the devices of one rank, and leave the result on each of them."""
+"""Policies that reduce among the devices of one rank, and copy the result to each of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class _PackedAllReduce(ReductionToOneDevice):
     """Reduces packs of fused arrays among the devices of one rank.
 
     Args:
-        num_packs: into how many equal pieces the dense arrays of a batch are fused; 0 fuses nothing.
+        num_packs: number of equal pieces that the dense arrays of a batch are fused into; 0 fuses nothing.
+
+    Raises: TypeError or ValueError unless `num_packs` is an integer >= 0.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -64,10 +66,19 @@ class _PackedAllReduce(ReductionToOneDevice):
 
 
 class NcclAllReduce(_PackedAllReduce):
-    """All-reduce among the GPUs of one rank, by torch's NCCL where each tensor is on a GPU of its own.
+    """All-reduce among the GPUs of one rank, by torch's NCCL if each tensor is on a GPU of its own.
 
-    Other values are reduced on one device. One rank per GPU, which is how MPI programs use GPUs, leaves nothing to
-    reduce inside a rank; between ranks NCCL is used where it can be, of all ranks alike, on several nodes, too.
+    Other values are reduced on one device. With one rank per GPU, as MPI programs use GPUs, nothing is left to reduce
+    inside a rank. Between ranks, also on several nodes, NCCL is used where all ranks can use it.
+
+    Args:
+        num_packs: number of equal pieces that the dense arrays of a batch are fused into; 0 fuses nothing.
+
+    Example:
+        >>> ops = ms.NcclAllReduce(num_packs=2)
+        >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
+        >>> strategy.reduce("sum", ms.PerReplica([np.ones(2), np.ones(2)]), axis=None)
+        array([2., 2.])
     """
 
     between_ranks = CommunicationImplementation.NCCL
@@ -83,11 +94,19 @@ class NcclAllReduce(_PackedAllReduce):
 
 
 class HierarchicalCopyAllReduce(_PackedAllReduce):
-    """All-reduce among the devices of one rank in two levels: two halves, then the two sums.
+    """All-reduce among the devices of one rank in two levels: in two halves, then between their two sums.
 
     The copies follow the wiring of machines whose GPUs come in two fully connected groups: each half is added up on its
-    own first device. Between ranks on several nodes large values on GPUs go by node: see
+    own first device. Between ranks on several nodes, large values on GPUs move as with
     `CommunicationImplementation.HIERARCHICAL`.
+
+    Args:
+        num_packs: number of equal pieces that the dense arrays of a batch are fused into; 0 fuses nothing.
+
+    Example:
+        >>> ops = ms.HierarchicalCopyAllReduce()
+        >>> ops.reduce(ms.ReduceOp.SUM, ms.PerReplica([np.ones(2)] * 4), "cpu:0")
+        array([4., 4.])
     """
 
     between_ranks = CommunicationImplementation.HIERARCHICAL

@@ -1,4 +1,4 @@
-"""The base class of all policies: checks in public methods, algorithms in `_implementation` hooks."""
+"""The base class of all policies: public methods check operands, `_implementation` hooks have the algorithms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from mpistrat.values import DistributedValues, Mirrored, PerReplica
 
 
 def check_destinations(destinations: Any) -> None:
-    """ValueError unless `destinations` names devices: a string, an array, a distributed value."""
+    """Check that `destinations` names devices: a device's name, an array, a variable or a distributed value.
+
+    Raises: ValueError for anything else.
+    """
     if isinstance(destinations, str):
         check_device(destinations)
     elif not (
@@ -31,7 +34,7 @@ def check_destinations(destinations: Any) -> None:
 
 
 def check_pairs(value_destination_pairs: Any) -> None:
-    """ValueError unless each is a tuple of a value and its destinations."""
+    """Check the pairs. Raises: ValueError unless they are a list or tuple of (value, destinations) tuples."""
     pairs = value_destination_pairs
     if not isinstance(pairs, (list, tuple)) or not all(
         isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
@@ -44,7 +47,7 @@ def check_pairs(value_destination_pairs: Any) -> None:
 
 
 def place(value: Any, destinations: Any) -> Any:
-    """`value` where `destinations` says: itself for one device, a `Mirrored` of copies for several."""
+    """Copy `value` to `destinations`. Returns: one value for one device, a `Mirrored` of copies for several."""
     if isinstance(destinations, str) and arrays.is_array(value):
         return arrays.to_device(value, check_device(destinations))
     if not isinstance(destinations, DistributedValues) or len(destinations.values) == 1:
@@ -61,14 +64,17 @@ def place(value: Any, destinations: Any) -> Any:
 
 
 def _moved_to(destination: Any, tensor: Any) -> Any:
-    """`tensor` where a component of destinations is. Numbers, and arrays of NumPy before version 2, move nothing."""
+    """Return `tensor` on the device of `destination`, a component of destinations.
+
+    Components without a device (numbers, and arrays of NumPy before version 2) leave `tensor` where it is.
+    """
     if isinstance(destination, IndexedSlices):
         destination = destination.values
     return tensor.to(getattr(arrays.detach_read(destination), "device", tensor.device))
 
 
 def components_of(value: Any) -> tuple[Any, ...]:
-    """The arrays of a per-replica operand; a plain one is a single component."""
+    """Return the arrays of a per-replica operand, without autograd; a plain value gives a tuple of one."""
     components = value.values if isinstance(value, DistributedValues) else (value,)
     return tuple(
         c if isinstance(c, IndexedSlices) else arrays.as_operand(arrays.detach_read(c))
@@ -77,18 +83,32 @@ def components_of(value: Any) -> tuple[Any, ...]:
 
 
 class CrossDeviceOps:
-    """How the components of values on this rank are reduced, broadcast and gathered.
+    """A policy: how the components of values on this rank are reduced, broadcast and gathered.
 
-    Subclass it and implement `reduce_implementation`, and `batch_reduce_implementation` where several
-    values are not to be reduced one by one, to give a strategy an algorithm of your own. Operands hold
-    the components of this rank's replicas; a strategy that spans ranks combines the results over the
-    ranks itself. `backward()` inside `run` gives the gradients of all parameters that were used to one
-    `batch_reduce` with SUM, each with its parameter.
+    For an algorithm of your own, subclass it and implement `reduce_implementation`; implement
+    `batch_reduce_implementation`, too, to reduce several values together. Operands hold the components of this rank's
+    replicas; a strategy that spans ranks combines the results over the ranks itself. `backward()` inside `run` passes
+    the gradients of all used parameters to one `batch_reduce` with SUM, each with its parameter.
 
     Attributes:
-        between_ranks: how the results are combined over the ranks, where the strategy's options do not say.
-        reduce_ops: what `reduce` and `batch_reduce` take. A strategy asks for these only, and makes maxima, minima and
-            products itself.
+        between_ranks: how the results are combined over the ranks, unless the strategy's options say it.
+        reduce_ops: the operations that `reduce` and `batch_reduce` take. A strategy asks only for these, and makes
+            other maxima, minima and products itself.
+
+    Example:
+        >>> class BackwardSum(ms.CrossDeviceOps):
+        ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        ...         return sum(reversed(per_replica_value.values))
+        >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=BackwardSum())
+        >>> strategy.reduce("sum", ms.PerReplica([np.array([1.0]), np.array([2.0])]), axis=None)
+        array([3.])
+
+    Example:
+        >>> ops, value = ms.ReductionToOneDevice(), ms.PerReplica([np.array([1.0]), np.array([3.0])])
+        >>> ops.reduce(ms.ReduceOp.MEAN, value, "cpu:0"), ops.gather(value, "cpu:0", axis=0)
+        (array([2.]), array([1., 3.]))
+        >>> ops.batch_reduce(ms.ReduceOp.SUM, [(value, "cpu:0")])
+        [array([4.])]
     """
 
     between_ranks = CommunicationImplementation.AUTO
@@ -104,12 +124,14 @@ class CrossDeviceOps:
         """Combine the components of one value and put the result on `destinations`.
 
         Args:
-            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, not a string.
+            reduce_op: one of `reduce_ops`, not a string.
             per_replica_value: components of the same shape and dtype; a plain array is one component.
-            destinations: a distributed value or variable (its devices), an array, or a device's name.
+            destinations: a distributed value or variable (the result goes to its devices), an array, or a device's
+                name.
 
-        Returns:
-            `Mirrored` where `destinations` has several components, else an array.
+        Returns: a `Mirrored` if `destinations` has several components, else an array.
+
+        Raises: ValueError for another `reduce_op` or for `destinations` that name no device.
         """
         with self._checks():
             self._check_op(reduce_op)
@@ -124,7 +146,7 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """`reduce` for many (value, destinations) pairs at once; results in the same order."""
+        """Combine many (value, destinations) pairs at once, as `reduce` does one. Returns: a list in the same order."""
         with self._checks():
             self._check_op(reduce_op)
             check_pairs(value_destination_pairs)
@@ -138,7 +160,12 @@ class CrossDeviceOps:
         return self.batch_reduce_implementation(reduce_op, checked, options)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Copies of `tensor` on `destinations`: `Mirrored` for several devices, else an array."""
+        """Copy `tensor` to `destinations`. Returns: a `Mirrored` for several devices, else an array.
+
+        Example:
+            >>> ms.ReductionToOneDevice().broadcast(np.ones(2), "cpu:0")
+            array([1., 1.])
+        """
         check_destinations(destinations)
         return self.broadcast_implementation(arrays.as_operand(tensor), destinations)
 
@@ -149,7 +176,11 @@ class CrossDeviceOps:
         axis: int,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Concatenate the components along `axis`, in replica order, on `destinations`; `IndexedSlices` dense."""
+        """Concatenate the components along `axis`, in replica order, on `destinations`; `IndexedSlices` become dense.
+
+        Raises: ValueError for scalars, an axis out of range, or IndexedSlices without `dense_shape`.
+            NotImplementedError for IndexedSlices that are not per replica.
+        """
         with self._checks():
             check_destinations(destinations)
             accumulation.check_no_slices(per_replica_value)
@@ -164,7 +195,18 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions,
     ) -> Any:
-        """Hook of `reduce`, with checked operands."""
+        """Reduce one value, for `reduce`, with checked operands. Subclasses implement it.
+
+        Raises: NotImplementedError here.
+
+        Example:
+            >>> class Logging(ms.ReductionToOneDevice):
+            ...     def reduce_implementation(self, reduce_op, value, destinations, options):
+            ...         print(reduce_op.name, len(value.values))
+            ...         return super().reduce_implementation(reduce_op, value, destinations, options)
+            >>> _ = Logging().reduce(ms.ReduceOp.SUM, np.ones(2), "cpu:0")
+            SUM 1
+        """
         raise NotImplementedError(f"{type(self).__name__} must implement reduce_implementation")
 
     def batch_reduce_implementation(
@@ -173,7 +215,16 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Hook of `batch_reduce`, with checked operands."""
+        """Reduce several values, for `batch_reduce`, with checked operands; here one by one.
+
+        Example:
+            >>> class Logging(ms.ReductionToOneDevice):
+            ...     def batch_reduce_implementation(self, reduce_op, pairs, options):
+            ...         print(reduce_op.name, len(pairs))
+            ...         return super().batch_reduce_implementation(reduce_op, pairs, options)
+            >>> _ = Logging().batch_reduce(ms.ReduceOp.SUM, [(np.ones(2), "cpu:0")])
+            SUM 1
+        """
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
@@ -187,11 +238,20 @@ class CrossDeviceOps:
             )
 
     def _checks(self) -> contextlib.AbstractContextManager[None]:
-        """Around the checks of operands."""
+        """Return the context for checks of operands: subclasses pass errors of a check on to all ranks."""
         return contextlib.nullcontext()
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Hook of `broadcast`."""
+        """Copy a checked tensor to `destinations`, for `broadcast`.
+
+        Example:
+            >>> class Logging(ms.ReductionToOneDevice):
+            ...     def broadcast_implementation(self, tensor, destinations):
+            ...         print("broadcast", tensor.shape)
+            ...         return super().broadcast_implementation(tensor, destinations)
+            >>> _ = Logging().broadcast(np.ones(2), "cpu:0")
+            broadcast (2,)
+        """
         return place(tensor, destinations)
 
     def gather_implementation(
@@ -201,7 +261,16 @@ class CrossDeviceOps:
         axis: int,
         options: CommunicationOptions,
     ) -> Any:
-        """Hook of `gather`."""
+        """Concatenate the components of a checked, dense value, for `gather`.
+
+        Example:
+            >>> class Logging(ms.ReductionToOneDevice):
+            ...     def gather_implementation(self, value, destinations, axis, options):
+            ...         print("gather along axis", axis)
+            ...         return super().gather_implementation(value, destinations, axis, options)
+            >>> _ = Logging().gather(np.ones(2), "cpu:0", axis=0)
+            gather along axis 0
+        """
         values = per_replica_value.values
         if len(values) == 1:
             return values[0]
@@ -214,6 +283,9 @@ def sums_of_rank(
     pairs: Sequence[tuple[Any, Any]],
     options: CommunicationOptions | None = None,
 ) -> list[Any]:
-    """The sums over this rank's replicas of (value, destinations) pairs, by the user's policy. Not collective."""
+    """Sum (value, destinations) pairs over this rank's replicas, by the user's policy. Not collective.
+
+    Returns: for each pair, one array; of a `Mirrored`, its first component.
+    """
     local = custom.batch_reduce(ReduceOp.SUM, pairs, options)
     return [v.values[0] if isinstance(v, DistributedValues) else v for v in local]

@@ -1,7 +1,7 @@
 """Maxima, minima and products of the components of one value.
 
-Floats are compared as integers in the same order, with NaN at the end that wins: so the result has the same bits in
-whatever order they are compared, and whoever compares them. MPI may drop a NaN.
+Floats are compared as integers in the same order, where NaN wins every comparison. So the result has the same bits in
+any order of comparisons, by NumPy, torch or MPI. MPI's own maxima of floats may drop a NaN.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.reduce_op import ReduceOp
 
-# What communicators call them.
+# The communicators' names of these operations.
 OPS = {ReduceOp.MAX: "max", ReduceOp.MIN: "min", ReduceOp.PRODUCT: "prod"}
 _INTEGERS = {"float32": "int32", "float64": "int64"}
 _FLOATS = {integer: floating for floating, integer in _INTEGERS.items()}
 
 
 def of_rank(op: ReduceOp, components: Sequence[Any]) -> Array:
-    """What a rank contributes of a value. The ranks' are combined, and then `restored`.
+    """Return this rank's part of an extremum or a product. The communicator combines the parts; `restored` ends it.
 
-    Args: components: as of `accumulation.sum_of`.
+    Args: components: arrays, numbers or variables of this rank's replicas.
+
+    Returns: for MAX and MIN, floats as integers in the same order, except on XLA. Booleans become uint8; for PRODUCT,
+        floats of 16 and 8 bits become float32.
     """
     values = [_comparable(op, value) for value in operands(op, components)]
     xp = api.array_namespace(values[0])
@@ -41,9 +44,10 @@ def of_rank(op: ReduceOp, components: Sequence[Any]) -> Array:
 
 
 def operands(op: ReduceOp, components: Sequence[Any]) -> list[Array]:
-    """As `accumulation.operands`; booleans as integers, and shorter floats as float32.
+    """Return components as arrays without autograd on one device; booleans as uint8, shorter floats as float32.
 
-    Raises: NotImplementedError, InvalidArgumentError: they have no such reduction, or are not alike.
+    Raises: NotImplementedError for IndexedSlices. InvalidArgumentError if shapes or dtypes differ, or for MAX and MIN
+        of complex numbers.
     """
     values = accumulation.operands(components)
     if any(isinstance(value, IndexedSlices) for value in values):
@@ -60,7 +64,7 @@ def operands(op: ReduceOp, components: Sequence[Any]) -> list[Array]:
 
 
 def restored(op: ReduceOp, total: Array, like: Any) -> Array:
-    """The result in the dtype of `like`, one of the components, from what the ranks' `of_rank` combine to."""
+    """Return the result in the dtype of `like`, one of the components. `total` combines all ranks' `of_rank`."""
     component = accumulation.operand(like)
     xp = api.array_namespace(total)
     integer = arrays.dtype_name(total)
@@ -70,14 +74,15 @@ def restored(op: ReduceOp, total: Array, like: Any) -> Array:
 
 
 def product(factors: Array) -> Array:
-    """Of all along the first axis, one after the other."""
+    """Multiply the elements along the first axis, one after the other. Returns: an array without that axis."""
     return functools.reduce(operator.mul, factors)
 
 
 def over_axes(op: ReduceOp, component: Any, axis: int | Sequence[int]) -> Array:
-    """The reduction of one component along `axis`, one or several, in its own dtype.
+    """Reduce one component along `axis`, an axis or several, by MAX, MIN or PRODUCT. The dtype stays.
 
-    Of no elements it is what changes no other: for MAX the least number, minus infinity of floats.
+    Without elements the result is neutral: 1 for PRODUCT; the dtype's least number for MAX, minus infinity for floats;
+    the greatest for MIN.
     """
     (value,) = operands(op, [component])
     dtype = accumulation.operand(component).dtype
@@ -102,7 +107,10 @@ def _widened(value: Array) -> Array:
 
 
 def _comparable(op: ReduceOp, value: Array) -> Array:
-    """Floats as integers in the same order. Other dtypes stay as they are; so do arrays that XLA compares itself."""
+    """Return floats as integers in the same order, with NaN as the winner.
+
+    Other dtypes, products and arrays of XLA stay as they are; XLA compares floats itself.
+    """
     integer = _INTEGERS.get(arrays.dtype_name(value))
     if op is ReduceOp.PRODUCT or integer is None or arrays.is_on_xla(value):
         return value
@@ -114,7 +122,7 @@ def _comparable(op: ReduceOp, value: Array) -> Array:
 
 
 def _limits(like: Array) -> tuple[Any, Any]:
-    """The least and the greatest number of the dtype of `like`."""
+    """Return the least and the greatest number of the dtype of `like`; infinities for floats."""
     if arrays.is_floating(like):
         return -math.inf, math.inf
     limits = api.array_namespace(like).iinfo(like.dtype)
@@ -122,7 +130,7 @@ def _limits(like: Array) -> tuple[Any, Any]:
 
 
 def _reordered(bits: Array) -> Array:
-    """Integers in the order of the floats of which these are the bits, and back."""
+    """Map the bits of floats to integers in the same order, or such integers back to bits."""
     xp = api.array_namespace(bits)
-    # Of a negative float, all bits but the sign.
+    # For a negative float, flip all bits but the sign.
     return xp.where(bits < 0, bits ^ xp.full_like(bits, xp.iinfo(bits.dtype).max), bits)

@@ -1,4 +1,4 @@
-"""All-reduce whose sums do not depend on how replicas are spread over ranks."""
+"""The all-reduce of deterministic strategies: its sums do not depend on how replicas are spread over ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from mpistrat.reduce_op import ReduceOp
 
 
 class OrderedAllReduce(MpiAllReduce):
-    """`MpiAllReduce` that adds up the replicas of all ranks in the order of `communicators.reduction.tree`.
+    """An `MpiAllReduce` that adds up the replicas of all ranks in the order of the reduction tree.
 
-    Integers, whose sums no order changes, and sparse values, which are joined in replica order, take the usual way.
+    See `communicators.reduction.tree` for the order. Sums of integers are the same in any order, and sparse values are
+    joined in replica order, so both move as in `MpiAllReduce`.
 
     Args:
-        components_of_ranks: how many components of a value each rank has, in rank order.
+        components_of_ranks: the number of components of a value on each rank, in rank order.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class OrderedAllReduce(MpiAllReduce):
             for components in values:
                 if len(components) != expected:
                     raise ValueError(
-                        f"a value with {expected} components was expected on rank {rank}, one per replica, got "
+                        f"rank {rank}: expected a value with {expected} components, one per replica, got "
                         f"{len(components)}"
                     )
         name = name_of(reduce_op, label)
@@ -57,7 +58,7 @@ class OrderedAllReduce(MpiAllReduce):
             totals = [self._product(components, merged, name) for components in values]
         elif reduce_op.adds_up:
             totals = self._sums(values, merged, options, name)
-        else:  # no order changes these
+        else:  # no order changes maxima and minima
             return super().all_reduce(reduce_op, values, options, label)
         return self._finished(reduce_op, totals, values)
 
@@ -68,9 +69,12 @@ class OrderedAllReduce(MpiAllReduce):
         options: CommunicationOptions | None,
         name: str,
     ) -> list[Any]:
-        """The sums of `values` over all replicas, rounded ones in the order of replicas.
+        """Sum `values` over all replicas, in the order of replicas if the dtype rounds. Collective.
 
-        Args: merged: the defaults, overridden by `options`. name: what labels begin with.
+        Args:
+            merged: the defaults, overridden by `options`.
+            options: the options of this call, or None.
+            name: the beginning of labels.
         """
         with self.communicator.raising_together():
             operands = [accumulation.operands(components) for components in values]
@@ -111,7 +115,7 @@ class OrderedAllReduce(MpiAllReduce):
     def _product(
         self, components: Sequence[Any], options: CommunicationOptions, name: str
     ) -> Array:
-        """Over all replicas in the order of their ids, whichever ranks they are on."""
+        """Multiply one value over all replicas, in the order of their ids, whichever ranks they are on. Collective."""
         with self.communicator.raising_together():
             factors = extrema.operands(ReduceOp.PRODUCT, components)
         gathered = self.all_gather([factor[None] for factor in factors], 0, name, options)
@@ -126,19 +130,24 @@ class OrderedAllReduce(MpiAllReduce):
         reduction: Reduction,
         cut: Callable[[Array, Sequence[Any]], list[Array]],
     ) -> list[Array]:
-        """The sums over all replicas of arrays of one dtype and device, in one message.
+        """Sum arrays of one dtype and device over all replicas, in one message. Collective.
 
         Args:
-            window: the sums are in its window, where there is room.
-            values: for each replica of this rank one for each of `like`; None counts as zero.
-            cut: cuts the message into arrays.
+            packer: makes the memory for sums.
+            window: the memory whose window holds the sums, if there is room.
+            like: arrays with the shapes and the dtype of the sums.
+            values: for each replica of this rank, an array for each of `like`; None counts as zero.
+            reduction: the label and the scale.
+            cut: cuts the message into arrays like `like`.
+
+        Returns: the sums, one for each of `like`.
         """
         counted = self._components_of_ranks
         first = sum(counted[: self.communicator.rank])
         of_rank = tree_of_replicas(sum(counted), first, first + len(values))
         tree = tree_of_ranks(counted)
         length = sum(map(arrays.num_elements, like))
-        # Of several replicas of a rank, 16-bit floats are summed as float32, and rounded once, at the end.
+        # Several replicas of a rank: 16-bit floats are summed as float32, and rounded once, at the end.
         short = arrays.dtype_name(like[0]).startswith(SUMMED_AS_FLOAT32)
         widens = short and max(counted) > 1
         summed = arrays.dtype_like("float32", like[0]) if widens else like[0].dtype
@@ -166,10 +175,16 @@ def _add_up(
 ) -> None:
     """Add up the values of a rank's replicas in the order of `tree`, into `sums`.
 
-    Args: as of `OrderedAllReduce._sum`.
+    Args:
+        tree: over the rank's replicas; each of them counts as a rank.
+        sums: of shape [sums that remain, elements].
+        packer: makes memory for unfinished sums.
+        like: arrays with the shapes of the values.
+        values: for each replica, an array for each of `like`; None counts as zero.
+        cut: cuts flat memory into arrays like `like`.
     """
     places = dict(zip(tree.left, sums, strict=True))
-    flats: dict[int, Array] = {}  # by replica: its values, and the sums of them and others
+    flats: dict[int, Array] = {}  # for each replica, its values; later ones are added
 
     def flat_of(replica: int) -> Array:
         if replica not in flats:
@@ -185,14 +200,14 @@ def _add_up(
         if added in flats:
             total += flats.pop(added)
         else:
-            # Minus zero must not survive on some splits of replicas only.
+            # None is added as zero: else minus zero would survive, but only for some distributions of replicas.
             packing.add(cut(total, like), values[added], absent="zero")
     for position in tree.left:
         flat_of(position)
 
 
 def _first_of_rounded(components: Sequence[Any]) -> Array | None:
-    """The first component, if they are dense numbers whose sum depends on the order of additions; else None."""
+    """Return the first component if they are dense and the order of additions changes their sum; else None."""
     if accumulation.are_slices(components):
         return None
     accumulation.check_summable(components)

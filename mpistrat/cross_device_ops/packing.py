@@ -1,7 +1,7 @@
-"""Fusing many arrays into few messages: pack, reduce, unpack.
+"""Packs: fuse many arrays into few messages, reduce these, and cut the results into arrays again.
 
-A pack is a flat buffer of one dtype and device, and a piece of it for each array that is in it. Values of structures,
-gradients, buffers of modules and what is mirrored go in packs; nothing else in this package joins arrays for a message.
+A pack is a flat buffer of one dtype and device, with a piece for each of its arrays. Packs carry values of structures,
+gradients, buffers of modules and mirrored values; nothing else in this package joins arrays for a message.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ if TYPE_CHECKING:
 _DTYPE, _SHAPE, _IS_CPU = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
 LAYOUT = operator.attrgetter("dtype", "device", "shape")
-# Of parameters that take turns, such as a generator's and a discriminator's, the packs of so many turns are kept; two
-# of each, because a program that accumulates has the gradients of earlier backwards in one of them.
+# Parameters may take turns, such as a generator's and a discriminator's: the packs of this many turns are kept; two of
+# each, because a program that accumulates has the gradients of earlier backwards in one of them.
 _TURNS, _PACKS = 4, 2
 
 
 @dataclasses.dataclass(eq=False)
 class Pack:
-    """Some of a list of tensors, side by side in their order.
+    """A flat buffer that holds some tensors of a list, side by side in their order.
 
     Attributes:
-        flat: of shape [elements].
-        indices: of the tensors in their list.
+        flat: the buffer, of shape [elements].
+        indices: the indices of the tensors in their list.
         pieces: views of `flat`, in the shapes of the tensors.
-        operand: `flat`; on the host as NumPy has it, if it does: NumPy's calls take a third of the time of torch's.
-        alone: what `references` gives while nothing else refers to the pack.
+        operand: `flat` as a NumPy array if it is on the host and NumPy has its dtype, because NumPy's calls take a
+            third of the time of torch's; else `flat`.
+        alone: the value of `references()` while nothing else refers to the pack; None on an accelerator.
     """
 
     flat: Array
@@ -57,7 +58,11 @@ class Pack:
     alone: Any = None
 
     def references(self) -> Any:
-        """How often the memory and each piece are referred to, from Python and from torch; and where they lie."""
+        """Count the references from Python and torch to the memory and to the pieces.
+
+        Returns: the counts, the addresses, and whether pieces need gradients. Equal results say that nobody else has
+            come to refer to the pack, or has changed it.
+        """
         torch, storage = sys.modules["torch"], self.flat.untyped_storage()
         return (
             torch._C._storage_Use_Count(storage._cdata),
@@ -70,44 +75,47 @@ class Pack:
 
 
 class PackPlan(NamedTuple):
-    """How tensors are packed, as long as their layouts stay as they are.
+    """The packs for some tensors; it is valid as long as their layouts stay as they are.
 
     Attributes:
-        key: the layouts, and for whom they are packed.
-        packs: for each pack the indices of its tensors, and the packs of them in host memory that were used last.
+        key: the communicator, whether it is asked for a window, the indices, and the tensors' layouts.
+        packs: for each pack, the indices of its tensors, and the last packs for them in host memory.
     """
 
     key: tuple[Any, ...]
     packs: list[tuple[list[int], list[Pack]]]
 
 
-_packers: weakref.WeakSet[Packer] = weakref.WeakSet()  # of this process
+_packers: weakref.WeakSet[Packer] = weakref.WeakSet()  # all packers of this process
 
 
 class Packer:
-    """Makes packs, whose memory on the host is used again once nothing refers to it, nor to anything made of it."""
+    """Makes packs. On the host it uses a pack's memory again once nothing refers to it or to an array made of it."""
 
     def __init__(self) -> None:
         self._recycled = RecycledBuffers()
-        # An uninitialized array on the host
+        # Makes an uninitialized array on the host.
         self.empty = self._recycled.empty
         _packers.add(self)
         self._plans: collections.deque[PackPlan] = collections.deque(maxlen=_TURNS)
-        self._asked: dict[Communicator, int] = {}  # for a window of so many bytes
+        self._asked: dict[Communicator, int] = {}  # bytes of the largest window asked for
 
     def forget(self) -> None:
-        """Keep no pack, and no plan. Memory that is in use stays so."""
+        """Drop all packs and plans. Memory that is in use stays valid."""
         self._plans.clear()
 
     def packs(
         self, like: Any, indices: Sequence[int], communicator: Communicator, *, asks: bool = True
     ) -> list[Pack]:
-        """One for each dtype and device, with the tensors in the order of `indices`; uninitialized.
+        """Return uninitialized packs for tensors: one for each dtype and device, with the tensors in given order.
+
+        Collective if a pack may lie in the window of `communicator`, unless `asks` is False.
 
         Args:
-            like: the tensors, of which only dtype, device, shape and strides count.
-            communicator: whose window the packs are in, where there is room: then the call is collective.
-            asks: False: for no larger window than there has been, and the call is not collective.
+            like: the tensors; only their dtype, device, shape and strides count.
+            indices: the indices of the tensors to pack.
+            communicator: the packs lie in its window, if there is room.
+            asks: whether to ask for a larger window than the present one. That is collective.
         """
         key = communicator, asks, [*indices], layouts(map(like.__getitem__, indices))
         for plan in [*self._plans]:
@@ -137,31 +145,33 @@ class Packer:
         largest = asked.get(communicator, 0)
         if nbytes > window.window_capacity:
             if asks and nbytes > largest:
-                self._plans.clear()  # a smaller window goes once nothing lies in it
+                self._plans.clear()  # a smaller window is freed once no pack lies in it
                 largest = nbytes
             else:
                 window = NO_MEMORY
         flat = self.memory(length, first, first.dtype, window)
-        if largest:  # there may be no room for it, as all ranks know
+        if largest:  # remembered also if there is no room for it, as all ranks know
             asked[communicator] = largest
         pack = Pack(flat, group, pieces_of(flat, tensors), flat)
-        if not arrays.is_on_accelerator(flat):  # where another allocator recycles
+        if not arrays.is_on_accelerator(flat):  # an accelerator's own allocator recycles memory
             if arrays.numpy_knows(flat.dtype):
                 pack.operand = arrays.to_numpy(flat)
             pack.alone = pack.references()
         return pack
 
     def memory(self, length: int, like: Array, dtype: Any, window: NodeMemory = NO_MEMORY) -> Array:
-        """Uninitialized, of shape [length], where `like` is; of `dtype`, one of the same library.
+        """Return an uninitialized array of shape [length] on the device of `like`.
 
-        Args: window: memory on the host is in its window, where there is room: then the call is collective.
+        Args:
+            dtype: a dtype of the library of `like`.
+            window: its window holds memory on the host, if there is room; then the call is collective.
         """
-        if arrays.is_on_accelerator(like):  # whose allocator recycles
+        if arrays.is_on_accelerator(like):  # the accelerator's own allocator recycles memory
             return api.array_namespace(like).empty(length, dtype=dtype, device=api.device(like))
         nbytes = length * dtype.itemsize
         memory = window.window_buffer(nbytes)
         if memory is None and 0 < nbytes <= window.window_capacity:
-            for packer in list(_packers):  # their packs that are not in use leave the window
+            for packer in list(_packers):  # idle packs of all packers leave the window
                 packer.forget()
             memory = window.window_buffer(nbytes)
         if memory is None:
@@ -173,11 +183,13 @@ class Packer:
     def join(
         self, values: Sequence[Array], length: int, shape: Sequence[int] | None
     ) -> tuple[Array, list[Array]]:
-        """A flat copy of `values`, of one dtype and on the host, side by side; and its pieces, as of `unpack`.
+        """Copy `values`, host arrays of one dtype, side by side into a flat array.
 
         Args:
-            length: the number of elements of all.
-            shape: of each of them, if all are equal.
+            length: number of elements of all values together.
+            shape: the shape of each value if all have the same shape, else None.
+
+        Returns: the flat array, and its pieces in the shapes of `values`.
         """
         first = values[0]
         if not arrays.is_torch(first) or length * first.dtype.itemsize >= SMALLEST:
@@ -185,7 +197,7 @@ class Packer:
         else:
             flat = first.new_empty(length)
         if shape is not None and arrays.is_torch(first):
-            # In half the time of what follows. Views that one call makes of all could not be written to.
+            # In half the time of the code below. Views that one torch call makes of all rows could not be written to.
             rows = flat.view(len(values), *shape)
             sys.modules["torch"].stack(tuple(values), out=rows)
             return flat, list(map(rows.__getitem__, range(len(values))))
@@ -195,21 +207,21 @@ class Packer:
 
 
 def _new_plan(key: tuple[Any, ...], like: Any, indices: Sequence[int]) -> PackPlan:
-    """Of tensors for which there is no plan yet. Args: as of `Packer.packs`."""
+    """Make the plan for tensors that have none yet. Args: like, indices: the tensors of `Packer.packs`."""
     plan = PackPlan(key, [(group, []) for group in alike(like, indices)])
-    # The largest first: all others then lie in the window that it has asked for.
+    # The largest pack comes first: all other packs then lie in the window that it asks for.
     plan.packs.sort(key=lambda pack: -sum([like[i].nbytes for i in pack[0]]))
     return plan
 
 
 def layouts(tensors: Iterable[Any]) -> list[Any]:
-    """Equal ones have their elements in the same places of a pack."""
+    """Return the dtypes, devices, shapes and strides of tensors; if they are equal, so are the places in a pack."""
     some = list(tensors)
     return [*map(LAYOUT, some), *map(sys.modules["torch"].Tensor.stride, some)]
 
 
 def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:
-    """The `indices` of each dtype and device, in their order. A tensor on "meta" stands for one of the host."""
+    """Group `indices` by dtype and device of their tensors, in order. A tensor on "meta" counts as on the host."""
     some = [like[i] for i in indices]
     if len(set(map(_DTYPE, some))) == 1 and _are_on_host(some):
         return [list(indices)]
@@ -220,7 +232,7 @@ def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:
 
 
 def _are_on_host(values: Sequence[Any]) -> bool:
-    """Whether they surely are; of one dtype, so of one library."""
+    """Whether all values are certainly on the host. They must have one dtype, and so one library."""
     if arrays.is_torch(values[0]):
         return all(map(_IS_CPU, values))
     return set(map(type, values)) == {np.ndarray}
@@ -233,9 +245,10 @@ def _device_of(array: Array) -> Any:
 
 
 def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Array]]:
-    """Cut `values`, in order, into groups of one dtype; 0 bytes is no limit.
+    """Cut `values`, in order, into groups of one dtype.
 
-    A group is closed once its bytes exceed the limit, so the array that crosses it stays inside.
+    A group ends once its bytes exceed `bytes_per_pack`, so the array that crosses the limit is in the group. 0 is no
+    limit.
     """
     groups: list[list[Array]] = []
     limit, filled = bytes_per_pack or sys.maxsize, math.inf  # the first value begins a group
@@ -249,7 +262,7 @@ def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Arr
 
 
 def concat_and_split(values: Sequence[Array], num_packs: int) -> list[Array]:
-    """All elements of `values` as `num_packs` flat arrays of equal length; the last takes the rest."""
+    """Return all elements of `values` as `num_packs` flat arrays of equal length; the last also has the rest."""
     flat = concatenated(values)
     length = arrays.num_elements(flat) // num_packs
     starts = (np.arange(num_packs) * length).tolist()
@@ -257,16 +270,16 @@ def concat_and_split(values: Sequence[Array], num_packs: int) -> list[Array]:
 
 
 def concatenated(values: Sequence[Array]) -> Array:
-    """A flat array of `values`, side by side, in memory that the library allocates."""
+    """Return a new flat array of `values`, side by side."""
     return arrays.concatenate([value.reshape(-1) for value in values])
 
 
 def unpack(flat: Array, like: Sequence[Array]) -> list[Array]:
-    """`flat` cut into arrays of the shapes of `like`: views, not copies."""
+    """Cut `flat` into arrays of the shapes of `like`: views, not copies."""
     if arrays.is_torch(flat):
         import torch
 
-        # As DistributedDataParallel does it: a loop in C++, where one in Python takes as long as the message.
+        # As in DistributedDataParallel: a loop in C++. A loop in Python would take as long as the message.
         return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
     unpacked, end = [], 0
     for value in like:
@@ -276,7 +289,7 @@ def unpack(flat: Array, like: Sequence[Array]) -> list[Array]:
 
 
 def pieces_of(flat: Array, like: Sequence[Any]) -> list[Array]:
-    """As `unpack`, but tensors have the strides of `like`, too, so that optimizers need no copies."""
+    """Cut `flat` into views of the shapes of `like`; tensors get its strides, too, so optimizers need no copies."""
     if not arrays.is_torch(flat):
         return unpack(flat, like)
     pieces = []
@@ -291,9 +304,12 @@ def pieces_of(flat: Array, like: Sequence[Any]) -> list[Array]:
 def pack_of_itself(
     like: Sequence[Any], indices: Sequence[int], contributions: Sequence[Sequence[Any]]
 ) -> list[Pack]:
-    """The pack of one gradient on an accelerator, in its own memory; none where that is not possible.
+    """Return the pack of one gradient on a GPU in its own memory, in a list; [] if that memory cannot be used.
 
-    Args: as of `MpiAllReduce.all_reduce_packs`, of one index and one replica.
+    Args:
+        like: the parameters.
+        indices: the one parameter's index.
+        contributions: the gradients of the one replica.
     """
     (index,), (gradients,) = indices, contributions
     gradient = gradients[index]
@@ -304,16 +320,18 @@ def pack_of_itself(
 
 
 def flat_view(tensor: Any, like: Any) -> Any:
-    """A torch tensor as a pack of itself alone, in its own memory; None where that must not be written to.
+    """Return a torch tensor's own memory as a flat view, so that the tensor is a pack of itself.
 
-    Nothing else may refer to the memory, and the strides must be those that `like` has in a pack.
+    Args: like: a tensor with the dtype of the pack, and with the strides that a piece of the pack must have.
+
+    Returns: None if dtype or strides differ, or if anything else refers to the memory, as it must not be overwritten.
     """
     import torch
 
     if tensor.layout != torch.strided or tensor.dtype != like.dtype:
         return None
     storage = tensor.untyped_storage()
-    # One reference is the tensor's, the other that of `storage`.
+    # One reference is the tensor's, and one is of `storage`.
     shared = torch._C._storage_Use_Count(storage._cdata) > 2 or storage.nbytes() > tensor.nbytes
     contiguous = like.is_contiguous() or not is_dense(like)
     if shared or (not tensor.is_contiguous() if contiguous else tensor.stride() != like.stride()):
@@ -322,12 +340,12 @@ def flat_view(tensor: Any, like: Any) -> Any:
 
 
 def is_dense(tensor: Any) -> bool:
-    """Whether the elements of a tensor fill their memory without gaps or overlap, in whatever order."""
+    """Whether the elements of a tensor fill their memory without gaps or overlap, in any order."""
     return sys.modules["torch"].ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def fill(pieces: Sequence[Array], values: Sequence[Any]) -> None:
-    """Copy `values` into `pieces`; None counts as zero."""
+    """Copy `values` into `pieces`; None fills a piece with zeros, sparse tensors become dense."""
     if pieces[0].__class__ is np.ndarray:
         for piece, value in zip(pieces, values, strict=True):
             piece[...] = 0 if value is None else value
@@ -344,9 +362,9 @@ def fill(pieces: Sequence[Array], values: Sequence[Any]) -> None:
 
 
 def add(pieces: Sequence[Array], values: Sequence[Any], absent: str = "skipped") -> None:
-    """Add `values` to `pieces`.
+    """Add `values` to `pieces`; sparse tensors become dense.
 
-    Args: absent: "skipped", or "zero": what is None is added as zero, which makes minus zero plus zero.
+    Args: absent: "skipped" ignores None; "zero" adds zero for None, so that minus zero becomes zero.
     """
     for piece, value in zip(pieces, values, strict=True):
         if value is not None:
@@ -355,12 +373,17 @@ def add(pieces: Sequence[Array], values: Sequence[Any], absent: str = "skipped")
             piece += 0
 
 
-# Values that share no pack.
+# The types of values that share no pack.
 _WITHOUT = frozenset([IndexedSlices, type(None)])
 
 
 def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
-    """Which of `values` share a pack: by dtype, device and size. IndexedSlices and None have none."""
+    """Return groups of indices of `values` that share a pack: by dtype, device and size.
+
+    IndexedSlices and None are in no group.
+
+    Args: bytes_per_pack: a group ends once it exceeds this many bytes; 0 is no limit.
+    """
     dense = [i for i, value in enumerate(values) if type(value) not in _WITHOUT]
     if len(dense) == 1:
         return [dense]
@@ -371,14 +394,14 @@ def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
 
 
 def _cut(group: list[int], values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
-    """The indices of `group`, cut as `group_by_size` cuts their values."""
+    """Cut the indices of `group` as `group_by_size` cuts their values."""
     rest = iter(group)
     parts = group_by_size([values[i] for i in group], bytes_per_pack)
     return [list(itertools.islice(rest, len(part))) for part in parts]
 
 
 def name_of(name: str, like: Sequence[Array]) -> str:
-    """The label of a pack; of several arrays it has their shapes."""
+    """Return the label of a pack: `name`, and for several arrays also their shapes."""
     return name if len(like) == 1 else _with_shapes(name, tuple(map(_SHAPE, like)))
 
 

@@ -1,4 +1,4 @@
-"""Reduce on one device, then copy."""
+"""The policy that reduces on one device, then copies the result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from mpistrat.values import PerReplica
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Copies all components to one device, adds them there, and copies the result.
+    """Copies all components to one device, adds them there, and copies the result to its destinations.
 
     Args:
         reduce_to_device: name of the device; None takes the first component's.
-        accumulation_fn: adds up a list of arrays; None adds them in replica order. A mean divides
-            what it returns by the number of components.
+        accumulation_fn: adds up a list of arrays; None adds them in replica order. A mean divides its result by the
+            number of components.
+
+    Raises: TypeError if `accumulation_fn` is not callable.
+
+    Example:
+        >>> ops = ms.ReductionToOneDevice("cpu:0", accumulation_fn=lambda arrays: np.sum(arrays, axis=0))
+        >>> ops.combine(ms.ReduceOp.MEAN, [np.array([1.0]), np.array([3.0])])
+        array([2.])
     """
 
     def __init__(
@@ -46,12 +53,19 @@ class ReductionToOneDevice(CrossDeviceOps):
         return place(total, destinations)
 
     def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
-        """The sum or mean of two or more components of one value."""
+        """Return the sum or mean of two or more components of one value."""
         total = self.add(values)
         return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
 
     def add(self, values: Sequence[Any]) -> Any:
-        """The sum of two or more components of one value."""
+        """Return the sum of two or more components of one value.
+
+        Raises: InvalidArgumentError if their shapes or dtypes differ, if they are booleans, or if only some are sparse.
+
+        Example:
+            >>> ms.ReductionToOneDevice().add([np.array([1.0]), np.array([3.0])])
+            array([4.])
+        """
         if accumulation.are_slices(values):
             return accumulation.add_slices(values)
         if self.reduce_to_device is not None:

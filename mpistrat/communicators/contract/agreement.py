@@ -1,4 +1,4 @@
-"""How ranks find out, before bytes move, whether all are about to make the same call."""
+"""Agreement: before bytes move, the ranks find out whether all are about to make the same call."""
 
 from __future__ import annotations
 
@@ -16,27 +16,35 @@ from mpistrat.liveness.waiting import wait_until
 if TYPE_CHECKING:
     from mpistrat.communicators.transports.mpi import MpiTransport
 
-# How often a rank reads another's word before it begins to wait: for 4 us, in which ranks that keep step come.
+# How often a rank reads another rank's word before it sleeps: for 4 us. A rank that keeps step arrives in this time.
 _READS_BEFORE_WAITING = 100
 
 
 class CallAgreement(abc.ABC):
     @abc.abstractmethod
     def agree(self, calls: int, digest: int) -> bool:
-        """Whether all ranks have the same `digest` of their `calls`-th call. Waits until all have entered it."""
+        """Wait until all ranks have entered the call. Return whether they have the same digest.
+
+        Args:
+            calls: the number of this call in the communicator; equal on all ranks.
+            digest: this rank's hash of the call, `DIGEST_BITS` bits.
+        """
 
 
 class SharedMemoryAgreement(CallAgreement):
-    """Each rank writes one word, its digest and the last 8 bits of the call's number, and reads the others'.
+    """Ranks agree through shared memory: each writes one word and reads all other words.
 
-    A word of the next call is as good as an equal one: its rank has seen that all agreed on our call. It cannot be
-    further ahead, for it waits there until we have written.
+    A word has the digest, and the last 8 bits of the call's number.
 
-    When the ranks have agreed, they can read what a rank wrote to shared memory before; it may write there again when
-    they agree on the next call.
+    A word of the next call counts as equal: its rank has seen that all ranks agreed on this call. No word is further
+    ahead, because its rank waits in the next call until this rank has written.
+
+    Once the ranks have agreed, each can read everything that another wrote to shared memory before. A rank may write
+    there again once they agree on the next call.
 
     Args:
-        fence: orders memory accesses before it and after it; None where the processor does so.
+        watch: this rank's record and the records of its peers.
+        fence: orders the memory accesses before it and after it; None where the processor does so.
     """
 
     def __init__(self, watch: CommunicatorWatch, fence: Callable[[], None] | None = FENCE) -> None:
@@ -64,7 +72,14 @@ class SharedMemoryAgreement(CallAgreement):
         return equal
 
     def wait_for(self, words: memoryview, position: int, number: int, word: int) -> bool:
-        """Wait until a rank has entered the call `number`. Returns: whether it has the same `word`, at `position`."""
+        """Wait until a rank has entered call `number`. Return whether it made the same call.
+
+        Args:
+            words: the rank's record.
+            position: the index of the rank's word in `words`.
+            number: the low 8 bits of the call's number.
+            word: this rank's word.
+        """
         following = (number + 1) & 0xFF
 
         def arrived() -> bool:
@@ -77,7 +92,7 @@ class SharedMemoryAgreement(CallAgreement):
 
 
 class MessageAgreement(CallAgreement):
-    """A 16-byte MAX of (h, -h): the digests are equal on all ranks exactly if both halves cancel."""
+    """Ranks agree by a 16-byte MAX of (h, -h) over MPI: the digests h are equal exactly if the two halves cancel."""
 
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
         self._mpi = mpi

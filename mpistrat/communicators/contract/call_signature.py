@@ -1,4 +1,4 @@
-"""The signature of a call: its operation and what must be equal on all ranks, as a tuple of few words."""
+"""The signature of a call: a tuple with its operation and the few words that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.records.record import text_of
 
-# The rest of a word of 64 bits is the call's number.
+# The other bits of a 64-bit word hold the call's number.
 DIGEST_BITS = 56
-# Places whose texts a signature keeps; if a program makes a call at more places, texts are made again.
+# A signature keeps the texts of this many places; at more places it makes the texts again.
 _MOST_SITES = 256
 
 
 class _TextsOfCall(dict[tuple[str, str, int], tuple[bytes, int]]):
-    """Texts of a call by file, function and line. A text is made when the program first makes the call there."""
+    """Texts of one call for the record, by (file, function, line). It makes a text at the place's first call."""
 
     def __init__(self, words: tuple[Any, ...]) -> None:
         self._words = words
@@ -33,15 +33,16 @@ class CallSignature:
     """A kind of call. It is made once, and looked up when the program makes such a call again.
 
     Attributes:
-        words: the operation, then what the ranks must agree on.
-        digest: a hash of the words, equal on ranks that make the same call.
-        texts: what the record keeps of this call, by its place in the program; see `record.text_of`.
+        words: the operation, followed by the words that the ranks must agree on.
+        digest: a hash of `words`, of `DIGEST_BITS` bits; equal on ranks that make the same call.
+        texts: the call's text and the length of its name, for the record, by the place in the program; see
+            `record.text_of`.
     """
 
     __slots__ = ("digest", "texts", "words")
 
     def __init__(self, words: tuple[Any, ...]) -> None:
-        import hashlib  # here, because it makes importing mpistrat slower
+        import hashlib  # here, because it would slow down `import mpistrat`
 
         hashed = hashlib.blake2b(repr(words).encode(), digest_size=DIGEST_BITS // 8).digest()
         self.words = words
@@ -56,21 +57,23 @@ signature_of = functools.lru_cache(maxsize=4096)(CallSignature)
 
 
 def describe(words: tuple[Any, ...]) -> str:
-    """The call as a user would write it."""
+    """Return the call as a user would write it."""
     operation, *rest = words
     if operation == "raise":
         return f"raised {': '.join(rest)}"
-    if f"{operation}()" in rest:  # the program's call, which has no operands
+    if f"{operation}()" in rest:  # the user's call has no operands
         return f"{operation}()"
     if rest[:1] == ["sum"] and any(str(w).startswith(("MEAN", "SUM of mean ")) for w in rest):
-        rest[0] = "mean"  # which the program asked for: a sum that each rank divides
+        rest[0] = "mean"  # the user asked for a mean: a sum that each rank divides
     return f"{operation}({', '.join(str(part) for part in rest if part != '')})"
 
 
 def mismatch(calls: list[tuple[tuple[Any, ...], str]], rank: int) -> CollectiveMismatchError:
-    """With one line for each group of consecutive ranks that made the same call at the same place.
+    """Return an error that shows one line for each run of consecutive ranks that made the same call at the same place.
 
-    Args: calls: by rank, the words and the place.
+    Args:
+        calls: for each rank, the words of its call and its place in the program.
+        rank: this rank.
     """
     lines = []
     start, raised = 0, ""

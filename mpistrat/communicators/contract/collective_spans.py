@@ -1,4 +1,4 @@
-"""Collectives on the timeline, and as ranges of torch's profiler."""
+"""Shows collectives on the timeline, and as ranges of torch's profiler."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from mpistrat.communicators.contract.call_signature import CallSignature
 from mpistrat.trace import profiler
 from mpistrat.trace.timeline import Timeline
 
-# Calls, by call site, that the timeline describes once each; what is forgotten is described again.
+# How many calls, by call site, the timeline keeps a description of; beyond them it describes a call again.
 _DISTINCT_CALLS = 4096
 
 
 class CollectiveSpans:
-    """Each call of a communicator is an event on `timeline`.
+    """Adds each call of a communicator to `timeline`, as an event.
 
     Args:
-        name, size: of the communicator. `merging` finds the ranks' events of one call by its name and number.
+        timeline: this rank's timeline.
+        name: the communicator's name. `merging` finds all ranks' events of one call by `name` and the call's number.
+        size: number of ranks in the communicator.
     """
 
     def __init__(self, timeline: Timeline, name: str, size: int) -> None:
@@ -32,18 +34,18 @@ class CollectiveSpans:
         self._entered = self._together = 0
 
     def begin(self, signature: CallSignature, code: CodeType, line: int) -> None:
-        """This rank enters a collective, called at `line` of `code`."""
+        """Note that this rank enters a collective that `line` of `code` has called."""
         self._shown = profiler.begin(signature.words[0])
         self._call = signature, code.co_filename, code.co_name, line
         self._together = 0
         self._entered = self._timeline.now()
 
     def together(self) -> None:
-        """All ranks have entered it."""
+        """Note that all ranks have entered the collective."""
         self._together = self._timeline.now()
 
     def end(self, number: int) -> None:
-        """This rank leaves it: the `number`-th of its communicator."""
+        """Add the event: this rank leaves the communicator's `number`-th collective."""
         shown, self._shown = self._shown, None
         profiler.end(shown)
         call, self._call = self._call, None
@@ -61,9 +63,9 @@ class CollectiveSpans:
 
 
 def _bytes_of(words: tuple[Any, ...]) -> int | None:
-    """The size of this rank's buffer; None where the signature does not contain it."""
+    """The number of bytes of this rank's buffer; None where the signature does not contain its shape."""
     for dtype, shape in itertools.pairwise(words):
         if isinstance(dtype, str) and isinstance(shape, tuple):
             bits = re.search(r"\d+", dtype)
-            return math.prod(shape) * (int(bits[0]) // 8 if bits else 1)  # bool has no number
+            return math.prod(shape) * (int(bits[0]) // 8 if bits else 1)  # "bool": no number
     return None

@@ -1,4 +1,4 @@
-"""The contract of a communicator: before bytes move, its ranks agree on the call and record it."""
+"""The contract of a communicator: its ranks agree on each call before bytes move, and record it."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ if TYPE_CHECKING:
     from mpistrat.trace.timeline import Timeline
 
 
-# Those whose collective a rank has left: MPI may still write to the words by which they agree, which mpi4py's requests
-# for collectives do not keep.
+# Contracts of collectives that a rank has left. MPI may still write to the words of their agreement, and mpi4py's
+# requests for collectives do not keep the words alive.
 _given_up: list[Contract] = []
 
 
 class Contract(Unchecked):
-    """Records the calls of a communicator, and raises CollectiveMismatchError on all ranks when they differ.
+    """Records the calls of a communicator, and raises CollectiveMismatchError on all ranks when their calls differ.
 
-    A signature describes each call (operation, dtype, shape, label). The ranks compare its digest, in their records in
+    A signature describes each call (operation, dtype, shape, label). The ranks compare its digest: in their records in
     shared memory if all of them are on one node, else by a message. They exchange signatures only if digests differ.
 
     Args:
-        mpi: over the ranks.
-        name, timeline: as of `Unchecked`.
-        watch: where the calls are recorded; None: in memory that nobody else sees.
-        check: "always"; with "never" ranks do not compare their calls.
+        mpi: the transport over the communicator's ranks.
+        name: the communicator's name, as in `Unchecked`.
+        watch: where the calls are recorded; None: in memory that no other process sees.
+        check: "always"; with "never" the ranks do not compare their calls.
+        timeline: shows the calls; None where no trace is written.
     """
 
     watch: CommunicatorWatch
@@ -80,12 +81,12 @@ class Contract(Unchecked):
 
             self._spans = CollectiveSpans(timeline, name, self.size)
         self._called_at: tuple[CodeType, int] | None = None
-        # By `follows`: how a call is agreed on. None inside `following`, where the ranks have agreed on it already.
+        # How a call is agreed on, by its `follows`: inside `following` not at all, as the ranks have agreed already.
         self._agreements = self.agreement, self.agreement
-        self._thread = 0  # that is, or was last, inside a collective
-        self._abandoned: BaseException | None = None  # for which this rank left its last call
+        self._thread = 0  # the thread that is inside a collective, or was last
+        self._abandoned: BaseException | None = None  # the error that made this rank leave a call
         self._is_forked = False
-        self._is_closed = False  # whether calls are errors: it is forked, or abandoned
+        self._is_closed = False  # whether calls are errors, after a fork or an abandoned call
         _contracts.add(self)
 
     @property
@@ -103,7 +104,7 @@ class Contract(Unchecked):
                 raise error
         finally:
             self.raising = None
-            del error  # it refers to this frame, and so to all that the program had in its own
+            del error  # it refers to this frame, and so keeps the program's objects alive
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Contract:
         part = Contract(mpi, name, watch, self.check, self.timeline)
@@ -140,7 +141,7 @@ class Contract(Unchecked):
                 self.agreed += 1
                 agreed = agreement.agree(self.agreed, signature.digest)
             if record.words[ABORT]:
-                raise_if_stalled(self.watch)  # the others may have left this call for it
+                raise_if_stalled(self.watch)  # other ranks may have left this call, for a stall
             if agreement is not None:
                 record.waited(self._record_slot)
                 if spans is not None:
@@ -153,7 +154,10 @@ class Contract(Unchecked):
         return self
 
     def _leave(self, error: BaseException) -> None:
-        """This rank leaves, for `error`, a call that others may still be about to enter."""
+        """Leave the current call because of `error`, while other ranks may still be about to enter the call.
+
+        No call can follow, except after CollectiveMismatchError, since all ranks raise it.
+        """
         if not isinstance(error, CollectiveMismatchError):
             self._abandon(error)
             _given_up.append(self)
@@ -164,22 +168,25 @@ class Contract(Unchecked):
         self.is_abandoned = self._is_closed = True
 
     def _check_usable(self, signature: CallSignature, thread: int) -> None:
-        """Raises: RuntimeError where this rank, or this thread of it, can enter no call."""
+        """Check that this rank, and this thread of it, can enter a call.
+
+        Raises: RuntimeError in a forked child, after a call that this rank has left, or during another thread's call.
+        """
         if self._is_forked:
             raise RuntimeError(
                 f"{signature} was called in a forked child of rank {self.rank}; MPI belongs to "
-                "the parent: return what the child computed, and call it there"
+                "the parent: return the child's result to the parent, and call it there"
             )
         if self._abandoned is not None:
             raise RuntimeError(
                 f"rank {self.rank}: {signature} cannot be called any more: this rank left its collective "
-                f"number {self.calls} while others may still be in it, for {type(self._abandoned).__name__}. Save what "
-                "you need and end the program"
+                f"number {self.calls} while others may still be in it, for {type(self._abandoned).__name__}. Save the "
+                "results that you need and end the program"
             ) from self._abandoned
         if self._thread != thread:
             raise RuntimeError(
                 f"rank {self.rank}: {signature} was called on a second thread while another is in "
-                f"{self.waiting_in}; the ranks could not know which is which. Call collectives on "
+                f"{self.waiting_in}; the ranks could not match their calls. Call collectives on "
                 "one thread, or make a strategy of its own (comm=) for each"
             )
 
@@ -192,7 +199,7 @@ class Contract(Unchecked):
         raise mismatch(self._mpi.comm.allgather((words, place)), self.rank) from cause
 
     def __enter__(self) -> None:
-        """A contract surrounds the call that this rank is in."""
+        """Do nothing: `enter` has entered the call, and this context lasts until the call ends."""
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         signature, self.waiting_in = self.waiting_in, None
@@ -204,7 +211,7 @@ class Contract(Unchecked):
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        # Where the others could not be told of an error, each call is agreed on.
+        # Where this rank could not tell the other ranks of an error, they agree on each call.
         can_tell = self._mpi.thread_multiple and self.watch.revocable_group is None
         may_follow = can_tell and self.agreement is not None
         if may_follow:
@@ -220,17 +227,20 @@ class Contract(Unchecked):
             self._agreements = self.agreement, self.agreement
 
     def _tell_others(self, call: str, error: Exception) -> None:
-        """This rank leaves a call for `error`, when all have agreed on the call. Ranks that wait for its part raise."""
+        """Tell the ranks that this rank leaves `call` because of `error`, so that ranks that wait for it raise.
+
+        Called by: a rank alone, when all ranks have agreed on the call.
+        """
         watch = self.watch
         if watch.revocable_group is not None:
-            return  # which tells them
+            return  # the group tells the other ranks
         if watch.peers is None or self.agreement is None:
-            self._abandon(error)  # its next message would be taken for one of this call
-        text = " ".join(str(error).split())  # in a line
+            self._abandon(error)  # others would take its next message for a part of this call
+        text = " ".join(str(error).split())  # in one line
         watch.tell_others(
             f"rank {self.rank} of {self.size} left collective number {self.calls}, {call}, for "
             f"{type(error).__name__}: {text}\n      at {self.called_at}\nThe others cannot go on without its part: "
-            "mend the error of that rank",
+            "fix the error of that rank",
             self._record.words[self._record_slot + GROUP],
             self.calls,
         )

@@ -10,7 +10,7 @@ from mpistrat.errors import CollectiveMismatchError, RankLostError, StallError
 
 
 class RaisingTogether(contextlib.AbstractContextManager[None]):
-    """Hands errors of its block to `raise_together`, unless the other ranks know of them."""
+    """A context that passes errors of its block to `raise_together`, unless the other ranks know of them already."""
 
     __slots__ = ("_raise_together",)
 
@@ -26,11 +26,15 @@ class RaisingTogether(contextlib.AbstractContextManager[None]):
 
 
 def is_raised_by_all(error: BaseException) -> bool:
-    """Whether the other ranks know of `error` already, for a collective has raised it on all of them."""
+    """Whether the other ranks know of `error` already, because a collective has raised it on all of them.
+
+    True for CollectiveMismatchError, StallError and RankLostError, and for errors from `mark_raised_by_all`.
+    """
     known = (CollectiveMismatchError, StallError, RankLostError)
     return isinstance(error, known) or getattr(error, "_mpistrat_raised_by_all", False)
 
 
 def mark_raised_by_all(error: BaseException) -> None:
-    with contextlib.suppress(AttributeError):  # a class with slots
+    """Note on `error` that all ranks raise it or have been told; an exception class with slots takes no note."""
+    with contextlib.suppress(AttributeError):  # it has slots
         error._mpistrat_raised_by_all = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The interface of a contract, and what stands in its place where calls are not checked."""
+"""The interface of a contract, and the contract that stands in where calls are not checked."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Unchecked:
-    """The contract of one rank alone, or of a group inside another, where calls are checked and recorded already.
+    """The contract of a single rank, or of a group inside another group that checks and records the calls already.
+
+    It checks nothing and records nothing.
 
     Attributes:
-        name: the same on all ranks of the group, and different from all other groups' names.
+        name: the group's name, the same on all its ranks, and different from all other groups' names.
         watch: where the calls are recorded; None where they are not.
         timeline: where the calls are shown; None where they are not.
         agreement: how the ranks compare their calls; None where they do not.
-        calls: how many collectives this rank has entered.
-        agreed: how many of them the ranks have compared.
+        calls: number of collectives that this rank has entered.
+        agreed: number of collectives that the ranks have compared.
         waiting_in: the signature of the collective that this rank is in, or None. A thread of `JobEnd` reads it.
-        raising: the error that this rank is about to raise on all, as long as it waits for the others to hear of it.
-        parts: the contracts of the communicators that were made of this one.
-        recorded: the text of that collective in the rank's record, and how many bytes of it name the call.
-        called_at: where the program called the last collective: "train.py:33 in main". The same thread reads it, and
-            must not look at frames that run on.
-        is_abandoned: this rank left a call while others may still be in it: none can follow.
+        raising: the error that this rank is about to raise on all ranks, until the other ranks hear of it; else None.
+        parts: the contracts of the communicators that were split off this one.
+        recorded: the text of the last collective in the rank's record, and how many bytes of the text name the call.
+        called_at: where the program called the last collective: "train.py:33 in main". A thread of `JobEnd` reads it,
+            since that thread must not look at frames that still run.
+        is_abandoned: whether this rank left a call while other ranks may still be in it. If so, no call can follow.
     """
 
     name = ""
@@ -56,23 +58,30 @@ class Unchecked:
         payload: Any = None,
         follows: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Return when all ranks have entered the same call. The call lasts until the result's block ends.
+        """Return when all ranks have entered the same call. Returns: a context; the call lasts until its block ends.
 
         Args:
-            cause: the error that has brought this rank here; the others hear of it if they enter another call.
-            slot: takes `payload`, which the other ranks may read when this returns.
-            follows: in a block of `following`, return at once. The call must end on no rank before all have entered it.
+            signature: the call.
+            cause: the error that has brought this rank here, or None. If the other ranks make another call, their
+                CollectiveMismatchError shows it.
+            slot: the memory that takes `payload`; None if the call has no slot.
+            payload: bytes that the other ranks may read from the slot when `enter` returns.
+            follows: inside `following`, True returns at once. Such a call must not end on any rank before all ranks
+                have entered it.
+
+        Raises: CollectiveMismatchError on all ranks if their calls differ. RuntimeError if this rank can make no call.
+            StallError or RankLostError if a rank does not come.
         """
         return _NOTHING
 
     def following(self) -> contextlib.AbstractContextManager[None]:
-        """As of `Communicator`."""
+        """Return the context of `Communicator.following`."""
         return _NOTHING
 
     def raise_together(self, error: Exception) -> NoReturn:
-        """Raise `error` here; the ranks that wait in a collective get CollectiveMismatchError.
+        """Raise `error` here; ranks that wait in a collective get CollectiveMismatchError.
 
-        If all ranks come here with errors of the same class, each raises its own.
+        If all ranks call this with errors of the same class, each rank raises its own error.
         """
         try:
             raise error
@@ -80,19 +89,21 @@ class Unchecked:
             del error
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Unchecked:
-        """The contract of some of the ranks. Collective over them. `name` differs from that of other contracts."""
+        """Return the contract of some of the ranks. Collective over them. `name` must be a new name."""
         return self
 
     def has_lost_a_rank(self) -> bool:
-        """Whether this rank knows that a rank has failed and the others go on without it. Not collective."""
+        """Whether this rank knows that a rank has failed and the other ranks go on without it. Not collective."""
         group = None if self.watch is None else self.watch.revocable_group
         return group is not None and group.lost
 
     def seconds_waited(self, last: int = 60) -> float:
-        """How long this rank waited for others to enter collectives, of any communicator. Not collective.
+        """Return the seconds that this rank waited for others to enter collectives of any communicator. Not collective.
 
         Args:
-            last: the number of seconds until now that count, at most 63.
+            last: the time until now that counts, in seconds, at most 63.
+
+        Returns: 0.0 where calls are not recorded.
         """
         return 0.0 if self.watch is None else self.watch.record.seconds_waited(last)
 

@@ -1,1 +1,1 @@
-"""What a collective costs: fitted to measured times, and kept for later jobs."""
+"""The cost of a collective: fitted to measured times, and kept for later jobs."""

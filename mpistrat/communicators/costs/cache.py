@@ -1,7 +1,7 @@
-"""What jobs have measured, in a file, which later jobs read.
+"""A file of measured times, for later jobs.
 
-The file's name is a hash of what the costs depend on; the file holds that, too. If anything is wrong with the file or
-its folder, the costs are measured again.
+The file's name is a hash of a key: everything that the costs depend on. The file contains the key, too. If anything is
+wrong with the file or its folder, jobs measure the costs again.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from mpistrat.communicators.costs.observations import MOST, Observation, are_nea
 from mpistrat.liveness import deadlines
 from mpistrat.machine.private_files import make_folder
 
-# Increased when the cost of a way changes, so that what other versions measured is not used.
+# Increased when the cost of a route changes, so that jobs ignore the measurements of other versions.
 FORMAT = 3
 
 
 def path_of(folder: str, key: dict[str, Any]) -> str:
-    import hashlib  # here, because it makes importing mpistrat slower
+    import hashlib  # here, because it would slow down `import mpistrat`
 
     digest = hashlib.blake2b(_text_of(key).encode(), digest_size=8).hexdigest()
     return os.path.join(folder, f"costs-{digest}.json")
 
 
 def read(folder: str, key: dict[str, Any]) -> list[Observation]:
-    """What is kept by `key` and not too old, the newest last."""
+    """Return the observations for `key` that are not too old, the newest last; [] if there is no usable file."""
     try:
         with open(path_of(folder, key), encoding="utf-8") as file:
             content = json.load(file)
@@ -42,24 +42,25 @@ def read(folder: str, key: dict[str, Any]) -> list[Observation]:
         oldest = time.time() - deadlines.COSTS_LIVE
         newest = time.time() + deadlines.COSTS_MAY_BE_AHEAD
         return sorted((o for o in found if oldest < o.when < newest), key=attrgetter("when"))
-    except Exception:  # of any class: somebody else may have written the file, or half of it
+    except Exception:  # of any class: another program may have written the file, or half of it
         return []
 
 
 def add(folder: str, key: dict[str, Any], observation: Observation) -> None:
-    """Write the file as a whole, whoever else writes it at the same time; remove files that are too old to be read.
+    """Add an observation to the file for `key`, and remove files that are too old to be read.
 
-    Of observations at about the same distance, the newest are kept. Of two jobs that write at the same time, one may
-    lose its observation.
+    Of observations at about the same distance, only the newest MOST stay. The file is replaced as a whole, so other
+    jobs never read half of it; if two jobs write at the same time, one may lose its observation. If the folder cannot
+    be written, nothing happens.
     """
-    import tempfile  # here, because it makes importing mpistrat slower
+    import tempfile  # here, because it would slow down `import mpistrat`
 
     kept = read(folder, key)
     near = [o for o in kept if are_near(o.distance, observation.distance)]
     far = [o for o in kept if o not in near]
     observations = [dataclasses.asdict(o) for o in (*far, *[*near, observation][-MOST:])]
     content = {"format": FORMAT, "key": key, "observations": observations}
-    with contextlib.suppress(OSError):  # a home that is read-only, or full
+    with contextlib.suppress(OSError):  # a home folder that is read-only, or full
         make_folder(folder)
         descriptor, unfinished = tempfile.mkstemp(prefix="costs-", suffix=".part", dir=folder)
         try:
@@ -76,7 +77,7 @@ def _remove_old(folder: str) -> None:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("costs-"):
-                with contextlib.suppress(OSError):  # another job has removed it
+                with contextlib.suppress(OSError):  # another job has removed the file
                     if time.time() - entry.stat().st_mtime > deadlines.COSTS_LIVE:
                         os.unlink(entry.path)
 

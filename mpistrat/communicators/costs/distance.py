@@ -1,7 +1,7 @@
-"""How far the cores of a node's ranks are from each other.
+"""The distance between the cores of a node's ranks, measured in seconds.
 
-Cores that share a cache hand each other memory three times as fast as others. The host of a virtual machine moves its
-processors at any time, and the kernel in it does not know. So the distance is measured.
+Cores that share a cache pass each other memory three times as fast as other cores. The host of a virtual machine moves
+its processors at any time, and the kernel in the machine does not know. So the distance is measured.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ from mpistrat.liveness.records.watch import CommunicatorWatch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-NBYTES = 1 << 17  # many, beside Python's own time, and fewer than a core's own cache holds
+# So many that Python's own time matters little, and fewer than a core's own cache holds.
+NBYTES = 1 << 17
 _TIMES = 10
 
 
 def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[], None]) -> float:
-    """Seconds in which this rank writes 128 KB that another has read, and reads 128 KB that the next has just written.
+    """Return the seconds in which this rank writes 128 KB that another rank has read, and reads the next rank's 128 KB.
 
-    Collective. It is the median of some times: where ranks take turns on a core, single times are far too short.
+    The next rank has just written these bytes. The result is the median of several times: where ranks take turns on a
+    core, single times are far too short. Collective.
+
     Args:
-        segments: memory that the ranks of a node share, NBYTES of each; None where they share none: it is 0 there.
+        segments: the shared segment of each rank of a node, NBYTES each; None without shared memory.
+        rank: this rank's number.
         meet: returns once every rank has called it.
+
+    Returns: 0.0 without shared memory.
     """
     if segments is None:
         return 0.0
@@ -46,12 +52,15 @@ def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[]
         here[:] = next_one
         seconds.append(written + time.perf_counter() - began)
         meet()
-    return statistics.median(seconds[1:])  # before the first, nobody has read
+    return statistics.median(seconds[1:])  # without the first write: no rank had read the memory
 
 
 def distance_on_node(world: MPI.Intracomm) -> float:
-    """This rank's `distance` from the next rank of its node; 0 where it is alone, or shares no memory. Collective."""
-    from mpi4py import MPI  # here, because it starts MPI
+    """Return this rank's `distance` from the next rank of its node, in seconds. Collective over `world`.
+
+    Returns: 0.0 if the rank is alone on its node, or shares no memory.
+    """
+    from mpi4py import MPI  # here, because the import starts MPI
 
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     segments, _ = share(Blocks.NBYTES + NBYTES, node.rank, node.allgather, populate=True)

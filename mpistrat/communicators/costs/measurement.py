@@ -1,7 +1,7 @@
-"""What routes cost: all ranks measure them together, once, or read what earlier jobs have measured.
+"""Costs of routes (ways to move bytes): all ranks measure them once together, or read measurements of earlier jobs.
 
-Ranks must decide alike, so the first rank reads, fits and decides, and sends the costs to the others. A time is that of
-the slowest rank. While a job runs its costs stay.
+All ranks must choose the same route. So the first rank reads, fits and decides, and sends the costs to the other ranks.
+A measured time is the slowest rank's. The costs stay the same while a job runs.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ from mpistrat.machine.network_links import network_links
 from mpistrat.machine.shared_caches import caches_of
 from mpistrat.settings import cache_folder, transport_settings
 
-# Sizes that are timed: from the smallest that goes another way than MPI's to more than the caches of a core hold.
+# The sizes in bytes that are timed: from the smallest that MPI does not always move, to more than a core's caches hold.
 SIZES = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
-# Of a node's memory: a way may win at one size and lose at the next, as long as caches hold the buffers.
+# Sizes for the memory of a node: as long as caches hold the buffers, a route may win at one size and lose at the next.
 SIZES_ON_NODE = tuple(1 << power for power in range(15, 26))
-# Of buffers on a device, which are fast with larger ones only.
+# Sizes for buffers on a device: devices are fast with larger buffers only.
 SIZES_ON_DEVICE = (1 << 17, 1 << 19, 1 << 21, 1 << 23)
-# Rounds that are timed, after a first in which pages and connections are missing.
+# Rounds that are timed, after a first round in which pages and connections are still missing.
 ROUNDS = 9
-# A way is called so often with a buffer in a round, or as often as deadlines.RANK_MEASURES_CALLS allows.
+# Calls of a route with one buffer in a round, at most; deadlines.RANK_MEASURES_CALLS limits their time.
 _CALLS = 8
-_ONCE = 1 << 23  # Buffers of more bytes are timed in one round only.
-# Ranks spin while they wait. If one had less of its core, other programs, or ranks without a core, disturbed it.
+_ONCE = 1 << 23  # After the first round, a buffer of more bytes is timed in one round only.
+# Ranks spin while they wait. If a rank had less of its core, other programs, or ranks without a core, disturbed it.
 LEAST_CPU_SHARE = 0.9
-# From so many bytes on a way is taken if time ran out.
+# If the ranks ran out of time, they take a route for buffers of at least this many bytes.
 UNMEASURED = 1 << 18
-# A way that costs so many times as much at the largest size is never taken; else it is for larger buffers, which gain
-# by it.
+# A route that costs more than this many times as much as the other at the largest size is never taken. A cheaper one is
+# taken for larger buffers, because they gain by it.
 CLEARLY = 1.25
 
 Route = Callable[[Any], object]
 
-# By key, where this process is the first rank; and how far apart the ranks' cores were.
+# If this process is the first rank: by key, the distance between the ranks' cores, and the costs.
 costs_of_this_job: dict[str, tuple[float, Costs]] = {}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of the routes between the ranks of a communicator, equal on all of them.
+    """The costs of the routes between the ranks of a communicator. They are equal on all ranks.
 
     Attributes:
-        routes: the costs by name; empty if time ran out.
-        origin: where they come from, for people.
-        disturbed: for people: other programs ran, too, when this job measured.
-        jobs: how many have measured them.
-        sizes: that are measured, in ascending order.
-        seconds: by way, the least time of each size.
+        routes: the fitted cost of each route, by name; empty if the ranks ran out of time.
+        origin: where the costs come from, as text for people.
+        disturbed: whether other programs ran while this job measured; for people.
+        jobs: number of jobs that have measured the costs.
+        sizes: the measured sizes in bytes, in ascending order.
+        seconds: by route, the least time for each size; fewer than `sizes` if the ranks ran out of time.
     """
 
     routes: Mapping[str, Cost] = field(default_factory=dict)
@@ -79,10 +79,14 @@ class Costs:
     seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def cheaper_from(self, way: str, other: str, floor: int, clearly: float = CLEARLY) -> float:
-        """The number of bytes from which on `way` is taken, not `other`: `floor` at least; infinite for never.
+        """Return the number of bytes from which the route `way` is taken, and not `other`.
 
-        From the largest size on that is measured it is taken, unless it costs more than `clearly` times as much there.
-        Fewer jobs than ENOUGH do not prove that: others may have disturbed them.
+        At the latest it is taken from the largest measured size, unless it costs more than `clearly` times as much as
+        `other` there. Fewer than ENOUGH jobs do not prove that, because other programs may have disturbed them.
+
+        Args: floor: the least result, in bytes.
+
+        Returns: infinity for never; UNMEASURED, or `floor` if that is larger, without measured costs.
         """
         if not self.routes:
             return max(floor, UNMEASURED)
@@ -93,10 +97,13 @@ class Costs:
         return max(floor, math.ceil(min(largest, this.cheaper_from(that))))
 
     def borders(self, way: str, other: str, floor: int) -> list[float]:
-        """The sizes at which another way is taken: `way` from the first on, `other` from the second on, and so on.
+        """Return the sizes, in bytes, at which the route changes: to `way` at the first, to `other` at the second, …
 
-        They lie amid two sizes of which the one way and the other take less time. Of larger buffers than could be
-        timed, the lines decide. Fewer jobs than ENOUGH do not prove that `way` is dearer after the largest size.
+        A border lies midway (geometrically) between two measured sizes with different winners. For buffers that were
+        too large to be timed, the fitted lines decide. Fewer than ENOUGH jobs do not prove that `way` is dearer after
+        the largest size.
+
+        Args: floor: the least border, in bytes.
         """
         if not self.routes:
             return [max(floor, UNMEASURED)]
@@ -117,12 +124,15 @@ class Costs:
         return found
 
     def explain(self) -> str:
-        """A line for each way, and where they come from."""
+        """Return a line of text for each route, and a line that says where the costs come from."""
         lines = [f"    {way}: {cost}" for way, cost in self.routes.items()]
         return "\n".join([*lines, f"    {self.origin}"])
 
     def explain_from(self, *borders: float) -> str:
-        """For people: a way is taken from the first of `borders` on, up to the second, and so on, by these costs."""
+        """Return text for people: the sizes for which a route is taken, and the costs.
+
+        Args: borders: the sizes at which the route is taken, left, taken again, and so on; infinity for never.
+        """
         if self is NOT_MEASURED:
             return "once something large has been combined"
         starts = [f"from {border:.0f} " for border in borders[::2] if border < math.inf]
@@ -137,12 +147,12 @@ NOT_MEASURED = Costs()
 
 @dataclass(frozen=True)
 class BufferMemory:
-    """Where the buffers lie that are combined.
+    """The memory in which the buffers for measurements lie.
 
     Attributes:
-        name: tells costs in different memory apart: "NVIDIA H100".
-        sizes: that are timed, in bytes.
-        zeros: makes so many float32 there, all of them 0.
+        name: distinguishes the costs of different memory: "NVIDIA H100".
+        sizes: the sizes of buffers to time, in bytes.
+        zeros: makes an array of that many float32 zeros in this memory.
     """
 
     name: str
@@ -151,7 +161,7 @@ class BufferMemory:
 
 
 def written(length: int) -> np.ndarray:
-    """As a program's buffers: pages that nobody has written are all the same zeros."""
+    """Return `length` float32 zeros in pages that are written, as a program's are: unwritten pages are all one page."""
     return np.full(length, 0, np.float32)
 
 
@@ -169,17 +179,18 @@ def costs_of(
     memory: BufferMemory = HOST,
     distance: Callable[[], float] = float,
 ) -> Costs:
-    """The costs of `routes` to all-reduce. Collective over `communicator`; it takes less than half a second.
+    """Return the costs of all-reduces by `routes`. Collective over `communicator`; it takes less than half a second.
 
     Args:
-        routes: each combines an array of zeros in `memory` in place with those of all ranks, and returns when that is
-            done.
+        routes: by name, a function of an array of zeros in `memory`. It combines the arrays of all ranks in place, and
+            returns when that is done.
         mpi: the library's name and version.
-        ranks_of_nodes: the number of ranks of each node, the same on all ranks.
-        abreast: the number of such communicators over the same nodes that measure at the same time.
-        asleep: the routes that leave the core while they wait.
-        distance: measures how far apart the ranks' cores are, in seconds; costs at another distance are not used. By
-            default it is 0.
+        ranks_of_nodes: number of ranks on each node; the same on all ranks.
+        abreast: number of such communicators over the same nodes that measure at the same time.
+        asleep: names of the routes that leave the core to other threads while they wait.
+        memory: where the buffers lie.
+        distance: measures the distance between the ranks' cores, in seconds; costs at another distance are not used.
+            By default it is 0.
     """
     cpus = os.sched_getaffinity(0)
     cores = (cpu_model(), len(cpus), network_links())
@@ -214,7 +225,7 @@ def costs_of(
 
 
 def _known(kept: Sequence[Observation], key: dict[str, Any], here: float) -> Costs | None:
-    """The costs that this job, or enough earlier ones, have measured at about the distance `here`; None: no others."""
+    """Return the costs at about the distance `here` that this job, or enough earlier jobs, have measured; else None."""
     there, costs = costs_of_this_job.get(repr(key), (math.inf, None))
     if costs is not None and are_near(here, there):
         return costs
@@ -222,7 +233,7 @@ def _known(kept: Sequence[Observation], key: dict[str, Any], here: float) -> Cos
 
 
 def _kept(key: dict[str, Any], here: float) -> list[Observation]:
-    """What earlier jobs have measured at about the distance `here`, the newest last."""
+    """Return the observations of earlier jobs at about the distance `here`, the newest last."""
     return [
         observation
         for observation in cache.read(_folder(), key)
@@ -236,9 +247,10 @@ class Measured(NamedTuple):
     """Times of calls, equal on all ranks.
 
     Attributes:
-        seconds: by round, size and way; of the slowest rank. There are fewer sizes if time ran out.
-        cpu_share: the share of its core that a rank had in routes that wait awake; the smallest of all ranks.
-        stayed: the ranks' cores stayed as far from each other as they were before.
+        seconds: the slowest rank's times, of shape [rounds, sizes, routes]; fewer sizes if the ranks ran out of time.
+        cpu_share: the part of the time (0 to 1) in which a rank had its core, in routes that wait awake; the smallest
+            of all ranks.
+        stayed: whether the distance between the ranks' cores was as expected.
     """
 
     seconds: np.ndarray
@@ -255,11 +267,16 @@ def measure(
     distance: Callable[[], float] = float,
     here: float = 0.0,
 ) -> Measured:
-    """Time ROUNDS rounds of all routes and buffers, fewer if the slowest rank needs more than `seconds`. Collective.
+    """Time ROUNDS rounds of all routes and buffers. Collective.
 
-    In a round each way takes its turn, so that whatever else the machine does hits all of them alike; in every second
-    round in the opposite order.
-    Args: here: the `distance` between the ranks' cores that is expected.
+    In a round the routes take turns, in opposite order in every second round, so that other programs disturb all of
+    them alike.
+
+    Args:
+        seconds: the ranks stop earlier if the slowest rank needs more than this.
+        asleep: names of the routes that leave the core while they wait.
+        distance: measures the distance between the ranks' cores, in seconds.
+        here: the distance that is expected.
     """
     rounds: list[list[np.ndarray]] = []
     started = time.perf_counter()
@@ -289,9 +306,9 @@ def measure(
 
 
 def _timed(route: Route, buffer: Any, communicator: Communicator) -> tuple[float, float]:
-    """The seconds of a call, and the seconds of them in which this thread ran. Collective."""
+    """Return the seconds of a call, and the seconds of CPU time of this thread in it. Collective."""
     if isinstance(buffer, np.ndarray):
-        buffer[...] = 0  # as a program has just written what it combines
+        buffer[...] = 0  # a program, too, has just written the values that it combines
     communicator.barrier()
     began, ran_before = time.perf_counter(), time.thread_time()
     route(buffer)
@@ -299,7 +316,11 @@ def _timed(route: Route, buffer: Any, communicator: Communicator) -> tuple[float
 
 
 def _times_of(rounds: Sequence[Sequence[np.ndarray]], sizes: int) -> np.ndarray:
-    """As of `Measured`: of the whole rounds after the first; else of the first, and of the next as far as it went."""
+    """Return the array of `Measured.seconds`.
+
+    It has the complete rounds after the first. If there is none, it has one round: the second as far as it went, and
+    the sizes after that from the first.
+    """
     first, *later = rounds
     whole = [times for times in later if len(times) == sizes]
     warm = [*itertools.chain(*later[:1])]
@@ -307,7 +328,10 @@ def _times_of(rounds: Sequence[Sequence[np.ndarray]], sizes: int) -> np.ndarray:
 
 
 def _calls(nbytes: int, before: Sequence[np.ndarray]) -> int:
-    """How often each way is called with a buffer in a round. Args: before: the rounds before it."""
+    """Return how often each route is called with a buffer of `nbytes` in a round.
+
+    Args: before: for each earlier round, the seconds of each route for this buffer.
+    """
     if nbytes > _ONCE:
         return int(len(before) < 2)
     longest = before[-1].max() if before else deadlines.RANK_MEASURES_CALLS
@@ -321,7 +345,16 @@ def _joined(
     routes: Collection[str],
     key: dict[str, Any],
 ) -> Costs:
-    """The costs by what earlier jobs and this one have measured. That is kept, unless the ranks' cores have moved."""
+    """Return the costs from the observations of earlier jobs and of this one.
+
+    It also keeps this job's observation for later jobs, unless the ranks' cores have moved.
+
+    Args:
+        kept: the observations of earlier jobs.
+        here: the distance between the ranks' cores, in seconds.
+
+    Returns: costs without routes if nothing is kept and the ranks had no time for two sizes.
+    """
     least = measured.seconds.min(axis=0)
     least = least[np.isfinite(least).all(axis=1)]  # the largest sizes are missing if time ran out
     times = dict(zip(routes, least.T.tolist(), strict=True))
@@ -340,7 +373,7 @@ def _joined(
     notes = [
         f"measured {_date(time.time())}, in this job: {counts}",
         f"and {_read(kept, key)}" if kept else "",
-        "the ranks' cores moved meanwhile, so it is not kept for other jobs"
+        "the ranks' cores moved meanwhile, so the times are not kept for other jobs"
         * (not measured.stayed),
         f"other programs or ranks left a rank {share} of its core" * disturbed,
     ]
@@ -348,16 +381,16 @@ def _joined(
 
 
 def _fitted(observations: Sequence[Observation], key: dict[str, Any], origin: str) -> Costs:
-    """Lines through the least times."""
+    """Return the costs by lines through the least times of `observations`."""
     least, sizes = least_of(observations), key["memory"][1:]
-    # One line does not fit caches and memory.
+    # One line cannot fit both times in the caches and times in memory.
     few = max(2, sum(size <= SIZES[-1] for size in sizes))
     lines = {way: fitted(sizes[: len(times)][:few], times[:few]) for way, times in least.items()}
     return Costs(lines, origin, jobs=len(observations), sizes=sizes, seconds=least)
 
 
 def _folder() -> str:
-    """The folder of measurements; a path that is no folder where nothing is kept."""
+    """Return the folder of measurements; where nothing is kept, a path that is no folder."""
     return cache_folder() or os.devnull
 
 
@@ -367,7 +400,7 @@ def _limit(key: dict[str, Any]) -> float:
 
 
 def _read(kept: Sequence[Observation], key: dict[str, Any]) -> str:
-    """For people: "2026-01-31 12:00 UTC, in 3 earlier jobs, read from ~/.cache/…"."""
+    """Return text for people: "2026-01-31 12:00 UTC, in 3 earlier jobs, read from ~/.cache/…"."""
     path = cache.path_of(_folder(), key)
     home = os.path.expanduser("~")
     shown = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path

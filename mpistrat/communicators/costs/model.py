@@ -1,4 +1,4 @@
-"""The cost of a collective by its size, fitted to a few measured times; from which size on one way beats another.
+"""The cost of a collective by its size, fitted to measured times; and the size from which one route is cheaper.
 
 t(S) = alpha + beta S: a start-up time, and a time for each byte (R. W. Hockney, "The communication challenge for MPP:
 Intel Paragon and Meiko CS-2", Parallel Computing 20, 1994). How both grow with the number of ranks is known for the
@@ -17,12 +17,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a way to move bytes.
+    """The cost of a route, as a line over the number of bytes.
 
     Attributes:
         alpha: seconds that do not depend on the size.
         beta: seconds per byte.
-        error: of the fit: the root of the mean square of (fitted - measured) / measured.
+        error: the root mean square of (fitted - measured) / measured.
     """
 
     alpha: float
@@ -33,12 +33,12 @@ class Cost:
         return self.alpha + self.beta * nbytes
 
     def followed_by(self, other: Cost) -> Cost:
-        """The cost of this way and then the other."""
+        """Return the cost of this route followed by `other`."""
         error = max(self.error, other.error)
         return Cost(self.alpha + other.alpha, self.beta + other.beta, error)
 
     def cheaper_from(self, other: Cost) -> float:
-        """The number of bytes from which on this costs no more than `other`; infinite for never."""
+        """Return the number of bytes from which this route costs no more than `other`; infinity for never."""
         if self.beta > other.beta or (self.beta == other.beta and self.alpha > other.alpha):
             return math.inf
         if self.alpha <= other.alpha:
@@ -54,17 +54,18 @@ class Cost:
 
 
 def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
-    """The line with the least squares of relative errors, so that small sizes count, too. No term is negative.
+    """Fit a line that minimizes the squares of relative errors, so that small sizes count, too. No term is negative.
 
     Args:
-        nbytes, seconds: sizes, and as many times > 0; two at least.
+        nbytes: at least two sizes, in bytes.
+        seconds: the time of each size, > 0.
     """
     times = np.asarray(seconds, float)
     largest = max(nbytes)
     terms = np.stack([1 / times, np.asarray(nbytes, float) / largest / times], axis=1)
     ones = np.ones(len(times))
     found: np.ndarray = np.linalg.lstsq(terms, ones, rcond=None)[0]
-    if found.min() < 0:  # the other term alone
+    if found.min() < 0:  # fit the other term alone
         kept = int(found.argmax())
         found = np.zeros(2)
         found[kept] = terms[:, kept].sum() / (terms[:, kept] ** 2).sum()
@@ -73,14 +74,17 @@ def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
 
 
 def slowest(costs: Iterable[Cost]) -> Cost:
-    """A cost that bounds all of them."""
+    """Return a cost that is at least as large as each of `costs`."""
     return Cost(*map(max, zip(*map(astuple, costs), strict=True)))
 
 
 def fitted_in_two(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[int, Cost, Cost]:
-    """Two lines: from some size on bytes cost more, for they do not fit into the caches.
+    """Fit two lines, because bytes cost more from the size on at which they no longer fit into the caches.
 
-    Args: as of `fitted`, in ascending order; six at least. Each line gets three at least, as the errors decide.
+    Args:
+        nbytes: at least six sizes, in ascending order. Each line gets at least three of them; the errors decide.
+        seconds: the time of each size, > 0.
+
     Returns: the last size of the first line, and both lines.
     """
 
@@ -94,20 +98,23 @@ def fitted_in_two(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[int,
 
 
 def over_nodes(nodes: int, latency: float, seconds_per_byte: float) -> Cost:
-    """The cost of an all-reduce between `nodes`, by Rabenseifner's algorithm: reduce-scatter, then all-gather.
+    """Return the cost of an all-reduce between `nodes`, by Rabenseifner's algorithm: reduce-scatter, then all-gather.
 
-    Each has log2(N) steps (rounded up), and sends (N - 1) / N of the bytes (Thakur et al., section 4.5; here the time
-    of a byte includes that of adding it up).
+    Each of the two has log2(N) steps (rounded up), and sends (N - 1) / N of the bytes (Thakur et al., section 4.5; here
+    the time of a byte includes its addition).
 
     Args:
-        latency: seconds of a message without bytes.
-        seconds_per_byte: of a link.
+        latency: seconds that a message without bytes takes.
+        seconds_per_byte: seconds in which a link moves a byte.
     """
     steps = 2 * math.ceil(math.log2(nodes))
     return Cost(steps * latency, 2 * (nodes - 1) / nodes * seconds_per_byte)
 
 
 def link(between: Cost, nodes: int) -> tuple[float, float]:
-    """The inverse of `over_nodes`: seconds of a message, and of a byte of a link. For two nodes or more."""
+    """Return the seconds of an empty message, and of a byte on a link, from the cost `between` two or more nodes.
+
+    It is the inverse of `over_nodes`.
+    """
     unit = over_nodes(nodes, 1.0, 1.0)
     return between.alpha / unit.alpha, between.beta / unit.beta

@@ -1,4 +1,4 @@
-"""Where the ranks of a node meet, and hand each other, block by block, what does not lie in the window."""
+"""Blocks: a node's ranks pass each other buffers outside the window, in pieces, through shared memory."""
 
 from __future__ import annotations
 
@@ -18,29 +18,34 @@ from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
 
 PAGE = 4096
-# Of each rank: blocks in flight, bytes of a block, and the bytes of it that one rank combines. A larger block goes
+# For each rank: blocks in flight, bytes of a block, and the bytes of it that one rank combines. A larger block goes
 # through main memory once more than through the caches; smaller blocks need more meetings.
 _SLOTS = 3
 _BLOCK = 1 << 20
 _WIDTH = 1 << 18
-# Bytes that a rank brings for all others, before they meet: they are still in the caches when the others take them.
+# Bytes that a rank writes for all others before they meet: they are still in the caches when the others read them.
 _STEP = 1 << 19
 
-# Words of a segment's first page.
+# The indices of words in a segment's first page.
 _TICK, _PLACE = 0, 8
 
 
 class Blocks(Exchange):
-    """Where ranks meet and hand each other blocks.
+    """Shared memory in which the ranks of a node meet and pass each other blocks.
 
-    A block is written before tick t, combined after it, and its result is read after tick t + 1. With two
-    slots a rank would write cache lines that another has only just read, which takes longer.
+    A rank writes a block before tick t and combines it after tick t; all ranks read its result after tick t + 1. With
+    two slots a rank would write cache lines that another rank has only just read, and that takes longer.
+
+    Args:
+        segments: the shared segment of each rank, of `NBYTES` bytes, in rank order.
+        rank: this rank's number.
+        watch: where ranks that wait are watched.
 
     Attributes:
-        unbroken: surrounds a collective, which may be part of another.
+        unbroken: a context for a collective; a collective may be part of another.
     """
 
-    NBYTES = PAGE + _SLOTS * _BLOCK  # of a segment
+    NBYTES = PAGE + _SLOTS * _BLOCK  # the bytes of a segment
 
     def __init__(self, segments: list[np.ndarray], rank: int, watch: CommunicatorWatch) -> None:
         self.rank, self._size, self._watch = rank, len(segments), watch
@@ -62,7 +67,10 @@ class Blocks(Exchange):
         self._elements = elements
 
     def tick(self) -> None:
-        """Return once every rank has come here as often."""
+        """Return once every rank has called `tick` as often as this rank.
+
+        Raises: StallError or RankLostError if a rank does not come.
+        """
         self._ticks = ticks = self._ticks + 1
         if FENCE is not None:
             FENCE()
@@ -74,18 +82,23 @@ class Blocks(Exchange):
             FENCE()
 
     def exchange(self, place: int) -> list[int]:
-        """The places that all ranks call this with. Ranks must meet elsewhere before they call it again."""
+        """Return the `place` of each rank, in rank order. Collective.
+
+        Ranks must meet elsewhere before they call it again.
+        """
         self._words[self.rank][_PLACE] = place
         self.tick()
         return [words[_PLACE] for words in self._words]
 
     def all_reduce(self, operands: Operands, takers: Sequence[int] = ()) -> None:
-        """Block by block: while the next block is brought, this one is combined, then its result is taken.
+        """All-reduce in blocks: this rank writes the next block, combines its part of this one, then reads results.
 
-        A result is written over the pieces that were brought. The rank that combines was the last to read these cache
-        lines, so the others' cores need not be asked for them: far from each other, that costs ten times as much.
+        A result overwrites the pieces that it combines. The combining rank was the last to read these cache lines, so
+        it need not ask the other ranks' cores for them: between distant cores, that costs ten times as much.
 
-        Args: takers: the ranks that take the result; none: all of them.
+        Args:
+            operands: the result goes to `out`, or to `buffer` if `out` is None.
+            takers: the ranks that get the result; empty: all ranks.
         """
         buffer, out, scale = operands.buffer, operands.out, operands.reduction.scale
         how = how_to_combine(buffer.dtype, operands.reduction.op, operands.tree)
@@ -129,7 +142,14 @@ class Blocks(Exchange):
     def combine_slice(
         self, how: Arithmetic, source: np.ndarray, bounds: Sequence[tuple[int, int]], out: Any
     ) -> None:
-        """Combine the bytes of all ranks between this rank's `bounds` into `out`, elements as `how` has them."""
+        """Combine this rank's slice of all ranks' `source` into `out`. Collective.
+
+        Args:
+            how: combines elements of the dtype.
+            source: this rank's buffer, as bytes.
+            bounds: for each rank, the first byte of its slice and the end.
+            out: elements for this rank's slice.
+        """
         width = _width(self._size)
         first, end = bounds[self.rank]
         blocks = -(-max(stop - start for start, stop in bounds) // width)
@@ -149,7 +169,13 @@ class Blocks(Exchange):
                 self.tick()
 
     def _bring(self, source: np.ndarray, bounds: Sequence[tuple[int, int]], width: int) -> None:
-        """Put what the others combine into this tick's slot: of each `width` bytes, at most, within its `bounds`."""
+        """Write to this tick's slot the next bytes of this rank that other ranks combine.
+
+        Args:
+            source: this rank's buffer, as bytes.
+            bounds: for each rank, where its remaining bytes in `source` begin and end.
+            width: the most bytes for each rank.
+        """
         slot = self._slots[self._ticks % _SLOTS][self.rank]
         for peer in self._others:
             start, stop = bounds[peer]
@@ -169,7 +195,7 @@ class Blocks(Exchange):
                     part[:] = slot[: len(part)]
 
     def all_to_all(self, operands: Operands) -> None:
-        """Piece by piece of what goes to each rank. `operands.starts` must be known."""
+        """Exchange rows, in pieces for each rank. `operands.starts` must be known."""
         source, target = bytes_of(operands.buffer), bytes_of(operands.target)
         starts = np.array(operands.starts) * operands.row_bytes
         lengths = np.diff(starts)
@@ -194,7 +220,12 @@ class Blocks(Exchange):
         self.gather(bytes_of(operands.buffer), parts)
 
     def gather(self, part: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """Copy every rank's `part` to its place in `parts`, on all ranks. All are bytes. `part` may lie there."""
+        """Copy every rank's `part` into `parts`, on all ranks. Collective.
+
+        Args:
+            part: this rank's bytes. It may lie at its place in `parts` already.
+            parts: memory for each rank's bytes, in rank order.
+        """
         target = parts[self.rank]
         lies_there = address_of(part) == address_of(target)
         with self.unbroken:
@@ -212,16 +243,16 @@ class Blocks(Exchange):
 
 
 def _copy(source: np.ndarray, target: np.ndarray) -> None:
-    """Copy bytes, as many as the shorter has."""
+    """Copy bytes from `source` to `target`, as many as the shorter has."""
     length = min(len(source), len(target))
     target[:length] = source[:length]
 
 
 @functools.lru_cache
 def _width(size: int, nbytes: int | None = None) -> int:
-    """The bytes of a block that each of `size` ranks combines: whole cache lines, which hold whole elements.
+    """Return how many bytes of a block each of `size` ranks combines: whole cache lines, so whole elements.
 
-    Args: nbytes: of the buffer. If it is smaller than a block, all ranks combine equal parts of it.
+    Args: nbytes: bytes of the buffer. If it is smaller than a block, all ranks combine equal parts. None: a block.
     """
     width = max(64, min(_WIDTH, _BLOCK // size // 64 * 64))
     return width if nbytes is None else min(width, max(64, -(-nbytes // (size * 64)) * 64))

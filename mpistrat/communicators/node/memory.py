@@ -1,4 +1,4 @@
-"""What a communicator's ranks of a node have in memory together."""
+"""The interface to the memory that a communicator's ranks of a node share."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ if TYPE_CHECKING:
 
 
 class NodeMemory:
-    """The interface; ranks that share no memory have this one. Every method is collective.
+    """Memory that ranks share. This class is the interface, and serves ranks that share none. Methods are collective.
 
     Attributes:
-        window_capacity: up to so many bytes `window_buffer` is not collective, for all ranks have the window.
+        window_capacity: bytes up to which `window_buffer` is not collective, because all ranks have a window so large.
     """
 
     window_capacity = 0
 
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
-        """Memory in which `all_reduce` need not copy, `nbytes` uninitialized bytes; None where there is none.
+        """Return `nbytes` uninitialized bytes of the window, where `all_reduce` need not copy; None if there are none.
 
-        Equal `nbytes` on all ranks, some of which may get a buffer and others None. The memory is used again once
-        nothing refers to it.
+        The window uses the memory again once nothing refers to it.
+
+        Called by: all ranks, with equal `nbytes`. Some may get a buffer, and others None.
         """
         return None
 
     def common_memory(
         self, nbytes: int, *, summed: bool = False
     ) -> tuple[CommonMemory | None, str]:
-        """Memory of which each node keeps one copy, or None on all ranks, and why.
+        """Make memory with one copy on each node.
 
         Args:
-            nbytes: of whole pages (`common_memory.PAGE`), equal on all ranks.
-            summed: with memory for contributions, which `sum_into` sums.
+            nbytes: bytes of whole pages (`common_memory.PAGE`), equal on all ranks.
+            summed: whether the memory also has contributions, for `sum_into`.
+
+        Returns: the memory and ""; None and the reason, on all ranks, if a rank cannot have it.
         """
-        return None, "bytes move by messages alone, as explain() says"
+        return None, "the ranks share no memory: bytes move by messages, as explain() says"
 
     def sum_into(
         self,
@@ -50,9 +53,13 @@ class NodeMemory:
         view: View,
         reduction: Reduction = SUM,
     ) -> None:
-        """Sum the contributions of all ranks, times the scale, into `memory`, made by `common_memory(summed=True)`.
+        """Sum the contributions of all ranks to `parts` of `memory`, times the scale of `reduction`.
 
-        Each rank sums its slice. `view` shows the sum in pages that were written when it is renewed.
+        Each rank sums its own slice.
+
+        Args:
+            memory: made by `common_memory(summed=True)`.
+            view: this rank's view of `memory`. Pages that were written show the sum once they are renewed.
         """
         memory.sum(parts, view, reduction.scale)
 
@@ -61,11 +68,11 @@ NO_MEMORY = NodeMemory()
 
 
 class CheckedMemory(NodeMemory):
-    """The memory of a router, whose collective calls are checked and recorded.
+    """The memory of a router: it checks and records the calls that are collective.
 
     Args:
-        memory: of the same ranks.
-        enter: gets the words that the ranks must agree on; its result surrounds the call.
+        memory: the memory of the same ranks, without checks.
+        enter: a function of the words that the ranks must agree on. It returns a context for the call.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Memory that the ranks of a node share: each rank makes a segment, and all ranks map it.
 
-A segment is an anonymous file of the kernel's (memfd_create). It has no name, the size of /dev/shm does not limit it,
-and it is gone with the last process that maps it, however that ends. Windows of MPI would be files in /dev/shm, which a
-container limits to 64 MB, and which a killed job leaves behind.
+A segment is an anonymous file of the kernel (memfd_create). It has no name, and the size of /dev/shm does not limit it.
+It disappears with the last process that maps it, however the process ends. MPI would put windows into files in
+/dev/shm; a container limits /dev/shm to 64 MB, and a killed job leaves its files there.
 """
 
 from __future__ import annotations
@@ -32,17 +32,23 @@ _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _C.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-_counted: dict[int, int] = {}  # bytes that count as this process's, by the address of their mapping
+# By the address of a mapping, the bytes that count as this process's memory.
+_counted: dict[int, int] = {}
 
 
 def share(
     nbytes: int, rank: int, all_gather_object: Callable[[Any], list[Any]], *, populate: bool
 ) -> tuple[list[np.ndarray] | None, str]:
-    """Every rank's segment of `nbytes` zeros, in rank order, as bytes; this rank's own stands at `rank`.
+    """Make a segment of `nbytes` zeros on every rank, and map all of them. Collective over the ranks of a node.
 
-    Collective over ranks of a node. A page counts as memory of the rank that writes it first; with `populate` it is
-    this one.
-    Returns: the segments and ""; None and why, where a rank could not make or map them.
+    Args:
+        nbytes: bytes of each segment; equal on all ranks.
+        rank: this rank's number on the node.
+        all_gather_object: gathers an object of each rank, in rank order.
+        populate: True allocates all pages now, so that they count as memory of this rank. If False, a page counts as
+            memory of the rank that writes it first.
+
+    Returns: the segments as bytes, in rank order, and ""; None and the reason, if a rank could not make or map one.
     """
     descriptor, why = new_file(nbytes, rank, populate=populate)
     segments: list[np.ndarray] = []
@@ -58,7 +64,7 @@ def share(
                 ]
             except (OSError, ValueError) as error:
                 why = f"rank {rank} could not map the shared memory of another rank: {error}"
-        # All have opened the others' files before any closes its own.
+        # All ranks have opened the other ranks' files by now, so each may close its own.
         failure = first_failure(all_gather_object(why))
     finally:
         if descriptor >= 0:
@@ -67,7 +73,10 @@ def share(
 
 
 def new_file(nbytes: int, rank: int, *, populate: bool) -> tuple[int, str]:
-    """The descriptor of a new file of `nbytes` in memory, and ""; -1 and why, where this rank could not make it."""
+    """Make a file of `nbytes` bytes in memory. `populate` allocates its pages now.
+
+    Returns: its descriptor and ""; -1 and the reason if this rank could not make it.
+    """
     try:
         descriptor = anonymous_file()
         try:
@@ -83,20 +92,20 @@ def new_file(nbytes: int, rank: int, *, populate: bool) -> tuple[int, str]:
 
 
 def first_failure(reasons: Iterable[str]) -> str:
-    """The first reason that is not ""; "" if there is none."""
+    """Return the first reason that is not ""; "" if there is none."""
     return next(filter(None, reasons), "")
 
 
 def own_bytes() -> int:
-    """The bytes of shared memory in use that count as this process's."""
+    """Return how many bytes of mapped shared memory count as this process's."""
     return sum(_counted.values())
 
 
 def anonymous_file() -> int:
-    """The descriptor of a new file in memory. Raises: OSError."""
+    """Return the descriptor of a new file in memory. Raises: OSError if the system cannot make one."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("mpistrat")
-    # conda's Python was built for systems that did not have it yet.
+    # conda builds Python for systems that are older than memfd_create.
     if not hasattr(_C, "memfd_create"):
         raise OSError(errno.ENOSYS, "the C library has no memfd_create (glibc 2.27)")
     descriptor: int = _C.memfd_create(b"mpistrat", _MFD_CLOEXEC)
@@ -114,10 +123,15 @@ def _opened(path: str, nbytes: int) -> np.ndarray:
 
 
 def mapped(descriptor: int, nbytes: int, *, counted: int = 0, private: bool = False) -> np.ndarray:
-    """Map a file as bytes, until nothing refers to them. With `private`, what is written stays in this mapping.
+    """Map a file as bytes, until nothing refers to them.
 
-    The C library maps them: Python's mmap would keep a descriptor for each mapping open.
-    Args: counted: the number of bytes that count as this process's.
+    The C library maps the file, since Python's mmap would keep a descriptor open for each mapping.
+
+    Args:
+        counted: the number of bytes that count as this process's.
+        private: True keeps writes in this mapping; False writes to the file.
+
+    Raises: OSError if the system cannot map it.
     """
     read_write = mmap.PROT_READ | mmap.PROT_WRITE
     kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
@@ -128,14 +142,14 @@ def mapped(descriptor: int, nbytes: int, *, counted: int = 0, private: bool = Fa
         _C.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # where the administrator allows it
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     unmap = weakref.finalize(memory, _unmap, address, nbytes)
-    unmap.atexit = False  # others may still look at it, and the process is about to end
+    unmap.atexit = False  # other threads may still read it, and the process is about to end
     if counted:
         _counted[address] = counted
     return np.frombuffer(memoryview(memory), np.uint8)
 
 
 def forget_written(memory: np.ndarray) -> None:
-    """Drop what was written to whole pages of a private mapping: they show the file again. Raises: OSError."""
+    """Drop the writes to whole pages of a private mapping, so that they show the file again. Raises: OSError."""
     if _C.madvise(memory.ctypes.data, len(memory), mmap.MADV_DONTNEED) != 0:
         raise _error()
 
@@ -153,21 +167,21 @@ _lock = threading.Lock()
 
 
 def _full_barrier() -> None:
-    """Take a lock twice: no access overtakes the release of a lock and the acquire of the same lock after it."""
+    """Take a lock twice: no memory access overtakes the release of a lock and the next acquire of the same lock."""
     with _lock:
         pass
     with _lock:
         pass
 
 
-# All ranks that share memory see loads and stores before the fence before those after it. Processors of the x86 family
-# keep the order of loads, and that of stores, by themselves.
+# All ranks that share memory see memory accesses before the fence earlier than accesses after it. Processors of the x86
+# family keep the order of loads, and the order of stores, without a fence.
 FENCE: Callable[[], None] | None = (
     None if platform.machine() in ("x86_64", "AMD64") else _full_barrier
 )
 
 
 def before_others_see() -> None:
-    """Call the fence where the processor needs it."""
+    """Order this rank's memory accesses for the other ranks; do nothing where the processor does so itself."""
     if FENCE is not None:
         FENCE()

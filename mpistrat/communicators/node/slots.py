@@ -1,9 +1,9 @@
-"""Slots: memory that all ranks of a node see, in which small values travel with the agreement on a call.
+"""Slots: shared memory in which the values of a small call travel together with the agreement on the call.
 
-Before a rank says which call it enters, it puts its buffer into its slot. When all ranks have said it, every rank reads
-what it needs from the slots. So a small call takes one meeting, and no message.
+A rank puts its buffer into its slot, then announces its call. When all ranks have announced theirs, every rank reads
+the other ranks' slots. So a small call takes one meeting, and no message.
 
-A rank has two slots, which calls take in turn: a rank that enters call n + 2 has seen all ranks enter call n + 1, so
+A rank has two slots, and calls take them in turn: a rank that enters call n + 2 has seen all ranks enter call n + 1, so
 they have read the slots of call n. The agreement's fence orders these reads and writes on processors that reorder them.
 """
 
@@ -15,31 +15,32 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-# Bytes of the largest buffer.
+# Bytes of the largest buffer that a slot holds.
 LARGEST = 1 << 16
 _SLOTS = 2
 _LEAST_NUMBERS = 64  # as many dimensions as an array can have
 
 _T = TypeVar("_T")
-# Places in the slots of all ranks, by rank, for even and for odd calls.
+# The places in the slots of all ranks, in rank order: for even calls, and for odd calls.
 Places: TypeAlias = tuple[list[_T], list[_T]]
 
 
 class Slot(Protocol):
-    """Where a rank puts what travels with the agreement on a call.
+    """The memory that takes a rank's values, so that they travel with the agreement on a call.
 
     Attributes:
-        own: the place for even calls, and that for odd ones: `place[...] = payload` fills it.
+        own: this rank's place for even calls, and its place for odd calls; `place[...] = payload` fills a place.
     """
 
     own: tuple[Any, Any]
 
 
 class SharedSlots:
-    """The slots of the ranks of a communicator. A slot holds a few numbers, and the bytes of a buffer.
+    """The slots of the ranks of a communicator. A slot holds a few 64-bit numbers, and the bytes of a buffer.
 
     Args:
-        segments: shared memory, `nbytes_for` their number of each rank, in rank order.
+        segments: the shared segment of each rank, in rank order; `nbytes_for` gives its size.
+        rank: this rank's number.
     """
 
     def __init__(self, segments: list[np.ndarray], rank: int) -> None:
@@ -50,16 +51,16 @@ class SharedSlots:
 
     @staticmethod
     def nbytes_for(ranks: int) -> int:
-        """The size of a rank's segment."""
+        """Return the bytes of a rank's segment in a group of `ranks`."""
         return _SLOTS * (_bytes_of_numbers(ranks) + LARGEST)
 
     def bytes(self, nbytes: int) -> Places[np.ndarray]:
-        """The places of buffers of `nbytes`, LARGEST at most."""
+        """Return the places of all ranks' buffers of `nbytes` bytes, at most LARGEST."""
         even, odd = ([place[:nbytes] for place in places] for places in self._bytes)
         return even, odd
 
     def numbers(self, count: int) -> Places[memoryview]:
-        """The places of `count` numbers of 64 bits: up to 64, and up to one more than there are ranks."""
+        """Return the places of `count` 64-bit numbers of each rank; `count` is at most 64, or 1 + number of ranks."""
         if count not in self._numbers:
             self._numbers[count] = self._places(lambda slot: slot[: 8 * count].data.cast("q"))
         return self._numbers[count]
@@ -74,5 +75,5 @@ class SharedSlots:
 
 
 def _bytes_of_numbers(ranks: int) -> int:
-    """Of a slot: whole cache lines."""
+    """Return the bytes that the numbers take in a slot: whole cache lines."""
     return -(-max(_LEAST_NUMBERS, ranks + 1) // 8) * 64

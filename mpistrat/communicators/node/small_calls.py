@@ -1,4 +1,4 @@
-"""Calls whose bytes move through slots: see `slots`.
+"""Small calls: their bytes move through slots (see `slots`), together with the agreement on the call.
 
 Each class is a kind of call. An object is made once for all calls of one dtype and shape.
 """
@@ -19,19 +19,19 @@ from mpistrat.communicators.node.slots import LARGEST, SharedSlots
 from mpistrat.communicators.reduction.arithmetic import arithmetic_of, can_combine
 from mpistrat.communicators.transport import Operands
 
-# Bytes that each rank reads to combine the buffers of all ranks. Of more, a message brings the result sooner.
+# The bytes that each rank may read to combine the buffers of all ranks. For more bytes, a message is faster.
 _MOST_TO_COMBINE = 1 << 17
 _LARGEST_OF_MANY = 1 << 12  # however many ranks there are
-# What `SmallCall.take` returns if the buffer of a rank did not fit.
+# `SmallCall.take` returns this if the buffer of any rank did not fit into its slot.
 TOO_LARGE = object()
 _NOTHING = np.empty(0, np.uint8)
 
 
 class SmallCall(abc.ABC):
-    """One kind of call.
+    """One kind of call whose bytes move through slots.
 
     Attributes:
-        own: as of `Slot`.
+        own: this rank's place for even calls, and its place for odd calls.
         writes: whether this rank fills its place.
     """
 
@@ -40,21 +40,25 @@ class SmallCall(abc.ABC):
 
     @abc.abstractmethod
     def payload(self, operands: Operands) -> Any:
-        """What goes into this rank's place. It makes of `operands.out` what `take` writes to.
+        """Return the bytes or the array for this rank's place. It also replaces `operands.out` by `take`'s target.
 
-        Raises: whatever is wrong with the operands.
+        Raises: any error of wrong operands, such as ValueError for a buffer that is not C-contiguous.
         """
 
     @abc.abstractmethod
     def take(self, odd: int, operands: Operands, payload: Any) -> Any:
-        """Read the slots, when all ranks have entered the call, whose number may be `odd`.
+        """Read the slots, and write the result. All ranks must have entered the call.
 
-        Returns: the call's result, or TOO_LARGE on all ranks.
+        Args:
+            odd: 1 if the call's number is odd, else 0.
+            payload: the result of `payload`.
+
+        Returns: the call's result, or TOO_LARGE on all ranks if a buffer did not fit into its slot.
         """
 
 
 class SmallAllReduce(SmallCall):
-    """Every rank combines all buffers, in rank order."""
+    """An all-reduce: every rank combines all ranks' buffers, in rank order."""
 
     def __init__(self, slots: SharedSlots, operands: Operands) -> None:
         buffer = operands.buffer
@@ -123,7 +127,7 @@ class SmallAllGatherInto(SmallCall):
 
 
 class _NodeSlot:
-    """Takes bytes, after numbers that are always the same."""
+    """A place that takes constant numbers, followed by the bytes of a payload."""
 
     __slots__ = ("_bytes", "_numbers", "_place")
 
@@ -137,9 +141,9 @@ class _NodeSlot:
 
 
 class _Sized(SmallCall):
-    """Ranks' buffers may be of different sizes: each rank says numbers of its own, as many as every other.
+    """A call in which ranks' buffers may differ in size: each rank adds numbers that say its sizes.
 
-    A buffer of more than LARGEST is not put there.
+    All ranks have equally many numbers. A buffer of more than LARGEST bytes is not written to its slot.
     """
 
     def __init__(self, slots: SharedSlots, operands: Operands, numbers: Sequence[int]) -> None:
@@ -157,7 +161,7 @@ class _Sized(SmallCall):
 
 
 class SmallAllGather(_Sized):
-    """The numbers are the shapes."""
+    """An all-gather. The numbers of a rank are the shape of its buffer."""
 
     def __init__(self, slots: SharedSlots, operands: Operands) -> None:
         super().__init__(slots, operands, tuple(operands.buffer.shape))
@@ -177,7 +181,7 @@ class SmallAllGather(_Sized):
 
 
 class SmallAllToAll(_Sized):
-    """The numbers are `Operands.own_starts`."""
+    """An exchange of rows. The numbers of a rank are its `Operands.own_starts`."""
 
     def __init__(self, slots: SharedSlots, operands: Operands) -> None:
         super().__init__(slots, operands, operands.own_starts)
@@ -198,7 +202,7 @@ class SmallAllToAll(_Sized):
             for starts, memory in zip(of_ranks, self._bytes[odd], strict=True)
         ]
         out = operands.target
-        if sum(map(len, pieces)) == len(out):  # else the caller raises an error
+        if sum(map(len, pieces)) == len(out):  # otherwise the caller raises an error
             np.concatenate(pieces, out=out)
         return None
 
@@ -215,8 +219,11 @@ _SMALL_CALLS: dict[str, Callable[[SharedSlots, Operands], SmallCall]] = {
 
 
 def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall | None:
-    """What moves such a call through `slots`; None if it is not small. The same on all ranks."""
-    if call not in ("all_gather", "all_to_all"):  # of which the ranks' sizes may differ
+    """Return the object that moves a call through `slots`; None if the call is not small.
+
+    All ranks choose alike. None also if the ranks cannot combine the dtype in memory.
+    """
+    if call not in ("all_gather", "all_to_all"):  # in these, the ranks' sizes may differ
         largest = largest_combined(slots.size) if call in ("all_reduce", "reduce") else LARGEST
         if operands.buffer.nbytes > largest:
             return None
@@ -227,5 +234,5 @@ def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall |
 
 
 def largest_combined(ranks: int) -> int:
-    """The bytes of the largest buffer of which each rank combines all."""
+    """Return the bytes of the largest buffer that each of `ranks` combines as a whole, rather than a slice of it."""
     return max(_LARGEST_OF_MANY, min(LARGEST, _MOST_TO_COMBINE // ranks))

@@ -1,4 +1,4 @@
-"""The window: memory that all ranks of a node see, in which buffers are combined where they lie."""
+"""The window: memory that all ranks of a node share, and in which buffers are combined without a copy."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from mpistrat.communicators.reduction.arithmetic import Arithmetic, share_of
 from mpistrat.communicators.reduction.tree import how_to_combine
 from mpistrat.communicators.transport import Exchange, Operands
 
-# Bytes that are combined and handed out before the next, while they are in the caches.
+# Bytes that are combined and copied to all buffers before the next bytes, while they are in the caches.
 _CHUNK = 1 << 18
-# Buffers of a window: results of different backwards, and of different dtypes, may be in use at once.
+# Buffers of a window: the results of different backwards, and of different dtypes, may be in use at once.
 _BUFFERS = 3
 NOWHERE = -1
 
 
 class Window(Exchange):
-    """Hands out buffers, and combines them where they lie. Their places may differ from rank to rank.
+    """Hands out buffers of shared memory, and combines them in place. A buffer's place may differ between ranks.
 
     Args:
-        segments: by rank, of `nbytes_for` the largest buffer.
+        segments: the shared segment of each rank, in rank order; `nbytes_for` gives its size.
+        rank: this rank's number.
         blocks: where the same ranks meet.
 
     Attributes:
@@ -42,7 +43,7 @@ class Window(Exchange):
         self._segments, self.rank, self._size = segments, rank, len(segments)
         self._others = [peer for peer in range(self._size) if peer != rank]
         self._address = segments[rank].ctypes.data
-        # Of memoryviews: a slice of a slice of an array refers to the whole array only, not to the slice.
+        # Slices of memoryviews, since a slice of an array's slice refers to the whole array and not to the first slice.
         memory = segments[rank].data
         starts = range(PAGE, PAGE + _BUFFERS * capacity, capacity)
         buffers = [np.frombuffer(memory[start : start + capacity], np.uint8) for start in starts]
@@ -50,22 +51,23 @@ class Window(Exchange):
 
     @staticmethod
     def nbytes_for(largest: int) -> int:
-        """The size of a segment for buffers of up to `largest` bytes."""
+        """Return the bytes of a segment for buffers of up to `largest` bytes."""
         return PAGE + _BUFFERS * -(-largest // PAGE) * PAGE
 
     def idle_bytes(self) -> int:
-        """The bytes that this rank gives back with the window; 0 while anything refers to its buffers."""
+        """Return the bytes that this rank frees if the window is dropped; 0 while anything refers to its buffers."""
         return len(self._segments[self.rank]) if self.buffers.are_idle() else 0
 
     def place_of(self, memory: np.ndarray) -> int:
-        """Where `memory` begins in this rank's segment; NOWHERE for other memory."""
+        """Return the byte at which `memory` begins in this rank's segment; NOWHERE for other memory."""
         place = int(memory.ctypes.data) - self._address
         return place if 0 < place < len(self._segments[self.rank]) else NOWHERE
 
     def find(self, buffer: Array, out: Array | None) -> bool:
-        """Whether the `buffer` of each rank lies in its segment. Collective.
+        """Whether the `buffer` of each rank lies in the rank's segment. Collective.
 
-        The other methods combine and fill the buffers that were found last.
+        The other methods combine and fill the buffers of the last `find`. It is False if `out` is not None, or if
+        `buffer` is larger than `capacity`.
         """
         if buffer.nbytes > self.capacity:
             return False
@@ -75,7 +77,7 @@ class Window(Exchange):
         return NOWHERE not in self._places
 
     def all_reduce(self, operands: Operands) -> None:
-        """Combine this rank's share of all buffers, into all of them."""
+        """Combine this rank's share of all ranks' buffers, and write the result into all of them. Collective."""
         how = how_to_combine(operands.buffer.dtype, operands.reduction.op, operands.tree)
         bounds = share_of(int(operands.buffer.nbytes), how.itemsize, self._size)[self.rank]
         with self._blocks.unbroken:
@@ -84,15 +86,15 @@ class Window(Exchange):
                 how.combine(pieces, total, operands.reduction.scale)
                 for peer in self._others:
                     pieces[peer][:] = total
-            self._blocks.tick()  # nobody goes on while others read or write its memory
+            self._blocks.tick()  # no rank may go on while others read or write its memory
 
     def combine(self, how: Arithmetic, bounds: tuple[int, int], out: Any) -> None:
-        """Combine what all buffers hold between `bounds`, in bytes, into `out`, elements as `how` has them."""
+        """Combine the bytes between `bounds` of all ranks' buffers into `out`, elements of `how`'s dtype."""
         for here, pieces in self._chunks(how, bounds):
             how.combine(pieces, out[..., here], None)
 
     def spread(self, how: Arithmetic, bounds: tuple[int, int], value: Any) -> None:
-        """Put `value` into all buffers, between `bounds`."""
+        """Copy `value` into all ranks' buffers, to the bytes between `bounds`."""
         for here, pieces in self._chunks(how, bounds):
             for piece in pieces:
                 piece[:] = value[here]
@@ -100,7 +102,7 @@ class Window(Exchange):
     def _chunks(
         self, how: Arithmetic, bounds: tuple[int, int]
     ) -> Iterator[tuple[slice, list[Any]]]:
-        """Slices of the elements between `bounds`, and the elements of each slice in all buffers, by rank."""
+        """Yield slices of the elements between `bounds`, and for each slice its elements in all ranks' buffers."""
         first, end = bounds
         buffers = [
             how.view(segment[place + first : place + end])

@@ -1,4 +1,4 @@
-"""Combining pieces of memory element by element, by NumPy's or torch's vector loops."""
+"""Combines pieces of memory element by element, with the vector loops of NumPy or torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mpistrat.arrays import Array, name_of_dtype
 from mpistrat.communicators.host_views import bytes_of, view_of
 from mpistrat.communicators.reduction import BITWISE
 
-# The dtypes that MPI can reduce. Memory takes no others: they would fail as soon as a message is needed.
+# The dtypes that MPI can reduce. Shared memory takes no others either: they would fail once a message is needed.
 KNOWN_TO_MPI = frozenset(
     ["float32", "float64", "complex64", "complex128"]
     + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
 )
-# MPI has no bfloat16 (mpi4py hands it over as bytes, which Open MPI then adds) and not everywhere a
-# float16: both, and torch's floats of 8 bits, are summed as float32 and rounded once.
+# MPI has no bfloat16 (mpi4py passes it on as bytes, and Open MPI then adds the bytes), and not every MPI has float16.
+# Both, and torch's floats of 8 bits, are summed as float32 and rounded once.
 SUMMED_AS_FLOAT32 = ("float16", "bfloat16", "float8")
-# What each operation combines: how the names of dtypes begin.
+# The dtypes that each operation combines, by the beginning of their names.
 _INTEGERS = ("int", "uint")
 _REAL = (*_INTEGERS, "float", "bfloat")
 _COMBINED = {
@@ -44,40 +44,48 @@ _UFUNCS: dict[str, np.ufunc] = {
 
 
 class Arithmetic(abc.ABC):
-    """Combines pieces of memory, of one dtype, by one operation. Pieces are what `view` returns."""
+    """Combines pieces of memory of one dtype by one operation. `view` makes the pieces.
+
+    Attributes: itemsize: bytes of an element.
+    """
 
     itemsize: int
 
     @abc.abstractmethod
     def view(self, memory: np.ndarray) -> Any:
-        """The bytes of `memory` as elements."""
+        """Return the bytes of `memory` as elements of the dtype, without a copy."""
 
     @abc.abstractmethod
     def elements(self, buffer: Array) -> Any:
-        """The elements of `buffer`, in its shape and in its own memory."""
+        """Return the elements of `buffer`, in its shape and in its own memory."""
 
     def flat(self, buffer: Array) -> Any:
-        """The elements of `buffer`, side by side, in its own memory. Raises: ValueError: it is not C-contiguous."""
+        """Return the elements of `buffer` as 1-D, in its own memory. Raises: ValueError if it is not C-contiguous."""
         if buffer.__class__ is np.ndarray and buffer.flags.c_contiguous:
             return buffer.reshape(-1)
         return self.view(bytes_of(buffer))
 
     @abc.abstractmethod
     def totals(self, elements: int) -> Any:
-        """Uninitialized memory for results that are combined further: float32 where the dtype is a shorter float."""
+        """Return uninitialized memory for sums that are combined further: float32 if the dtype is a shorter float."""
 
     @abc.abstractmethod
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
-        """Put the sum (or maximum, or product, …) of `pieces`, in their order and times `scale`, into `out`.
+        """Combine `pieces` (sum, maximum, product, …) in their order, multiply by `scale`, and write into `out`.
 
-        `out` may be one of the pieces; the others stay as they are. NumPy warns of nothing and raises nothing here:
-        by the program's own settings one rank would raise where others wait.
+        NumPy warns of nothing and raises nothing here: the program's own settings could make one rank raise while
+        others wait.
+
+        Args:
+            pieces: arrays of equal length; they stay as they are.
+            out: takes the result; it may be one of `pieces`.
+            scale: a factor of the result; None for none.
         """
 
 
 @functools.lru_cache
 def can_combine(dtype: Any, op: str) -> bool:
-    """Whether `arithmetic_of` knows elements of `dtype`, of NumPy or torch."""
+    """Whether `arithmetic_of` can combine elements of `dtype`, of NumPy or torch, by `op`."""
     name = name_of_dtype(dtype)
     known = name in KNOWN_TO_MPI or name.startswith(SUMMED_AS_FLOAT32)
     return known and name.startswith(_COMBINED[op]) and getattr(dtype, "isnative", True)
@@ -85,7 +93,7 @@ def can_combine(dtype: Any, op: str) -> bool:
 
 @functools.lru_cache
 def arithmetic_of(dtype: Any, op: str) -> Arithmetic:
-    """What combines elements of `dtype` by `op`, one of `OPS`. Raises: TypeError unless `can_combine`."""
+    """Return the object that combines elements of `dtype` by `op`, one of `OPS`. Raises: TypeError if none can."""
     name = name_of_dtype(dtype)
     if not can_combine(dtype, op):
         raise TypeError(
@@ -99,9 +107,13 @@ def arithmetic_of(dtype: Any, op: str) -> Arithmetic:
 def share_of(
     nbytes: int, itemsize: int, ranks: int, senders: int | None = None
 ) -> list[tuple[int, int]]:
-    """Share a buffer out: the first byte and the end, by rank, of whole elements, as equally as possible.
+    """Divide a buffer among ranks, in whole elements and as equally as possible.
 
-    Args: senders: the number of ranks, from the first, that have a share; None: all.
+    Args:
+        nbytes, itemsize: bytes of the buffer and of an element.
+        senders: only the first `senders` ranks get a part, and the other parts are empty; None: all ranks.
+
+    Returns: for each rank, the first byte of its part and the end.
     """
     senders = senders or ranks
     elements = nbytes // itemsize
@@ -114,11 +126,11 @@ class _Quiet(threading.local):
 
     def __init__(self) -> None:
         self.call: Callable[..., Any] = self._in_errstate
-        # Since then its settings belong to a context, and not to a thread.
+        # Since NumPy 2 its error settings belong to a context, and not to a thread.
         if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
-            context = contextvars.Context()  # an empty one, that keeps nothing of the program alive
+            context = contextvars.Context()  # an empty context keeps no object of the program alive
             context.run(np.seterr, all="ignore")
-            self.call = context.run  # a fifth of what entering np.errstate takes
+            self.call = context.run  # takes a fifth of the time of entering np.errstate
 
     @staticmethod
     def _in_errstate(ufunc: Callable[..., Any], *args: Any, out: Any) -> Any:
@@ -130,7 +142,7 @@ _quiet = _Quiet()
 
 
 def scale(buffer: Array, factor: float | None) -> None:
-    """Multiply `buffer` in place; NumPy warns of nothing and raises nothing. None leaves `buffer` as it is."""
+    """Multiply `buffer` by `factor` in place, without warnings or errors of NumPy. None leaves it as it is."""
     if factor is None:
         return
     if isinstance(buffer, np.ndarray):
@@ -160,7 +172,7 @@ class _NumPy(Arithmetic):
         elif len(pieces) == 1:
             out[...] = pieces[0]
         else:
-            # `out` may be a later piece: it is written only with the last.
+            # `out` may be a later piece, so only the last step writes to it.
             total = quietly(combine, pieces[0], pieces[1], out=np.empty_like(pieces[0]))
             for piece in pieces[2:-1]:
                 quietly(combine, total, piece, out=total)

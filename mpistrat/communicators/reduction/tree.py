@@ -1,8 +1,9 @@
-"""The order in which the values of replicas are added up, whichever rank they are on; and adding up in that order.
+"""The reduction tree: the order in which the values of replicas are added up, and sums in that order.
 
 Neighbours come first, (0, 1), (2, 3), …, then neighbouring pairs, and so on; an odd value goes up unchanged. The order
-depends on the number of replicas alone. A rank, or a node, adds up what it can of the tree alone. The sums that are
-left there are those of whole subtrees, each named by the ids of its replicas; other ranks add them up further.
+depends on the number of replicas alone, and not on the rank of a replica. A rank, or a node, adds up the part of the
+tree that it holds. The sums that are left there are sums of whole subtrees. A range of replica ids names each subtree,
+and other ranks add these sums up further.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ import numpy as np
 from mpistrat.arrays import Array, name_of_dtype
 from mpistrat.communicators.reduction.arithmetic import Arithmetic, arithmetic_of, can_combine
 
-# Bytes that are added up before the next, so that sums stay in the caches.
+# Bytes that are summed completely before the next bytes, so that the sums stay in the caches.
 _CHUNK = 1 << 18
 
 
 class ReductionTree:
-    """The part of the tree above the sums that the ranks of a group hold. It is equal on all of them.
+    """The upper part of the tree: it adds up the sums that the ranks of a group hold. It is equal on all ranks.
 
     Args:
-        replicas: their number in all.
-        held: by rank, the subtrees whose sums the rank has.
+        replicas: number of replicas on all ranks of the job.
+        held: for each rank, the subtrees whose sums the rank holds, as ranges of replica ids.
 
     Attributes:
-        additions: pairs of positions in `held`, flattened: the second is added to the first, in this order.
-        left: positions of the sums that are complete then, in the order of replicas.
-        sums: the subtrees of these sums.
+        additions: pairs of positions in the flattened `held`, in the order of additions. The second sum of a pair is
+            added to the first.
+        left: positions of the sums that remain after all additions, in the order of replicas.
+        sums: the subtrees of the sums that remain, in the order of `left`.
     """
 
     def __init__(self, replicas: int, held: Iterable[Sequence[range]]) -> None:
@@ -39,7 +41,7 @@ class ReductionTree:
         self.held = tuple(tuple(parts) for parts in held)
         self.additions: list[tuple[int, int]] = []
         flat = [*itertools.chain(*self.held)]
-        # Finished subtrees and their positions; they wait for their right neighbours.
+        # Finished subtrees and their positions; each waits for its right neighbour.
         sums: list[tuple[range, int]] = []
         for position in sorted(range(len(flat)), key=lambda i: flat[i].start):
             sums.append((flat[position], position))
@@ -52,7 +54,10 @@ class ReductionTree:
         self.sums = [part for part, _ in sums]
 
     def _are_halves(self, left: range, right: range) -> bool:
-        """Whether they are halves of a subtree. The left one is a power of two wide; the end may cut the right one."""
+        """Whether two subtrees are the halves of one.
+
+        The left one is a power of two wide; the last replica may cut the right one short.
+        """
         end = left.start + 2 * len(left)
         starts = left.start % (2 * len(left)) == 0 and left.stop == right.start
         return starts and right.stop == min(end, self.replicas)
@@ -63,19 +68,22 @@ class ReductionTree:
         return set(map(len, self.held)) == {1}
 
     def within(self, ranks: Sequence[int]) -> ReductionTree:
-        """The tree of some of the ranks, which add up what they can among themselves."""
+        """Return the tree that adds up the sums of some of the ranks, as far as possible without the others."""
         return ReductionTree(self.replicas, [self.held[rank] for rank in ranks])
 
 
 @functools.lru_cache
 def tree_of_replicas(replicas: int, first: int, end: int) -> ReductionTree:
-    """The tree of a rank's replicas, from `first` to before `end`; each of them counts as a rank of the group."""
+    """Return the tree over a rank's replicas, from `first` to before `end`. Each replica counts as a rank."""
     return ReductionTree(replicas, [[range(i, i + 1)] for i in range(first, end)])
 
 
 @functools.lru_cache
 def tree_of_ranks(replicas_of_ranks: tuple[int, ...]) -> ReductionTree:
-    """The tree over the sums that are left when each rank has added up its replicas. Replicas are in rank order."""
+    """Return the tree over the sums that remain when each rank has added up its replicas.
+
+    Args: replicas_of_ranks: number of replicas of each rank. Replica ids are in rank order.
+    """
     ends = itertools.accumulate(replicas_of_ranks)
     total = sum(replicas_of_ranks)
     held = [
@@ -86,9 +94,13 @@ def tree_of_ranks(replicas_of_ranks: tuple[int, ...]) -> ReductionTree:
 
 
 class TreeSum(Arithmetic):
-    """Adds up pieces, the sums that the ranks of `tree` hold, in its order.
+    """Adds up the sums that the ranks of `tree` hold, in the tree's order.
 
-    The result has the shape [sums that are left, elements], or [elements] where one sum is left.
+    The result has the shape [sums that remain, elements], or [elements] where one sum remains.
+
+    Args:
+        pairwise: adds two pieces of the dtype.
+        tree: the tree over the ranks that hold the pieces.
     """
 
     def __init__(self, pairwise: Arithmetic, tree: ReductionTree) -> None:
@@ -114,11 +126,11 @@ class TreeSum(Arithmetic):
             self._combine([piece[chunk] for piece in pieces], [out[chunk] for out in outs], scale)
 
     def _combine(self, values: list[Any], outs: list[Any], scale: float | None) -> None:
-        """Combine chunks. `outs` may be some of `values`: an `out` is written when no other value is read any more."""
+        """Combine one chunk. An array of `outs` may be one of `values`: it is written once no other value is needed."""
         tree, combine = self._tree, self._pairwise.combine
         out_of = dict(zip(tree.left, outs, strict=True))
         last = {to: i for i, (to, _) in enumerate(tree.additions)}
-        copied: set[int] = set()  # positions of values that are in memory of this function by now
+        copied: set[int] = set()  # positions of values that are in this function's memory by now
         for i, (to, added) in enumerate(tree.additions):
             if to in out_of and i == last[to]:
                 combine((values[to], values[added]), out_of[to], scale)
@@ -139,7 +151,7 @@ class TreeSum(Arithmetic):
 
 @functools.lru_cache
 def tree_sum_of(dtype: Any, tree: ReductionTree) -> TreeSum:
-    """What adds up elements of `dtype`. Raises: TypeError for a dtype that MPI does not know either."""
+    """Return the object that adds up elements of `dtype` in `tree`'s order. Raises: TypeError if MPI lacks `dtype`."""
     if not can_combine(dtype, "sum"):
         raise TypeError(
             f"{name_of_dtype(dtype)} cannot be added up in the order of replicas; convert it to float32 or float64 "
@@ -150,5 +162,8 @@ def tree_sum_of(dtype: Any, tree: ReductionTree) -> TreeSum:
 
 @functools.lru_cache
 def how_to_combine(dtype: Any, op: str, tree: ReductionTree | None = None) -> Arithmetic:
-    """What combines in the order of `tree`; without a tree, in that of the ranks."""
+    """Return the object that combines elements in `tree`'s order, or in rank order without a tree.
+
+    Raises: TypeError if elements of `dtype` cannot be combined by `op`.
+    """
     return arithmetic_of(dtype, op) if tree is None else tree_sum_of(dtype, tree)

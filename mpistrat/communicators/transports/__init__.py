@@ -1,1 +1,1 @@
-"""One file for each way of moving bytes between the ranks of a group."""
+"""The transports: each file has one way of moving bytes between the ranks of a group."""

@@ -1,4 +1,4 @@
-"""Sums of gradients that cross a network in a shorter form."""
+"""Sums of gradients in a wire format: in fewer bytes than as float32."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _DTYPES = ("float32", *SUMMED_AS_FLOAT32)
 
 
 class CompressedTransport(Transport):
-    """Hands sums to their reduction's compressor. It comes before the transports that would send them whole.
+    """Passes sums to their reduction's compressor. It comes before the transports that would send them whole.
 
     Args:
-        messages: a communicator of the same ranks, by which the compressor sends.
-        smallest: from so many bytes on a compressor is used. Below, a message costs what an empty one does.
+        messages: a communicator of the same ranks, with which the compressor sends.
+        smallest: the least number of bytes for a compressor. A smaller message costs as much time as an empty one.
     """
 
     def __init__(self, messages: Communicator, smallest: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Large buffers of ranks on several nodes: combined within each node, then slice by slice between the nodes.
 
-Every rank of a node carries a slice, so that no rank is the bottleneck. Each byte crosses the network as often as if
-the node were one rank.
+Every sender of a node carries a slice, so that no rank is the bottleneck. Each byte crosses the network as often as if
+a node were one rank.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ from mpistrat.communicators.transports.window import (
     are_sliced,
 )
 
-# Below, the meetings within a node cost more than the network saves.
+# For smaller buffers, the meetings within a node cost more time than the network saves.
 SMALLEST = 1 << 16
 _CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
-BY_NODE, BETWEEN = "by node", "slices between nodes"  # the first is memory, followed by the second
+# Names of routes. BY_NODE moves bytes in a node's memory, and between nodes as BETWEEN does.
+BY_NODE, BETWEEN = "by node", "slices between nodes"
 
 
 class HierarchicalTransport(Transport, NodeMemory):
     """Moves large buffers of ranks on several nodes.
 
     Args:
-        mpi: over all ranks.
-        node: over this node's.
-        pipelined: over the ranks of the same place on their nodes; None where a node has no such rank.
-        across: the communicator of these ranks; None where `pipelined` is.
-        senders: the number of ranks of the smallest node. As many of each node carry a slice.
+        mpi: the transport over all ranks.
+        node: the transport over the ranks of this node.
+        pipelined: the transport over the ranks with this rank's number on their nodes; None on ranks that are no
+            sender.
+        across: the communicator of the ranks of `pipelined`; None where `pipelined` is None.
+        senders: number of ranks on the smallest node. On each node, as many ranks carry a slice.
 
     Attributes:
-        costs: what its routes cost; they are measured when the nodes have memory, at the first large buffer.
-        smallest: from so many bytes on a buffer goes by node, by these costs.
+        costs: the costs of the routes; measured at the first large buffer, if the nodes have memory to share.
+        smallest: the number of bytes from which a buffer goes by node, according to `costs`.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         self._shared: bool | None = None
         self._within = Router(Transports(node.mpi, [node]))
         self._parts: dict[ReductionTree, tuple[ReductionTree, ReductionTree]] = {}
-        # By rank: its node, as the first rank of that, and its place there.
+        # For each rank: its node, named by the node's first rank, and the rank's number there.
         first = node.mpi.comm.allgather(self.rank)[0]
         of_ranks: list[tuple[int, int]] = mpi.comm.allgather((first, node.rank))
         self._nodes, self._places = zip(*of_ranks, strict=True)
@@ -82,7 +84,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         return self if is_sliced and self._by_node(buffer.nbytes) else None
 
     def _by_node(self, nbytes: int) -> bool:
-        """Whether a buffer goes by node. Collective."""
+        """Whether a buffer of `nbytes` bytes goes by node. Collective; the first call measures."""
         if self._shared is None:
             self._shared = all(self.mpi.comm.allgather(self.node.shared_blocks() is not None))
             if self._shared:
@@ -90,7 +92,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         return self._shared and nbytes >= self.smallest
 
     def _measure(self) -> None:
-        """Find out from which size on going by node is faster than MPI over all ranks."""
+        """Measure the size from which the route by node is faster than MPI over all ranks. Collective."""
         if self.pipelined is not None:
             self.pipelined.settle(self.senders)
 
@@ -157,14 +159,14 @@ class HierarchicalTransport(Transport, NodeMemory):
                 total = _combined(self.across, total, reduction, between)
             if window is not None:
                 window.spread(how, (first, end), total)
-                blocks.tick()  # nobody goes on while others read or write its memory
+                blocks.tick()  # no rank may go on while others read or write its memory
                 return
             if first < end:
                 how.view(target[first:end])[:] = total
             blocks.gather(target[first:end], [target[start:stop] for start, stop in bounds])
 
     def broadcast(self, operands: Operands) -> None:
-        """Send within the root's node, then from its senders to those of the other nodes, then within these."""
+        """Send within the root's node, then from its senders to the other nodes' senders, then within these nodes."""
         blocks = self.node.shared_blocks()
         if blocks is None:
             self._refuse("broadcast")
@@ -182,12 +184,12 @@ class HierarchicalTransport(Transport, NodeMemory):
             blocks.gather(own_slice, slices)
 
     def _peers(self) -> list[int]:
-        """The first ranks of the nodes that the ranks of `across` are on, in their order."""
+        """Return the first rank of each node that has a rank in `across`, in the order of `across`."""
         of_ranks = zip(self._nodes, self._places, strict=True)
         return [first for first, place in of_ranks if place == self.node.rank]
 
     def _parts_of(self, tree: ReductionTree) -> tuple[ReductionTree, ReductionTree]:
-        """The part of `tree` that this node's ranks add up, and the part that the ranks of `across` add up then."""
+        """Return two parts of `tree`: this node's ranks add up the first, then the ranks of `across` the second."""
         if tree not in self._parts:
             nodes: dict[int, list[int]] = {}
             for rank, first in enumerate(self._nodes):
@@ -200,7 +202,7 @@ class HierarchicalTransport(Transport, NodeMemory):
     def explain(self, rest: str) -> str:
         nodes = len(set(self._nodes))
         if self._shared is False:
-            sizes = "never, for a node has no shared memory"
+            sizes = "never, because a node has no shared memory"
         else:
             sizes = self.costs.explain_from(self.smallest)
         text = f"{self.size} ranks on {nodes} nodes: by node, in {self.senders} slices between the nodes, {sizes}\n"
@@ -212,7 +214,14 @@ class HierarchicalTransport(Transport, NodeMemory):
 def _combined(
     across: Communicator, total: Array, reduction: Reduction, between: ReductionTree | None
 ) -> Array:
-    """Combine a sender's slice with those of other nodes."""
+    """Combine a sender's slice with the same slice of the other nodes.
+
+    Args:
+        total: this node's slice, not scaled yet.
+        between: the order of additions; None for any order.
+
+    Returns: the scaled result. It may lie in `total`.
+    """
     if between is None:
         across.all_reduce(total, Reduction(reduction.op, compressor=reduction.compressor))
     else:

@@ -1,6 +1,6 @@
-"""Host buffers over MPI.
+"""Host buffers, moved by MPI.
 
-mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+mpi4py is imported at the top of this file, and this file on first use, so that `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from mpistrat.communicators.reduction.tree import ReductionTree, tree_sum_of
 from mpistrat.communicators.transport import Operands, Transport, reduce_in_place
 
 OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in NAMES_OF_OPS}
-# From so many bytes of short floats on, two exchanges of them are cheaper than one reduction of float32.
+# From this many bytes on, two exchanges of short floats are cheaper than one reduction of float32.
 _SMALLEST_IN_SLICES = 1 << 15
-# Bytes that all ranks hold together: up to here, a second message costs more than it saves.
+# Up to this many bytes on all ranks together, each rank adds up all sums: a second message costs more than it saves.
 _WHOLE = 1 << 15
 
 
 class MpiTransport(Transport):
-    """MPI's own messages, which take every call. It is a router's last transport, and others are built on it.
+    """Moves buffers by MPI's own messages. It takes every call; a router asks it last, and other transports use it.
 
     Args:
-        comm: nobody else uses it.
+        comm: a communicator that nobody else uses.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -89,20 +89,23 @@ class MpiTransport(Transport):
             self.comm.Reduce_scatter_block(view_of(buffer), view_of(operands.target), op)
 
     def start_all_reduce(self, buffer: np.ndarray, op: str = "sum") -> Callable[[], bool]:
-        """Begin to combine `buffer` in place. Call the result until it is true: then `buffer` is combined."""
+        """Begin to combine `buffer` in place.
+
+        Returns: a function; call it until it returns True: then `buffer` is combined.
+        """
         return self.comm.Iallreduce(MPI.IN_PLACE, buffer, OPS[op]).Test
 
     def broadcast(self, operands: Operands) -> None:
         self.comm.Bcast([view_of(operands.buffer), MPI.BYTE], operands.root)
 
     def shapes_of(self, operands: Operands) -> np.ndarray:
-        """`operands.shapes`, after they were exchanged where they are not known yet."""
+        """Return `operands.shapes`; if they are not known yet, exchange them first. Collective."""
         if operands.shapes is None:
             operands.shapes = _gathered(self.comm, tuple(operands.buffer.shape) or (1,))
         return operands.shapes
 
     def starts_of(self, operands: Operands) -> Sequence[Sequence[int]]:
-        """`operands.starts`, likewise."""
+        """Return `operands.starts`; if they are not known yet, exchange them first. Collective."""
         if operands.starts is None:
             operands.starts = _gathered(self.comm, operands.own_starts).tolist()
         return operands.starts
@@ -129,7 +132,7 @@ class MpiTransport(Transport):
     def all_to_all(self, operands: Operands) -> None:
         if not operands.row_bytes:
             return
-        # mpi4py would take a tuple for counts and displacements.
+        # mpi4py would take a tuple for a pair of counts and displacements.
         sent, received = list(operands.sent), list(operands.received)
         with _elements_of(operands.row_bytes) as element:
             self.comm.Alltoallv(
@@ -139,7 +142,7 @@ class MpiTransport(Transport):
 
     @property
     def library(self) -> str:
-        """MPI's name and version."""
+        """The name and the version of the MPI library."""
         return library_name(MPI.Get_library_version())
 
     def explain(self, rest: str = "") -> str:
@@ -152,7 +155,7 @@ class MpiTransport(Transport):
 def _all_reduce_by_tree(
     comm: MPI.Intracomm, sums: Array, tree: ReductionTree, factor: float | None
 ) -> None:
-    """In slices; of small sums each rank adds up all."""
+    """Add up the `sums` of all ranks in `tree`'s order, into `sums[0]`: in slices, or whole if they are small."""
     how = tree_sum_of(sums.dtype, tree)
     held = [len(parts) for parts in tree.held]
     memory = bytes_of(sums).reshape(held[comm.rank], -1)
@@ -178,18 +181,20 @@ def _all_reduce_in_slices(
     total: np.ndarray,
     factor: float | None,
 ) -> None:
-    """Every rank gets its slice of all sums, combines it and hands it round.
+    """Combine in slices: every rank gets its slice of all sums, combines it, and sends it to all ranks.
 
     Args:
+        how: combines the slices.
         sums: the bytes of each of this rank's sums, all of the same length.
-        held: by rank, how many sums it has.
-        total: bytes; it may be one of `sums`.
+        held: for each rank, how many sums it has.
+        total: bytes for the result; it may be one of `sums`.
+        factor: multiplies the result; None for none.
     """
     bounds = share_of(len(total), how.itemsize, comm.size)
     first, end = bounds[comm.rank]
     starts = [start // how.itemsize for start, _ in bounds]
     lengths = [(stop - start) // how.itemsize for start, stop in bounds]
-    pieces: dict[tuple[int, int], np.ndarray] = {}  # by rank and number of its sum
+    pieces: dict[tuple[int, int], np.ndarray] = {}  # by rank, and the number of the rank's sum
     with _elements_of(how.itemsize) as element:
         for row in range(max(held)):
             holders = [rank for rank in range(comm.size) if row < held[rank]]
@@ -207,7 +212,7 @@ def _all_reduce_in_slices(
 
 
 def _gathered(comm: MPI.Intracomm, numbers: Sequence[int]) -> np.ndarray:
-    """All ranks' numbers, a row each."""
+    """Return the `numbers` of all ranks, a row for each rank."""
     gathered = np.empty((comm.size, len(numbers)), np.int64)
     comm.Allgather(np.asarray(numbers, np.int64), gathered)
     return gathered
@@ -215,7 +220,10 @@ def _gathered(comm: MPI.Intracomm, numbers: Sequence[int]) -> np.ndarray:
 
 @contextlib.contextmanager
 def _elements_of(itemsize: int) -> Iterator[MPI.Datatype]:
-    """A datatype to count in: MPI need not know the dtype, and numbers of bytes exceed its integers."""
+    """Yield an MPI datatype of `itemsize` bytes, for counts.
+
+    MPI need not know the dtype, and a number of bytes may exceed MPI's integers.
+    """
     element = MPI.BYTE.Create_contiguous(itemsize).Commit()
     try:
         yield element

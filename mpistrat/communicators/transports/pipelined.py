@@ -1,8 +1,8 @@
-"""Messages of large sums that leave the core to the program.
+"""Large sums between nodes, in messages that leave the core to the program while they wait.
 
 Between nodes a message waits for the network. MPI's blocking calls spin meanwhile, and take the core from a backward()
-that could use it: with 1 Gbit/s, half of the core that a rank shares with its communication thread. So a buffer goes in
-pieces, several of which are on their way, and the thread sleeps until it looks at them again.
+that could use it: with 1 Gbit/s, half of the core that a rank shares with its communication thread. So this transport
+sends a buffer in pieces, several at a time, and its thread sleeps between looks at them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
 
-# Below, pieces gain nothing.
+# In bytes. For smaller sums, pieces gain nothing.
 SMALLEST = 1 << 16
-# Bytes of a piece that go to one rank, while ranks are few; so many pieces are on their way at a time.
+# Bytes of a piece for each rank, as long as ranks are few; _ON_THEIR_WAY pieces are in flight at a time.
 TO_EACH = 1 << 18
 _MOST_RANKS = 16
 _ON_THEIR_WAY = 4
-# Pieces may cost so many times as much as MPI alone, for they leave the core to the program.
+# Pieces may cost this many times as much as MPI alone, because they leave the core to the program.
 _CLEARLY = 1.1
 IN_PIECES, MPI_ALONE = "in pieces, asleep meanwhile", "MPI"
 _TAG = 2
@@ -45,17 +45,17 @@ _Requests = Sequence[MPI.Request]
 
 
 class PipelinedTransport(Transport):
-    """Large sums of ranks on as many nodes.
+    """Moves large sums of ranks that are each on a node of their own.
 
     Args:
-        mpi: over the same ranks.
+        mpi: the transport over the same ranks.
         watch: where ranks that wait are watched.
 
     Attributes:
-        costs: what both routes cost; they are measured at the first large sum.
-        smallest: from so many bytes on a sum goes in pieces, by these costs.
-        left: messages of sums that this process left in their middle. They live as long as it: MPI may still write to
-            their memory.
+        costs: the costs of sums in pieces and of MPI; measured at the first large sum.
+        smallest: the number of bytes from which a sum goes in pieces, according to `costs`.
+        left: messages of sums that this process left in their middle. They are kept as long as the process, because
+            MPI may still write to their memory.
     """
 
     left: ClassVar[list[MPI.Request]] = []
@@ -63,7 +63,7 @@ class PipelinedTransport(Transport):
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
         self._mpi, self._watch = mpi, watch
         self.rank, self.size = mpi.rank, mpi.size
-        # Messages of a sum that a rank left in its middle would be taken for those of the next sum.
+        # The other ranks would take messages of a sum that this rank has left for messages of the next sum.
         self._unbroken = Unbroken("combine large values with other nodes", "a sum")
         self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
@@ -77,14 +77,14 @@ class PipelinedTransport(Transport):
         return self if buffer.nbytes >= self.smallest else None
 
     def settle(self, abreast: int = 1) -> None:
-        """Measure which way is the cheaper, unless that is known. Collective.
+        """Measure `costs` and `smallest`, unless they are known. Collective.
 
         Args:
-            abreast: the number of such communicators over the same nodes that measure at the same time.
+            abreast: number of such communicators over the same nodes that measure at the same time.
         """
         if self.costs is not NOT_MEASURED:
             return
-        # Else it alone pays for connections.
+        # The first sum opens connections; without it, the first route alone would pay for them.
         self.add_up(np.zeros(SMALLEST // 4, np.float32))
         self.costs = costs_of(
             {IN_PIECES: self.add_up, MPI_ALONE: self._mpi.add_up},
@@ -97,7 +97,7 @@ class PipelinedTransport(Transport):
         self.smallest = self.costs.cheaper_from(IN_PIECES, MPI_ALONE, SMALLEST, _CLEARLY)
 
     def all_reduce(self, operands: Operands) -> None:
-        """Every rank gets its part of each piece from all ranks, combines it, and sends it to all.
+        """Combine in pieces: every rank gets its part of each piece from all ranks, combines it, and sends it to all.
 
         All ranks send and receive in the same order, so messages need no numbers.
         """
@@ -134,19 +134,25 @@ class PipelinedTransport(Transport):
                 raise
 
     def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:
-        """Begin to send every rank its part of `source`, and to receive this rank's part of all ranks' `source`."""
+        """Begin to send every rank its part of `source`, and to receive this rank's part of all ranks' `source`.
+
+        Returns: the requests, and the parts that will arrive, in rank order.
+        """
         bounds = share_of(len(source), how.itemsize, self.size)
         kept = source[slice(*bounds[self.rank])]
         parts = [kept if peer == self.rank else np.empty_like(kept) for peer in range(self.size)]
         return self._exchange([source[slice(*cut)] for cut in bounds], parts), parts
 
     def _gather(self, total: np.ndarray, bounds: Sequence[tuple[int, int]]) -> _Requests:
-        """Begin to send this rank's part of `total` to all, and to receive theirs."""
+        """Begin to send this rank's part of `total` to all ranks, and to receive their parts into `total`."""
         parts = [total[slice(*cut)] for cut in bounds]
         return self._exchange([parts[self.rank]] * self.size, parts)
 
     def _exchange(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> _Requests:
-        """Both are by rank. The next rank comes first, so that not all send to the same rank."""
+        """Begin to send and to receive; both sequences are in rank order.
+
+        The first message goes to the next rank, so that not all ranks send to the same one.
+        """
         comm = self._mpi.comm
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         requests = [comm.Irecv([received[peer], MPI.BYTE], peer, _TAG) for peer in others]

@@ -1,9 +1,9 @@
-"""All ranks in a ring: each sends to the next and receives from the one before, a part of the buffer at a time.
+"""All ranks in a ring: each sends a part of the buffer to the next rank, and receives a part from the previous rank.
 
-It is the bandwidth-optimal all-reduce that tf.distribute calls RING, too (P. Patarasuk, X. Yuan, "Bandwidth optimal
+It is the bandwidth-optimal all-reduce that tf.distribute calls RING (P. Patarasuk, X. Yuan, "Bandwidth optimal
 all-reduce algorithms for clusters of workstations", Journal of Parallel and Distributed Computing 69, 2009): each rank
-sends 2 (p - 1) / p of the bytes in 2 (p - 1) steps. MPI has that algorithm among its own; this one is for programs that
-ask for it.
+sends 2 (p - 1) / p of the bytes in 2 (p - 1) steps. MPI has that algorithm among its own; this transport is for
+programs that ask for it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _TAG = 1
 
 
 class RingTransport(Transport):
-    """Sends numbers from rank to rank, in a ring.
+    """Moves all-reduces, reduce-scatters and all-gathers from rank to rank, in a ring.
 
     Args:
-        mpi: over the same ranks.
+        mpi: the transport over the same ranks.
     """
 
     def __init__(self, mpi: MpiTransport) -> None:
@@ -46,13 +46,13 @@ class RingTransport(Transport):
     def choose(self, call: str, operands: Operands) -> Transport | None:
         if call in ("all_gather", "all_gather_into"):
             return self
-        # A reduction to one rank is MPI's, as broadcasts are.
+        # A reduction to one rank, and a broadcast, goes through MPI.
         goes_round = call in ("all_reduce", "reduce_scatter") and operands.tree is None
         known = goes_round and can_combine(operands.buffer.dtype, operands.reduction.op)
         return self if known else None
 
     def all_reduce(self, operands: Operands) -> None:
-        bytes_of(operands.target)  # is contiguous
+        bytes_of(operands.target)  # raises ValueError unless it is C-contiguous
         op = operands.reduction.op
 
         def around(values: Array) -> None:
@@ -63,11 +63,11 @@ class RingTransport(Transport):
         reduce_in_place(operands, around)
 
     def _parts(self, flat: np.ndarray) -> list[np.ndarray]:
-        """A view for each rank, of equal lengths as far as possible; of few elements, some ranks have none."""
+        """Return a view of `flat` for each rank, of equal lengths as far as possible; some are empty if it is short."""
         return [flat[first:end] for first, end in share_of(len(flat), 1, self.size)]
 
     def _combine(self, parts: Sequence[np.ndarray], op: str) -> None:
-        """Combine part r on rank r. The other parts are left half combined."""
+        """Combine part r on rank r, in place. A rank's other parts end up with unfinished sums."""
         arrived = np.empty(max(map(len, parts)), parts[0].dtype)
         how = arithmetic_of(arrived.dtype, op)
         for step in range(1, self.size):
@@ -77,12 +77,12 @@ class RingTransport(Transport):
             how.combine((part, received), part, None)
 
     def _hand_round(self, parts: Sequence[np.ndarray]) -> None:
-        """Every rank gets every part from the rank before it, when rank r has part r."""
+        """Send every part round the ring, until each rank has all of them. At first rank r has part r."""
         for step in range(self.size - 1):
             self._exchange(parts[self.rank - step], parts[self.rank - step - 1])
 
     def _exchange(self, sent: np.ndarray, received: np.ndarray) -> None:
-        """Send to the next rank and receive from the one before, at once: else they could wait for each other."""
+        """Send to the next rank, and at the same time receive from the previous one, so that no ranks deadlock."""
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         self._mpi.comm.Sendrecv(sent, after, _TAG, received, before, _TAG)
 
@@ -106,5 +106,5 @@ class RingTransport(Transport):
         self._hand_round(parts_with_own(operands.buffer, out, self.rank, self.size))
 
     def explain(self, rest: str) -> str:
-        but_for = "broadcasts, exchanges of rows and what is reduced to one rank"
-        return f"{self.size} ranks in a ring, but for {but_for}\n{rest}"
+        but_for = "broadcasts, exchanges of rows and reductions to one rank"
+        return f"{self.size} ranks in a ring, except for {but_for}\n{rest}"

@@ -1,7 +1,7 @@
-"""Collectives of the ranks of one node through memory that they share.
+"""Collectives of the ranks of one node, through shared memory.
 
-In a reduction each rank combines one slice of every rank's buffer, straight out of their memory, then copies the other
-slices. A buffer that lies in the window is combined where it is, and nothing is copied into shared memory.
+In a reduction each rank combines one slice of every rank's buffer, straight from their memory, then copies the other
+slices. A buffer in the window is combined where it lies, and nothing is copied into shared memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.machine.notices import warn_on_first_rank
 from mpistrat.settings import shared_bytes
 
-# Below, slots or MPI are always faster: two meetings in Python cost more than its whole message.
+# In bytes. For smaller buffers slots or MPI are always faster: two meetings in Python take longer than MPI's message.
 SMALLEST = 1 << 15
 MEMORY, MPI = "memory", "MPI"  # the routes that are compared
 
@@ -42,16 +42,16 @@ class WindowTransport(Transport, NodeMemory):
     """Moves large buffers of the ranks of a node.
 
     Args:
-        mpi: over the same ranks.
+        mpi: the transport over the same ranks.
         watch: where ranks that wait are watched.
-        limit: the most bytes that this process may share in all. The smallest limit of a rank holds for all.
+        limit: the most bytes that this process may share in all. The smallest limit of a rank holds for all ranks.
 
     Attributes:
-        why_not: why the ranks share no memory; then this takes no call.
-        costs: what its routes cost; they are measured when there is memory, at the first large buffer.
-        borders: a buffer outside the window is combined through blocks from the first number of bytes on, by MPI from
-            the second on, and so on, by these costs.
-        window: moves buffers that lie in it; None until a buffer there was asked for.
+        why_not: the reason why the ranks share no memory; then MPI moves all bytes. "" if they can share.
+        costs: the costs of memory and of MPI; measured at the first large buffer, if there is memory to share.
+        borders: sizes in bytes, from `costs`. A buffer outside the window goes through blocks from the first border
+            on, by MPI from the second on, and so on.
+        window: moves buffers that lie in it; None until a program asks for a buffer there.
     """
 
     def __init__(
@@ -73,20 +73,23 @@ class WindowTransport(Transport, NodeMemory):
         if blocks is None:
             return None
         if self.window is None or self.window.capacity < nbytes:
-            # The new window holds no memory until it is written, and then the old one is gone.
+            # The new window takes no memory until it is written, and by then the old one is gone.
             instead_of = 0 if self.window is None else self.window.idle_bytes()
             segments, why = self._share(Window.nbytes_for(nbytes), instead_of, populate=False)
             if segments is None:
                 if why:
-                    self._warn(f"gradients are copied into some: {nbytes} bytes cannot be had", why)
-                    self._limit = 0  # asked for no more
+                    self._warn(f"gradients are copied in blocks ({nbytes} bytes needed)", why)
+                    self._limit = 0  # never try again
                 return None
             self.window = Window(segments, self.rank, blocks)
             self.window_capacity = self.window.capacity
         return self.window.buffers.free(nbytes)
 
     def shared_blocks(self) -> Blocks | None:
-        """Where the ranks meet; None if they cannot share memory, which the first call tries. Collective."""
+        """Return the blocks in which the ranks meet; the first call makes them. Collective.
+
+        Returns: None if the ranks cannot share memory; `why_not` says why.
+        """
         if self._blocks is None and not self.why_not:
             segments, why = self._share(Blocks.NBYTES, populate=True)
             if segments is not None:
@@ -95,11 +98,11 @@ class WindowTransport(Transport, NodeMemory):
                 return self._blocks
             self.why_not = why or f"{shared_bytes.name} allows no {Blocks.NBYTES / 1e6:.1f} MB more"
             if why:
-                self._warn("all messages go through MPI, which is slower", why)
+                self._warn("all messages go through MPI, and take longer", why)
         return self._blocks
 
     def shared_slots(self) -> SharedSlots | None:
-        """Slots for small calls; None where the ranks cannot share memory. Collective."""
+        """Make slots for small calls; None if the ranks cannot share memory. Collective."""
         segments, _ = self._share(SharedSlots.nbytes_for(self.size), populate=True)
         return None if segments is None else SharedSlots(segments, self.rank)
 
@@ -111,11 +114,11 @@ class WindowTransport(Transport, NodeMemory):
         senders: int | None = None,
         across: Callable[[Array], None] | None = None,
     ) -> tuple[CommonMemory | None, str]:
-        """As of `NodeMemory`.
+        """Make memory with one copy on the node, as `NodeMemory.common_memory` does.
 
         Args:
-            senders: the number of ranks, from the first, that have a slice; None: all.
-            across: as of `CommonMemory.make`.
+            senders: the first `senders` ranks own a slice; None: all ranks.
+            across: combines this rank's slice with the same slice of other nodes, in place; None on a single node.
         """
         blocks = self._blocks or self.shared_blocks()
         if blocks is None:
@@ -130,7 +133,12 @@ class WindowTransport(Transport, NodeMemory):
     def _share(
         self, nbytes: int, instead_of: int = 0, *, populate: bool
     ) -> tuple[list[np.ndarray] | None, str]:
-        """As `share`, in place of `instead_of` bytes; None and no reason where the limit does not allow it."""
+        """Make and map segments of `nbytes` on all ranks, as `shared_memory.share` does, if the limit allows them.
+
+        Args: instead_of: bytes of shared memory that this rank will free.
+
+        Returns: None and "" if a rank's limit does not allow them.
+        """
         gather = self.mpi.comm.allgather
         if min(gather(self._limit - own_bytes() + instead_of)) < nbytes:
             return None, ""
@@ -140,12 +148,12 @@ class WindowTransport(Transport, NodeMemory):
         warn_on_first_rank(self.rank, f"no shared memory on this node, so {what}: {why}")
 
     def _measure(self, blocks: Blocks) -> None:
-        """Find out from which size on memory is faster than MPI."""
+        """Measure the sizes for which memory is faster than MPI. Collective."""
         crowded = any(self.mpi.comm.allgather(self._watch.crowded))
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
         sizes, written = measurement.SIZES_ON_NODE, measurement.written
         largest = sizes[-1] // 4
-        both = functools.cache(lambda: [written(largest), written(largest)])  # if they are needed
+        both = functools.cache(lambda: [written(largest), written(largest)])  # made if needed
 
         def route(way: Exchange) -> Callable[[Array], None]:
             return lambda zeros: way.all_reduce(Operands(zeros, out=both()[1][: len(zeros)]))
@@ -161,11 +169,14 @@ class WindowTransport(Transport, NodeMemory):
         self.borders = self.costs.borders(MEMORY, MPI, SMALLEST)
 
     def _gains(self, nbytes: int) -> bool:
-        """Whether blocks are faster than MPI."""
+        """Whether blocks are faster than MPI for a buffer of `nbytes` bytes."""
         return bisect.bisect_right(self.borders, nbytes) % 2 == 1
 
     def _blocks_for(self, nbytes: int) -> Blocks | None:
-        """What parts of rows move through, the largest rank's being of `nbytes`; None for MPI. Collective."""
+        """Return the blocks for parts of rows, or None for MPI. Collective.
+
+        Args: nbytes: bytes of the largest rank's parts; the same on all ranks.
+        """
         blocks = self.shared_blocks() if nbytes >= SMALLEST else None
         return blocks if self._gains(nbytes) else None
 
@@ -206,12 +217,12 @@ class WindowTransport(Transport, NodeMemory):
         if self.why_not:
             return f"{self.size} ranks of a node, without shared memory: {self.why_not}\n{rest}"
         if self._blocks is None:
-            return f"{self.size} ranks of a node, which have combined nothing large yet\n{rest}"
+            return f"{self.size} ranks of a node, with nothing large combined yet\n{rest}"
         window = "none"
         if self.window is not None:
             window = f"up to {self.window.nbytes_for(self.window.capacity) / 1e6:.1f} MB, as far as it is used"
         return (
-            f"{self.size} ranks of a node, through shared memory: what lies in its window, and all else "
+            f"{self.size} ranks of a node, through shared memory: buffers in the window, and other buffers "
             f"{self.costs.explain_from(*self.borders)}\n"
             f"    of each rank: {Blocks.NBYTES / 1e6:.1f} MB for blocks in flight; window: {window}\n"
             f"{rest}"
@@ -220,9 +231,9 @@ class WindowTransport(Transport, NodeMemory):
 
 @functools.lru_cache
 def are_sliced(call: str, op: str, dtype: Any, tree: ReductionTree | None) -> bool:
-    """Whether ranks can take such calls, of which each combines a slice.
+    """Whether the ranks can move `call` in shared memory, where each rank combines one slice.
 
-    Where ranks have 3, 5, 6, 7, … replicas, they may hold several sums of a tree: MPI combines those.
+    False for a tree that leaves several sums on a rank (with 3, 5, 6, 7, … replicas on ranks): MPI combines them.
     """
     if tree is not None and not tree.one_each:
         return False
