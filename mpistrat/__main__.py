@@ -1,4 +1,4 @@
-"""The commands of `mpistrat`, also as `python -m mpistrat`."""
+"""The command line of `mpistrat`, also started by `python -m mpistrat`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 where there is something to fix. Called by: every rank."""
+    """Run the command that the arguments name. Called by: every rank.
+
+    Args: arguments: the command line without the program's name; None: `sys.argv`.
+    Returns: the exit code of `mpistrat doctor`: 0, or 1 if there is something to fix.
+    Raises: SystemExit for wrong usage, for --version, and always for `mpistrat run`, which ends with the program.
+    """
     top = argparse.ArgumentParser(prog="mpistrat")
     version = f"mpistrat {sys.modules['mpistrat'].__version__}"  # an import would go up from here
     top.add_argument("--version", action="version", version=version)
