@@ -11,9 +11,8 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name. Called by: every rank.
 
-    Args: arguments: the command line without the program's name; None: `sys.argv`.
     Returns: the exit code of `mpistrat doctor`: 0, or 1 if there is something to fix.
-    Raises: SystemExit for wrong usage, for --version, and always for `mpistrat run`, which ends with the program.
+    Raises: SystemExit for wrong usage and --version, and always for `mpistrat run`.
     """
     top = argparse.ArgumentParser(prog="mpistrat")
     version = f"mpistrat {sys.modules['mpistrat'].__version__}"  # an import would go up from here

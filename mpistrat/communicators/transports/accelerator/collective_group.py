@@ -231,12 +231,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
 
 
 def _why_not_started(name: str, starts: Sequence[_RankStart], limit: float) -> str:
-    """Return why the group `name` cannot be used; "" if it has started on all ranks.
-
-    Args:
-        starts: how the start went on each rank, in rank order.
-        limit: how long a start may take, in seconds.
-    """
+    """Return why the group `name` cannot be used; "" if it has started on all ranks. `limit` is in seconds."""
     failed = [f"on rank {rank}: {start.error}" for rank, start in enumerate(starts) if start.error]
     late = [str(rank) for rank, start in enumerate(starts) if start.is_late or not start.has_ended]
     if late and not failed:

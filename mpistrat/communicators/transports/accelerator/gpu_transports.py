@@ -88,13 +88,7 @@ def use_gpus(
 
 
 class _TransportChoice:
-    """Chooses the transports of one communicator for buffers on GPUs.
-
-    Args:
-        gpus: the GPU of each rank, in rank order.
-        index: the number of this rank's GPU in this process.
-        quiet: no notice if values do not go through a library's group.
-    """
+    """Chooses the transports of one communicator for buffers on GPUs, by the arguments of `use_gpus`."""
 
     def __init__(self, communicator: Router, gpus: Sequence[Gpu], index: int, quiet: bool) -> None:
         self._communicator, self._gpus, self._index = communicator, gpus, index

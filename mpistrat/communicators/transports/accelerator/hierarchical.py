@@ -134,9 +134,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
-        """Broadcast from rank `root`: within its node, then between the nodes slice by slice, then within each other
-        node.
-        """
+        """Broadcast `buffer` from rank `root`: on its node, then between the nodes, then on each other node."""
         flat, whole, own_slice = self._sliced(buffer)
         node, place = self._nodes[root], self._places[self.rank]
         if self._nodes[self.rank] == node:

@@ -20,9 +20,6 @@ class TorchLibrary:
     Args:
         kind: torch's name for the kind of accelerator, as `devices.torch_accelerator` returns it: "cuda".
         index: the accelerator's number in this process.
-
-    Attributes:
-        index: the accelerator's number in this process.
     """
 
     def __init__(self, kind: str, index: int) -> None:

@@ -75,10 +75,7 @@ class LibraryDispatcher(Transport):
 
 
 class ForcedTransport(Transport):
-    """The transports of `dispatcher`, each replaced by the transport for `implementation` where there is such a choice.
-
-    A program asks for `implementation` with `CommunicationOptions`.
-    """
+    """The transports of `dispatcher`, or their replacements for the `implementation` that a program asks for."""
 
     takes_device_buffers = True
 

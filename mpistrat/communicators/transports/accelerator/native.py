@@ -90,7 +90,7 @@ class NativeTransport(DeviceTransport):
         self._pending = pending(self._group)
 
     def start(self, ranks: Ranks) -> str:
-        """Join the ranks in a group, and try a first reduction. Collective. Called once, before any collective.
+        """Join the ranks in a group, and try a first reduction. Collective.
 
         Args: ranks: the ranks of `host`, for the store through which torch's group forms.
         Returns: why the group cannot be used, the same text on all ranks; "" if it can be used.

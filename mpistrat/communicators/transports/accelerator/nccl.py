@@ -91,8 +91,6 @@ class NcclTransport(DeviceTransport):
     def start(self, library: DeviceLibrary, channel: AbortChannel) -> str:
         """Join the ranks in an NCCL communicator, and try a first reduction. Collective.
 
-        Called once, before any collective.
-
         Args: channel: the abort channel between the ranks of `host`.
         Returns: why NCCL cannot be used, the same text on all ranks; "" if it can be used.
         """
