@@ -71,6 +71,17 @@ def test_kernels_that_never_end(launcher: Launcher, tmp_path: Path, then: str) -
     assert job.left_behind == ()
 
 
+@pytest.mark.waits
+def test_a_kernel_has_one_number(launcher: Launcher, tmp_path: Path) -> None:
+    """The rank that was killed and the rank that waits name the same call, by the same number."""
+    job = run(launcher, tmp_path, 2, "killed", forked=False, MPISTRAT_STALL_SECONDS="60")
+    assert "rank 1 of 2" in job.output, job.output
+    assert "was killed by SIGTERM" in job.output, job.output
+    assert "it was in collective number 1, entered" in job.output, job.output
+    assert "rank 0 waits in collective number 1: all_reduce(sum, float32 on a GPU" in job.output
+    assert job.left_behind == ()
+
+
 class ElasticLauncher(Launcher):
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
         return super().command(ranks, ["--with-ft", "ulfm", *program])

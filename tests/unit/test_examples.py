@@ -39,9 +39,7 @@ def test_examples_are_short(name: PublicName) -> None:
         assert len(lines) in LINES, example.code
 
 
-def test_examples_run(
-    name: PublicName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_run(name: PublicName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     failures: list[str] = []
     for example in name.examples():

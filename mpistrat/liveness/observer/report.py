@@ -235,8 +235,8 @@ def _in_calls(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
             if not slot.since or group not in (None, slot.group):
                 continue
             entry = rank.record.entry_of(slot)  # None when other threads made many calls since
-            call = f": {entry.call}\n      at {entry.site}" if entry else ""
-            calls.setdefault(f"in collective number {slot.calls}{call}", []).append(rank)
+            call = f"{entry.number}: {entry.call}\n      at {entry.site}" if entry else slot.calls
+            calls.setdefault(f"in collective number {call}", []).append(rank)
     return [f"  {_ranks(those)} {_verb(those, 'wait')} {text}" for text, those in calls.items()]
 
 

@@ -1,6 +1,6 @@
 """Collectives through torch's own group of an accelerator: how they end, start, hang and fail.
 
-Usage: native_groups.py collectives | starts | stall | losses. Rank 0 prints "done NAME" for each case that
+Usage: native_groups.py collectives | starts | stall | killed | losses. Rank 0 prints "done NAME" for each case that
 went well. The accelerator is that of `support.accelerator`; `starts` and `losses` need the faults of the simulated one.
 """
 
@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -339,6 +340,15 @@ def stall() -> None:
     communicator.all_reduce(buffer)
 
 
+# A rank is killed while its kernel hangs
+
+
+def killed() -> None:
+    if RANK == LAST:
+        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    stall()
+
+
 # A rank is killed, and the others go on
 
 
@@ -369,6 +379,6 @@ def done(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for program in (collectives, starts, stall, losses):
+    for program in (collectives, starts, stall, killed, losses):
         if program.__name__ == sys.argv[1]:
             program()
