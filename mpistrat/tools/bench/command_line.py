@@ -90,11 +90,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "-b --minbytes": {"type": number_of_bytes, "default": "4K", "metavar": "BYTES"},
     "-e --maxbytes": {"type": number_of_bytes, "default": "64M", "metavar": "BYTES"},
     "-f --factor": {"type": at_least(2), "default": 4, "help": "from one size to the next (4)"},
-    "-d --dtype": {
-        "type": dtype,
-        "default": "float32",
-        "help": "a NumPy dtype of numbers (float32)",
-    },
+    "-d --dtype": {"type": dtype, "default": "float32", "help": "a NumPy dtype (float32)"},
     "-n --iters": {"type": _positive, "help": "calls per size (as many as take 2 s)"},
     "--window": {"action": "store_true", "help": "use buffers in shared memory, as for gradients"},
     "--device": {
@@ -138,12 +134,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "numbers of nodes to predict (1 2 4 8 16)",
     },
     "--ranks-per-node": {"type": _positive, "metavar": "K", "help": "ranks to use on a node (all)"},
-    "--size": {
-        "type": number_of_bytes,
-        "nargs": "+",
-        "metavar": "BYTES",
-        "help": "sizes (1M 16M 64M)",
-    },
+    "--size": {"type": number_of_bytes, "nargs": "+", "metavar": "BYTES", "help": "1M 16M 64M"},
     "--calls": {"nargs": "+", "choices": TORCH_CALLS, "default": TORCH_CALLS, "metavar": "CALL"},
     "--model-parameters": {
         "type": float,
@@ -186,7 +177,7 @@ def parser() -> ArgumentParser:
     pipelines = commands.add_parser(
         "input",
         help="distributed datasets beside a DataLoader with a DistributedSampler",
-        description="`throughput`: an epoch of a DataLoader with a DistributedSampler, and of a distributed DataLoader. "
+        description="`throughput`: an epoch of a DataLoader with a DistributedSampler, and of a distributed dataset. "
         "`overhead`: the time of a step of a distributed dataset, and of the same batches without one.",
     )
     _add(pipelines, [*_FILES, "what", "--rounds", "--examples"], run="input", rounds=15)

@@ -215,9 +215,7 @@ def _model(
     # MPI's own algorithm, because its cost on more nodes is known
     across = communicator.split(place).by(CommunicationImplementation.MPI)
     largest = min(LARGEST, max(*wanted, SMALLEST * _FACTOR**5))
-    sizes = list(
-        sweep.sizes(SMALLEST, largest * _FACTOR - 1, _FACTOR)
-    )  # the last is `largest` or more
+    sizes = list(sweep.sizes(SMALLEST, largest * _FACTOR - 1, _FACTOR))  # the last is >= `largest`
 
     def slowest(part: Communicator, slices: int, label: str) -> list[float]:
         """Return for each size the slowest rank's seconds of an all-reduce of `size // slices` bytes."""

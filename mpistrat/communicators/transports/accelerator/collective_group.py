@@ -105,9 +105,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         Returns: why the group cannot be used, with the number of a rank; "" if it can. The text is the same on all
             ranks.
         """
-        outcome: list[
-            str
-        ] = []  # the thread's error, or ""; the list is empty until the thread ends
+        outcome: list[str] = []  # empty until the thread ends; then its error, or ""
 
         def run() -> None:
             make_own_current()
@@ -198,9 +196,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
             raise RuntimeError(f"{self.name} was aborted on all ranks: {error}") from None
         if self._failure is not None and isinstance(error, Exception):
             self._raise_failure()  # another thread has aborted the group, and the abort caused this error
-        if isinstance(
-            error, (StallError, RankLostError)
-        ):  # all ranks that wait here get this error
+        if isinstance(error, (StallError, RankLostError)):  # all waiting ranks get this error
             self.abort(error)
             return
         text = f"rank {self._host.rank}: {type(error).__name__}: {error}"

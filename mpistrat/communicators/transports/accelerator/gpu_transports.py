@@ -94,9 +94,7 @@ class _TransportChoice:
         self._communicator, self._gpus, self._index = communicator, gpus, index
         self._tell = (lambda *_: None) if quiet or communicator.rank else tell_of_way
         self._watch = communicator.contract.watch or CommunicatorWatch()
-        self._host = Router(
-            communicator.transports
-        )  # without a contract: its calls are parts of checked calls
+        self._host = Router(communicator.transports)  # unchecked: only used inside checked calls
         self._channel = AbortChannel(communicator.mpi.comm)
         self._nodes = [gpu.node for gpu in gpus]
         self._not_by_node = why_not_by_node(self._nodes)

@@ -121,9 +121,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         self.within.wait_until_idle()
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
-        if combined_as_float32(
-            buffer, reduction, self._combine
-        ):  # so the sum is rounded once, not on each node
+        if combined_as_float32(buffer, reduction, self._combine):  # rounds once, not on each node
             return
         plain = reduction.plain
         flat, whole, own_slice = self._sliced(buffer)

@@ -235,9 +235,7 @@ class NativeTransport(DeviceTransport):
 
     def _shut_down(self) -> None:
         """Shut the group down when the programs of all ranks have ended. Called by: `job_end`, on each rank."""
-        with contextlib.suppress(
-            RuntimeError, OpError
-        ):  # the group was aborted, and that was reported then
+        with contextlib.suppress(RuntimeError, OpError):  # an abort has been reported already
             self.wait_until_idle()
             with self._group as group:
                 group.shutdown()

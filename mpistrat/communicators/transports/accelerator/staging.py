@@ -51,9 +51,7 @@ class _Stages:
         with library.device():
             self._memory = [library.pinned(CHUNK) for _ in range(BUFFERS)]
             self._down, self._up = library.new_stream(), library.new_stream()
-        self._sent: list[Any] = [
-            None
-        ] * BUFFERS  # for each buffer, the event of the last copy back to the GPU
+        self._sent: list[Any] = [None] * BUFFERS  # events of the last copies out of the buffers
 
     def begin(self) -> None:
         """Let the copies start after the work that the program has submitted so far."""

@@ -45,7 +45,7 @@ def _memory(buffer: Array) -> Any:
 
 
 def _flat_buffer(work: Work) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor, Any]:
-    """Return module, optimizer, a flat buffer for all gradients, and a pair (view into the buffer, parameter) for each."""
+    """Return module, optimizer, a flat buffer for all gradients, and pairs (view into the buffer, parameter)."""
     module, optimizer = work.build()
     parameters = list(module.parameters())
     sizes = [parameter.numel() for parameter in parameters]
