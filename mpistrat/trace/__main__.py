@@ -1,4 +1,6 @@
-"""`python -m mpistrat.trace DIR`: make trace.json of the parts that a job left in DIR, as one that was killed does."""
+"""`python -m mpistrat.trace DIR`: make trace.json from the parts that a job left in DIR, for example when it was
+killed.
+"""
 
 import argparse
 import sys
