@@ -50,13 +50,10 @@ def listen(address: str) -> socket.socket:
 
 
 class Answering:
-    """Inside the block, sends `token` to everybody who connects to `port` at any address of this node.
+    """Inside the block, sends `token`, 16 random bytes, to everybody who connects to `port` at any address of this
+    node.
 
     So another node can tell that it has reached this node. An address such as 172.17.0.1 may exist on every node.
-
-    Attributes:
-        token: 16 random bytes.
-        port: the TCP port that the system has picked.
     """
 
     def __enter__(self) -> Answering:

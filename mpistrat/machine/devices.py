@@ -211,8 +211,8 @@ def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
 
     Called by: `strategies.binding.bind_all`.
     Args: seen: the result of `seen_accelerators()` on each rank of the node, in rank order.
-    Returns: for each rank, the accelerators' numbers in that rank's process, in ascending order; ranks share
-        accelerators if there are fewer accelerators than ranks.
+    Returns: for each rank, the accelerators' numbers in that rank's process, ascending; ranks share if there are too
+        few.
     """
     shares = _one_each(seen)
     taken = set(itertools.chain(*shares))

@@ -1,8 +1,8 @@
 """Load the names of a package when a program first uses them.
 
 The package writes its imports under `if TYPE_CHECKING:`, where type checkers and readers find them. Python compiles
-these imports but does not run them. `load_on_first_use` reads them from the compiled code, so it also works for
-programs that are shipped without sources.
+these imports but does not run them. `load_on_first_use` reads them from the compiled code: a program may have no
+sources.
 """
 
 from __future__ import annotations

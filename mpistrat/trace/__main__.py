@@ -1,6 +1,4 @@
-"""`python -m mpistrat.trace DIR`: make trace.json from the parts that a job left in DIR, for example when it was
-killed.
-"""
+"""`python -m mpistrat.trace DIR`: make trace.json from the parts that a job, such as a killed one, left in DIR."""
 
 import argparse
 import sys

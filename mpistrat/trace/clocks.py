@@ -58,7 +58,7 @@ def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
 def compare_with(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> Comparison:
     """Compare this process's clock with the clock of `rank` in `comm`. That rank must call `answer` at the same time.
 
-    Args: now: returns the time of this process's clock, in ns.
+    `now` returns the time in ns.
     """
     time = np.zeros(1, np.int64)
 
@@ -71,10 +71,7 @@ def compare_with(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> Comp
 
 
 def answer(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> None:
-    """Send the time to `rank` of `comm`, as often as the other rank's `compare_with` asks for it.
-
-    Args: now: returns the time of this process's clock, in ns.
-    """
+    """Send the time to `rank` of `comm`, as often as the other rank's `compare_with` asks for it. `now` returns ns."""
     time = np.zeros(1, np.int64)
     for _ in range(ROUNDS):
         comm.Recv(time, rank)
@@ -85,11 +82,10 @@ def answer(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> None:
 class Alignment:
     """Converts times of one clock, in ns, into times of another clock that it was compared with.
 
-    Between the first and the last comparison the difference changes evenly. Before the first and after the last
-    comparison it is constant.
+    Between the first and the last comparison the difference changes evenly. Outside it is constant.
 
     Attributes:
-        error: the largest error of the two comparisons, in ns.
+        error: the larger error of the two comparisons, in ns.
     """
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:

@@ -58,7 +58,7 @@ class Merged:
             f"{self.events} events of {len(self.ranks)} ranks are in {self.path}; open it at https://ui.perfetto.dev"
         ]
         lacks = {
-            "there is no part of {ranks}": self.missing,
+            "no part is there of {ranks}": self.missing,
             "the part has no end of {ranks}: killed, still running, or it could not be written": self.unfinished,
             "the clock was not compared with rank {first}'s, so the times do not match, of {ranks}": self.unaligned,
         }
@@ -131,8 +131,8 @@ def remove_parts(folder: str) -> None:
 
 
 def remove_older(folder: str, size: int) -> None:
-    """Remove files of an earlier job that this job's `size` ranks do not overwrite: its trace, and parts of higher
-    ranks.
+    """Remove the trace of an earlier job, and its parts of ranks from `size` on: this job does not overwrite those
+    files.
     """
     _remove([trace_of(folder)])
     _remove(part_of(folder, rank) for rank in _ranks_in(folder) if rank >= size)
@@ -260,7 +260,7 @@ class _RankTrace:
 def _alignments(parts: list[_RankTrace]) -> dict[str, Callable[[int], int]]:
     """Return for each clock the function that converts its times into times of the first part's clock.
 
-    Clocks are missing if no chain of comparisons leads to the first part's clock.
+    A clock is missing if no chain of comparisons leads to the first clock.
     """
     found: dict[str, dict[str, list[Comparison]]] = defaultdict(
         functools.partial(defaultdict, list)
@@ -286,9 +286,7 @@ def _chained(first: Callable[[int], int], second: Callable[[int], int]) -> Calla
 
 
 def _last_to_enter(parts: list[_RankTrace]) -> dict[_Collective, tuple[int, int, int]]:
-    """Return for each collective: the number of known calls, the latest time of entering, and the rank that entered
-    then.
-    """
+    """Return for each collective the number of known calls, and the time and the rank of the last call."""
     last: dict[_Collective, tuple[int, int, int]] = {}
     for part in parts:
         for event in part.lines("["):

@@ -110,8 +110,7 @@ def _send_part(comm: MPI.Intracomm, timeline: Timeline) -> None:
 def _receive_part(comm: MPI.Intracomm, rank: int, path: str) -> None:
     """Write the part that `rank` sends into the file `path`.
 
-    The file gets its name when it is complete. If both ranks share the folder after all, the sender has then removed
-    its own file of that name.
+    The file gets its name at the end. By then the sender has removed its own file, in case both share the folder.
     """
     messages = iter(lambda: comm.recv(source=rank), b"")
     with contextlib.suppress(OSError), create(f"{path}.received", binary=True) as file:

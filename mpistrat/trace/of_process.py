@@ -10,7 +10,7 @@ from mpistrat.machine.notices import tell
 from mpistrat.trace import merging
 from mpistrat.trace.timeline import Timeline, host_clock
 
-# Parts of this size still merge in 10 s (6 MB/s), into a file six times as large that Perfetto still opens.
+# Parts up to this size merge at exit: at 6 MB/s, into a file six times as large. Perfetto still opens it.
 MOST_BYTES_AT_EXIT = 64_000_000
 
 _timeline: Timeline | None = None

@@ -25,10 +25,7 @@ class NoSpans:
         return _NOTHING
 
     def begin_steps(self) -> None:
-        """Note that this thread has entered `Strategy.replica()`, so that the first step begins.
-
-        Each step ends with a step of an optimizer.
-        """
+        """Note that this thread has entered `Strategy.replica()`. A step begins, and ends with an optimizer's step."""
 
     def end_steps(self) -> None:
         """Note that this thread has left `Strategy.replica()`."""

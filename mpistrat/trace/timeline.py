@@ -43,7 +43,7 @@ class Timeline:
         folder: the folder of the parts; made if it is missing.
         rank, size: this process's rank and the number of ranks, as the launcher counts them.
         node: the host's name.
-        clock: the name of the clock that `now` reads. Clocks of processes with the same name need no comparison.
+        clock: the name of the clock that `now` reads. Processes with the same name need no comparison.
 
     Raises: OSError if the part cannot be written.
     """

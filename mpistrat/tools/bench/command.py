@@ -19,9 +19,8 @@ from mpistrat.tools.bench.surroundings import surroundings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` names, and let rank 0 print and write its report. Called by: every rank.
+    """Run the command that `argv` names, and report on rank 0. Called by: every rank.
 
-    Args: argv: the command line without the program's name; None: `sys.argv`.
     Returns: the exit code: 0; 1 if a result was wrong; 2 for a usage error.
     """
     top = parser()

@@ -85,7 +85,7 @@ _SIZES = ("-b --minbytes", "-e --maxbytes", "-f --factor")
 _FILES = ("--json", "--plot")
 _WORK = ("--model", "--batch-size", "--communication-options", "--device")
 
-# The options of all commands, each with its arguments for argparse. `_add` picks the options of a command.
+# The options of all commands, each with its arguments for argparse
 _OPTIONS: dict[str, dict[str, Any]] = {
     "-b --minbytes": {"type": number_of_bytes, "default": "4K", "metavar": "BYTES"},
     "-e --maxbytes": {"type": number_of_bytes, "default": "64M", "metavar": "BYTES"},

@@ -12,7 +12,7 @@ from mpistrat.tools.bench.rounds import all_ranks, first_reason
 
 
 def device_named(wanted: str) -> Device:
-    """Choose this rank's device; the rank keeps it until it ends. Called by: every rank.
+    """Choose this rank's device for the whole run. Called by: every rank.
 
     Args:
         wanted: "cpu"; "cuda" or another kind: this rank's share of its node's accelerators of this kind; "cuda:1": this

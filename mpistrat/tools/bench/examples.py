@@ -60,9 +60,7 @@ def batches(
 ) -> Iterator[Batch] | None:
     """Return an endless iterator over this rank's parts of global batches, epoch after epoch. Called by: every rank.
 
-    Args:
-        source: "synthetic", "digits", or a file's path.
-        batch_size: the examples of a global batch.
+    Args: source: "synthetic", "digits", or a file's path.
     Returns: None for synthetic input.
     Raises: UsageError on all ranks, if this model cannot read `source`, or it has less than one batch.
     """

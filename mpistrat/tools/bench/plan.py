@@ -188,7 +188,7 @@ def predictions(
 def predict(model: CostModel, nodes: int, nbytes: int, measured: float | None) -> Prediction:
     """Return the model's prediction for one number of nodes and one size.
 
-    Args: measured: microseconds in this run; None if it was not measured.
+    Args: measured: microseconds in this run, or None.
     """
     predicted = model.seconds(nbytes, nodes) * 1e6
     ranks = nodes * model.ranks_per_node
@@ -205,10 +205,7 @@ def _model(
     wanted: Sequence[int],
     arguments: argparse.Namespace,
 ) -> CostModel:
-    """Fit the model to times of the first `per_node` ranks of each node. Collective.
-
-    Args: wanted: the bytes of the buffers to predict.
-    """
+    """Fit the model to times of the first `per_node` ranks of each node. Collective."""
     place, nodes = topology.local_rank, topology.num_nodes
     takes_part = place < per_node
     node = communicator.split(topology.node if takes_part else nodes + topology.node)

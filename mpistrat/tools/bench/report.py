@@ -71,10 +71,7 @@ def table_report(
 ) -> Report:
     """Return a report that shows `rows` as a table.
 
-    Args:
-        where: the machine and the software of the measurement.
-        left_out: for each peer that takes no part, the reason.
-        draw: draws a picture of the results into a file.
+    Args: left_out: for each peer that takes no part, the reason.
     """
     taken_on = (
         f"{where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores · "

@@ -89,12 +89,12 @@ def compare(
     num_rounds: int = ROUNDS,
     wait: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Let the contestants take turns, and return the microseconds per call of each round, on the slowest rank.
+    """Let the contestants take turns. Called by: every rank.
 
-    Called by: every rank.
     Args:
         repeat: the calls in a turn; None: as many as take 0.1 s.
         wait: waits until the rank's device has nothing more to do.
+    Returns: for each contestant, the microseconds per call of each round, on the slowest rank.
     """
     communicator = all_ranks()
     for call in contestants.values():

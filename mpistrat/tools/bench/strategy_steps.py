@@ -26,9 +26,7 @@ def with_strategy(work: Work, strategy: Strategy) -> tuple[Step, torch.nn.Module
 def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
     """Return a training step under a `MultiWorkerMirroredStrategy`, after its trials. Called by: every rank.
 
-    Args:
-        options: communication options; None: the defaults.
-        more: further arguments of the strategy.
+    Args: options: communication options; None: the defaults.
     """
     return past_trials(
         work,

@@ -1,4 +1,4 @@
-"""Measures one collective at a range of sizes, beside the limit of the machine. Columns are those of nccl-tests."""
+"""Measures one collective at a range of sizes, beside the limit of the machine. Prints the columns of nccl-tests."""
 
 from __future__ import annotations
 
@@ -46,15 +46,13 @@ class Row:
     Attributes:
         bytes, count: the size in bytes and in elements, as nccl-tests counts them.
         calls: the number of timed calls.
-        time: the mean time.
-        p50: the median time.
-        p99: the time that 99 of 100 calls stay below.
+        time, p50, p99: the mean, the median, and the 99th percentile.
         algbw, busbw: bandwidths in 1e9 bytes per second, from the median.
         wrong: wrong elements on all ranks, in the first and in the last call.
-        limit: the median time in which all ranks at once copy as many bytes.
+        limit: the median time for a copy of as many bytes on all ranks at once.
         percent_of_limit: 100 · limit / p50.
         slowest_rank: the rank with the largest median.
-        slowest_ratio: the median of the slowest rank over the median of all ranks' medians.
+        slowest_ratio: the slowest rank's median over the median rank's.
         samples: every call's time.
     """
 
@@ -96,10 +94,7 @@ def measure(
 
     A call begins when all ranks are there and their devices have nothing to do. It ends on a rank when the rank's
     device has the result.
-
-    Args:
-        in_window: whether operands lie in the memory that the ranks of a node share.
-        calls: the number of timed calls; None: as many as fit into two seconds.
+    Args: calls: the number of timed calls; None: as many as fit into two seconds.
     """
     operation = kind(communicator, nbytes, dtype, in_window, device)
     seconds = [_timed(operation)]
@@ -149,7 +144,7 @@ def _timed(operation: Operation) -> float:
 
 
 def _copying(communicator: Communicator, nbytes: int, calls: int, device: Device) -> float:
-    """Return the microseconds in which all ranks at once copy `nbytes` each, within the memory of their devices."""
+    """Return the microseconds for a copy of `nbytes` on all ranks at once, within the memory of their devices."""
     source, target = (device.array(np.ones(nbytes, np.uint8)) for _ in range(2))
     copy = functools.partial(operator.setitem, target, slice(None), source)
     turns = range(min(calls, 50) + WARM_UP)

@@ -27,7 +27,6 @@ class TorchCollective(Operation):
     Args:
         group: a group of all ranks of the job.
         nbytes: the size in bytes, as nccl-tests counts it.
-        device: the device of the tensors.
 
     Attributes:
         sent, received: `source` and `result` as tensors.
@@ -119,11 +118,8 @@ CALLS: dict[str, type[TorchCollective]] = {
 def compare_calls(
     names: Iterable[str], sizes: Iterable[int], num_rounds: int, device: Device = HOST
 ) -> list[dict[str, Any]]:
-    """Compare each named call at each size on torch's own backend and on mpistrat. Called by: every rank.
+    """Compare each named call at each size in bytes on torch's own backend and on mpistrat. Called by: every rank.
 
-    Args:
-        names: keys of `CALLS`.
-        sizes: bytes.
     Returns: a row for each call and size.
     Raises: CannotTakePart if torch has no backend for `device`.
     """

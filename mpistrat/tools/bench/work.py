@@ -13,11 +13,7 @@ Step = Callable[[], torch.Tensor]  # returns this rank's loss
 
 
 class Work:
-    """One rank's part of a training step: SGD on a batch.
-
-    Args:
-        examples: this rank's examples in a batch.
-        rank: seeds this rank's synthetic batch.
+    """One rank's part of a training step: SGD on a batch of `examples` examples.
 
     Attributes:
         batch: inputs and targets of the next step, on `device`.

@@ -18,13 +18,13 @@ from mpistrat.options import CommunicationImplementation
 class DeviceTransport(Transport):
     """Moves buffers on GPUs. This class copies them to the host, where the transports of `host` combine them.
 
-    A collective returns when its result is there or is submitted. So the rank is still watched while a collective hangs
-    or fails.
+    A collective returns when its result is there or is submitted. So the rank is watched while a collective hangs or
+    fails.
 
     Args:
         host: the communicator of the same ranks, for buffers on the host and objects.
         index: the number of this process's GPU. A buffer on another GPU is copied to this GPU and back.
-        watch: the watch of the communicator; a rank that waits is reported there.
+        watch: the communicator's watch, where a waiting rank is reported.
         why: why this transport was chosen, in words for people.
 
     Attributes:

@@ -190,7 +190,7 @@ class _TransportChoice:
         Called by: all ranks of the communicator.
         Args:
             ranks: the communicator, or this rank's part of it.
-            text: words for people, to be added to the transport's own.
+            text: words to add to the transport's own `why`.
         """
         name = "torch" if isinstance(library, TorchLibrary) else "cupy"
         unproven = why_not_proven(self._host, self._nodes[self._host.rank], name, self._index)

@@ -63,10 +63,10 @@ class NativeTransport(DeviceTransport):
         host: the communicator of the same ranks, for buffers on the host and objects.
         kind: torch's name for the kind of device: "cuda".
         index: the number of this rank's accelerator in this process.
-        watch: the watch of `host`; a rank that waits is reported there.
+        watch: the watch of `host`, where a waiting rank is reported.
         why: why this transport was chosen, in words for people.
         channel: the abort channel between the ranks of `host`.
-        pending: makes the object that records each submitted collective, given this transport's group.
+        pending: makes the record of submitted collectives for a group.
     """
 
     ordered_by_streams = True

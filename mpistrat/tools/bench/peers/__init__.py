@@ -28,9 +28,7 @@ def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], di
     """Return the contestants of all peers by name, and for each peer that is left out the reason.
 
     Called by: every rank. A peer that one rank cannot use is left out on all.
-    Args:
-        what: the function of each peer's file: "training_steps" or "all_reduces".
-        work: the arguments of that function.
+    Args: what: "training_steps" or "all_reduces"; `work` are its arguments.
     """
     present: dict[str, Callable[[], Any]] = {}
     left_out: dict[str, str] = {}
