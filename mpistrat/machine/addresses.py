@@ -12,10 +12,10 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-SECONDS_TO_ANSWER = 4.0  # a first packet that is lost is sent again after 1 and 3 s
+SECONDS_TO_ANSWER = 4.0  # TCP repeats a lost first packet after 1 and 3 s
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
-_IFREQ = struct.Struct("16s4x4s16x")  # name; of the address: family, port, and its four bytes
+_IFREQ = struct.Struct("16s4x4s16x")  # name; family and port (skipped); four bytes of the address
 
 
 def own_addresses(if_inet6: str = "/proc/net/if_inet6") -> tuple[str, ...]:
@@ -50,10 +50,10 @@ def listen(address: str) -> socket.socket:
 
 
 class Answering:
-    """Inside the block, sends `token`, 16 random bytes, to everybody who connects to `port` at any address of this
-    node.
+    """Inside the block, sends `token`, 16 random bytes, to everybody who connects to `port` of this node.
 
-    So another node can tell that it has reached this node. An address such as 172.17.0.1 may exist on every node.
+    It answers at any address of the node. So another node can tell that it has reached this node: an address such as
+    172.17.0.1 may exist on every node.
     """
 
     def __enter__(self) -> Answering:

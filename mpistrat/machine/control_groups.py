@@ -55,7 +55,7 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
 def most_memory() -> float:
     """Return the bytes that this process could have if it ran alone; infinite if nothing tells.
 
-    This is the control group's limit, or RAM plus swap.
+    It is the lesser of the control group's limit, and RAM plus swap.
     """
     group = allowed()
     known = [group.memory] if group.memory is not None else []

@@ -92,7 +92,7 @@ def torch_accelerator() -> str:
 
 
 def accelerator() -> str:
-    """Return the kind of accelerators here, as `torch_accelerator` does; "cuda" if only CuPy sees some; "" for none."""
+    """Return the kind of accelerators here: torch's name for it, else "cuda" if only CuPy sees some; "" for none."""
     return torch_accelerator() or ("cuda" if _num_of_cupy() else "")
 
 
@@ -128,9 +128,10 @@ chosen: int | None = None  # the number of this rank's accelerator, once a strat
 
 
 def make_current(index: int) -> None:
-    """Have torch and CuPy take accelerator `index` where a program names none, as in `.cuda()`.
+    """Make accelerator `index` of this process the current device of torch and CuPy, for calls such as `.cuda()`.
 
-    It is this rank's. The calling thread takes it from now on, and so does each thread that calls `make_own_current`.
+    It becomes this rank's accelerator, and the current device of the calling thread. Other threads call
+    `make_own_current`.
     """
     global chosen
     chosen = index

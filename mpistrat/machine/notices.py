@@ -76,7 +76,7 @@ def say(text: str, *, last: bool = False) -> bool:
             capture.
     """
     stream = sys.stderr
-    with contextlib.suppress(Exception):  # None, closed, full, or an object of the program's
+    with contextlib.suppress(Exception):  # stderr may be None, closed, full, or a user's object
         if _may_be_read(stream, last):
             stream.write(text)
             stream.flush()
@@ -103,7 +103,7 @@ def _is_stderr(place: Any) -> bool:
 def _ends_with_us(place: Any) -> bool:
     """Return whether nobody can read the text in `place` once this process has ended."""
     descriptor = _descriptor_of(place)
-    if descriptor is None:  # a class of the program's may write to a file
+    if descriptor is None:  # a program's own class may write to a file, io's classes do not
         return isinstance(place, io.IOBase)
     status = os.fstat(descriptor)
     return stat.S_ISREG(status.st_mode) and not status.st_nlink

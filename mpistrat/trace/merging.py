@@ -131,8 +131,9 @@ def remove_parts(folder: str) -> None:
 
 
 def remove_older(folder: str, size: int) -> None:
-    """Remove the trace of an earlier job, and its parts of ranks from `size` on: this job does not overwrite those
-    files.
+    """Remove the trace of an earlier job, and its parts of ranks from `size` on.
+
+    This job overwrites the other parts.
     """
     _remove([trace_of(folder)])
     _remove(part_of(folder, rank) for rank in _ranks_in(folder) if rank >= size)

@@ -59,13 +59,13 @@ class Operation(abc.ABC):
         """Return busbw / algbw: the bytes on each link per counted byte."""
         return (ranks - 1) / ranks if cls.splits else 1.0
 
-    def prepare(self, in_window: bool) -> None:  # noqa: B027 - most need no other buffers
+    def prepare(self, in_window: bool) -> None:  # noqa: B027 - most operations need no other buffers
         """Make the buffers of an operation that `source` and its copy `result` do not fit.
 
         Called once, at the start.
         """
 
-    def reset(self) -> None:  # noqa: B027 - most overwrite nothing that they read
+    def reset(self) -> None:  # noqa: B027 - most operations do not overwrite their operands
         """Restore operands that the last call has overwritten. Called before each call."""
 
     @abc.abstractmethod

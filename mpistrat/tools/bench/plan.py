@@ -39,7 +39,7 @@ SMALLEST, LARGEST = 1 << 16, 1 << 26
 _FACTOR = 2
 _CALLS = 15  # for each size
 _FLOAT32 = np.dtype("float32")
-_WIDTHS = (7, 7, 14, 16, 14, 14, 15, 8)  # of the table's columns
+_WIDTHS = (7, 7, 14, 16, 14, 14, 15, 8)  # the widths of the table's columns, in characters
 
 
 def sizes_of(arguments: argparse.Namespace) -> list[int]:

@@ -68,7 +68,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Library:
-    """The MPI library that mpi4py loads."""
+    """The MPI library that mpi4py has loaded on a rank."""
 
     path: str = ""
     version: str = ""  # from MPI_Get_library_version
@@ -85,7 +85,7 @@ class Cores:
     allowed: list[int] = field(default_factory=list)  # this rank's affinity mask
     of_launcher: int = 0  # cores that the launcher may use here; without a launcher, this rank
     quota: float | None = None  # CPUs' worth of time that a control group allows
-    # {"OMP_NUM_THREADS": "8"}, as the user set them.
+    # The user's variables for numbers of threads: {"OMP_NUM_THREADS": "8"}.
     threads: dict[str, str] = field(default_factory=dict)
     caches: list[str] = field(default_factory=list)  # that all its cores share; see `caches_of`
     distance: float = 0.0  # to the next rank's core, in seconds; 0 if it was not measured
@@ -93,7 +93,7 @@ class Cores:
 
 @dataclass(frozen=True)
 class Room:
-    """Room in a file system, in bytes."""
+    """The size of a file system and its free space, in bytes."""
 
     folder: str
     size: int
@@ -139,8 +139,8 @@ class Gpus:
     torch_gpus: int = 0
     cupy: str = ""
     cupy_error: str = ""
-    nccl_loaded: list[list[str]] = field(default_factory=list)  # [path, "2.27.5"], mapped together
-    nccl_visible: list[list[str]] = field(default_factory=list)  # [where, path]
+    nccl_loaded: list[list[str]] = field(default_factory=list)  # [path, "2.27.5"], in one process
+    nccl_visible: list[list[str]] = field(default_factory=list)  # [WHEEL or LIBRARY_PATH, path]
     mpi_refusal: str | None = None  # why MPI does not take GPU memory; "": it does; None: not tried
 
 

@@ -59,7 +59,7 @@ def main() -> None:
     try:
         start_mpi()
     except TopologyError as error:
-        # The doctor knows a better fix than the lines after the error's first.
+        # Only the first line of the error is told: the doctor knows a better fix than the other lines.
         wrong = str(error).splitlines()[0].rstrip(".")
         tell(failure=facts.as_json(facts.JobFailure("MPI_Init", "topology", wrong)))
         return

@@ -179,7 +179,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         """Abort the group if another rank has failed. Returns: the other rank's message; None if no rank has failed."""
         text = self._channel.received()
         if text is not None and self.group is not None:
-            self._channel.tell(text)  # so that all ranks abort at the same time
+            self._channel.tell(text)  # waits until all ranks know: they abort at the same time
             self.abort(text)
         return text
 

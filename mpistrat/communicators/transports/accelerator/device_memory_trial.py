@@ -27,7 +27,7 @@ _Library = tuple[Callable[[np.ndarray], Any], Callable[[Any], int], Callable[[],
 
 def main() -> None:
     library, number, seconds, _, met, proven, unusable = sys.argv[1:]
-    signal.alarm(int(seconds))  # ends the process also where it waits in MPI
+    signal.alarm(int(seconds))  # ends the process even while it waits in MPI
     world = MPI.COMM_WORLD
     if world.size != 2:
         raise RuntimeError(f"this is an MPI job of {world.size} processes, not of 2")

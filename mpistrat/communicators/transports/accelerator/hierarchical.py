@@ -126,7 +126,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         plain = reduction.plain
         flat, whole, own_slice = self._sliced(buffer)
         self.within.reduce_scatter(Operands(whole, plain, own_slice))
-        self.wait_until_idle()  # as MPI is to use the GPU
+        self.wait_until_idle()  # because MPI uses the GPU next
         self.between.all_reduce(Operands(own_slice, plain))
         self.within.all_gather_into(Operands(own_slice, out=whole))
         if whole is not flat:
@@ -140,7 +140,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         if self._nodes[self.rank] == node:
             self.within.broadcast(Operands(whole, root=self._places[root]))
         peers = [self._nodes[rank] for rank in range(self.size) if self._places[rank] == place]
-        self.wait_until_idle()  # as MPI is to use the GPU
+        self.wait_until_idle()  # because MPI uses the GPU next
         self.between.broadcast(Operands(own_slice, root=peers.index(node)))
         if self._nodes[self.rank] != node:
             self.within.all_gather_into(Operands(own_slice, out=whole))

@@ -221,7 +221,7 @@ class NativeTransport(DeviceTransport):
             options = dist.AllToAllOptions()
             self._submit(lambda group: group.alltoall_base(received, rows, *counts, options))
 
-    # Parts of these transports
+    # Parts of the collectives
 
     def _submit(self, call: Callable[[Any], Any]) -> None:
         """Submit a collective to the group, between the work that the current stream holds now and later work on it."""
