@@ -76,7 +76,7 @@ def check_run(arguments: argparse.Namespace, ranks_per_node: int, num_nodes: int
         )
     if max(arguments.nodes) > 1 and num_nodes == 1 and arguments.gbit is None:
         raise UsageError(
-            "this run is on one node, and measures no network: describe one by --alpha-us and --gbit, ask for "
+            "this run is on one node, and measures no network: give one by --alpha-us and --gbit, ask for "
             "--nodes 1, or start ranks on several nodes"
         )
 

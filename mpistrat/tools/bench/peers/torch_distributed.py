@@ -48,7 +48,7 @@ def backend_of_torch(device: str) -> str:
         from mpistrat.communicators.transports.accelerator.gpu_transports import Gpu, shared_gpu
 
         if reason := shared_gpu([Gpu(0, name) for name in names]):
-            raise CannotTakePart(f"{reason}, and torch's backend refuses that")
+            raise CannotTakePart(f"{reason}, which its backend refuses")
     try:
         return dist.get_default_backend_for_device(kind)
     except ValueError:
