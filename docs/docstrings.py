@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
@@ -12,9 +13,35 @@ EXAMPLE = re.compile(r"(Example(?:, .*?)?):(:?)")  # tests/support/examples.py h
 CONSTANT = re.compile(r"([A-Z][A-Z_]+): +(.*)")  # a member of an enum
 INFLECTED = re.compile(r"(`[^`]+`)(?=\w)")  # "`Variable`s"
 
+# The pages' classes and modules, by name.
+DESCRIBED = {
+    name
+    for page in (Path(__file__).parent / "api").glob("*.md")
+    for name in re.findall(r"^\.\. auto\w+:: (?:mpistrat\.input\.)?(\S+)", page.read_text(), re.M)
+}
+
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", to_rst)
+    app.connect("autodoc-process-bases", leave_out_hidden_bases)
+
+
+def leave_out_hidden_bases(
+    app: Sphinx, name: str, of: object, options: object, bases: list[type]
+) -> None:
+    """Replace each base that no page describes by its own bases, in place. Called by: Sphinx, for each class.
+
+    The page shows the members of such a base with the class, by `:inherited-members:`.
+    """
+    shown = list(dict.fromkeys(b for base in bases for b in _described(base)))
+    bases[:] = [b for b in shown if b is not object] or [object]
+
+
+def _described(base: type) -> list[type]:
+    described = not DESCRIBED.isdisjoint((base.__name__, base.__module__))
+    if described or not base.__module__.startswith("mpistrat."):
+        return [base]
+    return [b for outer in base.__bases__ for b in _described(outer)]
 
 
 def to_rst(

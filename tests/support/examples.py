@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 import inspect
 import re
@@ -17,39 +18,57 @@ REFERENCE = Path(__file__).parents[2] / "docs/api"
 # What an example may need that one rank on a CPU lacks. Such an example is shown and does not run.
 NEEDS = ("several ranks", "several nodes", "GPUs", "NCCL", "a TPU", "Slurm", "Kubernetes")
 
-_DIRECTIVE = re.compile(r"^\.\. (currentmodule|autoclass|autofunction|automodule):: (\S+)", re.M)
+_DIRECTIVE = re.compile(
+    r"^\.\. (currentmodule|autoclass|autofunction|automodule):: (\S+)(\n   :inherited-members:.*)?",
+    re.M,
+)
 _EXAMPLE = re.compile(r"^( *)Example(?:, (?:on|with|under) (.*?))?:(:?)\n((?:\1 +.*\n|\n)+)", re.M)
 
 
 @dataclass(frozen=True)
 class PublicName:
-    """A class or a function that the reference describes. `path` is its module and its name: `mpistrat.Strategy`."""
+    """A class or a function that the reference describes.
+
+    Attributes:
+        path: its module and its name: "mpistrat.Strategy".
+        inherits: whether the page shows the members of its bases with it.
+    """
 
     path: str
     thing: Any
+    inherits: bool = False
 
     def members(self) -> dict[str, str]:
-        """The docstring of each public method and property of the class's own, by name; none of a function."""
+        """The docstrings of the public methods and properties that the page shows here, by name; none of a function."""
         if not inspect.isclass(self.thing):
             return {}
-        found = {}
-        for name, member in vars(self.thing).items():
-            inner = getattr(member, "__func__", getattr(member, "func", member))
-            if not name.startswith("_") and (docstring := inspect.getdoc(inner)):
-                if inspect.isroutine(inner) or isinstance(inner, property):
-                    found[name] = docstring
-        return found
+        shown = dict(_members(self.thing))
+        for base in self.hidden_bases() if self.inherits else ():
+            shown = dict(_members(base)) | shown
+        return shown
+
+    def hidden_bases(self) -> list[type]:
+        """The package's classes among its bases that have no entry of their own."""
+        described = {name.thing for name in public_names()}
+        bases = self.thing.__mro__[1:] if inspect.isclass(self.thing) else ()
+        return [b for b in bases if b.__module__.startswith("mpistrat.") and b not in described]
 
     def docstring(self) -> str:
         return inspect.cleandoc(self.thing.__doc__ or "")
 
     def examples(self) -> list[Example]:
-        """Those of the docstring and of the members' docstrings."""
-        return [
-            example
-            for docstring in (self.docstring(), *self.members().values())
-            for example in examples_of(docstring)
-        ]
+        """The examples of the docstring and of the members' docstrings."""
+        docstrings = (self.docstring(), *self.members().values())
+        return [example for docstring in docstrings for example in examples_of(docstring)]
+
+
+def _members(owner: type) -> Iterator[tuple[str, str]]:
+    for name, member in vars(owner).items():
+        inner = getattr(member, "__func__", getattr(member, "func", member))
+        docstring = inspect.getdoc(inner)
+        is_called = inspect.isroutine(inner) or isinstance(inner, property)
+        if docstring and is_called and not name.startswith("_"):
+            yield name, docstring
 
 
 @dataclass(frozen=True)
@@ -86,18 +105,19 @@ def examples_of(docstring: str) -> list[Example]:
     ]
 
 
-def public_names() -> list[PublicName]:
-    """Those of all pages of the reference."""
+@functools.cache
+def public_names() -> tuple[PublicName, ...]:
+    """The names on all pages of the reference."""
     found = {}
     for page in sorted(REFERENCE.glob("*.md")):
         for name in _described(page.read_text(encoding="utf-8")):
             found[name.path] = name
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _described(page: str) -> Iterator[PublicName]:
     module = "mpistrat"
-    for directive, target in _DIRECTIVE.findall(page):
+    for directive, target, inherits in _DIRECTIVE.findall(page):
         if directive == "currentmodule":
             module = target
         elif directive == "automodule":
@@ -107,4 +127,4 @@ def _described(page: str) -> Iterator[PublicName]:
         else:
             path = target if target.startswith("mpistrat.") else f"{module}.{target}"
             owner, _, name = path.rpartition(".")
-            yield PublicName(path, getattr(importlib.import_module(owner), name))
+            yield PublicName(path, getattr(importlib.import_module(owner), name), bool(inherits))

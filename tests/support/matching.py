@@ -1,9 +1,9 @@
 """Draws docstrings for the matching test of the package's prose: can a stranger tell which function each describes?
 
-    python tests/support/matching.py FOLDER [--of ROOM ...]
+    cd tests; python -m support.matching FOLDER [--of ROOM ...]
 
-The seed is the hash of the commit that is checked out, so a draw can be repeated. Of the docstrings of at least 20 words
-it draws 60, in six sheets of ten. For each sheet it writes into FOLDER:
+The seed is the hash of the commit that is checked out, so a draw can be repeated. It draws 60 of the docstrings of at
+least 20 words, in six sheets of ten. For each sheet it writes into FOLDER:
 
 - `sheet-N-docstrings.txt`: ten docstrings, A to J, without examples;
 - `sheet-N-bodies.txt`: their ten bodies in another order, 1 to 10, without docstrings and comments, and with names
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from house import Module, modules, prose
+from support.house import Module, modules, prose
 
 WORDS = 20
 SHEETS, PER_SHEET = 6, 10

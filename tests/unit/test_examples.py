@@ -59,6 +59,15 @@ def test_examples_that_do_not_run_say_why_and_name_what_exists(name: PublicName)
                     assert operator.attrgetter(ast.unparse(node)[3:])(ms), ast.unparse(node)
 
 
+def test_no_base_class_is_a_dead_end(name: PublicName) -> None:
+    """The reference shows what a base class gives: with the class, or with another class that has it too."""
+    classes = name.thing.__mro__ if inspect.isclass(name.thing) else ()
+    above = [other for other in NAMES.values() if other.thing in classes]
+    shown = {member for n in above for member in n.members()}
+    for base in name.hidden_bases():
+        assert PublicName("", base).members().keys() <= shown, base
+
+
 def test_an_example_is_found() -> None:
     docstring = """Add.
 
