@@ -32,7 +32,7 @@ def look() -> Driver:
     found = answer.json(BEGIN)
     if found is None:
         # The fault need not be the driver's: the child may have ended before it asked.
-        why = answer.failure("there was no answer")
+        why = answer.failure("it tells nothing")
         return Driver(True, error=f"the question to CUDA's driver failed: {why}", hangs=answer.late)
     return Driver(**found)
 

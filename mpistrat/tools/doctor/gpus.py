@@ -66,7 +66,7 @@ def look(driver: Driver) -> Gpus:
     on_path = [[LIBRARY_PATH, path] for path in libraries_on_path("libnccl.so*")]
     seen = answer.json(BEGIN)
     if seen is None:
-        why = answer.failure("the child process that did so wrote no result")
+        why = answer.failure("a child process that did so did not tell what it saw")
         return Gpus(named, torch_error=f"importing torch and CuPy: {why}", nccl_visible=on_path)
     wheels = seen.pop("wheels")
     visible = [[WHEEL, path] for path in wheels]
