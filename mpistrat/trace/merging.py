@@ -185,7 +185,7 @@ class _EventKind:
 
 
 class _RankTrace:
-    """A rank's part. The lines that describe many events are read at the start.
+    """Reads one rank's part of the trace. The lines that describe many events are read at the start.
 
     Args: header: the first line of the part, read as JSON.
     Attributes:

@@ -37,7 +37,9 @@ def header_of(part: str) -> str:
 
 
 class Timeline:
-    """This process's part. Any thread may call its methods; in a forked child they do nothing.
+    """This process's part of the trace: it collects events and writes them to a file.
+
+    Any thread may call its methods; in a forked child they do nothing.
 
     Args:
         folder: the folder of the parts; made if it is missing.

@@ -89,7 +89,7 @@ def compare(
     num_rounds: int = ROUNDS,
     wait: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Let the contestants take turns. Called by: every rank.
+    """Time the contestants in turns. Called by: every rank.
 
     Args:
         repeat: the calls in a turn; None: as many as take 0.1 s.

@@ -146,7 +146,13 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Clock:
-    """How many seconds the time of day of node `node` is ahead of node 0's, give or take `error` seconds."""
+    """The comparison of a node's time of day with node 0's.
+
+    Attributes:
+        node: the node's number.
+        ahead: how many seconds the node's clock is ahead.
+        error: the largest possible error of `ahead`, in seconds.
+    """
 
     node: int
     ahead: float

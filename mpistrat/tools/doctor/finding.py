@@ -15,7 +15,7 @@ LEVELS = (PROBLEM, WARNING, OK)  # in the order of printing
 
 @dataclass(frozen=True)
 class Finding:
-    """A true sentence or two, and advice if something is wrong.
+    """One result of a check: a true sentence or two, and advice if something is wrong.
 
     Attributes:
         check: the subject of the check: "MPI", "cores", ...

@@ -188,7 +188,10 @@ def _named(
 def _slow_nodes(
     slow: Set[tuple[int, int]], pairs: Iterable[tuple[int, int]]
 ) -> dict[int, list[tuple[int, int]]]:
-    """Return the nodes that are slow with every other node, with the pairs of each. `slow` is a part of `pairs`."""
+    """Return the nodes that are slow with every other node, two at least, and each node's pairs.
+
+    `slow` is a part of `pairs`.
+    """
     pairs_of = grouped((node, pair) for pair in pairs for node in pair)
     return {
         node: pairs_of[node]

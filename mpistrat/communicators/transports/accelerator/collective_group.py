@@ -140,7 +140,8 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
     def _is_settled_within(self, seconds: float, outcome: Sequence[str]) -> bool:
         """Wait until this rank's start has ended or another rank has failed.
 
-        Returns: False if neither came within `seconds`.
+        If the wait is interrupted, the group is aborted on all ranks.   Returns: False if neither came within
+        `seconds`.
         """
         until = time.monotonic() + seconds
 

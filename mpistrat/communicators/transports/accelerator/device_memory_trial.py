@@ -1,11 +1,14 @@
 """Two processes send each other memory of an accelerator through MPI. A program of its own: see `device_memory_proof`.
 
-It may crash or hang, for MPI may take the pointers for pointers to host memory. Its arguments, in this order:
+It may crash or hang, for MPI may take the pointers for pointers to host memory. Its arguments are:
 
-1. the library of arrays: "torch" or "cupy"; 2. the accelerator's number; 3. the seconds after which the program ends
-itself; 4. the seconds for which it waits after an error, so that the launcher can read the error; 5. a text to print
-when the two processes have met; 6. a text to print when all has gone well; 7. the beginning of the error if the program
-can use no accelerator.
+1. the library of arrays: "torch" or "cupy";
+2. the accelerator's number;
+3. the seconds until the program ends itself;
+4. the seconds to wait after an error, so that the launcher can read the error;
+5. a text to print when the two processes have met;
+6. a text to print when all has gone well;
+7. the beginning of the error if the program can use no accelerator.
 """
 
 import signal

@@ -44,7 +44,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
 
     Attributes:
         costs: the measured costs of both transports.
-        smallest: the size in bytes from which buffers go by node; infinite if `flat` is always as fast.
+        smallest: buffers of at least so many bytes go by node; infinite if going by node does not pay.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ def takes(call: str, operands: Operands) -> bool:
 def why_not_by_node(nodes: Sequence[int]) -> str:
     """Return why buffers on GPUs do not go by node; "" if they may.
 
-    Args: nodes: the number of each rank's node, in rank order.
+    They may on several nodes with equally many ranks, more than one. Args: nodes: the number of each rank's node.
     """
     ranks = collections.Counter(nodes).values()
     if len(ranks) == 1:

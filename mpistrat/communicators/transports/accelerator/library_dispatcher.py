@@ -13,9 +13,9 @@ from mpistrat.options import CommunicationImplementation
 class LibraryDispatcher(Transport):
     """Hands each buffer on an accelerator to the transport of the buffer's library.
 
-    It makes a library's transport when the library's first buffer comes. Kernels of two groups must not run together on
-    one accelerator: on different ranks, each kernel may hold the cores that the other waits for. So a rank waits until
-    one library's collectives have ended before it uses the other library.
+    `use_gpus` makes one library's transport; the other one is made when its first buffer comes. Kernels of two groups
+    must not run together on one accelerator: on different ranks, each kernel may hold the cores that the other waits
+    for. So a rank waits until one library's collectives have ended before it uses the other library.
 
     Args:
         of_torch, of_cupy: functions that make the transport for torch's tensors and for CuPy's arrays. Collective.

@@ -44,7 +44,7 @@ class PendingCalls:
     """The submitted collectives of one communicator, in the order of their submission.
 
     Args:
-        contract: the communicator's contract; it has the name and the place of the call that is being submitted.
+        contract: the communicator's contract; it knows the call that is being submitted.
         watch: a watch for these collectives alone, between the same ranks.
         library: the library of the buffers.
         group: the group that does the collectives. It is aborted when the ranks have to raise a StallError.
