@@ -212,8 +212,8 @@ def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
 
     Called by: `strategies.binding.bind_all`.
     Args: seen: the result of `seen_accelerators()` on each rank of the node, in rank order.
-    Returns: for each rank, the accelerators' numbers in that rank's process, ascending; ranks share if there are too
-        few.
+    Returns: for each rank, the accelerators' numbers in that rank's process, ascending; an empty list for a rank that
+        sees none. Ranks share accelerators if there are too few.
     """
     shares = _one_each(seen)
     taken = set(itertools.chain(*shares))
