@@ -17,8 +17,7 @@ THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  
 
 
 def cpu_share(my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection[int]]) -> Fraction:
-    """Return this rank's share of the node's CPUs, a Fraction: a CPU that n local ranks may use counts as 1 / n for
-    each.
+    """Return this rank's share of the node's CPUs, a Fraction. A CPU for n local ranks counts as 1 / n for each.
 
     Args:
         my_cpus: the CPU numbers of this rank's affinity mask.
