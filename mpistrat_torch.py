@@ -1,7 +1,8 @@
-"""What torch calls when it is imported: its entry point for backends. It makes "mpistrat" known.
+"""The entry point that torch calls at the end of `import torch`. It makes the backend "mpistrat" known.
 
-A module of its own, which imports nothing of ours: one in the package `mpistrat` would load the package's `__init__`,
-which begins to observe a rank, with every `import torch`: tens of milliseconds, where 2 are allowed.
+This is a top-level module, and it imports nothing of `mpistrat`. Loading a module of the package would run the
+package's `__init__`, which begins to observe a rank. That takes tens of milliseconds at each `import torch`; 2 are
+allowed.
 """
 
 import sys
@@ -11,7 +12,10 @@ _NAME, _SCHEME = "mpistrat", "mpi"
 
 
 def register() -> None:
-    """Make the backend and `init_method="mpi://"` known. Raises nothing: `import torch` must not fail for it."""
+    """Make the backend "mpistrat" and `init_method="mpi://"` known to torch.distributed. Called by: torch, on import.
+
+    Raises: nothing, for `import torch` must not fail because of it. An error is written to stderr.
+    """
     try:
         dist = sys.modules["torch"].distributed
         if not dist.is_available() or _NAME in dist.Backend.backend_list:

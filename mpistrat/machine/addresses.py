@@ -12,16 +12,16 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-SECONDS_TO_ANSWER = 4.0  # a first packet that is lost is sent again after 1 and 3 s
+SECONDS_TO_ANSWER = 4.0  # TCP repeats a lost first packet after 1 and 3 s
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
-_IFREQ = struct.Struct("16s4x4s16x")  # name; of the address: family, port, and its four bytes
+_IFREQ = struct.Struct("16s4x4s16x")  # name; family and port (skipped); four bytes of the address
 
 
 def own_addresses(if_inet6: str = "/proc/net/if_inet6") -> tuple[str, ...]:
-    """Those of this node's interfaces, IPv4 first: ("10.0.0.5", "192.168.1.5", "fd00::5").
+    """Return the addresses of this node's interfaces, IPv4 first: ("10.0.0.5", "192.168.1.5", "fd00::5").
 
-    Without those that nobody else reaches: of the loopback interface, and link-local ones.
+    Loopback and link-local addresses are left out, for other nodes cannot reach them.
     """
     found: Iterable[ipaddress.IPv4Address | ipaddress.IPv6Address]
     found = dict.fromkeys((*_ipv4(), *_ipv6(if_inet6)))
@@ -31,28 +31,29 @@ def own_addresses(if_inet6: str = "/proc/net/if_inet6") -> tuple[str, ...]:
 def _ipv4() -> Iterator[ipaddress.IPv4Address]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no IPv4 address
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 answer = fcntl.ioctl(asked, _SIOCGIFADDR, _IFREQ.pack(name.encode(), b""))
                 yield ipaddress.IPv4Address(_IFREQ.unpack(answer)[1])
 
 
 def _ipv6(if_inet6: str) -> Iterator[ipaddress.IPv6Address]:
-    # There is no such file without IPv6.
+    # The file is missing on a node without IPv6.
     with contextlib.suppress(OSError), open(if_inet6, encoding="ascii") as lines:
         for line in lines:  # "fd000000000000000000000000000002 04 40 00 82     eth0"
             yield ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that listens at `address`, on a port that the system picks."""
+    """Return a socket that listens at `address`, IPv4 or IPv6, on a port that the system picks."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family)
 
 
 class Answering:
-    """In the block, whoever connects to `port`, at any address of this node, is sent `token`.
+    """Inside the block, sends `token`, 16 random bytes, to everybody who connects to `port` of this node.
 
-    So another node knows whom it has reached: an address such as 172.17.0.1 may be on every node.
+    It answers at any address of the node. So another node can tell that it has reached this node: an address such as
+    172.17.0.1 may exist on every node.
     """
 
     def __enter__(self) -> Answering:
@@ -79,7 +80,10 @@ class Answering:
 
 
 def reached(addresses: Sequence[str], port: int, token: bytes) -> list[bool]:
-    """Which of the addresses lead to the node that answers with `token` on `port`."""
+    """Return for each address whether the node behind it answers with `token` on `port` within 4 s.
+
+    An empty list for no addresses. All addresses are tried at the same time, each by a thread.
+    """
 
     def answers(address: str) -> bool:
         with (

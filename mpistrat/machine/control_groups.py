@@ -1,4 +1,7 @@
-"""What the kernel's control groups (Slurm's, a container's, systemd's) allow this process. Versions 1 and 2."""
+"""The limits of CPU time and memory that the kernel's control groups set for this process. Versions 1 and 2.
+
+Slurm, containers and systemd make control groups.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 where there is no limit
+_UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """CPUs' worth of time, and bytes of memory; None: no limit. Pages that the kernel can drop count as free."""
+    """The limits of this process's control groups.
+
+    Attributes:
+        cpus: how many CPUs' worth of time; None: no limit.
+        memory: bytes; None: no limit.
+        memory_used: bytes in use, without file pages that the kernel can drop.
+    """
 
     cpus: float | None = None
     memory: int | None = None
@@ -23,7 +32,7 @@ class Allowed:
 
 
 def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -> Allowed:
-    """The tightest limits of this process's groups and of the groups around them."""
+    """Return the tightest limits of this process's control groups and of the groups around them."""
     cpus: list[float] = []
     memory: list[tuple[int, int]] = []
     for folder in _folders(groups, mounts):
@@ -44,7 +53,10 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
 
 
 def most_memory() -> float:
-    """Bytes that this process could have if it were alone; inf where nobody knows."""
+    """Return the bytes that this process could have if it ran alone; infinite if nothing tells.
+
+    It is the lesser of the control group's limit, and RAM plus swap.
+    """
     group = allowed()
     known = [group.memory] if group.memory is not None else []
     machine = Path("/proc/meminfo")
@@ -54,7 +66,10 @@ def most_memory() -> float:
 
 
 def _folders(groups: str, mounts: str) -> Iterator[Path]:
-    """The folders of the groups and of the groups around them. A container has only what is mounted there."""
+    """Yield the folders of this process's groups and of the groups around them.
+
+    A container sees only mounted folders.
+    """
     for line in _read(Path(groups)).splitlines():
         _, controllers, path = line.split(":", 2)  # "4:memory:/slurm/uid_0/job_7", "0::/user.slice"
         tops = [Path(mounts), *(Path(mounts, name) for name in controllers.split(",") if name)]
@@ -67,13 +82,16 @@ def _folders(groups: str, mounts: str) -> Iterator[Path]:
 
 
 def number_in(file: Path, name: str) -> int:
-    """81920 of a line such as "NAME 81920" or "NAME:  81920 kB"; 0 where there is none."""
+    """Return the number in the line of `file` that begins with `name`; 0 if there is no such line or no file.
+
+    It is 81920 for a line such as "NAME 81920" or "NAME:  81920 kB".
+    """
     found = re.search(rf"^{name}:?\s+(\d+)", _read(file), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def _read(file: Path) -> str:
-    """The text of a file; "" where it cannot be read."""
+    """Return the text of a file; "" if it cannot be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return file.read_text(encoding="utf-8").strip()
     return ""

@@ -7,7 +7,7 @@ import platform
 
 
 def cpu_model() -> str:
-    """As /proc/cpuinfo has it ("AMD EPYC 9654 96-Core Processor"); where it names none, the architecture."""
+    """Return the processor's model from /proc/cpuinfo, "AMD EPYC 9654 96-Core Processor", else its architecture."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith("model name"):

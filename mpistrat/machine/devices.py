@@ -1,7 +1,7 @@
 """Device names, the accelerators of this process, and how the ranks of a node share them.
 
-Accelerators are those that `torch.accelerator` reports, of whatever kind: CUDA (ROCm's GPUs, too, go by this name),
-Intel XPU, or another's. Without torch they are those of CuPy.
+The accelerators are the devices that `torch.accelerator` reports, of any kind: CUDA (also ROCm, under that name), Intel
+XPU, or another. Without torch they are CuPy's devices.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ _DEVICE = re.compile(
 
 
 def check_device(device: str) -> str:
-    """`device` in our spelling ("cpu:0", "cuda:1"); ValueError for what is not a device of this rank."""
+    """Return `device` in our spelling: "cpu:0", "cuda:1". "gpu" stands for this process's kind of accelerator.
+
+    Raises: ValueError if `device` is no device name, or if this process does not have the device.
+    """
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
     named, index = (match["kind"].lower(), int(match["index"] or 0)) if match else ("", 0)
     present = accelerator() or "cuda"
     kind = {"gpu": present, "tpu": "xla"}.get(named, named)
-    # XLA's devices are those of a TPUStrategy: without one there are none.
+    # "xla" is in `device_kinds` only after a TPUStrategy was built.
     if kind not in ("cpu", "cuda", present, *device_kinds):
         raise ValueError(f"expected a device such as 'cpu:0' or 'cuda:1', got {device!r:.60}")
     if kind in ("cuda", present) and (kind != present or index >= num_accelerators()):
@@ -48,13 +51,17 @@ def _seen_in_words() -> str:
 
 
 def task_of(device: str) -> tuple[str, int] | None:
-    """The job and the task that `device` names, such as ("worker", 1); None where it names none."""
+    """Return the job and the task that `device` names: ("worker", 1) for "/job:worker/task:1/cpu:0"; None if none."""
     match = _DEVICE.fullmatch(device)
     return None if match is None or match["task"] is None else (match["job"], int(match["task"]))
 
 
 def check_devices(devices: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Distinct devices of this rank, in our spelling; None where none are named."""
+    """Return the device names in our spelling; None if `devices` is None or empty.
+
+    Raises: ValueError if it is no list, or a device does not exist or belongs to another host; AssertionError if two
+        devices are the same.
+    """
     if not devices:
         return None
     if not isinstance(devices, (list, tuple)):
@@ -74,9 +81,9 @@ def check_devices(devices: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def torch_accelerator() -> str:
-    """What torch calls the accelerators that it can use here: "cuda", "xpu", …; "" for none, or without torch.
+    """Return torch's name for the kind of accelerators here: "cuda", "xpu", …; "" without torch, or if it sees none.
 
-    XLA's are those of a TPUStrategy.
+    "" also for "xla": a TPUStrategy manages XLA's devices.
     """
     torch = sys.modules.get("torch")
     device = None if torch is None else torch.accelerator.current_accelerator(check_available=True)
@@ -85,12 +92,12 @@ def torch_accelerator() -> str:
 
 
 def accelerator() -> str:
-    """As `torch_accelerator`; "cuda" where CuPy alone sees some."""
+    """Return the kind of accelerators here: torch's name for it, else "cuda" if only CuPy sees some; "" for none."""
     return torch_accelerator() or ("cuda" if _num_of_cupy() else "")
 
 
 def num_accelerators() -> int:
-    """How many this process sees; 0 where neither torch nor CuPy is loaded."""
+    """Return the number of accelerators that this process sees; 0 if neither torch nor CuPy is loaded."""
     if torch_accelerator():
         return int(sys.modules["torch"].accelerator.device_count())
     return _num_of_cupy()
@@ -102,11 +109,12 @@ def _num_of_cupy() -> int:
 
 
 def seen_accelerators() -> tuple[str, ...]:
-    """What identifies the accelerators that this process sees, in the order of its own numbers.
+    """Return a name for each accelerator that this process sees, in the order of its numbers in this process.
 
-    The same one has the same name in all processes of a node that load the same library, whatever each of them sees:
-    CUDA_VISIBLE_DEVICES may differ, and inside Slurm's control groups the numbers begin at 0 in every task. Of a kind
-    that has no identifiers, the number is all there is.
+    An accelerator has the same name in all processes of a node that load the same library. Its number may differ
+    between them: CUDA_VISIBLE_DEVICES may differ, and inside Slurm's control groups each task counts from 0. The name
+    is a UUID (torch) or a PCI bus ID (CuPy). If a kind of device has no identifiers, the name is made of the kind and
+    the number.
     """
     kind, numbers = torch_accelerator(), range(num_accelerators())
     if not kind:
@@ -120,9 +128,10 @@ chosen: int | None = None  # the number of this rank's accelerator, once a strat
 
 
 def make_current(index: int) -> None:
-    """Have torch and CuPy take accelerator `index` where a program names none, as in `.cuda()`.
+    """Make accelerator `index` of this process the current device of torch and CuPy, for calls such as `.cuda()`.
 
-    It is this rank's. The calling thread takes it from now on, and so does each thread that calls `make_own_current`.
+    It becomes this rank's accelerator, and the current device of the calling thread. Other threads call
+    `make_own_current`.
     """
     global chosen
     chosen = index
@@ -133,42 +142,46 @@ def make_current(index: int) -> None:
 
 
 def make_own_current() -> None:
-    """Have this thread take this rank's accelerator, if the rank has one.
+    """Make this rank's accelerator the current device of this thread, if the rank has chosen one.
 
-    CUDA has each new thread take accelerator 0, and opens a context there for many a call, such as a question about an
-    event: 0.5 GB for each rank of the node.
+    CUDA makes device 0 the current device of each new thread. Many calls, such as a query of an event, would open a
+    context there: 0.5 GB for each rank of the node.
     """
     if chosen is not None:
         make_current(chosen)
 
 
 def current(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Inside, on this thread, torch takes `device` where a program names none, if it is an accelerator."""
+    """Return a context in which torch creates tensors on `device`, on this thread, if the program names no device.
+
+    For the CPU the context does nothing.
+    """
     kind, _, index = device.partition(":")
     if kind == torch_accelerator():
         return sys.modules["torch"].accelerator.device_index(int(index))
     return contextlib.nullcontext()
 
 
-# After an error of a call, torch's watchdog of NCCL waits for a dump, and four times as long for the dumps of other
-# ranks; then it ends the process. These values keep it from doing so.
+# After an error in a call, torch's watchdog for NCCL waits for a dump, and four times as long for the dumps of other
+# ranks. Then it ends the process. With these values it does neither.
 _AFTER_AN_ERROR = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
-# One thread at a time makes a group: another would take our variables for the user's.
+# Only one thread at a time makes a group: a second thread would take our variables for the user's.
 _making = threading.RLock()
 
 
 @contextlib.contextmanager
 def nccl_that_outlives_errors() -> Iterator[None]:
-    """Inside, torch makes groups of NCCL that leave errors to mpistrat, but for variables that the user has set.
+    """Return a context in which torch makes NCCL groups that leave errors to mpistrat.
 
-    Groups that the program makes are not made inside: they keep their dumps, and end the process.
+    It sets variables of the environment, unless the user has set them. Groups that the program makes itself are not
+    made inside the context: their watchdog still dumps, and ends the process.
     """
     with _making:
-        # torch still reads NCCL_ASYNC_ERROR_HANDLING, the older name, which has no prefix.
+        # torch still reads NCCL_ASYNC_ERROR_HANDLING, the older name without a prefix.
         of_user = os.environ.keys() | {f"TORCH_{name}" for name in os.environ}
         ours = {name: text for name, text in _AFTER_AN_ERROR.items() if name not in of_user}
         os.environ.update(ours)
@@ -180,13 +193,13 @@ def nccl_that_outlives_errors() -> Iterator[None]:
 
 
 def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
-    """Which of the accelerators that it sees each rank of a node uses, by its own numbers; None where it sees none.
+    """Choose an accelerator for each rank of a node.
 
-    Args:
-        seen: `seen_accelerators()` of each of the node's ranks, in rank order.
+    Every accelerator gets one rank before any gets a second, as far as the ranks can see the accelerators (augmenting
+    paths, as in H. W. Kuhn's method for assignments). Ranks that all see the same accelerators take them in turn.
 
-    Every one gets one rank before any gets a second, as far as what the ranks see allows it (augmenting paths, as in
-    H. W. Kuhn's method for assignments). Ranks that all see the same ones take them in turn.
+    Args: seen: the result of `seen_accelerators()` on each rank of the node, in rank order.
+    Returns: for each rank, the accelerator's number in that rank's process; None for a rank that sees none.
     """
     return [
         names.index(share[0]) if share else None
@@ -195,7 +208,13 @@ def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
 
 
 def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
-    """As `share_out`, but each rank gets as many as all can have, and one where there are fewer than ranks."""
+    """Choose equally many accelerators for each rank of a node: as many as possible, and at least one.
+
+    Called by: `strategies.binding.bind_all`.
+    Args: seen: the result of `seen_accelerators()` on each rank of the node, in rank order.
+    Returns: for each rank, the accelerators' numbers in that rank's process, ascending; an empty list for a rank that
+        sees none. Ranks share accelerators if there are too few.
+    """
     shares = _one_each(seen)
     taken = set(itertools.chain(*shares))
     for name in dict.fromkeys(itertools.chain(*seen)):
@@ -209,7 +228,7 @@ def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
 
 
 def _one_each(seen: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The name of each rank's accelerator; an empty list where the rank sees none."""
+    """Return for each rank a list with the name of its accelerator; an empty list for a rank that sees none."""
     users: dict[str, list[int]] = collections.defaultdict(list)
     for rank, names in enumerate(seen):
         if names:
@@ -225,7 +244,10 @@ def _find_place(
     limit: int,
     tried: set[str],
 ) -> bool:
-    """Give `rank` an accelerator with less than `limit` users, or one of a rank that finds another."""
+    """Give `rank` an accelerator with fewer than `limit` users, or an accelerator of a rank that finds another.
+
+    `users` has the ranks of each accelerator; this changes it.   Returns: whether `rank` has got an accelerator.
+    """
     idlest = min(seen[rank], key=lambda name: len(users[name]))
     if len(users[idlest]) < limit:
         users[idlest].append(rank)

@@ -1,7 +1,8 @@
-"""Names of a package that are loaded when a program first uses them.
+"""Load the names of a package when a program first uses them.
 
-The package writes its imports under `if TYPE_CHECKING:`, where type checkers and readers find them. They are compiled,
-too, but do not run. `load_on_first_use` finds them in the compiled code, which also programs without sources have.
+The package writes its imports under `if TYPE_CHECKING:`, where type checkers and readers find them. Python compiles
+these imports but does not run them. `load_on_first_use` reads them from the compiled code: a program may have no
+sources.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 def load_on_first_use(
     package: str, then: Callable[[str], None] = lambda name: None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions `__getattr__` and `__dir__` of `package`. Called by: the package's own code, while it runs.
+    """Return functions to use as `__getattr__` and `__dir__` of `package`.
 
-    Args: then: is called with each name, once it is loaded.
+    Called by: the package's own `__init__`, while it runs. `__getattr__` raises AttributeError for an unknown name.
+    Args: then: a function that is called with each name, once it is loaded.
     """
     imports = _imports_in(sys._getframe(1).f_code)
 
@@ -39,7 +41,7 @@ def load_on_first_use(
 
 
 def _imports_in(code: CodeType) -> dict[str, tuple[str, str]]:
-    """By the names that `from … import …` gives in `code`: the module, and the name there."""
+    """Find the `from … import …` statements in `code`. Returns: by imported name, the module and the name there."""
     imports, origin, original = {}, "", ""
     for instruction in dis.get_instructions(code):
         match instruction.opname:

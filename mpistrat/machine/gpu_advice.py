@@ -1,4 +1,4 @@
-"""What to do where ranks cannot combine values on GPUs by NCCL. Notices and `mpistrat doctor` say the same."""
+"""Advice for ranks that cannot combine values on GPUs by NCCL. Notices and `mpistrat doctor` give the same advice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mpistrat.machine.notices import tell
 ONE_RANK_PER_GPU = "start one rank per GPU (--gpus-per-task=1, or CUDA_VISIBLE_DEVICES by rank)"
 ONE_ENVIRONMENT = "start all ranks with one environment, and the same modules on all nodes"
 INSTALL_NCCL = "install NCCL: pip install nvidia-nccl-cu13 (or cu12, as torch's CUDA is)"
-# (part of a reason, what to do). The first entry whose part is in the reason applies.
+# Pairs: a piece of the reason, and the advice. The first pair applies that has its piece in the reason.
 _FIXES = (
     ("share a GPU", ONE_RANK_PER_GPU),
     ("Duplicate GPU", ONE_RANK_PER_GPU),
@@ -19,11 +19,16 @@ _FIXES = (
     ("its sum of ", "look at nvidia-smi -q and dmesg, and compare with NCCL_P2P_DISABLE=1"),
     ("", "set NCCL_DEBUG=INFO, which shows more, and run `mpistrat doctor` in the same way"),
 )
-notices: list[str] = []  # those that this process has given
+notices: list[str] = []  # the notices that this process has given: one at most
 
 
 def tell_of_way(way: str, reason: str) -> None:
-    """Say once in a process: the way of values on GPUs, the reason against NCCL, and the fix."""
+    """Tell the user, once in a process, how values on GPUs travel, why not by NCCL, and how to mend it.
+
+    Args:
+        way: "through host memory".
+        reason: why NCCL is not used; only its first line is told.
+    """
     fix = next(fix for part, fix in _FIXES if part in reason)
     text = f"values on GPUs go {way}, because {reason.splitlines()[0].rstrip('.')}"
     if not notices:

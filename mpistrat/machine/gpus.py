@@ -1,4 +1,4 @@
-"""Which GPUs may this process use? Asked without loading any GPU library."""
+"""Find out which GPUs this process may use, without loading a GPU library."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Ids of the GPUs that CUDA_VISIBLE_DEVICES allows, else of those that nvidia-smi lists, else none."""
+    """Return the ids of the GPUs in CUDA_VISIBLE_DEVICES. If it is not set, number the GPUs that nvidia-smi lists.
+
+    An empty tuple if there are none, or no nvidia-smi.
+    """
     listed = environ.get(VISIBLE_DEVICES)
     if listed is None:
         return tuple(map(str, range(_number_by_nvidia_smi())))
-    # CUDA ignores the first entry that is no device, and all that follow it.
+    # CUDA ignores the first entry that is no device, and all entries after it.
     entries = map(str.strip, listed.split(","))
     return tuple(itertools.takewhile(re.compile("[^-]").match, entries))
 

@@ -1,4 +1,4 @@
-"""What is to be done once a program has loaded a library that is not loaded for its sake."""
+"""Run actions when a program has loaded a library that mpistrat itself does not want to load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Calls the `actions` of a module, by its name, in order, once the process has loaded it."""
+    """Runs the `actions` of a module, in order, when the process has loaded the module. They are stored by its name."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Callable[[], None]]] = {}
@@ -36,7 +36,7 @@ _loading = _WhenLoaded()
 
 
 def when_loaded(module: str, action: Callable[[], None]) -> None:
-    """Call `action` when the import of `module` has ended: now, if it is loaded."""
+    """Call `action` when the import of `module` has ended; at once if the module is loaded already."""
     if module in sys.modules and module not in _loading.actions:
         action()
         return

@@ -1,4 +1,4 @@
-"""The Python interpreter for helper processes."""
+"""The Python interpreter that helper processes run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ sys.modules["mpistrat"] = package
 
 
 def python_of_helpers() -> str | None:
-    """The interpreter's file; None in a frozen program, whose executable would run the program once more."""
+    """Return the path of this process's Python interpreter; None if helpers cannot run it.
+
+    None in a frozen program, for its executable would start the program again.
+    """
     executable = sys.executable or ""
     is_python = re.match(r"(python|pypy)", os.path.basename(executable)) is not None
     if getattr(sys, "frozen", False) or not is_python or not os.access(executable, os.X_OK):

@@ -1,4 +1,4 @@
-"""Where mpi4py and the dynamic linker look for libraries, in their order."""
+"""The places where mpi4py and the dynamic linker look for libraries, in their order."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import sys
 from collections.abc import Iterator, Mapping
 
 PRELOAD = "LD_PRELOAD"  # "/opt/mpi/lib/libmpi.so.12"; separated by colons or spaces
-CHOSEN = "MPI4PY_LIBMPI"  # "/opt/mpi/lib/libmpi.so.12", a folder, or several of both
+CHOSEN = "MPI4PY_LIBMPI"  # "/opt/mpi/lib/libmpi.so.12", a folder, or a list of files and folders
 LIBRARY_PATH = "LD_LIBRARY_PATH"  # "/opt/mpi/lib:/opt/cuda/lib64"
-ENVIRONMENT, USER, BASE = "environment", "user", "base"  # rules that are no variables
+ENVIRONMENT, USER, BASE = "environment", "user", "base"  # rules that are no environment variables
 
 _NAMES = "libmpi.so*"
 _ELF = b"\x7fELF"
 
 
 def visible_mpi_libraries(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
-    """Every libmpi that a rule finds, as (rule, path), in the order of the rules.
+    """Return every libmpi that mpi4py or the dynamic linker can find, as pairs (rule, path), the first choice first.
 
-    The order is mpi4py 4.1's (mpi4py/_mpiabi.py): what is preloaded; MPI4PY_LIBMPI, and then nothing else; the `lib` of
-    the virtual environment, of the user's packages, of Python itself; what the dynamic linker finds by name. What lies
-    in the system's own folders is not listed.
+    The order is mpi4py 4.1's (mpi4py/_mpiabi.py): LD_PRELOAD; MPI4PY_LIBMPI, and then nothing else; the `lib` of the
+    virtual environment, of the user's packages and of Python itself; LD_LIBRARY_PATH. The linker's own folders in the
+    system are not listed. `rule` is the name of a variable, or ENVIRONMENT, USER or BASE.
     """
     preloaded = environ.get(PRELOAD, "").replace(":", " ").split()
     found = [(PRELOAD, path) for path in preloaded if os.path.basename(path).startswith("libmpi")]
@@ -37,7 +37,7 @@ def visible_mpi_libraries(environ: Mapping[str, str] = os.environ) -> list[tuple
 
 
 def libraries_on_path(pattern: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Files of LD_LIBRARY_PATH's folders that are libraries and have such a name."""
+    """Return the libraries in the folders of LD_LIBRARY_PATH with a name that matches `pattern`: "libnccl.so*"."""
     folders = _entries(environ, LIBRARY_PATH)
     return [path for folder in folders for path in _in_folder(folder, pattern)]
 
@@ -51,12 +51,15 @@ def _prefixes() -> Iterator[tuple[str, str]]:
         yield ENVIRONMENT, sys.exec_prefix
     if site.ENABLE_USER_SITE and site.USER_BASE:
         yield USER, os.path.abspath(site.USER_BASE)
-    if sys.base_exec_prefix != "/usr":  # whose folders the dynamic linker knows itself
+    if sys.base_exec_prefix != "/usr":  # the dynamic linker searches /usr/lib anyway
         yield BASE, sys.base_exec_prefix
 
 
 def _in_folder(folder: str, pattern: str = _NAMES) -> list[str]:
-    """Without what is a linker's script, such as the `libmpi.so` of the wheels; each file once."""
+    """Return the ELF files in `folder` that match `pattern`, each once.
+
+    The `libmpi.so` of the wheels is a linker's script.
+    """
     paths: dict[str, str] = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), pattern))):
         with contextlib.suppress(OSError), open(path, "rb") as file:

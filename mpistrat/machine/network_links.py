@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def network_links(devices: str = "/sys/class") -> tuple[str, ...]:
-    """The speeds of the links that are up, each once: ("200 Gb/sec (4X HDR)", "25000 Mb/s")."""
+    """Return the speeds of the links that are up, each speed once: ("200 Gb/sec (4X HDR)", "25000 Mb/s")."""
     files = {
         "net/*/speed": "{} Mb/s",
-        "infiniband/*/ports/*/rate": "{}",  # of Omni-Path and Slingshot's RoCE, too
+        "infiniband/*/ports/*/rate": "{}",  # also for Omni-Path and Slingshot's RoCE
     }
     found = set()
     for pattern, described in files.items():
         for file in Path(devices).glob(pattern):
-            with contextlib.suppress(OSError):  # of a loopback, or one that is down
+            with contextlib.suppress(OSError):  # a loopback link, or a link that is down
                 text = file.read_text(encoding="utf-8").strip()
                 if not text.startswith("-"):
                     found.add(described.format(text))

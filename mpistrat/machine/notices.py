@@ -1,8 +1,8 @@
-"""The one voice of this project: words for people, each in one piece, so that those of several ranks do not mix.
+"""All texts that mpistrat shows to people go through this module. Texts of several ranks do not mix.
 
-Notices go to the logger `mpistrat`. If neither that nor the root logger has a handler, they go to `sys.stderr`, or to
-descriptor 2 where that stream cannot be used. Last words and the observer's words never go through `logging`: another
-thread may hold its locks.
+Notices go to the logger `mpistrat`. If neither that logger nor the root logger has a handler, they go to `sys.stderr`,
+or to descriptor 2 if that stream cannot be used. Last words, and the observer's words, never go through `logging`,
+because another thread may hold its locks.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import logging
 
-_MILLISECONDS_FOR_A_READER = 1000  # of a pipe that is full
-_without_effect: set[str] = set()  # what a warning has named
+_MILLISECONDS_FOR_A_READER = 1000  # how long to wait for the reader of a full pipe
+_without_effect: set[str] = set()  # the options that were warned of
 
 
 def tell(text: str, level: Literal["INFO", "WARNING", "ERROR"] = "WARNING") -> None:
-    """Log `text`; where the program has no handler for it, say it as a line of this project, at INFO, too.
+    """Log `text`. If the program has configured no handler, write it to stderr as a line "mpistrat: …" instead.
 
-    Args: level: INFO for what goes as it is meant to.
+    Args: level: "INFO" if nothing is wrong. Without a handler, INFO is written to stderr, too.
     """
     import logging  # here, because it makes importing mpistrat slower
 
     logger, number = logging.getLogger("mpistrat"), getattr(logging, level)
-    if _is_configured(logger):  # asked each time: the program may do it at any time
+    if _is_configured(logger):  # asked each time, because the program may add a handler at any time
         logger.log(number, text, stacklevel=2)
     elif number >= max(logger.level, logger.manager.disable + 1):
         say(f"mpistrat: {text}\n")
 
 
 def _is_configured(logger: logging.Logger) -> bool:
-    """Whether it has handlers, and not just the one that `logging.warning()` makes, called by whatever library."""
+    """Return whether the logger has handlers that somebody configured.
+
+    A handler that `logging.warning()` made by itself does not count, for any library may call that function.
+    """
     import logging
 
     root = logger.root
@@ -52,7 +55,7 @@ def _is_configured(logger: logging.Logger) -> bool:
 
 
 def warn_of_no_effect(what: str, why: str, rank: int = 0) -> None:
-    """Warn once, on rank 0 only, that the option `what` of tf.distribute does nothing here."""
+    """Warn that the option `what` of tf.distribute does nothing here. Once for each option, and on rank 0 only."""
     if rank == 0 and what not in _without_effect:
         _without_effect.add(what)
         warnings.warn(f"{what} does nothing here: {why}", UserWarning, stacklevel=3)
@@ -66,13 +69,14 @@ def warn_on_first_rank(
 
 
 def say(text: str, *, last: bool = False) -> bool:
-    """Write `text`, with no end of line added, and return whether it was written.
+    """Write `text` to stderr, without a newline at the end. Returns: whether it was written.
 
     Args:
-        last: this process is about to end. What ends with it is then passed over: a StringIO, and what pytest captures.
+        last: whether this process is about to end. Then streams are skipped that end with it: a StringIO, pytest's
+            capture.
     """
     stream = sys.stderr
-    with contextlib.suppress(Exception):  # None, closed, full, or an object of the program's
+    with contextlib.suppress(Exception):  # stderr may be None, closed, full, or a user's object
         if _may_be_read(stream, last):
             stream.write(text)
             stream.flush()
@@ -85,7 +89,10 @@ def _may_be_read(place: Any, last: bool) -> bool:
 
 
 def _is_stderr(place: Any) -> bool:
-    """False for a descriptor 2 that was closed, and may by now be a file that the program has opened."""
+    """Return whether `place` is still stderr.
+
+    False for a descriptor 2 that was closed: the program may since have opened a file with this number.
+    """
     if _descriptor_of(place) != 2:
         return True
     with contextlib.suppress(OSError):
@@ -94,16 +101,16 @@ def _is_stderr(place: Any) -> bool:
 
 
 def _ends_with_us(place: Any) -> bool:
-    """Whether nobody can read what is written there once this process has ended."""
+    """Return whether nobody can read the text in `place` once this process has ended."""
     descriptor = _descriptor_of(place)
-    if descriptor is None:  # a class of the program's may write to a file
+    if descriptor is None:  # a program's own class may write to a file, io's classes do not
         return isinstance(place, io.IOBase)
     status = os.fstat(descriptor)
     return stat.S_ISREG(status.st_mode) and not status.st_nlink
 
 
 def _descriptor_of(place: Any) -> int | None:
-    """Of a descriptor or stream; None for a stream that has none, or is closed."""
+    """Return the descriptor of a stream, or `place` if it is a number; None for a stream that has none or is closed."""
     if isinstance(place, int):
         return place
     with contextlib.suppress(Exception):
@@ -113,7 +120,10 @@ def _descriptor_of(place: Any) -> int | None:
 
 
 def write(descriptor: int, text: str) -> bool:
-    """Write `text` there; returns whether all of it could be written. A full pipe is waited for, but not for long."""
+    """Write `text` to `descriptor`. Returns: whether all of it could be written.
+
+    If a pipe is full, this waits for its reader, 1 s at most each time.
+    """
     data = text.encode(errors="replace")
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
@@ -129,13 +139,13 @@ def write(descriptor: int, text: str) -> bool:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0-3, 7"."""
+    """Return the ranks as text: "rank 3", "ranks 0-3, 7"."""
     numbers = sorted(ranks)
     return f"rank{'s' * (len(numbers) > 1)} {runs_in_words(numbers)}"
 
 
 def runs_in_words(numbers: Iterable[int]) -> str:
-    """ "0-3, 7" """
+    """Return the numbers as text, with runs shortened: "0-3, 7"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

@@ -1,4 +1,7 @@
-"""Files and folders for this user alone, whatever the umask is. What others have put in their place is not used."""
+"""Files and folders for this user alone, with any umask.
+
+Files that another user has put in their place are not used.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,18 @@ from typing import Any
 
 
 def private(path: str, flags: int) -> int:
-    """An `opener` for `open`: nobody else can read a file that it creates. An existing file keeps its permissions."""
+    """Open `path` so that nobody else can read a file that this creates. Use it as the `opener` of `open`.
+
+    An existing file keeps its permissions.   Returns: a descriptor.
+    """
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def create(path: str, *, binary: bool = False) -> Any:
-    """A new file, open for writing, in place of one that was there; a link is not followed, but replaced.
+    """Create the file `path`, and return it open for writing. An existing file is replaced; a link is not followed.
 
-    Raises: OSError, also if the one that was there is another user's, in a folder like /tmp.
+    Args: binary: False: a text file in UTF-8.
+    Raises: OSError if the file cannot be created, also if another user's file is there in a folder like /tmp.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -24,7 +31,12 @@ def create(path: str, *, binary: bool = False) -> Any:
 
 
 def make_folder(path: str) -> None:
-    """Make the folder and those above it, as far as they are missing."""
+    """Make the folder `path` and its missing parents, for this user alone (mode 0700).
+
+    An existing folder stays as it is.
+
+    Raises: OSError if a folder cannot be made, or if `path` is a file.
+    """
     parent = os.path.dirname(path)
     if parent and not os.path.isdir(parent):
         make_folder(parent)

@@ -1,1 +1,1 @@
-"""MPISTRAT_TRACE: what each rank did when, as one timeline of all ranks. Loaded only where it is asked for."""
+"""MPISTRAT_TRACE: records the work of each rank on one timeline of all ranks. Loaded only if the variable is set."""

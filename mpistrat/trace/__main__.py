@@ -1,4 +1,4 @@
-"""`python -m mpistrat.trace DIR`: make trace.json of the parts that a job left in DIR, as one that was killed does."""
+"""`python -m mpistrat.trace DIR`: make trace.json from the parts that a job, such as a killed one, left in DIR."""
 
 import argparse
 import sys

@@ -1,7 +1,7 @@
-"""How clocks of different nodes differ: estimated by round trips, and in between by a straight line.
+"""How clocks of different nodes differ: measured by round trips, and a straight line between two measurements.
 
-The ranks of a node share CLOCK_MONOTONIC and need none of this. Of other nodes' clocks it counts from their start, and
-runs faster or slower by what crystals differ, some 10 us in a second.
+The ranks of a node share CLOCK_MONOTONIC and need no comparison. On another node this clock counts from that node's
+start, and runs faster or slower by some 10 us in a second, because crystals differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ ROUNDS = 20
 
 @dataclass(frozen=True)
 class Comparison:
-    """At `at` of one's own clock, another was `ahead` ns ahead of it, give or take `error`."""
+    """One comparison of this process's clock with another clock. All times are nanoseconds.
+
+    Attributes:
+        at: the time of this process's clock.
+        ahead: how far the other clock was ahead at that time.
+        error: the largest possible error of `ahead`.
+    """
 
     at: int
     ahead: int
@@ -29,13 +35,15 @@ class Comparison:
 
 
 def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
-    """Cristian's algorithm (Probabilistic clock synchronization, Distributed Computing 3, 1989, pages 146-158).
+    """Compare two clocks by Cristian's algorithm.
 
-    The other clock was read within the round trip, at its middle for all one knows; so the error is at most half of
-    it, and the shortest of `ROUNDS` is the best.
+    Source: Probabilistic clock synchronization, Distributed Computing 3, 1989, pages 146-158. The other clock was read
+    within the round trip; the best guess is its middle. So the error is at most half of the round trip, and the
+    shortest of `ROUNDS` round trips is the best.
+
     Args:
-        ask: gets the time of the other clock, in ns.
-        now: reads one's own.
+        ask: returns the time of the other clock, in ns.
+        now: returns the time of this process's clock, in ns.
     """
     comparisons = []
     for _ in range(ROUNDS):
@@ -48,7 +56,10 @@ def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
 
 
 def compare_with(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> Comparison:
-    """Compare by messages with the clock of `rank` of `comm`. Meanwhile that rank calls `answer`."""
+    """Compare this process's clock with the clock of `rank` in `comm`. That rank must call `answer` at the same time.
+
+    `now` returns the time in ns.
+    """
     time = np.zeros(1, np.int64)
 
     def ask() -> int:
@@ -60,7 +71,7 @@ def compare_with(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> Comp
 
 
 def answer(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> None:
-    """Tell `rank` of `comm` the time as often as its `compare_with` asks for it."""
+    """Send the time to `rank` of `comm`, as often as the other rank's `compare_with` asks for it. `now` returns ns."""
     time = np.zeros(1, np.int64)
     for _ in range(ROUNDS):
         comm.Recv(time, rank)
@@ -69,9 +80,12 @@ def answer(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> None:
 
 
 class Alignment:
-    """Turns times of one clock into those of another, which it was compared with.
+    """Converts times of one clock, in ns, into times of another clock that it was compared with.
 
-    Between the first comparison and the last the difference changes evenly; before and after it stays.
+    Between the first and the last comparison the difference changes evenly. Outside it is constant.
+
+    Attributes:
+        error: the larger error of the two comparisons, in ns.
     """
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:

@@ -1,8 +1,8 @@
-"""Makes one timeline of the ranks' parts, in the Trace Event Format of Chrome, which Perfetto opens.
+"""Merge the parts of all ranks into one timeline in Chrome's Trace Event Format. Perfetto opens it.
 
-"Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; what of it
-Perfetto shows: https://perfetto.dev/docs/getting-started/other-formats. A process (`pid`) is a rank, a thread (`tid`) a
-track; complete events (`ph` "X") nest by their times, which are microseconds.
+Sources: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; the part
+of it that Perfetto shows: https://perfetto.dev/docs/getting-started/other-formats. A process (`pid`) is a rank, a
+thread (`tid`) a track. Complete events (`ph` "X") nest by their times in microseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,16 @@ def trace_of(folder: str) -> str:
 
 @dataclass(frozen=True)
 class Merged:
-    """What `merge` made, and what it could not have."""
+    """The result of `merge`.
+
+    Attributes:
+        path: the merged file.
+        ranks: the ranks with a part.
+        events: the number of events.
+        missing: the ranks without a part.
+        unfinished: the ranks with a part that has no end.
+        unaligned: the ranks with a clock that cannot be converted to the first rank's clock.
+    """
 
     path: str
     ranks: tuple[int, ...]
@@ -62,8 +71,9 @@ class Merged:
 def merge(folder: str) -> Merged:
     """Write `trace.json` in `folder` from the parts that are there.
 
-    It takes memory for the times of all collectives, not for the events.
-    Raises: FileNotFoundError when there is no part; OSError when it cannot be written.
+    Called by: rank 0 at the program's end, or `python -m mpistrat.trace`. It keeps the times of all collectives in
+        memory, but not the other events.
+    Raises: FileNotFoundError if there is no part; OSError if the file cannot be written.
     """
     parts = _readable_parts(folder)
     aligned = _alignments(parts)
@@ -85,7 +95,7 @@ def merge(folder: str) -> Merged:
 
 
 def _readable_parts(folder: str) -> list[_RankTrace]:
-    """Raises: FileNotFoundError when there is none."""
+    """Return the parts in `folder` with a valid header, by rank. Raises: FileNotFoundError if there is none."""
     parts = []
     for rank in _ranks_in(folder):
         path = part_of(folder, rank)
@@ -97,7 +107,7 @@ def _readable_parts(folder: str) -> list[_RankTrace]:
 
 
 def _write(file: IO[str], parts: list[_RankTrace]) -> int:
-    """Write the events of all parts as one trace, and return how many there are."""
+    """Write the events of all parts as one trace. Returns: the number of events."""
     last = _last_to_enter(parts)
     beginning = min(part.aligned(part.begins) for part in parts)
     file.write('{"displayTimeUnit":"ms","traceEvents":[')
@@ -112,7 +122,7 @@ def _write(file: IO[str], parts: list[_RankTrace]) -> int:
 
 
 def size_of_parts(folder: str) -> int:
-    """In bytes. Raises: OSError."""
+    """Return the size of all parts in `folder`, in bytes. Raises: OSError if a part cannot be read."""
     return sum(os.path.getsize(part_of(folder, rank)) for rank in _ranks_in(folder))
 
 
@@ -121,7 +131,10 @@ def remove_parts(folder: str) -> None:
 
 
 def remove_older(folder: str, size: int) -> None:
-    """What an earlier job left in `folder` that the `size` ranks of this one do not overwrite themselves."""
+    """Remove the trace of an earlier job, and its parts of ranks from `size` on.
+
+    This job overwrites the other parts.
+    """
     _remove([trace_of(folder)])
     _remove(part_of(folder, rank) for rank in _ranks_in(folder) if rank >= size)
 
@@ -161,7 +174,7 @@ def _valid_header(path: str, rank: int) -> dict[str, Any] | None:
 
 
 class _EventKind:
-    """What its events have in common; `text` lacks the brace that ends their "args"."""
+    """The common properties of many events. `text` is JSON without the brace that ends "args"."""
 
     def __init__(self, name: str, category: str, details: dict[str, Any]) -> None:
         self.is_collective = category == "collective"
@@ -172,11 +185,11 @@ class _EventKind:
 
 
 class _RankTrace:
-    """A rank's part, and what its lines say that stand for many events.
+    """Reads one rank's part of the trace. The lines that describe many events are read at the start.
 
-    Args: header: its first line.
+    Args: header: the first line of the part, read as JSON.
     Attributes:
-        aligned: turns its times into those of the first part; set by `merge`.
+        aligned: converts the part's times into times of the first part's clock, in ns; set by `merge`.
     """
 
     def __init__(self, path: str, header: dict[str, Any]) -> None:
@@ -202,7 +215,12 @@ class _RankTrace:
     def trace_events(
         self, beginning: int, last: dict[_Collective, tuple[int, int, int]]
     ) -> Iterator[str]:
-        """Each as JSON. Times count from `beginning`; `last` is as of `_last_to_enter`."""
+        """Yield each event of the part as JSON text.
+
+        Args:
+            beginning: times count from this time of the first part's clock, in ns.
+            last: the result of `_last_to_enter`.
+        """
         pid = self.rank
         yield _metadata("process_name", pid, 0, name=self.name)
         yield _metadata("process_sort_index", pid, 0, sort_index=pid)
@@ -232,7 +250,7 @@ class _RankTrace:
                 yield complete(track, together, left, _MOVE)
 
     def lines(self, first: str) -> Iterator[Any]:
-        """As of a part: with "{" the objects, with "[" the events."""
+        """Yield the values of the lines that begin with `first`: "{" for the objects, "[" for the events."""
         with open(self.path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 # The last line of a rank that was killed may be cut off.
@@ -241,7 +259,10 @@ class _RankTrace:
 
 
 def _alignments(parts: list[_RankTrace]) -> dict[str, Callable[[int], int]]:
-    """By clock, what turns its times into those of the first part's; clocks that cannot be reached are missing."""
+    """Return for each clock the function that converts its times into times of the first part's clock.
+
+    A clock is missing if no chain of comparisons leads to the first clock.
+    """
     found: dict[str, dict[str, list[Comparison]]] = defaultdict(
         functools.partial(defaultdict, list)
     )
@@ -266,7 +287,7 @@ def _chained(first: Callable[[int], int], second: Callable[[int], int]) -> Calla
 
 
 def _last_to_enter(parts: list[_RankTrace]) -> dict[_Collective, tuple[int, int, int]]:
-    """Of each collective: how many ranks' calls are known, the latest entering and whose it is."""
+    """Return for each collective the number of known calls, and the time and the rank of the last call."""
     last: dict[_Collective, tuple[int, int, int]] = {}
     for part in parts:
         for event in part.lines("["):
@@ -286,6 +307,6 @@ def _metadata(what: str, pid: int, tid: int, **arguments: Any) -> str:
 
 
 def _us(nanoseconds: int) -> str:
-    """As a decimal number, to the nanosecond: more digits than a float has."""
+    """Return nanoseconds as a decimal number of microseconds with three decimals, more digits than a float has."""
     sign, rest = ("-", -nanoseconds) if nanoseconds < 0 else ("", nanoseconds)
     return f"{sign}{rest // 1000}.{rest % 1000:03d}"

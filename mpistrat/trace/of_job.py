@@ -1,6 +1,6 @@
-"""The timelines of a job's ranks: begun together, their clocks compared, and put together at the job's end.
+"""The timelines of a job's ranks: started together, their clocks compared, and their parts collected at the job's end.
 
-mpi4py is imported at the top of this file, and this file only where MPISTRAT_TRACE is set.
+This file imports mpi4py at its top. So it is imported only if MPISTRAT_TRACE is set.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ _comms: list[MPI.Intracomm] = []
 
 
 def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
-    """The timeline in `folder` for a communicator over the ranks of `comm`, which is ours.
+    """Return this process's timeline, for a communicator over the ranks of `comm`. Collective over `comm`.
 
-    Collective over `comm`. A process has one timeline: the first folder is that of all its communicators.
-    Raises: TopologyError on all ranks when one cannot write there.
+    A process has one timeline: later calls return it, even with another folder.
+    Args:
+        comm: a communicator that no other code uses.
+        folder: the folder for the parts.
+    Raises: TopologyError on all ranks if one of them cannot write its part there.
     """
     world, error = MPI.COMM_WORLD, None
     try:
@@ -49,7 +52,10 @@ def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
 
 
 def _complete(timeline: Timeline) -> None:
-    """All ranks have come to their ends, and none records anything any more."""
+    """Close the timeline and collect the parts.
+
+    Called by: `job_end`, on all ranks, when no rank records events any more.
+    """
     whole = [comm for comm in _comms if not job_end().losses.has_lost(comm)]
     for comm in whole:
         compare_clocks(comm, timeline)
@@ -60,7 +66,10 @@ def _complete(timeline: Timeline) -> None:
 
 
 def compare_clocks(comm: MPI.Intracomm, timeline: Timeline) -> None:
-    """Rank 0's with one rank's of each other clock. Collective; takes as long as 20 short messages to each."""
+    """Compare rank 0's clock with the clock of one rank of each other node. Collective over `comm`.
+
+    It takes the time of 20 short messages to each.
+    """
     names = comm.allgather(timeline.clock)
     others = [names.index(name) for name in dict.fromkeys(names)][1:]
     if comm.rank == 0:
@@ -72,7 +81,10 @@ def compare_clocks(comm: MPI.Intracomm, timeline: Timeline) -> None:
 
 
 def gather_parts(comm: MPI.Intracomm, timeline: Timeline) -> None:
-    """To the job's rank 0, those that it does not see in the folder: of nodes that do not share it. Collective."""
+    """Send rank 0 of the job the parts that it does not see in the folder, from nodes that do not share it.
+
+    Collective.
+    """
     parts = comm.gather((timeline.rank, timeline.header)) or []
     unseen = [
         source
@@ -96,10 +108,13 @@ def _send_part(comm: MPI.Intracomm, timeline: Timeline) -> None:
 
 
 def _receive_part(comm: MPI.Intracomm, rank: int, path: str) -> None:
-    """It gets its name once all of it is here: should the folder be shared, the sender has removed its own by then."""
+    """Write the part that `rank` sends into the file `path`.
+
+    The file gets its name at the end. By then the sender has removed its own file, in case both share the folder.
+    """
     messages = iter(lambda: comm.recv(source=rank), b"")
     with contextlib.suppress(OSError), create(f"{path}.received", binary=True) as file:
         file.writelines(messages)
-    collections.deque(messages, 0)  # the rank sends on, though they could not be written
+    collections.deque(messages, 0)  # receive the rest, even if the file could not be written
     with contextlib.suppress(OSError):
         os.replace(f"{path}.received", path)

@@ -1,4 +1,4 @@
-"""The one timeline of this process, and what becomes of it at the program's end."""
+"""The one timeline of this process, and the merging of all parts at the program's end."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from mpistrat.machine.notices import tell
 from mpistrat.trace import merging
 from mpistrat.trace.timeline import Timeline, host_clock
 
-# Of parts; they are merged at 6 MB/s, into six times as much, which Perfetto still opens.
+# Parts up to this size merge at exit: at 6 MB/s, into a file six times as large. Perfetto still opens it.
 MOST_BYTES_AT_EXIT = 64_000_000
 
 _timeline: Timeline | None = None
-# All ranks of the job have closed their parts, and rank 0 has them in its folder.
+# Whether all ranks of the job have closed their parts, and rank 0 has the parts in its folder.
 is_complete = False
 
 
 def begin(folder: str, rank: int, size: int) -> Timeline:
-    """The timeline, which is made at the first call. Raises: OSError when its part cannot be written."""
+    """Return this process's timeline; the first call makes it. Raises: OSError if its part cannot be written."""
     global _timeline
     if _timeline is None:
         if rank == 0:
             merging.remove_older(folder, size)
         _timeline = Timeline(folder, rank, size, socket.gethostname(), host_clock())
-        # Handlers run last in, first out: this one after that of `JobEnd`, which `of_job.begin` makes later.
+        # Handlers run last in, first out. So `_finish` runs after `JobEnd`'s handler, which is registered later.
         atexit.register(_finish, os.getpid(), _timeline, size)
     return _timeline
 
 
 def _finish(pid: int, timeline: Timeline, size: int) -> None:
+    """Close the timeline at the program's end. Rank 0 also merges the parts, if all are complete and not too large."""
     if os.getpid() != pid:
         return
     timeline.close()

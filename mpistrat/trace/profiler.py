@@ -1,4 +1,4 @@
-"""Ranges in what torch.profiler records, while it records."""
+"""Ranges in torch.profiler, while it records."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 
 def begin(name: str) -> Any:
-    """Open a range "mpistrat::name" on this thread, for `end`; None where no profiler records."""
+    """Open a range "mpistrat::name" in torch's profiler on this thread.
+
+    Returns: the range, for `end`; None if no profiler records.
+    """
     profiler = sys.modules.get("torch.autograd.profiler")
-    # Torch's own code asks this way, too: without a profiler a record_function costs 2 us.
+    # Torch's own code makes the same test, because a record_function without a profiler costs 2 us.
     if profiler is None or not profiler._is_profiler_enabled:
         return None
     shown = profiler.record_function(f"mpistrat::{name}")
@@ -18,5 +21,6 @@ def begin(name: str) -> Any:
 
 
 def end(shown: Any) -> None:
+    """Close a range that `begin` opened; nothing for None."""
     if shown is not None:
         shown.__exit__(None, None, None)

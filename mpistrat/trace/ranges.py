@@ -1,4 +1,4 @@
-"""What the program does besides collectives, as ranges on the timeline and in torch's profiler."""
+"""Ranges on the timeline and in torch's profiler, for the program's work besides collectives."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mpistrat.trace import profiler, spans
 if TYPE_CHECKING:
     from mpistrat.trace.timeline import Timeline
 
-# Names of functions that are told once each; what is forgotten is told again.
+# The cache of functions with an event kind. A function that has dropped out gets another kind.
 _MOST_FUNCTIONS = 1024
 
 
 def begin(timeline: Timeline) -> None:
-    """From now on ranges are on `timeline`, which is the process's own; later calls change nothing."""
+    """Record ranges on `timeline`, the process's own, from now on. Later calls change nothing."""
     if not isinstance(spans.current, Ranges):
         spans.current = Ranges(timeline)
 
 
 class Ranges(spans.NoSpans):
-    """Ranges on `timeline`."""
+    """Records ranges on `timeline`."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -33,7 +33,7 @@ class Ranges(spans.NoSpans):
             lambda function: timeline.kind("strategy.run", "range", function=function)
         )
         self._watches_optimizers = False
-        self._steps = threading.local()  # .began: when the step under way has, inside replica()
+        self._steps = threading.local()  # .began: the start of the current step, inside replica()
 
     def begin_steps(self) -> None:
         self._steps.began = self._timeline.now()
@@ -49,7 +49,7 @@ class Ranges(spans.NoSpans):
         return _Range(self._timeline, kind, "strategy.run")
 
     def watch_optimizers(self, watch_steps: Callable[..., None]) -> None:
-        """By torch's hooks; its profiler shows the steps by itself."""
+        """Record the steps of torch's optimizers by torch's hooks. The profiler shows these steps without our help."""
         if self._watches_optimizers:
             return
         self._watches_optimizers = True

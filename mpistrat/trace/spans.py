@@ -1,7 +1,7 @@
-"""Where the program's work shows on the timeline and in torch's profiler: `with spans.current.range("mirror"): …`.
+"""Hooks through which the program's work is recorded: `with spans.current.range("mirror"): …`.
 
-This module has the object that does nothing. A program that is not traced uses it, and loads nothing of
-`mpistrat.trace`.
+They lead to the timeline and torch's profiler. This module has the object that records nothing. A program without a
+trace uses it, and loads nothing of `mpistrat.trace`.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ _NOTHING = contextlib.nullcontext()
 
 
 class NoSpans:
-    """Nothing is traced."""
+    """Records nothing. `ranges.Ranges` replaces it when a program is traced."""
 
     def range(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Around what is called `name`."""
+        """Return a context in which work is recorded under `name`."""
         return _NOTHING
 
     def run(self, fn: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-        """Around a `Strategy.run` of `fn`."""
+        """Return a context around a `Strategy.run` of `fn`."""
         return _NOTHING
 
     def begin_steps(self) -> None:
-        """A `Strategy.replica()` is entered: the first step begins. Each ends with a step of an optimizer."""
+        """Note that this thread has entered `Strategy.replica()`. A step begins, and ends with an optimizer's step."""
 
     def end_steps(self) -> None:
-        """It is left."""
+        """Note that this thread has left `Strategy.replica()`."""
 
     def watch_optimizers(self, watch_steps: Callable[..., None]) -> None:
-        """Show the steps of torch's optimizers from now on. Torch is loaded.
+        """Record the steps of torch's optimizers from now on. torch must be loaded.
 
-        Args: watch_steps: has every optimizer call two functions around each step, as torch's hooks are called.
+        Args: watch_steps: takes two functions, for torch's optimizers to call before and after each step, as torch's
+            hooks.
         """
 
 
 NO_SPANS = NoSpans()
-current = NO_SPANS  # of this process; see `mpistrat.trace.ranges.begin`
+current = NO_SPANS  # this process's spans; see `mpistrat.trace.ranges.begin`

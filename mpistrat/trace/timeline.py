@@ -1,9 +1,9 @@
-"""What this process did when, written to a part file as it goes: a job that is killed leaves its parts.
+"""This process's part of the trace, a file that is written while the program runs: a killed job leaves its parts.
 
-A part is text, a JSON value in each line. What stands for many events is written once, as an object: the header (the
-first line), kinds of events, tracks (threads), comparisons of clocks, and at the end of a complete part {"end": …}.
-An event is an array: [kind, track, start, end], and of a collective [kind, track, entered, together, left, number].
-Times are CLOCK_MONOTONIC in ns.
+A part is text, with a JSON value in each line. Facts about many events are written once, as an object: the header (the
+first line), kinds of events, tracks (threads), comparisons of clocks, and at the end of a complete part {"end": …}. An
+event is an array: [kind, track, start, end], and for a collective [kind, track, entered, together, left, number]. Times
+are CLOCK_MONOTONIC in ns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from mpistrat.machine.private_files import create, make_folder
 
-# Bounds of what a killed process loses, and of the memory that events take until they are written
+# Limits on the events in memory that are not written yet: a killed process loses them
 EVENTS_TOGETHER = 1000
 NANOSECONDS_TOGETHER = 1_000_000_000
 
@@ -30,22 +30,24 @@ def part_of(folder: str, rank: int) -> str:
 
 
 def header_of(part: str) -> str:
-    """The first line; "" where there is no such file."""
+    """Return the first line of a part; "" if the file does not exist."""
     with contextlib.suppress(OSError), open(part, encoding="utf-8", errors="replace") as file:
         return file.readline().rstrip("\n")
     return ""
 
 
 class Timeline:
-    """A process's own part. Its methods may be called by any thread; in a forked child they do nothing.
+    """This process's part of the trace: it collects events and writes them to a file.
+
+    Any thread may call its methods; in a forked child they do nothing.
 
     Args:
-        folder: made if it is not there.
-        rank, size: of the job, as the launcher counts.
+        folder: the folder of the parts; made if it is missing.
+        rank, size: this process's rank and the number of ranks, as the launcher counts them.
         node: the host's name.
-        clock: names the clock that `now` reads; processes with the same one need not be compared.
+        clock: the name of the clock that `now` reads. Processes with the same name need no comparison.
 
-    Raises: OSError when the part cannot be written.
+    Raises: OSError if the part cannot be written.
     """
 
     def __init__(self, folder: str, rank: int, size: int, node: str, clock: str) -> None:
@@ -67,7 +69,7 @@ class Timeline:
         self.path = part_of(folder, rank)
         with create(self.path, binary=True) as file:
             self._file: int | None = os.dup(file.fileno())
-        # Reentrant, for signal handlers: one may call a collective while this thread notes another.
+        # Reentrant, because a signal handler may call a collective while this thread records an event.
         self._lock = threading.RLock()
         self._lines = [self.header]
         self._written_at = self.now()
@@ -77,7 +79,7 @@ class Timeline:
         self._write()
 
     def kind(self, name: str, category: str, **details: Any) -> int:
-        """A new number, for events that are all called `name` and tell the same."""
+        """Return the number of a new kind of events. All its events have this name, category and details."""
         with self._lock:
             number = self._kinds
             self._kinds += 1
@@ -85,27 +87,33 @@ class Timeline:
         return number
 
     def add(self, kind: int, start: int, end: int) -> None:
-        """Something that this thread did from `start` to `end`."""
+        """Record an event: this thread's work from `start` to `end`, times of `now`."""
         self._add(f"[{kind},{self._track()},{start},{end}]", end)
 
     def add_collective(
         self, kind: int, entered: int, together: int, left: int, number: int
     ) -> None:
-        """The `number`-th collective of a communicator; all ranks had entered it at `together`, or 0: not known."""
+        """Record a collective: call `number` of its communicator.
+
+        `together` is when all ranks had entered it; 0: unknown.
+        """
         self._add(f"[{kind},{self._track()},{entered},{together},{left},{number}]", left)
 
     def add_comparison(self, reference: str, at: int, ahead: int, error: int) -> None:
-        """As of `clocks.Comparison`: of this process's clock with `reference`."""
+        """Record a comparison of this process's clock with the clock `reference`.
+
+        For numbers see `clocks.Comparison`.
+        """
         line = {"reference": reference, "at": at, "ahead": ahead, "error": error}
         self._add(json.dumps(line), at)
 
     def flush(self) -> None:
-        """Write what is not written yet."""
+        """Write all events that are still in memory."""
         with self._lock:
             self._write()
 
     def close(self) -> None:
-        """Write all, and that it is all; nothing is recorded from here on."""
+        """Write all events and the mark of a complete part. Later events are dropped."""
         with self._lock:
             self._tell({"end": self.now()})
             self._write()
@@ -164,7 +172,11 @@ class Timeline:
 
 
 def host_clock() -> str:
-    """Names CLOCK_MONOTONIC as processes see it that share a kernel, since its start, and a time namespace."""
+    """Return a name for this process's CLOCK_MONOTONIC.
+
+    Processes with the same name share a kernel since its start, and a time namespace. Without /proc it is the host's
+    name.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()

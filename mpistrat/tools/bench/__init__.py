@@ -1,1 +1,1 @@
-"""`mpistrat-bench`: how fast the machine is, and how fast mpistrat is on it."""
+"""`mpistrat-bench`: measures how fast the machine is, and how fast mpistrat is on it."""

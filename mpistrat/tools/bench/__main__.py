@@ -1,4 +1,4 @@
-"""`python -m mpistrat.tools.bench`."""
+"""Runs `mpistrat-bench` as `python -m mpistrat.tools.bench`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The commands of `mpistrat-bench`. Each imports what it needs when it runs: a sweep needs no torch."""
+"""The commands of `mpistrat-bench`. Each command imports its modules when it runs, so a sweep needs no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from mpistrat.tools.bench.surroundings import surroundings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 when results were wrong. Called by: every rank."""
+    """Run the command that `argv` names, and report on rank 0. Called by: every rank.
+
+    Returns: the exit code: 0; 1 if a result was wrong; 2 for a usage error.
+    """
     top = parser()
     arguments = top.parse_args(argv)
     if hasattr(arguments, "minbytes") and arguments.minbytes > arguments.maxbytes:
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> Report:
-    """A sweep prints each row as soon as it is measured."""
+    """Measure one collective at each size, and print each row as soon as it is measured. Called by: every rank."""
     name, communicator = arguments.operation, all_ranks()
     device = device_named(arguments.device)
     if arguments.window and not device.is_host:

@@ -20,7 +20,10 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def number_of_bytes(text: str) -> int:
-    """ "64M" is 64 · 2^20."""
+    """Return the number of bytes in a text such as "64M": 64 · 2^20. The units are K, M and G, with or without a B.
+
+    Raises: ArgumentTypeError for another text, and for 0.
+    """
     found = re.fullmatch(r"(\d+)([KMG]?)", text.upper().removesuffix("B"))
     if not found or not int(found[1]):
         raise ArgumentTypeError(f"expected bytes such as 4096, 64K, 16M or 1G, got {text!r}")
@@ -55,7 +58,10 @@ def dtype(text: str) -> np.dtype[Any]:
 
 
 def communication_options(text: str) -> CommunicationOptions:
-    """ "bytes_per_pack=4000000,timeout_seconds=60": arguments of `CommunicationOptions`."""
+    """Return the `CommunicationOptions` with arguments from a text: "bytes_per_pack=4000000,timeout_seconds=60".
+
+    Raises: ArgumentTypeError for an unknown argument or a wrong value.
+    """
     options = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -79,35 +85,35 @@ _SIZES = ("-b --minbytes", "-e --maxbytes", "-f --factor")
 _FILES = ("--json", "--plot")
 _WORK = ("--model", "--batch-size", "--communication-options", "--device")
 
-# The options of all commands
+# The options of all commands, each with its arguments for argparse
 _OPTIONS: dict[str, dict[str, Any]] = {
     "-b --minbytes": {"type": number_of_bytes, "default": "4K", "metavar": "BYTES"},
     "-e --maxbytes": {"type": number_of_bytes, "default": "64M", "metavar": "BYTES"},
-    "-f --factor": {"type": at_least(2), "default": 4, "help": "between sizes (4)"},
-    "-d --dtype": {"type": dtype, "default": "float32", "help": "a number of NumPy's (float32)"},
-    "-n --iters": {"type": _positive, "help": "calls per size (what 2 s allow)"},
-    "--window": {"action": "store_true", "help": "of buffers in shared memory, as gradients are"},
+    "-f --factor": {"type": at_least(2), "default": 4, "help": "from one size to the next (4)"},
+    "-d --dtype": {"type": dtype, "default": "float32", "help": "a NumPy dtype (float32)"},
+    "-n --iters": {"type": _positive, "help": "calls per size (as many as take 2 s)"},
+    "--window": {"action": "store_true", "help": "use buffers in shared memory, as for gradients"},
     "--device": {
         "type": device,
         "default": "auto",
-        "help": "what is measured: auto (each rank's share of its node's accelerators, or the CPU), cpu, cuda or "
-        "another kind, or one for all ranks, such as cuda:1 (auto)",
+        "help": "the device to measure: auto (each rank's share of its node's accelerators, or the CPU), cpu, cuda or "
+        "another kind, or one device for all ranks, such as cuda:1 (auto)",
     },
-    "--json": {"metavar": "FILE", "help": "write everything, every sample, too"},
-    "--plot": {"metavar": "FILE.png", "help": "draw a picture (matplotlib)"},
+    "--json": {"metavar": "FILE", "help": "write all results and samples to FILE"},
+    "--plot": {"metavar": "FILE.png", "help": "draw a picture (needs matplotlib)"},
     "--rounds": {"type": _positive, "help": "turns of each; the median counts (%(default)s)"},
-    "--model": {"choices": MODELS, "default": "mlp", "help": "(mlp)"},
+    "--model": {"choices": MODELS, "default": "mlp", "help": "the model to train (mlp)"},
     "--batch-size": {
         "type": _positive,
         "metavar": "EXAMPLES",
-        "help": "global, over all ranks (64 per rank; resnet50 8, transformer 16)",
+        "help": "examples of all ranks together (64 per rank; resnet50 8, transformer 16)",
     },
     "--communication-options": {
         "type": communication_options,
         "metavar": "KEY=VALUE,...",
-        "help": "of the strategy, such as bytes_per_pack=4000000",
+        "help": "the strategy's communication options, such as bytes_per_pack=4000000",
     },
-    "--steps": {"type": _positive, "default": 20, "help": "to be timed (20)"},
+    "--steps": {"type": _positive, "default": 20, "help": "steps to time (20)"},
     "--input": {
         "default": "synthetic",
         "metavar": "WHAT",
@@ -118,29 +124,29 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--examples": {
         "type": _positive,
         "default": 16384,
-        "help": "of an epoch, for throughput (16384)",
+        "help": "examples of an epoch, for throughput (16384)",
     },
     "--nodes": {
         "type": _positive,
         "nargs": "+",
         "default": [1, 2, 4, 8, 16],
         "metavar": "N",
-        "help": "1 2 4 8 16",
+        "help": "numbers of nodes to predict (1 2 4 8 16)",
     },
-    "--ranks-per-node": {"type": _positive, "metavar": "K", "help": "so many of each node's (all)"},
+    "--ranks-per-node": {"type": _positive, "metavar": "K", "help": "ranks to use on a node (all)"},
     "--size": {"type": number_of_bytes, "nargs": "+", "metavar": "BYTES", "help": "1M 16M 64M"},
     "--calls": {"nargs": "+", "choices": TORCH_CALLS, "default": TORCH_CALLS, "metavar": "CALL"},
     "--model-parameters": {
         "type": float,
         "nargs": "+",
         "metavar": "P",
-        "help": "gradients of so many parameters of float32: 25e6",
+        "help": "the sizes of the gradients of P float32 parameters: 25e6",
     },
     "--alpha-us": {
         "type": float,
-        "help": "a network's latency in microseconds, where there is none",
+        "help": "the latency in microseconds of a network that this run cannot measure",
     },
-    "--gbit": {"type": float, "help": "its bandwidth per node in 1e9 bits per second"},
+    "--gbit": {"type": float, "help": "its bandwidth per node, in 1e9 bits per second"},
 }
 
 
@@ -165,14 +171,14 @@ def parser() -> ArgumentParser:
         "train",
         help="steps of a training loop, and how long they wait for communication",
         description="Steps of a training loop, and beside them the same computation without communication, on all "
-        "ranks at once. What a step takes longer is exposed communication. Parameters and losses are checked.",
+        "ranks at once. The difference is exposed communication. Parameters and losses are checked.",
     )
     _add(train, [*_WORK, *_FILES, "--steps", "--input"], run="train")
     pipelines = commands.add_parser(
         "input",
         help="distributed datasets beside a DataLoader with a DistributedSampler",
-        description="`throughput`: an epoch of a DataLoader with a DistributedSampler, and of a distributed one. "
-        "`overhead`: what a step of a distributed dataset takes beside the same batches alone.",
+        description="`throughput`: an epoch of a DataLoader with a DistributedSampler, and of a distributed dataset. "
+        "`overhead`: the time of a step of a distributed dataset, and of the same batches without one.",
     )
     _add(pipelines, [*_FILES, "what", "--rounds", "--examples"], run="input", rounds=15)
     compare = commands.add_parser(
@@ -193,8 +199,8 @@ def parser() -> ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="predict all_reduce on other numbers of nodes",
-        description="The time of an all_reduce on N nodes, from a model that is fitted to what this run measures; "
-        "where the run itself is such a one, beside the time that it takes.",
+        description="Predicts the time of an all_reduce on N nodes by a model that is fitted to times of this run. If "
+        "this run has N nodes itself, its measured time stands beside the prediction.",
     )
     _add(plan, ["--nodes", "--ranks-per-node"], run="plan")
     _add(plan.add_mutually_exclusive_group(), ["--size", "--model-parameters"])
@@ -203,7 +209,10 @@ def parser() -> ArgumentParser:
 
 
 def _add(parser: Any, options: Iterable[str], **defaults: Any) -> None:
-    """Add `options` of `_OPTIONS`. `run` of the defaults names the function in command.py."""
+    """Add `options` of `_OPTIONS` to a parser, and set `defaults`.
+
+    The default `run` names the command's function in `command._RUN`.
+    """
     for option in options:
         parser.add_argument(*option.split(), **_OPTIONS[option])
     parser.set_defaults(**defaults)

@@ -1,4 +1,4 @@
-"""`mpistrat-bench compare`: the same work by mpistrat and by its peers, in one run."""
+"""`mpistrat-bench compare`: mpistrat and its peers do the same work in one run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ OURS, ALONE, COPY = "mpistrat", "one rank alone", "copy"
 
 
 def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, dict[str, str]]:
-    """One rank alone, all peers, torch on mpistrat's process group, and mpistrat.
+    """Return the step functions of all contestants by name, and for each peer that is left out the reason.
 
-    Called by: every rank.   Returns: these, and the peers left out, with the reason.
+    The contestants are one rank alone, all peers, torch on mpistrat's process group, and mpistrat. Called by: every
+    rank.
+    Args:
+        work: this rank's part of the step.
+        options: communication options for mpistrat; None: the defaults.
     """
     from mpistrat.tools.bench.peers import torch_distributed
     from mpistrat.tools.bench.strategy_steps import with_mpistrat
@@ -35,7 +39,7 @@ def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, d
     of_peers, left_out = peers.contestants("training_steps", work)
     contestants = {ALONE: alone(work), **of_peers}
     try:
-        # It also moves what lies on a device for ours.
+        # On a device, mpistrat's process group also uses this backend.
         torch_distributed.backend_of_torch(work.device)
         contestants |= torch_distributed.training_steps(work, OURS)
     except CannotTakePart as reason:
@@ -44,7 +48,10 @@ def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, d
 
 
 def compare_training(contestants: Contestants, num_rounds: int, device: Device = HOST) -> list[Row]:
-    """A row for each contestant. Equal losses show that they did the same work. Called by: every rank."""
+    """Time the steps of all contestants, in turns. Called by: every rank.
+
+    Returns: a row for each contestant. Equal losses show that the contestants did the same work.
+    """
     rounds = compare(contestants, num_rounds=num_rounds, wait=device.wait)
     times = medians(rounds)
     losses = {
@@ -66,7 +73,10 @@ def compare_training(contestants: Contestants, num_rounds: int, device: Device =
 
 
 def _over_own_backend(name: str, times: Mapping[str, float]) -> Row:
-    """What torch takes on mpistrat's process group over what it takes on its own backend: gloo, NCCL, …."""
+    """Return the time of a torch wrapper on mpistrat's process group, divided by its time on torch's own backend.
+
+    An empty dict for contestants that do not run on mpistrat's group.
+    """
     wrapper, _, backend = name.partition(", ")
     if backend != OURS:
         return {}
@@ -77,7 +87,11 @@ def _over_own_backend(name: str, times: Mapping[str, float]) -> Row:
 def all_reduce_contestants(
     nbytes: int, device: Device = HOST
 ) -> tuple[Contestants, dict[str, str]]:
-    """The ways to sum `nbytes` of float32 on `device`, by name, and the peers left out. Called by: every rank."""
+    """Return the functions that sum `nbytes` bytes of float32 over the ranks, by name, and the peers left out, with
+    reasons.
+
+    Called by: every rank.
+    """
     ours = all_ranks()
     values = device.array(operand(max(1, nbytes // 4), ours.rank, ours.size))
     result, in_place, other = (arrays.copy(values) for _ in range(3))
@@ -115,7 +129,10 @@ def all_reduce_contestants(
 def compare_all_reduces(
     sizes: Iterable[int], num_rounds: int, device: Device = HOST
 ) -> tuple[list[Row], dict[str, str]]:
-    """The rows of `sizes` bytes, and the peers that are left out, with the reason. Called by: every rank."""
+    """Compare sums of `sizes` bytes. Called by: every rank.
+
+    Returns: a row for each size, and the peers that are left out, with reasons.
+    """
     rows, left_out = [], dict[str, str]()
     for nbytes in sizes:
         contestants, left_out = all_reduce_contestants(nbytes, device)
@@ -124,7 +141,10 @@ def compare_all_reduces(
 
 
 def operand(count: int, rank: int, ranks: int) -> np.ndarray:
-    """The operand of a rank. The operands of several ranks add up to zeros, so that sums in place do not grow."""
+    """Return the float32 operand of `rank`.
+
+    With several ranks the operands add up to zeros, so sums in place do not grow.
+    """
     sign = {ranks - 1: -1, 0: 1}.get(rank, 0)
     return (np.arange(count) % 3 + 1).astype(np.float32) * sign
 
@@ -145,7 +165,10 @@ _RATIOS = {
 def compare_all_reduce(
     nbytes: int, contestants: Contestants, num_rounds: int, device: Device = HOST
 ) -> Row:
-    """The row of one size. Called by: every rank."""
+    """Time the contestants at one size and check their sums. Called by: every rank.
+
+    Returns: the row; "us" columns are microseconds, "wrong" counts wrong elements on all ranks.
+    """
     expected = operand(max(1, nbytes // 4), 0, 1) if all_ranks().size == 1 else 0
     wrong = sum(
         int((arrays.to_numpy(call()) != expected).sum())

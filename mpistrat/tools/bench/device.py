@@ -1,4 +1,4 @@
-"""Where the operands of a benchmark lie, and how it waits there."""
+"""The device that holds a benchmark's operands, and how the benchmark waits for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpistrat.tools.bench.errors import CannotTakePart
 
 @dataclass(frozen=True)
 class Device:
-    """Where this rank's operands lie.
+    """The device that holds this rank's operands.
 
     Attributes:
         name: such as "cpu:0" or "cuda:1".
@@ -23,7 +23,7 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """Such as "cpu" or "cuda"."""
+        """The kind of device, such as "cpu" or "cuda"."""
         return self.name.partition(":")[0]
 
     @property
@@ -31,7 +31,7 @@ class Device:
         return self.kind == "cpu"
 
     def array(self, values: np.ndarray) -> Array:
-        """A copy of `values` there: a NumPy array, or a tensor in a device's memory."""
+        """Return a copy of `values` on the device: a NumPy array for the host, else a torch tensor."""
         if self.is_host:
             return values.copy()
         import torch
@@ -39,12 +39,12 @@ class Device:
         return torch.from_numpy(values).to(self.name)
 
     def wait(self) -> None:
-        """Return when the device has nothing more to do, on any stream."""
+        """Wait until the device has finished the work on all its streams. Returns at once for the host."""
         if not self.is_host:
             sys.modules["torch"].accelerator.synchronize(self.name)
 
     def __str__(self) -> str:
-        """For people: "host memory", or the name of the device and of its hardware."""
+        """Return the device in words: "host memory", or its name and its hardware."""
         if self.is_host:
             return "host memory"
         module = sys.modules["torch"].get_device_module(self.kind)
@@ -56,6 +56,6 @@ HOST = Device()
 
 
 def check_on_host(device: object) -> None:
-    """Raises: CannotTakePart on all ranks, for a peer that is only compared on CPUs."""
+    """Raise CannotTakePart unless `device` is a CPU. Called by: peers that are compared on CPUs only, on every rank."""
     if not str(device).startswith("cpu"):
         raise CannotTakePart(f"is compared on CPUs only, not on {device}")

@@ -1,4 +1,4 @@
-"""The device of each rank, by `--device`."""
+"""Choose each rank's device by the option `--device`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mpistrat.tools.bench.rounds import all_ranks, first_reason
 
 
 def device_named(wanted: str) -> Device:
-    """This rank's device, which it takes for good. Called by: every rank.
+    """Choose this rank's device for the whole run. Called by: every rank.
 
     Args:
-        wanted: "cpu"; "cuda" or another kind: the accelerator of this kind that is this rank's share of its node's;
-            "cuda:1": this one on every rank; "auto": this rank's share of the accelerators, the host if there are none.
-    Raises: UsageError on all ranks, where one of them has no such device, or another kind than the others.
+        wanted: "cpu"; "cuda" or another kind: this rank's share of its node's accelerators of this kind; "cuda:1": this
+            device on every rank; "auto": this rank's share of the accelerators, or the host if there are none.
+    Raises: UsageError on all ranks, if a rank lacks the device or the ranks have devices of several kinds.
     """
     if wanted == HOST.kind:
         return HOST
-    with contextlib.suppress(ImportError):  # without torch, accelerators are not looked for
+    with contextlib.suppress(ImportError):  # without torch, no accelerator is used
         import torch  # noqa: F401
     mistake, devices = "", None
     try:

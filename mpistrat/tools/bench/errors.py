@@ -1,11 +1,11 @@
-"""What the parts of a benchmark raise for its command line."""
+"""Errors that the parts of a benchmark raise. The command line reports them."""
 
 from __future__ import annotations
 
 
 class UsageError(Exception):
-    """Arguments that do not fit the job or its files. Raised by every rank; the message is for the command line."""
+    """The arguments do not fit the job or its files. Every rank raises it; the command line prints the message."""
 
 
 class CannotTakePart(Exception):
-    """Why a peer that is installed cannot do this work here."""
+    """A peer is installed but cannot do this work here. The message says why."""

@@ -1,4 +1,4 @@
-"""Real input: pictures with labels, or the bytes of a file."""
+"""Real input for a training benchmark: pictures with labels, or the bytes of a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pictures(Dataset[Batch]):
-    """`images` [examples, height, width(, channels)] with labels. Each image is resized when it is asked for."""
+    """A dataset of `images` [examples, height, width(, channels)] with labels. It resizes an image when it is read."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, shape: tuple[int, ...]) -> None:
         self._images = images if images.ndim == 4 else images[..., None]
@@ -41,7 +41,7 @@ class Pictures(Dataset[Batch]):
 
 
 class Text(Dataset[Batch]):
-    """Pieces of a file. The target of a byte is the byte after it."""
+    """A dataset of pieces of a file. Inputs are `length` bytes as tokens; the target of a byte is the byte after it."""
 
     def __init__(self, file: Path, length: int) -> None:
         self._bytes, self._length = np.memmap(file, np.uint8, mode="r"), length
@@ -58,9 +58,11 @@ class Text(Dataset[Batch]):
 def batches(
     strategy: Strategy, model: Model, source: str, batch_size: int
 ) -> Iterator[Batch] | None:
-    """This rank's parts of global batches, epoch after epoch; None for synthetic input. Called by: every rank.
+    """Return an endless iterator over this rank's parts of global batches, epoch after epoch. Called by: every rank.
 
-    Raises: UsageError, on all ranks, where this model cannot read `source`.
+    Args: source: "synthetic", "digits", or a file's path.
+    Returns: None for synthetic input.
+    Raises: UsageError on all ranks, if this model cannot read `source`, or it has less than one batch.
     """
     if source == SYNTHETIC:
         return None
@@ -85,10 +87,10 @@ def batches(
 def _dataset(model: Model, source: str) -> Pictures | Text:
     if model.tokens:
         if source == DIGITS:
-            raise UsageError("this model reads text; give a file, whose bytes are its tokens")
+            raise UsageError("this model reads text; give a file: its bytes are the tokens")
         return Text(Path(source), model.input_shape[0])
     if source == DIGITS:
-        from sklearn.datasets import load_digits  # ImportError says what is missing
+        from sklearn.datasets import load_digits  # the ImportError names the missing package
 
         digits = load_digits()
         return Pictures(digits.images, digits.target, model.input_shape)

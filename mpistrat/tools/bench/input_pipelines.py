@@ -1,4 +1,4 @@
-"""`mpistrat-bench input`: distributed datasets beside a DistributedSampler, and beside the same batches alone."""
+"""`mpistrat-bench input`: distributed datasets beside a DistributedSampler, or beside the same batches without them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
 IMAGE, BATCH = (3, 32, 32), 64  # BATCH examples per rank and step
 BYTES = 3 * 32 * 32
-STEPS = 400  # of an epoch whose overhead is measured
+STEPS = 400  # in an epoch, when overhead is measured
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
-    """Byte images in one file. Each is read, made floats and normalised when it is asked for."""
+    """A dataset of byte images in one file. It reads, converts to float32 and normalises an image when asked for it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
         return self._examples
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if self._file is None:  # opened by the process that reads
+        if self._file is None:  # each worker process opens the file for itself
             self._file = os.open(self.path, os.O_RDONLY)
         pixels = np.frombuffer(os.pread(self._file, BYTES, index * BYTES), np.uint8)
         image = (pixels.astype(np.float32) - 127.5) / 64.0
@@ -42,12 +42,15 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
 
 
 def through(batches: Iterable[Any]) -> Callable[[], object]:
-    """An epoch of `batches`."""
+    """Return a function that reads an epoch of `batches` and drops them."""
     return functools.partial(collections.deque, batches, maxlen=0)
 
 
 def with_sampler(path: str, **how: Any) -> Callable[[], object]:
-    """An epoch of the loop that people write for DistributedDataParallel."""
+    """Return a function that reads an epoch as programs for DistributedDataParallel do.
+
+    `how`: arguments of the DataLoader.
+    """
     images = Images(path)
     sampler = DistributedSampler[Any](images, all_ranks().size, all_ranks().rank)
     epoch = through(DataLoader(images, BATCH, sampler=sampler, **how))
@@ -60,13 +63,16 @@ def with_sampler(path: str, **how: Any) -> Callable[[], object]:
 
 
 def distributed(path: str, **how: Any) -> Callable[[], object]:
-    """An epoch of a distributed dataset."""
+    """Return a function that reads an epoch of a distributed DataLoader. `how`: arguments of the DataLoader."""
     loader = DataLoader(Images(path), BATCH * all_ranks().size, shuffle=True, **how)
     return through(MultiWorkerMirroredStrategy().experimental_distribute_dataset(loader))
 
 
 def throughput(examples: int, num_rounds: int) -> list[dict[str, Any]]:
-    """Examples per second of all ranks, with and without a worker process per rank. Called by: every rank."""
+    """Measure examples per second of all ranks, without and with a worker process per rank. Called by: every rank.
+
+    Returns: a row for each contestant; samples are microseconds per epoch.
+    """
     rows: list[dict[str, Any]] = []
     with tempfile.NamedTemporaryFile() as file:
         pixels = np.random.default_rng(0).integers(0, 256, (examples, *IMAGE), np.uint8)
@@ -102,7 +108,7 @@ def _by_worker(path: str) -> dict[str, Callable[[], object]]:
 
 
 class Endless:
-    """Batches without a length."""
+    """An iterable over batches that has no length."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -112,9 +118,9 @@ class Endless:
 
 
 def overhead(num_rounds: int) -> list[dict[str, Any]]:
-    """Microseconds per step of a distributed dataset, beside those of this rank's batches alone.
+    """Measure the microseconds per step of a distributed dataset, and of this rank's batches without it.
 
-    Called by: every rank.
+    Called by: every rank.   Returns: a row for each kind of dataset; samples are microseconds per epoch.
     """
     strategy = MultiWorkerMirroredStrategy()
     distribute = strategy.experimental_distribute_dataset

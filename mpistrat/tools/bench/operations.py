@@ -1,6 +1,6 @@
-"""The collectives that are measured: their operands, their results, and how their bytes are counted.
+"""The collectives that a sweep measures: their operands, their expected results, and how their bytes are counted.
 
-Bytes and bandwidths are those of nccl-tests (doc/PERFORMANCE.md): `algbw` = bytes / time; `busbw` = algbw times a
+Bytes and bandwidths are counted as by nccl-tests (doc/PERFORMANCE.md): `algbw` = bytes / time; `busbw` = algbw times a
 factor that makes it the speed of the links for any number of ranks.
 """
 
@@ -17,24 +17,25 @@ from mpistrat.tools.bench.device import HOST, Device
 
 
 class Operation(abc.ABC):
-    """One collective on buffers of one size, made once and called many times.
+    """One collective on buffers of one size, made once and called many times. Making it is collective.
 
-    Operands are small whole numbers, so that sums are exact in every dtype and order.
+    Operands are small integers, so that sums are exact in every dtype and order.
 
     Args:
-        nbytes: as nccl-tests counts them: of the whole result of all_gather, the whole operand of reduce_scatter, and
-            of one rank's buffer otherwise.
-        in_window: operands lie in the memory that ranks share, where the operation can make use of it.
-        device: where operands lie otherwise.
+        nbytes: bytes as nccl-tests counts them: the whole result of all_gather, the whole operand of reduce_scatter,
+            one rank's buffer for other collectives.
+        in_window: whether operands lie in the memory that ranks share, if the operation can use it.
+        device: the device of the operands without `in_window`.
 
     Attributes:
-        count: elements in `nbytes`.
+        count: the number of elements in `nbytes`.
         redop: "sum", or "none" for a collective that combines nothing.
-        source, result: this rank's operand, and the buffer that the result is in.
+        source: this rank's operand.
+        result: the buffer for the result.
     """
 
     redop = "sum"
-    splits = False  # whether the buffer is made of a part for each rank
+    splits = False  # whether the buffer consists of one part for each rank
 
     def __init__(
         self,
@@ -55,32 +56,35 @@ class Operation(abc.ABC):
 
     @classmethod
     def bus_factor(cls, ranks: int) -> float:
-        """Bytes on each link per byte counted."""
+        """Return busbw / algbw: the bytes on each link per counted byte."""
         return (ranks - 1) / ranks if cls.splits else 1.0
 
-    def prepare(self, in_window: bool) -> None:  # noqa: B027 - most need no other buffers
-        """Make buffers other than `source` and a copy of it. Called once."""
+    def prepare(self, in_window: bool) -> None:  # noqa: B027 - most operations need no other buffers
+        """Make the buffers of an operation that `source` and its copy `result` do not fit.
 
-    def reset(self) -> None:  # noqa: B027 - most overwrite nothing that they read
-        """Restore the operands. Called before each call."""
+        Called once, at the start.
+        """
+
+    def reset(self) -> None:  # noqa: B027 - most operations do not overwrite their operands
+        """Restore operands that the last call has overwritten. Called before each call."""
 
     @abc.abstractmethod
     def __call__(self) -> None: ...
 
     @abc.abstractmethod
     def expected(self) -> np.ndarray:
-        """What `result` must be."""
+        """Return the correct content of `result` on this rank."""
 
     def wrong(self) -> int:
-        """How many elements of this rank's result are not what they must be."""
+        """Return the number of wrong elements in this rank's result."""
         return int((arrays.to_numpy(self.result) != self.expected()).sum())
 
     def operand(self, rank: int, count: int) -> np.ndarray:
-        """1, 2, 3, 1, 2, 3, …; each rank begins elsewhere."""
+        """Return the operand of `rank`: 1, 2, 3, 1, 2, 3, …, with a start that depends on the rank."""
         return ((np.arange(count) + rank) % 3 + 1).astype(self.dtype)
 
     def total(self) -> np.ndarray:
-        """The sum of all ranks' operands."""
+        """Return the sum of all ranks' operands."""
         ranks = np.arange(self.communicator.size)
         every_third = (np.add.outer(range(3), ranks) % 3 + 1).sum(axis=1)
         return np.resize(every_third.astype(self.dtype), self.count)

@@ -1,4 +1,4 @@
-"""One picture for each measurement."""
+"""Draws one picture for each measurement. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LIMIT = "all ranks copy as much"
 
 
 def can_be_drawn() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -43,7 +43,10 @@ def _words(part: str) -> str:
 def over_sizes(
     nbytes: Sequence[int], times: Mapping[str, Sequence[float]], limit: Sequence[float], path: str
 ) -> None:
-    """Microseconds and bandwidth of each contestant. `limit`: microseconds in which all ranks copy as many bytes."""
+    """Draw the microseconds and the bandwidth of each contestant over the sizes into the file `path`.
+
+    Args: limit: for each size, the microseconds for a copy of as many bytes on all ranks.
+    """
     with _picture(path, 2) as (figure, left, right):
         for name, us in {**times, _LIMIT: limit}.items():
             style = "k--" if name == _LIMIT else "o-"
@@ -56,7 +59,7 @@ def over_sizes(
 
 
 def side_by_side(title: str, unit: str, samples: Mapping[str, Sequence[float]], path: str) -> None:
-    """The median of each contestant as a bar, its samples as points."""
+    """Draw the median of each contestant as a bar, and its samples as points, into the file `path`."""
     with _picture(path, 1) as (_, axes):
         medians = list(map(statistics.median, samples.values()))
         axes.barh(list(samples), medians, color="lightsteelblue")
@@ -67,7 +70,7 @@ def side_by_side(title: str, unit: str, samples: Mapping[str, Sequence[float]], 
 
 
 def training(row: Mapping[str, Any], path: str) -> None:
-    """Where the time of a step goes, and every step's time."""
+    """Draw the parts of a step's time, and the time of every step, into the file `path`."""
     with _picture(path, 2) as (figure, left, right):
         below = 0.0
         for part in ("input_ms", "compute_ms", "exposed_communication_ms"):

@@ -1,15 +1,16 @@
-"""How long an all-reduce would take on other numbers of nodes: a model puts measured parts together.
+"""Predicts the time of an all-reduce on other numbers of nodes, by a model that is put together from measured parts.
 
-The ranks of a node combine what they have in their memory, then each carries a slice between the nodes. So
+The ranks of a node combine their buffers in the node's memory. Then each rank carries a slice between the nodes. So for
+S bytes on N nodes
 
     t(S, N) = node(S) + between(S, N),   node(S) = alpha + beta S,
     between(S, N) = 2 ceil(log2 N) latency + 2 (N - 1) / N S byte
 
-for S bytes on N nodes. `node` is fitted to times of this run: one alpha and beta for buffers that the caches hold, and
-others for larger ones. `latency` and `byte` describe the network, for all ranks of a node together. They are fitted to
-times between the nodes of this run by MPI's own algorithm, or come from the command line. The model has no case of its
-own for sums in pieces, which are taken where they were measured to be at most 1.1 times as slow. It knows neither
-switches that are shared with others nor several levels of switches. Sources: `communicators/costs/model.py`.
+`node` is fitted to times of this run: one alpha and beta for buffers that fit into the caches, and another pair for
+larger ones. `latency` and `byte` describe the network, for all ranks of a node together. They come from the command
+line, or are fitted to times between this run's nodes by MPI's own algorithm. The model ignores sums in pieces: mpistrat
+uses them only where they measured at most 1.1 times as slow. It knows no shared switches and no levels of switches.
+Sources: `communicators/costs/model.py`.
 """
 
 from __future__ import annotations
@@ -33,28 +34,31 @@ from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.surroundings import surroundings
 from mpistrat.topology import Topology
 
-# Sizes to fit: nothing below the smallest goes by node, and buffers beyond the largest take too much memory.
+# Bytes to fit to: smaller buffers do not go by node, and larger buffers take too much memory.
 SMALLEST, LARGEST = 1 << 16, 1 << 26
 _FACTOR = 2
-_CALLS = 15  # of each size
+_CALLS = 15  # for each size
 _FLOAT32 = np.dtype("float32")
-_WIDTHS = (7, 7, 14, 16, 14, 14, 15, 8)  # of the table's columns
+_WIDTHS = (7, 7, 14, 16, 14, 14, 15, 8)  # the widths of the table's columns, in characters
 
 
 def sizes_of(arguments: argparse.Namespace) -> list[int]:
-    """Bytes of the buffers to predict. Raises: UsageError for a size that the model does not cover."""
+    """Return the bytes of the buffers to predict.
+
+    Raises: UsageError for a size below 64 KiB: the model does not cover it.
+    """
     sizes = arguments.size or [1 << 20, 16 << 20, 64 << 20]
     if arguments.model_parameters:
         sizes = [4 * int(parameters) for parameters in arguments.model_parameters]
     if min(sizes) < SMALLEST:
         raise UsageError(
-            f"{min(sizes)} bytes go through MPI alone, of which the model says nothing; {SMALLEST} at least go by node"
+            f"{min(sizes)} bytes go through MPI alone, and the model does not cover that; give at least {SMALLEST}"
         )
     return sizes
 
 
 def check_network(arguments: argparse.Namespace) -> None:
-    """Raises: UsageError for a network that is half described, or impossible."""
+    """Raise UsageError if the command line describes half a network, or an impossible one."""
     if (arguments.alpha_us is None) != (arguments.gbit is None):
         raise UsageError("--alpha-us and --gbit describe one network: give both or neither")
     if arguments.gbit is not None and not (arguments.gbit > 0 and arguments.alpha_us >= 0):
@@ -64,15 +68,15 @@ def check_network(arguments: argparse.Namespace) -> None:
 
 
 def check_run(arguments: argparse.Namespace, ranks_per_node: int, num_nodes: int) -> None:
-    """Raises: UsageError where such a run has nothing to fit to."""
+    """Raise UsageError if a run with so many ranks and nodes cannot give the times that the model needs."""
     if (wanted := arguments.ranks_per_node or 0) > ranks_per_node:
         raise UsageError(
-            f"--ranks-per-node {wanted}: this run has {ranks_per_node} on a node, and what more of them would make of "
-            f"its memory cannot be told from that; start {wanted} on each node"
+            f"--ranks-per-node {wanted}: this run has {ranks_per_node} on a node, and more ranks would use its memory "
+            f"in a way that this run cannot measure; start {wanted} on each node"
         )
     if max(arguments.nodes) > 1 and num_nodes == 1 and arguments.gbit is None:
         raise UsageError(
-            "this run is on one node, from which no network can be told: give one by --alpha-us and --gbit, ask for "
+            "this run is on one node, and measures no network: give one by --alpha-us and --gbit, ask for "
             "--nodes 1, or start ranks on several nodes"
         )
 
@@ -82,10 +86,13 @@ class CostModel:
     """The time of one all-reduce on N nodes.
 
     Attributes:
-        ranks_per_node: the same on all nodes.
-        in_caches, beyond_caches: the cost within a node, up to `caches` bytes and beyond.
-        latency, byte: seconds of one message, and per byte that leaves a node; None where no network is known.
-        network_error: of the fit, as `Cost.error`; None where the command line describes the network.
+        ranks_per_node: the number of ranks on each node.
+        caches: the largest size in bytes that the caches hold.
+        in_caches: the cost within a node up to `caches` bytes.
+        beyond_caches: the cost within a node of more than `caches` bytes.
+        latency: seconds of one message between nodes; None if no network is known.
+        byte: seconds per byte that leaves a node; None if no network is known.
+        network_error: the relative error of the network's fit; None if the command line describes the network.
     """
 
     ranks_per_node: int
@@ -97,7 +104,10 @@ class CostModel:
     network_error: float | None = None
 
     def seconds(self, nbytes: int, nodes: int) -> float:
-        """Raises: ValueError for several nodes, where no network is known."""
+        """Return the predicted seconds of an all-reduce of `nbytes` bytes on `nodes` nodes.
+
+        Raises: ValueError for several nodes, if no network is known.
+        """
         cost = self.in_caches if nbytes <= self.caches else self.beyond_caches
         if nodes > 1:
             if self.latency is None or self.byte is None:
@@ -106,7 +116,7 @@ class CostModel:
         return cost.seconds(nbytes)
 
     def lines(self) -> list[str]:
-        """The model as a formula."""
+        """Return the model as a formula, in lines of text."""
         lines = [
             f"t(S, N) = node(S) + between(S, N), for S bytes on N nodes of {self.ranks_per_node} ranks",
             f"node(S) = {_line(self.in_caches)}, up to S = {self.caches}; then",
@@ -131,11 +141,11 @@ def _line(cost: Cost) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Times are microseconds; bandwidths are those of nccl-tests, in 1e9 bytes per second.
+    """One row of the plan. Times are microseconds; bandwidths are nccl-tests', in 1e9 bytes per second.
 
     Attributes:
-        measured: the median in this run, where it has as many nodes and ranks.
-        off: predicted / measured - 1.
+        measured: the median of this run; None if this run has another number of nodes or ranks.
+        off: predicted / measured - 1; None without `measured`.
     """
 
     nodes: int
@@ -151,9 +161,10 @@ class Prediction:
 def predictions(
     arguments: argparse.Namespace,
 ) -> tuple[CostModel, list[Prediction], dict[str, Any]]:
-    """The model, its predictions, and what it was measured on. Called by: every rank.
+    """Fit the model to times of this run and predict. Called by: every rank.
 
-    Raises: UsageError where this run has nothing to fit to.
+    Returns: the model, a prediction for each number of nodes and each size, and the surroundings of the run.
+    Raises: UsageError if arguments are wrong or this run cannot give the times that the model needs.
     """
     sizes = sizes_of(arguments)
     check_network(arguments)
@@ -175,7 +186,10 @@ def predictions(
 
 
 def predict(model: CostModel, nodes: int, nbytes: int, measured: float | None) -> Prediction:
-    """Args: measured: microseconds, if this run has measured it."""
+    """Return the model's prediction for one number of nodes and one size.
+
+    Args: measured: microseconds in this run, or None.
+    """
     predicted = model.seconds(nbytes, nodes) * 1e6
     ranks = nodes * model.ranks_per_node
     algbw = nbytes / predicted / 1e3 if predicted else 0.0
@@ -191,17 +205,17 @@ def _model(
     wanted: Sequence[int],
     arguments: argparse.Namespace,
 ) -> CostModel:
-    """The model, fitted to times of the first `per_node` ranks of each node. Collective."""
+    """Fit the model to times of the first `per_node` ranks of each node. Collective."""
     place, nodes = topology.local_rank, topology.num_nodes
     takes_part = place < per_node
     node = communicator.split(topology.node if takes_part else nodes + topology.node)
     # MPI's own algorithm, because its cost on more nodes is known
     across = communicator.split(place).by(CommunicationImplementation.MPI)
     largest = min(LARGEST, max(*wanted, SMALLEST * _FACTOR**5))
-    sizes = list(sweep.sizes(SMALLEST, largest * _FACTOR - 1, _FACTOR))  # the last is not below it
+    sizes = list(sweep.sizes(SMALLEST, largest * _FACTOR - 1, _FACTOR))  # the last is >= `largest`
 
     def slowest(part: Communicator, slices: int, label: str) -> list[float]:
-        """Seconds of all-reduces of one of `slices` of each size."""
+        """Return for each size the slowest rank's seconds of an all-reduce of `size // slices` bytes."""
         seconds = np.zeros(len(sizes))
         if takes_part:
             seconds[:] = [_p50(part, size // slices) * 1e-6 for size in sizes]
@@ -225,7 +239,7 @@ def _p50(communicator: Communicator, nbytes: int) -> float:
 
 
 def table(model: CostModel, rows: Sequence[Prediction], where: dict[str, Any]) -> list[str]:
-    """The model and its predictions, for people."""
+    """Return the model and its predictions as lines of text."""
     names = ("nodes", "ranks", "size (B)", "predicted (us)", "algbw (GB/s)", "busbw (GB/s)")
     lines = [
         "# all_reduce, of buffers in shared memory as gradients are",

@@ -1,4 +1,4 @@
-"""What a measurement reports: a table for people, and the same as JSON with every sample (benchmarks/README.md)."""
+"""The report of a measurement: a table for people, and a JSON file with every sample (benchmarks/README.md)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 from mpistrat.machine.private_files import private
 
 SCHEMA = 1
-SAMPLES = "samples"  # the column that only the file has
+SAMPLES = "samples"  # this column is in the file only
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one command has measured.
+    """The results of one command.
 
     Attributes:
-        where: what it was measured on, as `surroundings` has it.
-        rows: for the file.
-        lines: for people.
+        where: the machine and the software of the measurement, as `surroundings` returns them.
+        rows: the results, for the file.
+        lines: the results as lines of text, for people.
         more: further keys of the file.
-        draw: draws a picture of it into a file.
-        wrong: whether a result was wrong, which makes the exit code 1.
+        draw: draws a picture of the results into a file; None: there is no picture.
+        wrong: whether a result was wrong; the exit code is then 1.
     """
 
     title: str
@@ -39,7 +39,12 @@ class Report:
     wrong: bool = False
 
     def publish(self, path: str | None = None, picture: str | None = None) -> None:
-        """Print it, and write its files. Called by: one rank."""
+        """Print the report, and write its files. Called by: rank 0.
+
+        Args:
+            path: the JSON file; None: no file.
+            picture: the picture's file; None: no picture.
+        """
         print("\n".join(self.lines), flush=True)
         if path:
             content = {
@@ -64,7 +69,10 @@ def table_report(
     left_out: Mapping[str, str] = {},
     draw: Callable[[str], None] | None = None,
 ) -> Report:
-    """`rows` as a table. `left_out`: the peers that take no part, and why."""
+    """Return a report that shows `rows` as a table.
+
+    Args: left_out: for each peer that takes no part, the reason.
+    """
     taken_on = (
         f"{where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores · "
         f"{where['device']}"
@@ -77,7 +85,7 @@ def table_report(
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Lines with a column for every key of any row, except samples."""
+    """Return lines of a table with a column for every key of any row, except the samples."""
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
     columns.pop(SAMPLES, None)
     cells = [list(columns)] + [[_cell(row.get(column, "-")) for column in columns] for row in rows]
@@ -90,7 +98,7 @@ def aligned(cells: Iterable[str], widths: Iterable[int], between: str = "") -> s
 
 
 def distance_in_words(where: Row) -> list[str]:
-    """How far apart the cores were; empty where that is not measured."""
+    """Return a line that says how far apart the cores of two ranks were; an empty list if that was not measured."""
     if not min(where.get("distance_us", [0])):
         return []
     words = "Two ranks handed each other 128 KB in {:.0f} us before, and in {:.0f} us after"
@@ -98,7 +106,7 @@ def distance_in_words(where: Row) -> list[str]:
 
 
 def oversubscription(where: Row) -> list[str]:
-    """The warning for more ranks than cores; empty where there is a core for each rank."""
+    """Return a warning that there are more ranks than cores; an empty list if there is a core for each rank."""
     if not where["oversubscribed"]:
         return []
     return [
@@ -108,7 +116,10 @@ def oversubscription(where: Row) -> list[str]:
 
 
 def _arguments_but_files() -> list[str]:
-    """The command line without paths: they say nothing about the results, and results can be handed on."""
+    """Return the command line without the paths of files.
+
+    They say nothing about the results, and a user can hand the results on without them.
+    """
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--json", "--plot", "--tensorflow"):
         files.add_argument(option)

@@ -1,4 +1,4 @@
-"""How contestants are compared in one run: in each round, all take their turn."""
+"""Compares contestants in one run: in each round, every contestant takes its turn."""
 
 from __future__ import annotations
 
@@ -15,36 +15,39 @@ from mpistrat.communicators.costs.distance import distance_on_node
 from mpistrat.communicators.of_resolver import communicator_of
 
 ROUNDS = 9
-# How long a turn should last where the number of calls is not fixed
+# How long a turn lasts if the number of its calls is not given
 SECONDS_PER_TURN = 0.1
 
 
 def all_ranks() -> Communicator:
-    """The communicator of all ranks of the job. Called by: every rank."""
+    """Return the communicator of all ranks of the job. Called by: every rank."""
     communicator = communicator_of(MPIClusterResolver(), "always", "mpistrat-bench")
     distance_before()
     return communicator
 
 
 def distance_now() -> float:
-    """Between this rank's core and the next one's of its node, in seconds. Called by: every rank."""
+    """Return how many seconds this rank and the node's next rank need to hand each other 128 KB; 0.0 without MPI.
+
+    Called by: every rank.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     return distance_on_node(mpi.COMM_WORLD) if mpi else 0.0
 
 
 @functools.cache
 def distance_before() -> float:
-    """`distance_now()` when the benchmark began."""
+    """Return `distance_now()` of the first call, when the benchmark began. Called by: every rank."""
     return distance_now()
 
 
 def first_reason(reason: str) -> str:
-    """The reason of the first rank that has one; "" where none has. Called by: every rank."""
+    """Return the `reason` of the first rank with one that is not ""; "" if all are "". Called by: every rank."""
     return next(filter(None, all_ranks().all_gather_object(reason)), "")
 
 
 def host_of_rank() -> str:
-    """The name by which other ranks reach this one. Called by: every rank."""
+    """Return the name for other ranks to reach this rank by; "127.0.0.1" on a single host. Called by: every rank."""
     host = socket.gethostname()
     return host if len(set(all_ranks().all_gather_object(host))) > 1 else "127.0.0.1"
 
@@ -55,10 +58,12 @@ def seconds_of(
     calls: int = 1,
     wait: Callable[[], None] = lambda: None,
 ) -> float:
-    """Seconds per call, of `calls` calls that all ranks begin together, on the slowest rank. Called by: every rank.
+    """Return the seconds per call on the slowest rank, of `calls` calls that all ranks begin together.
 
-    `wait` is called before them and after the last, and is a part of their time: it returns when the rank's device has
-    nothing more to do.
+    Called by: every rank.
+    Args:
+        wait: waits until the rank's device has nothing more to do. It is called before the clock starts, and after the
+            last call as a part of the measured time.
     """
     wait()
     communicator.barrier()
@@ -70,7 +75,7 @@ def seconds_of(
 
 
 def take_turns(turns: Mapping[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
-    """What each contestant's turn returned, in each round."""
+    """Return the results of each contestant's turns, one for each round."""
     rounds: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(num_rounds):
         for name, turn in turns.items():
@@ -84,10 +89,12 @@ def compare(
     num_rounds: int = ROUNDS,
     wait: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Microseconds per call, of each round; a round times `repeat` calls of each contestant in turn.
+    """Time the contestants in turns. Called by: every rank.
 
-    Called by: every rank. A turn's time is the slowest rank's. `repeat`: None for as many as 0.1 s allow. `wait`: as of
-    `seconds_of`.
+    Args:
+        repeat: the calls in a turn; None: as many as take 0.1 s.
+        wait: waits until the rank's device has nothing more to do.
+    Returns: for each contestant, the microseconds per call of each round, on the slowest rank.
     """
     communicator = all_ranks()
     for call in contestants.values():
@@ -105,5 +112,5 @@ def compare(
 
 
 def medians(rounds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median round of each contestant."""
+    """Return the median over the rounds of each contestant."""
     return {name: statistics.median(times) for name, times in rounds.items()}

@@ -12,7 +12,7 @@ from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrateg
 from mpistrat.strategy import Strategy
 from mpistrat.tools.bench.work import Step, Work, step_of
 
-# In its first steps a strategy tries how gradients travel best (`CommunicationOptions.overlap`).
+# In this many first steps a strategy tries how gradients travel fastest (`CommunicationOptions.overlap`).
 STEPS_OF_TRIALS = 20
 
 
@@ -24,7 +24,10 @@ def with_strategy(work: Work, strategy: Strategy) -> tuple[Step, torch.nn.Module
 
 
 def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
-    """`options`, `more`: communication options and other arguments of the strategy."""
+    """Return a training step under a `MultiWorkerMirroredStrategy`, after its trials. Called by: every rank.
+
+    Args: options: communication options; None: the defaults.
+    """
     return past_trials(
         work,
         MultiWorkerMirroredStrategy(None, options, devices=[work.device], gradients="mean", **more),
@@ -32,7 +35,7 @@ def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
 
 
 def past_trials(work: Work, strategy: Strategy) -> Step:
-    """A step with first weights, after the strategy has tried how gradients travel best."""
+    """Return a training step with its first weights, after the strategy has tried how gradients travel fastest."""
     step, module = with_strategy(work, strategy)
     first = copy.deepcopy(module.state_dict())
     for _ in range(STEPS_OF_TRIALS):

@@ -1,4 +1,4 @@
-"""The machine and the software that a measurement was taken on."""
+"""The machine and the software of a measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from mpistrat.tools.doctor.software import version_of
 
 
 def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str, Any]:
-    """Collective; equal on all ranks. Args: device: whose memory was measured."""
+    """Return the machine and the software of a measurement, as a dict for the report.
+
+    Collective; the same on all ranks.
+
+    Args: device: the device with the measured memory.
+    """
     cores = sorted(os.sched_getaffinity(0))
     distances = distance_before(), distance_now()
     of_ranks = communicator.all_gather_object((socket.gethostname(), cores, distances))
@@ -47,12 +52,12 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
 
 
 def _first_line(text: str) -> str:
-    """Without what stands behind a comma, and with single spaces."""
+    """Return the first line of `text` up to a comma, with single spaces."""
     return " ".join(text.split("\n")[0].split(",")[0].strip("\0 ").split())
 
 
 def _torch() -> dict[str, Any]:
-    """Version, compute threads and accelerators of torch, where a benchmark has imported it."""
+    """Return torch's version, its compute threads and its accelerators; an empty dict if torch is not loaded."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}

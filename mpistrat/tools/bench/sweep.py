@@ -1,4 +1,4 @@
-"""One collective over a range of sizes, beside the limit of the machine; printed with the columns of nccl-tests."""
+"""Measures one collective at a range of sizes, beside the limit of the machine. Prints the columns of nccl-tests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mpistrat.tools.bench.report import aligned, distance_in_words, oversubscrip
 from mpistrat.tools.bench.rounds import seconds_of
 
 WARM_UP = 3
-# How long one size may take after its warm-up, and how many calls it gets at least and at most.
+# How many seconds one size may take after its warm-up, and the fewest and the most calls for it.
 SECONDS_PER_SIZE = 2.0
 FEWEST_CALLS, MOST_CALLS = 5, 2000
 
-# Name, unit, width, cell
+# A column's name, unit, width in characters, and cell
 _COLUMNS = (
     ("size", "(B)", 12, "{0.bytes}"),
     ("count", "(elements)", 12, "{0.count}"),
@@ -41,17 +41,18 @@ _WIDTHS = [width for _, _, width, _ in _COLUMNS]
 
 @dataclass
 class Row:
-    """What was measured at one size. Times are microseconds; a call takes as long as its slowest rank.
+    """The results at one size. Times are microseconds; a call takes as long as its slowest rank.
 
     Attributes:
-        bytes, count: as nccl-tests counts them.
-        calls: how many were timed.
-        time, p50, p99: the mean, the median, and what 99 of 100 calls stay below.
-        algbw, busbw: 1e9 bytes per second, of the median.
-        wrong: wrong elements on all ranks, in the first and the last call.
-        limit: the median time in which all ranks at once copy as many bytes.
+        bytes, count: the size in bytes and in elements, as nccl-tests counts them.
+        calls: the number of timed calls.
+        time, p50, p99: the mean, the median, and the 99th percentile.
+        algbw, busbw: bandwidths in 1e9 bytes per second, from the median.
+        wrong: wrong elements on all ranks, in the first and in the last call.
+        limit: the median time for a copy of as many bytes on all ranks at once.
         percent_of_limit: 100 · limit / p50.
-        slowest_rank, slowest_ratio: the rank with the largest median, and that median over the median of the ranks.
+        slowest_rank: the rank with the largest median.
+        slowest_ratio: the slowest rank's median over the median rank's.
         samples: every call's time.
     """
 
@@ -89,10 +90,11 @@ def measure(
     calls: int | None = None,
     device: Device = HOST,
 ) -> Row:
-    """Collective. `calls`: None for as many as fit into two seconds.
+    """Measure one collective at one size. Collective.
 
-    A call begins when all ranks are there and their devices have nothing to do, and ends on a rank when its device has
-    the result.
+    A call begins when all ranks are there and their devices have nothing to do. It ends on a rank when the rank's
+    device has the result.
+    Args: calls: the number of timed calls; None: as many as fit into two seconds.
     """
     operation = kind(communicator, nbytes, dtype, in_window, device)
     seconds = [_timed(operation)]
@@ -142,7 +144,7 @@ def _timed(operation: Operation) -> float:
 
 
 def _copying(communicator: Communicator, nbytes: int, calls: int, device: Device) -> float:
-    """Microseconds in which all ranks at once copy `nbytes` each, from and to the memory of their devices."""
+    """Return the microseconds for a copy of `nbytes` on all ranks at once, within the memory of their devices."""
     source, target = (device.array(np.ones(nbytes, np.uint8)) for _ in range(2))
     copy = functools.partial(operator.setitem, target, slice(None), source)
     turns = range(min(calls, 50) + WARM_UP)

@@ -1,4 +1,4 @@
-"""`mpistrat-bench compare torch`: the calls of torch.distributed on torch's own backend and on mpistrat, in one run."""
+"""`mpistrat-bench compare torch`: calls of torch.distributed on torch's own backend and on mpistrat, in one run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mpistrat.tools.bench.peers.torch_distributed import MPISTRAT, backend_of_to
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
 _FLOAT32 = np.dtype("float32")
-# torch's new names for two calls, or the ones that it had before
+# Newer versions of torch have other names for these two calls
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class TorchCollective(Operation):
-    """One call on tensors of float32, in ordinary memory or on a device.
+    """One call of torch.distributed on float32 tensors, in ordinary host memory or on a device.
 
     Args:
-        group: whose ranks are those of the job.
-        nbytes, device: as of `Operation`.
+        group: a group of all ranks of the job.
+        nbytes: the size in bytes, as nccl-tests counts it.
 
     Attributes:
         sent, received: `source` and `result` as tensors.
@@ -40,11 +40,11 @@ class TorchCollective(Operation):
         self.received_parts = list(self.received.chunk(self.communicator.size))
 
     def wrong_at_first(self) -> int:
-        """Make one call, and count the wrong elements of its result on this rank."""
+        """Make one call, and return the number of wrong elements in this rank's result. Zero the buffers afterwards."""
         self.reset()
         self()
         wrong = self.wrong()
-        self.source[:] = self.result[:] = 0  # sums in place stay zeros, however often
+        self.source[:] = self.result[:] = 0  # repeated sums in place do not overflow
         return wrong
 
 
@@ -118,9 +118,10 @@ CALLS: dict[str, type[TorchCollective]] = {
 def compare_calls(
     names: Iterable[str], sizes: Iterable[int], num_rounds: int, device: Device = HOST
 ) -> list[dict[str, Any]]:
-    """A row for each of `CALLS` that is named, and each size in bytes. Called by: every rank.
+    """Compare each named call at each size in bytes on torch's own backend and on mpistrat. Called by: every rank.
 
-    Raises: CannotTakePart where torch has no backend for `device`.
+    Returns: a row for each call and size.
+    Raises: CannotTakePart if torch has no backend for `device`.
     """
     groups = {backend: group_on(backend) for backend in (backend_of_torch(device.name), MPISTRAT)}
     return [
@@ -137,7 +138,11 @@ def compare_calls(
 def compare_call(
     name: str, calls: Mapping[str, TorchCollective], num_rounds: int
 ) -> dict[str, Any]:
-    """The row of one call and size. Called by: every rank. Args: calls: by backend, torch's own first."""
+    """Compare one call at one size. Called by: every rank.
+
+    Args: calls: the call on each backend, torch's own first, then mpistrat.
+    Returns: the row; "us" columns are microseconds, "wrong" counts wrong elements on all ranks.
+    """
     wrong = sum(call.wrong_at_first() for call in calls.values())
     peer, ours = calls
     nbytes = calls[ours].nbytes

@@ -1,4 +1,4 @@
-"""`mpistrat-bench train`: steps of a training loop, and the same computation without communication beside them."""
+"""`mpistrat-bench train`: steps of a training loop, and beside them the same computation without communication."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from mpistrat.tools.bench.strategy_steps import STEPS_OF_TRIALS, with_strategy
 from mpistrat.tools.bench.surroundings import surroundings
 from mpistrat.tools.bench.work import Step, Work, alone
 
-WARM_UP = 3  # of what has no choice
-# Steps with and without communication take turns in blocks: a machine that gets slower slows both down.
+WARM_UP = 3  # steps before the measurement if there are no trials
+# Steps with and without communication take turns in blocks, so that a machine that gets slower slows both down.
 STEPS_PER_BLOCK = 5
 
 
 def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The row of the training (benchmarks/README.md), and what it was measured on. Called by: every rank.
+    """Train a model and measure its steps. Called by: every rank.
 
-    Raises: UsageError on all ranks.
+    Returns: the row of the training (benchmarks/README.md), and the surroundings.
+    Raises: UsageError on all ranks, if arguments do not fit the job or the input.
     """
     options = arguments.communication_options or CommunicationOptions()
     device = device_named(arguments.device)
@@ -46,7 +47,7 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
     where = surroundings(communicator, device)
 
     of_ranks = np.stack(communicator.all_gather(np.array(list(times.values())) * 1e3))
-    # A step is as long as its slowest rank's.
+    # A step takes as long as the slowest rank's step.
     slowest = dict(zip(times, of_ranks.max(axis=0), strict=True))
     p50 = {part: float(np.median(values)) for part, values in slowest.items()}
     compute = np.median(of_ranks[:, list(times).index("compute")], axis=1)
@@ -80,9 +81,10 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def work_of(name: str, batch_size: int | None, device: str = "cpu:0") -> Work:
-    """This rank's part of a global batch; None: as many examples per rank as the model has. Called by: every rank.
+    """Return this rank's part of a global batch of the model `name`. Called by: every rank.
 
-    Raises: UsageError on all ranks, when the batch does not divide by them.
+    Args: batch_size: the examples of all ranks; None: the model's default for each rank.
+    Raises: UsageError on all ranks, if `batch_size` is not a multiple of the number of ranks.
     """
     model, ranks = model_named(name), all_ranks().size
     each, rest = divmod(batch_size or model.examples_per_rank * ranks, ranks)
@@ -107,7 +109,10 @@ def _measure(
     step: Step,
     steps: int,
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """This rank's seconds by part and step, and its losses."""
+    """Run the steps.
+
+    Returns: this rank's seconds of each step, by part ("step", "input", "compute"), and its losses.
+    """
     times: dict[str, list[float]] = {"step": [], "input": [], "compute": []}
     losses: list[float] = []
     plain = alone(work)
@@ -117,7 +122,7 @@ def _measure(
         if batches is not None:
             work.take(next(batches))
         read = time.perf_counter()
-        # Waits for the device: the copy comes after the optimizer's kernels.
+        # `float` waits for the device: the copy of the loss comes after the optimizer's kernels.
         losses.append(float(step()))
         times["step"].append(time.perf_counter() - started)
         times["input"].append(read - started)
@@ -144,7 +149,7 @@ def _measure(
 def efficiency_of(
     compute_ms: float, step_ms: float, where: Mapping[str, Any]
 ) -> tuple[float | None, str]:
-    """The part of a step that is computation; or None, and the reason why it would mislead."""
+    """Return the part of a step that is computation, 0 to 1, and ""; or None and the reason why it would mislead."""
     if where["oversubscribed"]:
         ranks, cores = where["ranks"], where["usable_cores"]
         return None, f"{ranks} ranks share {cores} cores, and slow each other down"
@@ -152,7 +157,7 @@ def efficiency_of(
 
 
 def ranks_that_differ(communicator: Communicator, module: torch.nn.Module) -> list[int]:
-    """The ranks whose parameters differ from rank 0's in any bit. Called by: every rank."""
+    """Return the ranks that have parameters with other bits than rank 0's. Called by: every rank."""
     digest = hashlib.sha256()
     for parameter in module.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -161,7 +166,7 @@ def ranks_that_differ(communicator: Communicator, module: torch.nn.Module) -> li
 
 
 def wrong(row: Mapping[str, Any]) -> str:
-    """What is wrong with the results; "" when all is right."""
+    """Return the faults in the results as text; "" if there are none."""
     found = []
     if row["ranks_that_differ"]:
         ranks = ", ".join(map(str, row["ranks_that_differ"]))
@@ -172,7 +177,7 @@ def wrong(row: Mapping[str, Any]) -> str:
 
 
 def lines(row: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
-    """The row for people."""
+    """Return the row as lines of text."""
     mistake = wrong(row)
     efficiency = row["efficiency"]
     facts = {

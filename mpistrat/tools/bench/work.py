@@ -13,7 +13,7 @@ Step = Callable[[], torch.Tensor]  # returns this rank's loss
 
 
 class Work:
-    """One rank's part of a training step: SGD on a batch.
+    """One rank's part of a training step: SGD on a batch of `examples` examples.
 
     Attributes:
         batch: inputs and targets of the next step, on `device`.
@@ -28,7 +28,7 @@ class Work:
         self.batch = (inputs.to(self.device), targets.to(self.device))
 
     def build(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """The module and its optimizer: the same weights on each rank and for each contestant."""
+        """Return a new module and its optimizer, with the same weights on each rank and for each contestant."""
         torch.manual_seed(0)
         module = self.model.build().to(self.device)
         return module, torch.optim.SGD(module.parameters(), lr=0.01)
@@ -39,7 +39,7 @@ class Work:
 
 
 def step_of(work: Work, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The loop's body, as everybody writes it."""
+    """Return a function that takes one training step with `work`'s batch, and returns the detached loss."""
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
@@ -52,5 +52,5 @@ def step_of(work: Work, module: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def alone(work: Work) -> Step:
-    """The step of a rank without communication."""
+    """Return a training step of this rank alone, without communication."""
     return step_of(work, *work.build())

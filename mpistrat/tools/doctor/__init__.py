@@ -1,1 +1,1 @@
-"""`mpistrat doctor`: what is wrong with an installation, a job or a cluster, and what to do about it."""
+"""`mpistrat doctor`: finds faults of an installation, a job or a cluster, and says how to mend them."""

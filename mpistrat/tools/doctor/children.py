@@ -1,4 +1,4 @@
-"""Questions to other programs, each with a time limit: a program may hang, crash, or be missing."""
+"""Run other programs with a time limit and read their output. A program may hang, crash, or be missing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-MOST_WORDS = 1 << 20  # characters that are read of an answer
+MOST_WORDS = 1 << 20  # bytes: only the end of a longer output is read
 _NO_END = "no end within"
 
 
 @dataclass(frozen=True)
 class ChildOutput:
-    """What a program wrote.
+    """The output of a program that has ended.
 
-    Attributes: ended: "" for exit code 0, else "exit code 1", "killed by SIGSEGV", "no end within 10 s".
+    Attributes:
+        output, errors: the texts of stdout and stderr.
+        ended: "" for exit code 0, else "exit code 1", "killed by SIGSEGV", "no end within 10 s".
     """
 
     output: str
@@ -31,7 +33,10 @@ class ChildOutput:
         return self.ended.startswith(_NO_END)
 
     def json(self, begin: str) -> dict[str, Any] | None:
-        """The last line that begins so, read as JSON; None where the program failed, or wrote no such line."""
+        """Return the last line that starts with `begin`, read as JSON.
+
+        None if the program failed, or wrote no such line or no JSON.
+        """
         lines = [line for line in self.output.splitlines() if line.startswith(begin)]
         try:
             return None if self.ended else json.loads(lines[-1])
@@ -39,14 +44,17 @@ class ChildOutput:
             return None
 
     def failure(self, silent: str) -> str:
-        """Why there is no `json`: how the program ended, or `silent`; and its last words."""
+        """Return why `json` returned None: how the program ended, or `silent`; and the last line of its output."""
         words = last_words(self.errors if self.ended else self.output, 1)
         return ", ".join(filter(None, [self.ended or silent, words]))
 
 
 def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> ChildOutput:
-    """What `command` writes. Raises nothing, and takes no longer than `seconds`."""
-    # Files, and not pipes: a process that it leaves behind could keep those open.
+    """Run `command` for at most `seconds`, then kill it and its children.
+
+    Returns: its output. It raises no error: `ended` also says why a program could not be started.
+    """
+    # The output goes to files. A pipe would stay open if the command left a process behind.
     with file_with(b"") as output, file_with(b"") as errors:
         try:
             process = subprocess.Popen(
@@ -65,13 +73,13 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) 
             ended = f"{_NO_END} {seconds:g} s"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # of a process that no signal ends
+        with contextlib.suppress(subprocess.TimeoutExpired):  # no signal ends the process
             process.wait(1)
         return ChildOutput(written(output), written(errors), ended)
 
 
 def file_with(content: bytes) -> IO[bytes]:
-    """A file in memory that another process reads or writes. There may be no folder that can be written."""
+    """Return a file in memory with `content`, for another process to read or write. A folder may not be writable."""
     file = os.fdopen(os.memfd_create("mpistrat-doctor"), "w+b")
     file.write(content)
     file.seek(0)
@@ -79,7 +87,7 @@ def file_with(content: bytes) -> IO[bytes]:
 
 
 def how_it_ended(code: int) -> str:
-    """ "" for exit code 0. A negative code is a signal's, as in subprocess."""
+    """Return how a process ended, in words; "" for exit code 0. A negative code is a signal, as in subprocess."""
     if code >= 0:
         return f"exit code {code}" if code else ""
     try:
@@ -89,12 +97,12 @@ def how_it_ended(code: int) -> str:
 
 
 def written(file: IO[bytes]) -> str:
-    """The end of a file that another process wrote."""
+    """Return the text in a file that another process has written: its last 1 MiB at most."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), MOST_WORDS, max(0, size - MOST_WORDS)).decode(errors="replace")
 
 
 def last_words(text: str, lines: int = 4) -> str:
-    """The last lines that say something, as one line."""
+    """Return the last `lines` lines of `text` with words in them, joined to one line."""
     said = [line.strip() for line in text.splitlines() if line.strip(" -=*#\t\0")]
     return " / ".join(said[-lines:])

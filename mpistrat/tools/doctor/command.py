@@ -1,4 +1,4 @@
-"""`mpistrat doctor`: gathers facts, judges them, prints findings, even where MPI is broken."""
+"""`mpistrat doctor`: gathers facts, judges them, and prints findings. It also works if MPI is broken."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ CHECKS: tuple[Check, ...] = tuple(checker.check for checker in _CHECKERS)
 
 
 def run(in_json: bool) -> int:
-    """Returns the exit code: 0, or 1 where there is a problem. Called by: every rank."""
+    """Run the doctor on this rank, and print the findings on rank 0. Called by: every rank.
+
+    Args: in_json: whether to print JSON.
+    Returns: the exit code: 0, or 1 if there is a problem.
+    """
     here = look()
     outcome = run_rank(here)
     if outcome.job is not None:
@@ -45,18 +49,18 @@ def run(in_json: bool) -> int:
     if outcome.left:
         findings.append(
             mpi_library.warning(
-                f"Rank 0 did not end well after all had been told: {outcome.left}.",
+                f"Rank 0 reported everything, but then it did not end well: {outcome.left}.",
                 "update MPI, or try another of its transports (--mca pml ob1, UCX_TLS=tcp,self)",
             )
         )
     text = to_json(findings, job) if in_json else as_text(findings, len(job.nodes()))
-    sys.stdout.write(text + "\n")  # in one piece: launchers mix lines
+    sys.stdout.write(text + "\n")  # one write, for launchers mix the lines of several writes
     sys.stdout.flush()
     return int(PROBLEM in {finding.level for finding in findings})
 
 
 def look() -> RankFacts:
-    """What this process can find out without MPI."""
+    """Return the facts that this process can find out without MPI."""
     launch = nodes.look()
     driver = cuda_driver.look()
     return RankFacts(
@@ -72,31 +76,32 @@ def look() -> RankFacts:
 
 
 def judge(job: Job) -> list[Finding]:
+    """Return the findings of all checks about the job. Findings that are the same on several nodes are merged."""
     return said_once(finding for check in CHECKS for finding in _guarded(check, job))
 
 
 def _guarded(check: Check, job: Job) -> Iterator[Finding]:
-    """The findings of a check. A check that fails itself is reported, and the others go on."""
+    """Yield the findings of a check. If the check raises an error, report the error as a problem."""
     try:
         yield from check(job)
     except Exception as error:
         yield Finding(
             check.__module__.rpartition(".")[2],
             PROBLEM,
-            f"This check failed itself: {type(error).__name__}: {error}.",
-            "please report it, with what --json prints",
+            f"This check has failed with an error of its own: {type(error).__name__}: {error}.",
+            "please report it, with the output of --json",
         )
 
 
 def _speak_for_a_node(here: RankFacts, failure: JobFailure) -> int:
-    """Print one line for a rank that is not rank 0. Rank 0 has most likely failed, too, and says more.
+    """Print one line for a rank that is not rank 0. Rank 0 has most likely failed, too, and prints more.
 
     Returns: the exit code.
     """
-    # A node has one launcher and one library, so one of its ranks speaks, in case rank 0 has found something else.
+    # A node has one launcher and one library. So one of its ranks speaks, for rank 0 may have found another fault.
     of_node = failure.kind in ("topology", "library")
     if not of_node or here.launch.first_on_node:
-        time.sleep(SECONDS_FOR_RANK_0)  # once rank 0 has spoken, launchers end the others
+        time.sleep(SECONDS_FOR_RANK_0)  # launchers end this rank when rank 0 has spoken
         what = f"{failure.text} ({failure.words})" if failure.words else failure.text
         where = f"rank {here.rank} on {here.host}, {failure.stage}"
         print(f"mpistrat doctor: {where}: {what}", file=sys.stderr, flush=True)

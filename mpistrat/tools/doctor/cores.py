@@ -1,4 +1,4 @@
-"""Whether ranks and threads have the cores that they need."""
+"""Check whether ranks and threads have the cores that they need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("cores")
 CPUS_PER_TASK = "SLURM_CPUS_PER_TASK"  # "8"
-STEPS_CPUS_PER_TASK = "SRUN_CPUS_PER_TASK"  # since Slurm 22.05 srun looks at this one
+STEPS_CPUS_PER_TASK = "SRUN_CPUS_PER_TASK"  # srun reads this variable since Slurm 22.05
 
 
 def look() -> Cores:
@@ -33,16 +33,19 @@ def look() -> Cores:
 
 
 def _cores_of_launcher() -> int:
-    """How many cores the launcher may use: where a container or a batch system allows few, ranks are not bound."""
+    """Return how many cores the launcher may use on this node; the cores of this rank if no launcher is found.
+
+    If they are few, a container or a batch system has limited them, and not a binding of ranks.
+    """
     try:
         return len(os.sched_getaffinity(launcher_of(os.getpid()) or 0))
-    except ProcessLookupError:  # it has just ended
+    except ProcessLookupError:  # the launcher has just ended
         return len(os.sched_getaffinity(0))
 
 
 def check(job: Job) -> Iterator[Finding]:
     if job.failure is not None and job.first.launch.of_several:
-        return  # how many ranks share this node is not known
+        return  # the number of ranks on this node is not known
     for name, ranks in job.nodes().items():
         found = [*_sharing(ranks), *_quota(ranks), *_threads(ranks), *_slurm(ranks)]
         if PROBLEM not in {finding.level for finding in found}:
@@ -64,11 +67,11 @@ def _shared_caches(ranks: Sequence[RankFacts]) -> str:
 
 
 def _sharing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """More ranks than cores, ranks bound to the same cores while others are free, or cores that no rank may use."""
+    """Find more ranks than cores, ranks that share cores while others are free, and cores that no rank may use."""
     cores, usable, spare = _cores_of(ranks), _usable_cpus(ranks), _cores_left_by_launcher(ranks)
     here, bound_to = f"{count(len(ranks), 'rank')} here", count(len(cores), "core")
     masks = [rank.cores.allowed for rank in ranks]
-    # The cores of each rank that has less than one core for itself
+    # The masks of the ranks with a share of less than one core
     crowded = [mask for mask in masks if cpu_share(mask, masks) < 1]
     if crowded and len(cores) >= len(ranks):
         shared = set().union(*crowded)
@@ -99,7 +102,7 @@ def _sharing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _quota(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """A limit of time below the cores that can be seen."""
+    """Find a limit of CPU time that is below the number of visible cores."""
     cores, usable = _cores_of(ranks), _usable_cpus(ranks)
     if len(ranks) <= usable < len(cores):
         yield warning(
@@ -110,25 +113,25 @@ def _quota(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _cores_of(ranks: Sequence[RankFacts]) -> set[int]:
-    """The cores that any of the ranks may use."""
+    """Return the cores that any of the ranks may use."""
     return set().union(*(rank.cores.allowed for rank in ranks))
 
 
 def _usable_cpus(ranks: Sequence[RankFacts]) -> float:
-    """The cores of the ranks, or the CPUs' worth of time that a control group allows, if that is less."""
+    """Return the number of the ranks' cores, or the CPUs' worth of time that a control group allows, if less."""
     cores, quota = len(_cores_of(ranks)), ranks[0].cores.quota
     return cores if quota is None else min(cores, quota)
 
 
 def _cores_left_by_launcher(ranks: Sequence[RankFacts]) -> int:
-    """How many cores the launcher may use beside the ranks'. Under Slurm the ranks cannot have these."""
+    """Return how many cores the launcher may use beyond the ranks' cores. 0 under Slurm: the ranks cannot have them."""
     if ranks[0].launch.slurm:
         return 0
     return max(0, ranks[0].cores.of_launcher - len(_cores_of(ranks)))
 
 
 def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Threads that the user set, against each rank's share of the cores."""
+    """Find numbers of threads that the user has set and that exceed a rank's share of the cores."""
     masks = [rank.cores.allowed for rank in ranks]
     too_many: collections.Counter[tuple[str, str, int]] = collections.Counter()
     for rank in ranks:
@@ -145,14 +148,14 @@ def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _slurm(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """--cpus-per-task of sbatch does not reach srun since Slurm 22.05."""
+    """Find a --cpus-per-task of sbatch that did not reach srun, as since Slurm 22.05."""
     slurm, has = ranks[0].launch.slurm, len(ranks[0].cores.allowed)
     asked = slurm.get(CPUS_PER_TASK, "")
     by_srun = ranks[0].launch.by_srun and STEPS_CPUS_PER_TASK not in slurm
     if by_srun and asked.isdigit() and has < int(asked):
         yield warning(
             f"The job asked for {CPUS_PER_TASK}={asked}, but a rank may run on {count(has, 'core')}: since Slurm "
-            "22.05, srun does not take that from sbatch.",
+            "22.05, srun does not take this number from sbatch.",
             f"srun --cpus-per-task=${CPUS_PER_TASK} …, or export {STEPS_CPUS_PER_TASK}=${CPUS_PER_TASK}",
         )
 
@@ -171,7 +174,7 @@ def _fine(ranks: Sequence[RankFacts]) -> Finding:
 
 
 def _bind(ranks: Sequence[RankFacts], each: int) -> str:
-    """What to tell the launcher so that each rank gets `each` cores of its own."""
+    """Return the launcher's options that give each rank `each` cores of its own."""
     each, here = max(1, each), len(ranks)
     launcher = ranks[0].launch.launcher
     if launcher.startswith("Open MPI"):

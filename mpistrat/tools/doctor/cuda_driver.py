@@ -1,7 +1,7 @@
-"""Which GPUs CUDA's driver gives a rank, after CUDA_VISIBLE_DEVICES and control groups. No tool of NVIDIA's is needed.
+"""Ask CUDA's driver for the GPUs that a rank may use, after CUDA_VISIBLE_DEVICES and control groups.
 
-`python -m mpistrat.tools.doctor.cuda_driver` prints them. It is a process of its own, because a driver may crash, hang,
-or take memory. Calls and error numbers are those of <cuda.h>.
+No tool of NVIDIA's is needed. `python -m mpistrat.tools.doctor.cuda_driver` prints them as JSON. It is a process of its
+own, because a driver may crash, hang, or take memory. Calls and error numbers are from <cuda.h>.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from mpistrat.tools.doctor.facts import Driver
 
 LIBRARY = "libcuda.so.1"  # comes with the driver, not with CUDA
 SECONDS_TO_ASK = 20.0  # ranks of other nodes wait in MPI_Init meanwhile
-BEGIN = '{"installed": '  # of the line that the child writes
+BEGIN = '{"installed": '  # the start of the line that the child writes
 
 _SUCCESS = 0
-_STUB_LIBRARY = 34  # for linking only, where there is no driver
+_STUB_LIBRARY = 34  # the library is for linking only: there is no driver
 _NO_DEVICE = 100
 
 
 def look() -> Driver:
+    """Return the facts about CUDA's driver, asked by a child process."""
     command = [sys.executable, "-m", "mpistrat.tools.doctor.cuda_driver"]
     answer = ask(command, SECONDS_TO_ASK, environment_of_children())
     found = answer.json(BEGIN)
     if found is None:
-        # The driver need not be what failed: the child may have ended before it asked.
+        # The fault need not be the driver's: the child may have ended before it asked.
         why = answer.failure("it tells nothing")
         return Driver(True, error=f"the question to CUDA's driver failed: {why}", hangs=answer.late)
     return Driver(**found)
 
 
 def driver_of(library: Any) -> Driver:
-    """What the driver's library says."""
+    """Return the driver's GPUs, or its error, from its loaded library."""
     try:
         _call(library.cuInit, 0)
         number = ctypes.c_int()
@@ -54,17 +55,17 @@ def driver_of(library: Any) -> Driver:
 
 
 def _name(library: Any, index: int) -> str:
-    """The UUID in hexadecimal of a GPU, or of its slice where it is divided (MIG)."""
+    """Return the UUID of GPU number `index` in hexadecimal; of its slice if the GPU is divided (MIG)."""
     device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     _call(library.cuDeviceGet, ctypes.byref(device), index)
-    # Drivers before CUDA 11.4 have the first one only.
+    # Drivers before CUDA 11.4 have no version 2.
     name_of = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
     _call(name_of, ctypes.byref(uuid), device)
     return bytes(uuid).hex()
 
 
 class _CudaError(Exception):
-    """An error of CUDA's. Its argument is its number."""
+    """CUDA has returned an error. The argument is its number."""
 
 
 def _call(function: Any, *arguments: Any) -> None:
@@ -76,7 +77,7 @@ def _call(function: Any, *arguments: Any) -> None:
 def main() -> None:
     try:
         driver = driver_of(ctypes.CDLL(LIBRARY))
-    except OSError as error:  # there is no such library
+    except OSError as error:  # there is no libcuda
         driver = Driver(False, error=str(error))
     print(json.dumps(dataclasses.asdict(driver)))
 

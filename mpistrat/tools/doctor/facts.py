@@ -1,6 +1,6 @@
-"""The facts of a job: each rank gathers them as plain data, and the checks judge them.
+"""The facts of a job. Each rank gathers them as plain data, and the checks judge them.
 
-The ranks send them as JSON to the process that judges.
+The ranks send the facts as JSON to the process that judges.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _hints = functools.cache(typing.get_type_hints)
 
 @dataclass(frozen=True)
 class Software:
-    """Versions; "" for what is not installed."""
+    """Versions of the software on a rank; "" for a package that is not installed."""
 
     python: str = ""
     executable: str = ""
     mpistrat: str = ""
-    folder: str = ""  # of the mpistrat that runs
+    folder: str = ""  # the folder of the mpistrat that runs
     mpi4py: str = ""
     numpy: str = ""
     torch: str = ""
@@ -33,27 +33,27 @@ class Software:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher and Slurm say about this process, and which commands are there."""
+    """What a process knows of its launcher, of Slurm, and of the commands in PATH."""
 
-    size: int | None = None  # ranks that were started; None where nobody says
+    size: int | None = None  # the number of started ranks; None if it is not known
     rank: int | None = None
-    variables: str = ""  # "PMI_SIZE=2, PMI_RANK=1"; "" where no launcher started this process
+    variables: str = ""  # "PMI_SIZE=2, PMI_RANK=1"; "" if no launcher started this process
     launcher: str = ""  # "Open MPI's mpiexec"
-    first_on_node: bool = True  # also where the launcher does not say
-    slurm: dict[str, str] = field(default_factory=dict)  # its variables
-    mpirun: str = ""  # the first in PATH
-    mpirun_version: str = ""  # the first lines of its --version
-    srun_types: list[str] = field(default_factory=list)  # of `srun --mpi=list`: "pmi2", "pmix"
-    job_state: str = ""  # as squeue has it: "RUNNING"; "gone" for a job that it does not know
+    first_on_node: bool = True  # True also if the launcher does not tell
+    slurm: dict[str, str] = field(default_factory=dict)  # Slurm's variables
+    mpirun: str = ""  # the path of the first mpirun in PATH
+    mpirun_version: str = ""  # the first lines of `mpirun --version`
+    srun_types: list[str] = field(default_factory=list)  # from `srun --mpi=list`: "pmi2", "pmix"
+    job_state: str = ""  # from squeue: "RUNNING"; "gone" for a job that squeue does not know
 
     @property
     def speaks(self) -> bool:
-        """Whether this process is the one that speaks where the ranks cannot find each other."""
+        """Whether this process prints the findings if the ranks cannot find each other: rank 0, or an unknown rank."""
         return self.rank in (0, None)
 
     @property
     def of_several(self) -> bool:
-        """Whether a launcher started this process, beside others for all that it says."""
+        """Whether a launcher started this process, and may have started others beside it."""
         return bool(self.variables) and self.size != 1
 
     @property
@@ -62,36 +62,38 @@ class Launch:
 
     @property
     def of_ended_job(self) -> bool:
-        """Whether Slurm's variables are those of a job that does not run."""
+        """Whether Slurm's variables come from a job that does not run any more, or not yet."""
         return self.job_state not in ("", "RUNNING", "COMPLETING", "SUSPENDED")
 
 
 @dataclass(frozen=True)
 class Library:
-    """The MPI library that mpi4py loads."""
+    """The MPI library that mpi4py has loaded on a rank."""
 
     path: str = ""
-    version: str = ""  # MPI_Get_library_version
+    version: str = ""  # from MPI_Get_library_version
     standard: list[int] = field(default_factory=list)  # [4, 1]
     thread_level: str = ""  # "multiple", once MPI runs
     candidates: list[list[str]] = field(default_factory=list)  # [rule, path], in mpi4py's order
-    built_for_one: bool = False  # mpi4py was built with it, and looks for no other
+    built_for_one: bool = False  # mpi4py was built with this library, and looks for no other
 
 
 @dataclass(frozen=True)
 class Cores:
+    """The cores of a rank."""
+
     allowed: list[int] = field(default_factory=list)  # this rank's affinity mask
-    of_launcher: int = 0  # how many the launcher may use here; this rank, where none is found
+    of_launcher: int = 0  # cores that the launcher may use here; without a launcher, this rank
     quota: float | None = None  # CPUs' worth of time that a control group allows
-    # {"OMP_NUM_THREADS": "8"}, as the user set them.
+    # The user's variables for numbers of threads: {"OMP_NUM_THREADS": "8"}.
     threads: dict[str, str] = field(default_factory=dict)
-    caches: list[str] = field(default_factory=list)  # that its cores share, as `caches_of` has them
-    distance: float = 0.0  # seconds: `distance` from the next rank's; 0 where it is not measured
+    caches: list[str] = field(default_factory=list)  # that all its cores share; see `caches_of`
+    distance: float = 0.0  # to the next rank's core, in seconds; 0 if it was not measured
 
 
 @dataclass(frozen=True)
 class Room:
-    """Room in a file system, in bytes."""
+    """The size of a file system and its free space, in bytes."""
 
     folder: str
     size: int
@@ -100,13 +102,13 @@ class Room:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Sizes in bytes; None: no limit."""
+    """The memory and the limits of a rank, sizes in bytes. None for a limit: there is no limit."""
 
     shared: Room | None = None  # /dev/shm
     temporary: Room | None = None
     window_megabytes: float | None = None  # MPISTRAT_SHARED_MB
-    available: int = 0  # of the node
-    group_limit: int | None = None  # the control group's
+    available: int = 0  # free memory of the node
+    group_limit: int | None = None  # the control group's limit
     group_used: int = 0
     address_space: int | None = None
     locked: int | None = None
@@ -117,34 +119,40 @@ class MemoryLimits:
 
 @dataclass(frozen=True)
 class Driver:
-    """CUDA's driver, as a rank sees it."""
+    """CUDA's driver, as one rank sees it."""
 
     installed: bool = False
-    gpus: list[str] = field(default_factory=list)  # UUIDs of those that the rank may use
-    error: str = ""  # why it cannot be asked
-    hangs: bool = False  # torch, nvidia-smi and all others that ask it wait for ever
+    gpus: list[str] = field(default_factory=list)  # UUIDs of the GPUs that the rank may use
+    error: str = ""  # why the driver gives no answer
+    hangs: bool = False  # then torch, nvidia-smi and all others that ask it wait for ever
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs as a process sees them that imports torch, then CuPy."""
+    """The GPUs that a process sees when it imports torch, then CuPy."""
 
-    named: list[str] = field(default_factory=list)  # by CUDA_VISIBLE_DEVICES, else by nvidia-smi
-    torch: str = ""  # "" where it is not installed, or cannot be imported
+    named: list[str] = field(default_factory=list)  # from CUDA_VISIBLE_DEVICES, else nvidia-smi
+    torch: str = ""  # "" if torch is not installed or cannot be imported
     torch_error: str = ""
     torch_cuda: str = ""  # "13.0"; "" for another build
     torch_other: str = ""  # "ROCm 6.4", "oneAPI 20250201"; "" for a build for CUDA or CPUs
     torch_gpus: int = 0
     cupy: str = ""
     cupy_error: str = ""
-    nccl_loaded: list[list[str]] = field(default_factory=list)  # [path, "2.27.5"], mapped together
-    nccl_visible: list[list[str]] = field(default_factory=list)  # [where, path]
-    mpi_refusal: str | None = None  # "": MPI takes memory of GPUs; None: not asked
+    nccl_loaded: list[list[str]] = field(default_factory=list)  # [path, "2.27.5"], in one process
+    nccl_visible: list[list[str]] = field(default_factory=list)  # [WHEEL or LIBRARY_PATH, path]
+    mpi_refusal: str | None = None  # why MPI does not take GPU memory; "": it does; None: not tried
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How far a node's time of day is ahead of node 0's, in seconds, give or take `error`."""
+    """The comparison of a node's time of day with node 0's.
+
+    Attributes:
+        node: the node's number.
+        ahead: how many seconds the node's clock is ahead.
+        error: the largest possible error of `ahead`, in seconds.
+    """
 
     node: int
     ahead: float
@@ -153,12 +161,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class Links:
-    """What was measured between nodes.
+    """The measurements between nodes.
 
     Attributes:
-        rates: [node, other node, bytes per second].
-        speeds: of each node, what its devices say: "25000 Mb/s".
-        pairs: how many pairs there are.
+        rates: lists [node, other node, bytes per second].
+        speeds: for each node, the speeds of its devices as text: "25000 Mb/s".
+        pairs: the number of all pairs of nodes.
     """
 
     rates: list[list[float]] = field(default_factory=list)
@@ -168,6 +176,8 @@ class Links:
 
 @dataclass(frozen=True)
 class RankFacts:
+    """All facts about one rank."""
+
     rank: int = 0
     node: int = 0
     host: str = ""
@@ -177,11 +187,11 @@ class RankFacts:
     cores: Cores = Cores()
     memory: MemoryLimits = MemoryLimits()
     driver: Driver = Driver()
-    gpus: Gpus | None = None  # of the first rank of a node
+    gpus: Gpus | None = None  # None except on the first rank of a node
 
     @property
     def loaded(self) -> Library:
-        """The library; one without a path where none was loaded."""
+        """The MPI library; a `Library` without a path if none was loaded."""
         return self.library or Library()
 
 
@@ -190,9 +200,9 @@ class JobFailure:
     """Why there is no MPI job.
 
     Attributes:
-        stage: what was being done: "MPI_Init".
+        stage: the step that failed: "MPI_Init".
         kind: "topology" (launcher and library contradict each other), "library" (no MPI), "ended" or "late".
-        text: what happened.
+        text: the failure in words.
         words: the last lines that the process wrote.
     """
 
@@ -204,7 +214,7 @@ class JobFailure:
 
 @dataclass(frozen=True)
 class Job:
-    """All ranks that could be asked; one, where MPI did not start."""
+    """All ranks that could be asked; only this rank if MPI did not start."""
 
     ranks: list[RankFacts]
     failure: JobFailure | None = None
@@ -216,7 +226,7 @@ class Job:
         return self.ranks[0]
 
     def nodes(self) -> dict[str, list[RankFacts]]:
-        """The ranks of each node by its name. Where several nodes have one name, their numbers are added."""
+        """Return the ranks of each node, by the node's name. Nodes with the same name get their numbers added to it."""
         of_node = grouped((rank.node, rank) for rank in self.ranks)
         ranks = [of_node[node] for node in sorted(of_node)]
         hosts = [ranks_of[0].host for ranks_of in ranks]
@@ -228,7 +238,7 @@ class Job:
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """The values of each key. The keys keep their order."""
+    """Return the values of each key, in a dict with the keys in the order of their first pair."""
     found: dict[Key, list[Value]] = {}
     for key, value in pairs:
         found.setdefault(key, []).append(value)
@@ -239,8 +249,8 @@ as_json = dataclasses.asdict
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """The inverse of `as_json`: `value`, as JSON has it, as a `kind`."""
-    kinds = (kind, *typing.get_args(kind))  # of "a dataclass or None", and of a list of dataclasses
+    """Return `value`, as JSON has it, as an object of the type `kind`. The inverse of `as_json`."""
+    kinds = (kind, *typing.get_args(kind))  # `kind` may be a dataclass, or None, or a list of them
     found: Any = next(filter(dataclasses.is_dataclass, kinds), None)
     if found is None:
         return value

@@ -1,4 +1,4 @@
-"""What the doctor says: findings."""
+"""The findings of the doctor."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from functools import partial
 from mpistrat.tools.doctor.facts import grouped
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-LEVELS = (PROBLEM, WARNING, OK)  # as they are printed
+LEVELS = (PROBLEM, WARNING, OK)  # in the order of printing
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A true sentence or two, and what to do about it if something is wrong.
+    """One result of a check: a true sentence or two, and advice if something is wrong.
 
     Attributes:
-        check: what was looked at: "MPI", "cores", ...
+        check: the subject of the check: "MPI", "cores", ...
         level: OK, WARNING (it works, and could do better) or PROBLEM (something to fix).
-        nodes: the nodes of which it is true; none: it is true of the job.
-    Raises: ValueError for an unknown level, or a warning or problem without a fix, or a fix for what is OK.
+        fix: the advice; "" for level OK.
+        nodes: the names of the nodes with this finding; empty: it is about the whole job.
+    Raises: ValueError for an unknown level, for a warning or problem without a fix, and for a fix at level OK.
     """
 
     check: str
@@ -34,21 +35,21 @@ class Finding:
         if self.level not in LEVELS:
             raise ValueError(f"level={self.level!r}: expected one of {LEVELS}")
         if (self.level != OK) != bool(self.fix):
-            raise ValueError(f"what is not ok has a fix, and nothing else: {self}")
+            raise ValueError(f"a finding has a fix exactly if its level is not ok: {self}")
 
 
 def findings_of(check: str) -> tuple[partial[Finding], partial[Finding], partial[Finding]]:
-    """`ok(text)`, `warning(text, fix)` and `problem(text, fix)` of one check."""
+    """Return the functions `ok(text)`, `warning(text, fix)` and `problem(text, fix)` for one check."""
     finding = partial(Finding, check)
     return partial(finding, OK), partial(finding, WARNING), partial(finding, PROBLEM)
 
 
 def on_node(name: str, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """`findings` with the name of the node on which they were found."""
+    """Return the findings with the node's name added to each."""
     return (dataclasses.replace(finding, nodes=(name,)) for finding in findings)
 
 
 def said_once(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings that are the same on several nodes become one."""
+    """Merge findings that differ only in their nodes. Returns: the findings in the order of their first occurrence."""
     same = grouped((dataclasses.replace(finding, nodes=()), finding.nodes) for finding in findings)
     return [dataclasses.replace(finding, nodes=sum(names, ())) for finding, names in same.items()]

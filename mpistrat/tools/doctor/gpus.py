@@ -1,4 +1,4 @@
-"""GPUs, the NCCL between them, and whether MPI takes their memory."""
+"""Check the GPUs, the NCCL between them, and whether MPI takes their memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mpistrat.tools.doctor.wording import count
 ok, warning, problem = findings_of("GPUs")
 SECONDS_TO_IMPORT = 60.0
 WHEEL = "the wheel that torch needs"
-BEGIN = '{"torch": '  # of the line that the child writes; others may print before it and after it
+BEGIN = '{"torch": '  # the start of the child's line; libraries may print before and after it
 
-# Torch first, as mpistrat does it: CuPy then takes the libnccl that is there.
+# The child imports torch first, as mpistrat does. CuPy then uses the libnccl that torch has loaded.
 _IMPORT = r"""
 import ctypes, glob, json, os, sys
 seen = {"torch": "", "nccl_loaded": []}
@@ -55,15 +55,18 @@ print("\n" + json.dumps(seen))
 
 
 def look(driver: Driver) -> Gpus:
-    """What a child sees when it imports torch and CuPy. This process may lack them, or crash with them."""
-    if driver.hangs:  # each question would wait for its own limit, and the other ranks for this one
+    """Return the GPUs and the NCCL that a child process sees when it imports torch and CuPy.
+
+    A child does it, because this process may lack the libraries, or crash with them.
+    """
+    if driver.hangs:  # every question would take its full time limit while the other ranks wait
         return Gpus(torch_error="not asked: CUDA's driver hangs")
     answer = ask([sys.executable, "-c", _IMPORT], SECONDS_TO_IMPORT, environment_of_children())
     named = list(visible_gpus())
     on_path = [[LIBRARY_PATH, path] for path in libraries_on_path("libnccl.so*")]
     seen = answer.json(BEGIN)
     if seen is None:
-        why = answer.failure("a child that did so did not tell what it saw")
+        why = answer.failure("a child process that did so did not tell what it saw")
         return Gpus(named, torch_error=f"importing torch and CuPy: {why}", nccl_visible=on_path)
     wheels = seen.pop("wheels")
     visible = [[WHEEL, path] for path in wheels]
@@ -96,12 +99,15 @@ def _torch_import(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
 
 
 def _have(ranks: list[RankFacts], gpus: Gpus) -> bool:
-    """Whether any rank of a node can use a GPU. CUDA_VISIBLE_DEVICES and nvidia-smi alone prove nothing."""
+    """Return whether any rank of a node can use a GPU. CUDA_VISIBLE_DEVICES and nvidia-smi alone prove nothing."""
     return any(rank.driver.gpus for rank in ranks) or gpus.torch_gpus > 0
 
 
 def _gpus_of_node(ranks: list[RankFacts], gpus: Gpus, some_have: bool) -> Iterator[Finding]:
-    """Args: some_have: whether a node of the job has GPUs that a program can use."""
+    """Yield the findings about the GPUs of one node.
+
+    Args: some_have: whether any node of the job has GPUs that a program can use.
+    """
     named = f"CUDA_VISIBLE_DEVICES or nvidia-smi names {count(len(gpus.named), 'GPU')}"
     drivers = (rank.driver for rank in ranks)
     errors = dict.fromkeys(d.error for d in drivers if d.installed and d.error)
@@ -110,8 +116,8 @@ def _gpus_of_node(ranks: list[RankFacts], gpus: Gpus, some_have: bool) -> Iterat
     elif errors:
         yield problem(
             f"No GPU can be used: {'; '.join(errors)}.",
-            "compare with what nvidia-smi says, outside containers too; the node's driver must be reloaded, or "
-            "LD_LIBRARY_PATH has the libcuda of another",
+            "compare with nvidia-smi, also outside the container; reload the node's driver, or take the libcuda of "
+            "another driver out of LD_LIBRARY_PATH",
         )
     elif gpus.named and not ranks[0].driver.installed:
         yield warning(
@@ -127,16 +133,16 @@ def _gpus_of_node(ranks: list[RankFacts], gpus: Gpus, some_have: bool) -> Iterat
     elif some_have:
         yield problem(
             "No GPU is visible, while other nodes have some: values then go through the host everywhere.",
-            "ask Slurm for them on every node (--gpus-per-node=…), and look at nvidia-smi there",
+            "ask Slurm for GPUs on every node (--gpus-per-node=…), and look at nvidia-smi on this node",
         )
 
 
 def _usable(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
-    """Findings on a node with GPUs that a program can use."""
+    """Yield the findings about a node with GPUs that a program can use."""
     yield from _without(ranks)
     number = len(ranks[0].driver.gpus) or gpus.torch_gpus
     if not number:
-        return  # only the first rank tries torch, NCCL and MPI, and it had no GPU to try them on
+        return  # only the first rank tries torch, NCCL and MPI, and it has no GPU
     yield from _torch_build(gpus, number)
     yield from _shared_gpus(ranks, number)
     if gpus.torch_other:
@@ -148,7 +154,7 @@ def _usable(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
 
 
 def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
-    """Whether torch, if it is there, can use the node's `number` GPUs."""
+    """Find a torch that cannot use the node's `number` GPUs. Nothing if torch is not installed."""
     if not gpus.torch:
         return
     there = f"there {'is' if number == 1 else 'are'} {count(number, 'GPU')}"
@@ -166,7 +172,7 @@ def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
 
 
 def _shared_gpus(ranks: list[RankFacts], number: int) -> Iterator[Finding]:
-    """More ranks than GPUs. --gpus-per-task, and scripts between launcher and program, give each rank others."""
+    """Find more ranks than GPUs. Ranks may see different GPUs, by --gpus-per-task or by a script after the launcher."""
     gpus = max(number, len(set().union(*(rank.driver.gpus for rank in ranks))))
     sharing = [rank for rank in ranks if rank.driver.gpus] or ranks
     if len(sharing) > gpus:
@@ -178,7 +184,10 @@ def _shared_gpus(ranks: list[RankFacts], number: int) -> Iterator[Finding]:
 
 
 def _mpi(refusal: str) -> Finding:
-    """Whether MPI takes memory of GPUs, as `device_memory_proof.reason_against` says."""
+    """Return the finding whether MPI takes GPU memory.
+
+    `refusal` is the result of `device_memory_proof.reason_against`.
+    """
     if not refusal:
         return ok("MPI takes memory of GPUs: a child process has sent some.")
     if "that sent device memory" not in refusal:
@@ -194,7 +203,7 @@ def _mpi(refusal: str) -> Finding:
 
 
 def _without(ranks: list[RankFacts]) -> Iterator[Finding]:
-    """Ranks that the driver shows no GPU, while it shows some to others of the node."""
+    """Find ranks that see no GPU while other ranks of the node see some."""
     without = [rank for rank in ranks if not rank.driver.gpus]
     if 0 < len(without) < len(ranks):
         numbers_by_error = grouped((rank.driver.error, rank.rank) for rank in without)
@@ -204,8 +213,8 @@ def _without(ranks: list[RankFacts]) -> Iterator[Finding]:
         ]
         yield problem(
             f"CUDA's driver shows GPUs to some ranks of the node, and none to {'; '.join(listed)}.",
-            "give each rank one: look at what sets CUDA_VISIBLE_DEVICES for each (--gpus-per-task=1, --gpu-bind=…, a "
-            "script between launcher and program), and, after an error, at nvidia-smi",
+            "give each rank a GPU: look for the option or script that sets CUDA_VISIBLE_DEVICES (--gpus-per-task=1, "
+            "--gpu-bind=…, a script between launcher and program); after an error, look at nvidia-smi",
         )
 
 
@@ -235,13 +244,16 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
 
 
 def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Iterator[Finding]:
-    """Whether the NCCL that a process loads is the one that torch needs. Args: visible: as of `Gpus`."""
+    """Find an NCCL that is not the one from torch's wheel.
+
+    Args: visible: pairs [origin, path] of the NCCLs that a process could load, as in `Gpus.nccl_visible`.
+    """
     paths = grouped((origin, path) for origin, path in visible)
     wheels, others = paths.get(WHEEL, []), sorted(paths.get(LIBRARY_PATH, []))
     if wheels and path not in wheels:
         yield warning(
             f"NCCL {version} is {path}, and not {WHEEL} ({wheels[0]}).",
-            f"take {path} out of LD_LIBRARY_PATH, unless that is what you wish",
+            f"take {path} out of LD_LIBRARY_PATH, unless you want to use that NCCL",
         )
         return
     yield ok(f"NCCL {version}, one copy: {path}.")

@@ -1,7 +1,8 @@
-"""How fast each pair of nodes exchanges bytes, and which link is slower than the others.
+"""Measure how fast each pair of nodes exchanges bytes, and find links that are slower than the other links.
 
-Every node plays every other once, in rounds in which all play at once (a round-robin tournament by the circle method:
-Kirkman, On a problem in combinations, 1847). A round has its share of two seconds, whatever the number of nodes.
+Every node is paired with every other node once. In each round all nodes exchange at the same time (a round-robin
+tournament by the circle method: Kirkman, On a problem in combinations, 1847). All rounds together take two seconds, for
+any number of nodes.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ ok, warning, problem = findings_of("network")
 SECONDS = 2.0
 SHORTEST_ROUND = 0.005  # seconds
 SMALLEST, LARGEST = 64 << 10, 16 << 20  # bytes of a message
-SLOW, VERY_SLOW = 0.5, 0.25  # of the others' median
-UNUSED = 0.2  # of what the fastest device could do
+SLOW, VERY_SLOW = 0.5, 0.25  # times the median rate of the other pairs
+UNUSED = 0.2  # times the speed of the fastest device
 MOST_NAMED = 5
 
 
 def partner(node: int, turn: int, nodes: int) -> int | None:
-    """The opponent of `node` in round `turn` of `rounds(nodes)`; None: it rests."""
-    # The last of an even number of players; with an odd number of nodes it does not exist.
+    """Return the partner of `node` in round `turn`, 0 <= `turn` < `rounds(nodes)`; None if the node rests."""
+    # The last node of an even number of nodes. With an odd number this node does not exist.
     fixed = rounds(nodes)
     if node == fixed:
         other = turn * ((fixed + 1) // 2) % fixed  # 2 * other = turn, modulo an odd number
@@ -48,7 +49,7 @@ def rounds(nodes: int) -> int:
 
 
 def turns(nodes: int, seconds: float = SECONDS) -> list[int]:
-    """The rounds that are played: all if there is time, else an even choice."""
+    """Return the rounds to play: all rounds if there is time, else an even choice of them."""
     every = rounds(nodes)
     played = min(every, int(seconds / SHORTEST_ROUND))
     return [turn * every // played for turn in range(played)]
@@ -57,12 +58,14 @@ def turns(nodes: int, seconds: float = SECONDS) -> list[int]:
 def measure(
     leaders: MPI.Intracomm, begin: Callable[[int], None], seconds: float = SECONDS
 ) -> list[list[float]]:
-    """Bytes per second between this node and others, as `Links.rates` has it.
+    """Measure the rates between this node and its partners.
 
     Called by: the first rank of each node.
     Args:
-        begin: called before each match, with the number of the other node.
-    Returns: rates of the pairs in which this node has the lower number.
+        begin: called before each measurement, with the number of the other node.
+        seconds: the time for all rounds together.
+    Returns: lists [this node, other node, bytes per second], only for the pairs in which this node has the lower
+        number.
     """
     data = np.zeros(LARGEST, np.uint8)
     rates = []
@@ -83,7 +86,10 @@ def measure(
 
 
 def _lead(comm: MPI.Intracomm, other: int, data: np.ndarray, until: float) -> float:
-    """Send messages to and fro until then, larger ones while there is time; bytes per second at the largest size."""
+    """Exchange messages with `other` until the time `until`, larger messages while there is time.
+
+    Returns: bytes per second at the largest size.
+    """
     _exchange(comm, other, data[:1])  # MPI connects at the first message
     size, samples = SMALLEST, dict[int, list[float]]()
     while True:
@@ -92,7 +98,7 @@ def _lead(comm: MPI.Intracomm, other: int, data: np.ndarray, until: float) -> fl
         left = until - time.perf_counter()
         if left < took:
             break
-        if size < LARGEST and left > 3 * 2 * took:  # three of twice the size
+        if size < LARGEST and left > 3 * 2 * took:  # enough for three messages of twice the size
             size *= 2
     comm.Send(np.zeros(1, np.int64), other)
     return 2 * size / statistics.median(samples[size])
@@ -135,7 +141,7 @@ def check(job: Job) -> Iterator[Finding]:
 
 
 def slower_than_others(rates: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Slow pairs, and for each the median rate of the others."""
+    """Return the slow pairs, and for each the median rate of the other pairs in bytes per second."""
     ordered = sorted(rates.values())
     found = {}
     for pair, rate in rates.items():
@@ -155,7 +161,7 @@ def _median_without(ordered: Sequence[float], index: int) -> float:
 def _named(
     slow: dict[tuple[int, int], float], rates: dict[tuple[int, int], float], names: Sequence[str]
 ) -> Iterator[Finding]:
-    """First the nodes that are slow with all others, then the slowest of the other pairs."""
+    """Yield findings: first the nodes that are slow with every other node, then the slowest of the remaining pairs."""
     slow_nodes = _slow_nodes(slow.keys(), rates)
     for node, pairs in slow_nodes.items():
         median = statistics.median(slow[pair] for pair in pairs)
@@ -172,8 +178,8 @@ def _named(
         rate, median = rates[a, b], slow[a, b]
         yield _bad(rate, median)(
             f"The link {names[a]} <-> {names[b]} is slow: {_speed(rate)} of {_speed(median)} (median of the others).",
-            f"run it again, for another job may use that link now; else leave one out (srun --exclude={names[b]}), and "
-            "have the cables and switches between them looked at",
+            "run the doctor again, for another job may use the link now; else leave one node out "
+            f"(srun --exclude={names[b]}), and have the cables and switches between them looked at",
         )
     if (more := len(links) - MOST_NAMED) > 0:
         yield warning(f"{more} more pairs of nodes are slow.", "see all in --json")
@@ -182,7 +188,10 @@ def _named(
 def _slow_nodes(
     slow: Set[tuple[int, int]], pairs: Iterable[tuple[int, int]]
 ) -> dict[int, list[tuple[int, int]]]:
-    """The nodes that are slow with every other node, and the pairs of each. Args: slow: of `pairs`."""
+    """Return the nodes that are slow with every other node, two at least, and each node's pairs.
+
+    `slow` is a part of `pairs`.
+    """
     pairs_of = grouped((node, pair) for pair in pairs for node in pair)
     return {
         node: pairs_of[node]
@@ -192,7 +201,7 @@ def _slow_nodes(
 
 
 def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:
-    """MPI moves bytes much more slowly than a network device could: it uses another one."""
+    """Find an MPI that moves bytes much more slowly than a network device could: it uses another device."""
     if not min(map(len, speeds), default=0):
         return
     speed, text = min(max((bytes_of_link(text), text) for text in node) for node in speeds)
@@ -206,13 +215,13 @@ def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:
 
 
 def bytes_of_link(text: str) -> float:
-    """Bytes per second of "25000 Mb/s" or "200 Gb/sec (4X HDR)"."""
+    """Return the bytes per second of a speed in words: "25000 Mb/s" or "200 Gb/sec (4X HDR)"."""
     number, unit = text.split()[:2]
     return float(number) * {"G": 1e9, "M": 1e6}[unit[0]] / 8
 
 
 def _bad(rate: float, median: float) -> partial[Finding]:
-    """`problem` or `warning`, by how slow a pair is."""
+    """Return the function `problem` or `warning`, by how slow a pair is."""
     return problem if rate < VERY_SLOW * median else warning
 
 

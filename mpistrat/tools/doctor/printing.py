@@ -1,4 +1,4 @@
-"""Findings for people, and the same as JSON."""
+"""Show findings to people, or write them as JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MARKS = {PROBLEM: "PROBLEM  ", WARNING: "warning  ", OK: "ok       "}
 
 
 def as_text(findings: Sequence[Finding], nodes: int) -> str:
-    """Findings as lines: the worst first, and below each its fix.
+    """Return the findings as lines of text, the worst first, each with its fix below it.
 
-    Args: nodes: how many the job has.
+    Args: nodes: the number of nodes of the job.
     """
     lines = []
     for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):

@@ -1,8 +1,8 @@
-"""The process that is a rank. It starts MPI, which may crash or hang, and tells its parent how far it has come.
+"""The process that becomes an MPI rank. It starts MPI, and tells its parent each step, because MPI may crash or hang.
 
-`python -m mpistrat.tools.doctor.rank_process FD` reads this rank's facts from stdin as JSON, and writes lines of
-JSON to the file descriptor FD: {"stage": …, "seconds": …} before each step that may hang, {"library": …},
-{"failure": …}, and at last {"job": …} on rank 0, {"rank": …} on the others.
+`python -m mpistrat.tools.doctor.rank_process FD` reads this rank's facts from stdin as JSON. It writes lines of JSON to
+the file descriptor FD: {"stage": …, "seconds": …} before each step that may hang, {"library": …}, {"failure": …}. The
+last line is {"job": …} on rank 0, and {"rank": …} on every other rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def main() -> None:
-    # A rank whose launcher has ended its parent must not stay.
+    # End this process when the launcher ends its parent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     file = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
 
@@ -59,7 +59,7 @@ def main() -> None:
     try:
         start_mpi()
     except TopologyError as error:
-        # The doctor knows a better fix than the lines after the error's first.
+        # Only the first line of the error is told: the doctor knows a better fix than the other lines.
         wrong = str(error).splitlines()[0].rstrip(".")
         tell(failure=facts.as_json(facts.JobFailure("MPI_Init", "topology", wrong)))
         return
@@ -80,6 +80,7 @@ def _library(mpi: Any) -> facts.Library:
 
 
 def _meet(mpi: Any, rank: facts.RankFacts, tell: Callable[..., None]) -> None:
+    """Let all ranks exchange their facts, and tell the parent the facts of the job (rank 0) or this rank's number."""
     world = mpi.COMM_WORLD
     tell(stage="the first message between all ranks", seconds=SECONDS_TO_GATHER)
     topology = MPIClusterResolver().topology()
@@ -98,7 +99,7 @@ def _meet(mpi: Any, rank: facts.RankFacts, tell: Callable[..., None]) -> None:
     elif not first:
         tell(stage="waiting for the first ranks of nodes", seconds=SECONDS_TO_GATHER)
     request = world.Ibarrier()
-    # Not a barrier, which would take the cores of the ranks that measure.
+    # A blocking barrier would use the cores that the measuring ranks need.
     while not request.Test():
         time.sleep(0.005)
     if topology.rank:
@@ -108,7 +109,7 @@ def _meet(mpi: Any, rank: facts.RankFacts, tell: Callable[..., None]) -> None:
 
 
 def _with_refusal(gpus: facts.Gpus, driver: facts.Driver) -> facts.Gpus:
-    """`gpus` with MPI's answer to memory of a GPU, if there is one that can be tried."""
+    """Return `gpus` with the result of trying whether MPI takes GPU memory; unchanged if no GPU can be tried."""
     library = "torch" if gpus.torch_gpus else "cupy"
     if library == "cupy" and not (driver.gpus and gpus.cupy):
         return gpus
@@ -120,7 +121,10 @@ def _with_refusal(gpus: facts.Gpus, driver: facts.Driver) -> facts.Gpus:
 def _between_nodes(
     leaders: Any, topology: Topology, tell: Callable[..., None]
 ) -> tuple[list[facts.Clock], facts.Links]:
-    """Clocks and links of all nodes, on the first of them. Called by: the first rank of each node."""
+    """Compare the clocks of all nodes and measure their links. Called by: the first rank of each node.
+
+    Returns: on node 0, the clocks and the links of all nodes; elsewhere empty ones.
+    """
     tell(stage="comparing the clocks of nodes", seconds=SECONDS_TO_MEASURE)
     clocks = nodes.compare_clocks(leaders)
 

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same software."""
+"""Check whether all ranks have the same software."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.xla.runtime import what_differs
 
 ok, _, problem = findings_of("software")
-# What must be the same on all ranks; and names where they differ from the fields
+# Fields of `Software` that must be the same on all ranks, and their names in findings
 _COMPARED = ("mpistrat", "folder", "python", "mpi4py", "numpy", "torch", "torch_xla")
 _NAMES = {"folder": "mpistrat's folder", "python": "Python", "numpy": "NumPy"}
 
@@ -59,7 +59,7 @@ def _differences(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def version_of(package: str) -> str:
-    """ "" for a package that is not installed."""
+    """Return the version of an installed package; "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Starts the process that is a rank, and survives it if MPI crashes, hangs, or ends the process.
+"""Start the process that becomes the MPI rank, and outlive it if MPI crashes, hangs, or ends the process.
 
-A launcher accepts a child in place of the rank, because the child has its environment and its open files. Shell
+A launcher accepts a child in place of the rank, because the child has the rank's environment and open files. Shell
 scripts between mpirun and a program rely on that, too.
 """
 
@@ -20,7 +20,7 @@ from mpistrat.tools.doctor.children import file_with, how_it_ended, last_words, 
 from mpistrat.tools.doctor.facts import Job, JobFailure, Library, RankFacts, as_json, from_json
 
 SECONDS_TO_IMPORT = 60.0
-SECONDS_TO_END = 10.0  # MPI_Finalize
+SECONDS_TO_END = 10.0  # the time for MPI_Finalize
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Outcome:
     """How one rank's process ended.
 
     Attributes:
-        job: the facts of all ranks, on rank 0.
-        failure: None where MPI ran to the end.
-        library: the library that was loaded, if it came that far.
-        left: how the process ended after it had written everything; "" for well.
+        job: the facts of all ranks; None except on rank 0.
+        failure: None if MPI ran to the end.
+        library: the MPI library that was loaded; None if it did not come so far.
+        left: how the process ended after it had written everything; "" if it ended well.
     """
 
     job: Job | None = None
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def run_rank(rank: RankFacts) -> Outcome:
-    """Run a rank's process until it ends, or end it when it is late. Called by: every rank."""
+    """Run a rank's process until it ends, or kill it when it is late. Called by: every rank."""
     read, write = os.pipe()
     os.set_inheritable(write, True)
     facts = json.dumps(as_json(rank)).encode()
@@ -60,7 +60,10 @@ def run_rank(rank: RankFacts) -> Outcome:
 
 
 def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes]) -> Outcome:
-    """What the process writes to `pipe`, until it has written everything, ends, or is late."""
+    """Read the process's lines from `pipe` until the last line, its end, or a step that takes too long.
+
+    Args: words: the file with the process's stdout and stderr.
+    """
     stage, seconds = "the start of Python", SECONDS_TO_IMPORT
     until = time.monotonic() + seconds
     library: Library | None = None
@@ -93,7 +96,10 @@ def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes])
 
 
 def _how_it_ends(process: subprocess.Popen[bytes], late: str) -> str:
-    """How the process ends: "" for well, and `late` where it does not end by itself."""
+    """Wait for the end of the process, 10 s at most, then kill it.
+
+    Returns: how it ended; "" if it ended well; `late` if it had to be killed.
+    """
     try:
         return how_it_ended(process.wait(SECONDS_TO_END))
     except subprocess.TimeoutExpired:

@@ -1,10 +1,10 @@
-"""Numbers in words."""
+"""Write numbers in words."""
 
 from __future__ import annotations
 
 
 def bytes_in_words(number: float) -> str:
-    """ "64 MB": units of 1000, three digits."""
+    """Return a number of bytes in words: "64 MB". Units of 1000, three digits."""
     for unit in ("bytes", "KB", "MB", "GB"):
         if number < 999.5:
             return f"{number:.3g} {unit}"
@@ -13,5 +13,5 @@ def bytes_in_words(number: float) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """ "1 core", "2 cores" """
+    """Return a number with its noun: "1 core", "2 cores"."""
     return f"{number} {what}{'s' * (number != 1)}"

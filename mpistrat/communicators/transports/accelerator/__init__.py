@@ -1,1 +1,1 @@
-"""Transports for buffers on GPUs: NCCL, a device-aware MPI, and pinned host memory."""
+"""Transports for buffers on GPUs: a library's own group, a device-aware MPI, and pinned host memory."""

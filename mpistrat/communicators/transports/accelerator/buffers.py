@@ -1,4 +1,4 @@
-"""Buffers on GPUs, by the way that always works: through the host."""
+"""The base class of transports for buffers on GPUs. It copies buffers through the host, which works everywhere."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from mpistrat.options import CommunicationImplementation
 
 
 class DeviceTransport(Transport):
-    """Moves buffers on GPUs. This class copies them to the host, where other transports combine them.
+    """Moves buffers on GPUs. This class copies them to the host, where the transports of `host` combine them.
 
-    A collective returns when its result is there, or submitted. So it is watched while it hangs or fails.
+    A collective returns when its result is there or is submitted. So the rank is watched while a collective hangs or
+    fails.
 
     Args:
         host: the communicator of the same ranks, for buffers on the host and objects.
-        index: the number of this process's GPU. A buffer on another GPU is copied to it and back.
-        watch: where ranks that wait are watched.
-        why: this way is taken, for people.
+        index: the number of this process's GPU. A buffer on another GPU is copied to this GPU and back.
+        watch: the communicator's watch, where a waiting rank is reported.
+        why: why this transport was chosen, in words for people.
 
     Attributes:
-        forced: the transports for an implementation that a program asks for, where there are several.
+        forced: the transports to use when a program asks for an implementation; empty if there is no choice.
     """
 
     takes_device_buffers = True
@@ -41,19 +42,19 @@ class DeviceTransport(Transport):
         self._index, self._watch, self.why = index, watch, why
         self._libraries: dict[bool, DeviceLibrary] = {}
 
-    # Subclasses do these their own way
+    # Subclasses replace these three
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
-        """`all_reduce` in place of a buffer on this rank's GPU."""
+        """All-reduce `buffer`, which is on this rank's GPU, in place."""
         self.combine_on_host(buffer, reduction)
 
     def _spread(self, buffer: Array, root: int) -> None:
-        """`broadcast` of such a buffer."""
+        """Broadcast `buffer`, which is on this rank's GPU, from rank `root`."""
         self.wait_for_current_stream(buffer)
         _change_on_host(buffer, lambda host: self.host.broadcast(host, root))
 
     def _gather(self, buffer: Array) -> list[Array]:
-        """`all_gather` of such a buffer."""
+        """Return the `buffer` of every rank, in rank order, on this rank's GPU."""
         self.wait_for_current_stream(buffer)
         return [to_device_of(part, buffer) for part in self.host.all_gather(to_host(buffer))]
 
@@ -72,7 +73,7 @@ class DeviceTransport(Transport):
             return
         if operands.out is not None:
             operands.out[...] = buffer
-        # A compressor works on the host, on the whole buffer.
+        # A compressor (a wire format) works on the host, on the whole buffer.
         combine = self._combine if reduction.compressor is None else self.combine_on_host
         self._on_this_gpu(operands.target, lambda here: combine(here, reduction))
 
@@ -92,7 +93,7 @@ class DeviceTransport(Transport):
     def explain(self, rest: str) -> str:
         return f"buffers on GPUs: {self.why}\nbuffers on the host: {rest}"
 
-    # Parts of these transports
+    # Parts that subclasses use
 
     def library(self, buffer: Array) -> DeviceLibrary:
         kind = is_torch(buffer)
@@ -105,7 +106,7 @@ class DeviceTransport(Transport):
         _change_on_host(buffer, lambda host: self.host.all_reduce(host, reduction))
 
     def wait_for_current_stream(self, buffer: Array) -> None:
-        """Return when the GPU has done what the program has submitted so far, so that `buffer` is ready."""
+        """Wait until the GPU has done the work on the current stream, so that `buffer` has its values."""
         library = self.library(buffer)
         self.wait(library, library.record(library.current_stream()))
 
@@ -128,7 +129,7 @@ def _change_on_host(buffer: Array, collective: Callable[[Array], None]) -> None:
 
 
 def exchange_on_host(host: Communicator, operands: Operands) -> None:
-    """`all_to_all` of buffers on a device, by the communicator of the same ranks for host memory."""
+    """Do an `all_to_all` of buffers on a device by copies to the host. `host` is the communicator of the same ranks."""
     buffer, out = to_host(operands.buffer), to_host(operands.target)
     host.all_to_all(buffer, out, operands.sent, operands.received)
     operands.target[...] = to_device_of(out, operands.target)

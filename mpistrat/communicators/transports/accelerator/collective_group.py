@@ -1,9 +1,10 @@
-"""A library's group of all ranks (NCCL's communicator, torch's process group), which starts and fails on all alike.
+"""A library's group of all ranks (NCCL's communicator, torch's process group) that starts on all ranks or on none.
 
-Its kernels wait for those of the other ranks, and for ever if a rank fails. So it is aborted on all ranks, and before
-anybody hears of the failure: the program could not even free its memory while a kernel spins.
+The group's kernels wait for the kernels of the other ranks, for ever if a rank fails. So an error on one rank aborts
+the group on all ranks. The abort comes before the program sees the error: a program could not even free GPU memory
+while a kernel spins.
 
-mpi4py is imported below this file, and this file on first use: `import mpistrat` starts no MPI.
+This file's imports load mpi4py. So it is imported on first use only: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ T = TypeVar("T")
 
 
 class _RankStart(NamedTuple):
-    """How a rank's start went.
+    """How the start of a group went on one rank.
 
     Attributes:
-        error: of the library; "" if there was none.
-        is_late: the rank waited as long as a start may last.
-        has_ended: the library's calls have returned.
+        error: the library's error; "" if there was none.
+        is_late: whether the rank waited as long as a start may last.
+        has_ended: whether the library's calls have returned.
     """
 
     error: str
@@ -44,28 +45,32 @@ class _RankStart(NamedTuple):
 
     @property
     def tells_others(self) -> bool:
-        """Whether the rank sends word, for the others may wait for it."""
+        """Whether the rank sends its failure to the other ranks, which may be waiting for it."""
         return bool(self.error) or self.is_late
 
 
-# Of the time that all of a start may take: ranks that a library leaves waiting take another way then.
+# The part of MPISTRAT_START_SECONDS that a group's start may take. The rest is for the transport that replaces it.
 SHARE_OF_THE_START = 0.5
 
 
 class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
-    """Surrounds each use of a group, and hands it out: what fails inside, on this rank or another, fails on all ranks.
+    """Hands out a group for each use, and aborts it on all ranks if one rank fails meanwhile.
 
-    Raises: in place of what the body raises, RuntimeError. On entering: if the group was aborted, RuntimeError, or
-        StallError where the ranks are to raise one.
+    A use is `with collective_group as group:`. The group is aborted if its body raises an error, or if another rank
+    fails while `wait_until` waits.
+
     Args:
-        name: "NCCL".
+        name: the group's name in messages: "NCCL".
         host: the communicator of the same ranks, for objects.
-        channel: between them. Several groups may share it: they fail together.
-        watch: where ranks that wait are watched.
-        abort: ends what the group's kernels do, and the group. Called once, by any thread.
+        channel: the abort channel between the ranks. Groups that share a channel fail together.
+        watch: the watch of the communicator; a rank that waits is reported there.
+        abort: ends the group and its kernels. Called once, by any thread.
 
     Attributes:
-        group: the library's; None before it has started, and once it is aborted.
+        group: the library's group; None before the start and after an abort.
+
+    Raises: on entering an aborted group, a RuntimeError, or the StallError or RankLostError that aborted it. On leaving
+        after an error in the body: a RuntimeError that names the rank; StallError and RankLostError stay as they are.
     """
 
     group: T | None
@@ -89,17 +94,18 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
             )
 
     def start(self, make: Callable[[], T], sum_of_ones: Callable[[T], float]) -> str:
-        """Make the group and try it out. Collective.
+        """Make the group on all ranks and try it out. Collective.
 
-        A library waits for the other ranks in calls that nothing interrupts; so this rank leaves them to a thread, and
-        listens to the others meanwhile.
+        The library's calls wait for the other ranks, and nothing interrupts them. So a thread makes these calls, while
+        this rank listens for failures of the other ranks.
 
         Args:
-            make: returns the group; it waits for the other ranks.
-            sum_of_ones: uses it, to add up a 1 of each rank.
-        Returns: why the group cannot be used, with the number of a rank; "" if it can. The same on all ranks.
+            make: makes and returns the group. It waits for the other ranks.
+            sum_of_ones: adds up a 1 from each rank with the group, and returns the sum.
+        Returns: why the group cannot be used, with the number of a rank; "" if it can. The text is the same on all
+            ranks.
         """
-        outcome: list[str] = []  # of the thread: empty until it ends
+        outcome: list[str] = []  # empty until the thread ends; then its error, or ""
 
         def run() -> None:
             make_own_current()
@@ -119,7 +125,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         job_end().call_last(
             functools.partial(thread.join, deadlines.RANK_WAITS_FOR_THREAD_IN_LIBRARY)
         )
-        limit = start_seconds() * SHARE_OF_THE_START  # 0: none
+        limit = start_seconds() * SHARE_OF_THE_START  # 0: no limit
         is_late = not self._is_settled_within(limit or math.inf, outcome)
         start = _RankStart("".join(outcome), is_late, bool(outcome))
         if start.tells_others:
@@ -132,7 +138,11 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         return reason
 
     def _is_settled_within(self, seconds: float, outcome: Sequence[str]) -> bool:
-        """Wait for the outcome of this rank's start, or another rank's failure. Returns: whether one came in time."""
+        """Wait until this rank's start has ended or another rank has failed.
+
+        If the wait is interrupted, the group is aborted on all ranks.   Returns: False if neither came within
+        `seconds`.
+        """
         until = time.monotonic() + seconds
 
         def is_settled() -> bool:
@@ -146,7 +156,10 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
             raise
 
     def abort(self, why: str | Exception) -> None:
-        """The group cannot be used any more: end what it does. Not collective; any thread, any number of times."""
+        """Abort the group on this rank, because of `why`. Not collective; any thread may call it, any number of times.
+
+        After that, entering the group raises `why`, as a RuntimeError if it is a text. Only the first `why` counts.
+        """
         with self._lock:
             if self._failure is None:
                 self._failure = why if isinstance(why, Exception) else RuntimeError(why)
@@ -160,14 +173,14 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
             if self._failure is None:
                 self.group = made
                 return
-        self._abort_group(made)  # it came too late
+        self._abort_group(made)  # the group was aborted before the library had made it
         raise self._failure
 
     def hear(self) -> str | None:
-        """Abort the group if another rank has failed. Returns: that rank's words; None if none has."""
+        """Abort the group if another rank has failed. Returns: the other rank's message; None if no rank has failed."""
         text = self._channel.received()
         if text is not None and self.group is not None:
-            self._channel.tell(text)  # so that all ranks abort at the same time
+            self._channel.tell(text)  # waits until all ranks know: they abort at the same time
             self.abort(text)
         return text
 
@@ -183,12 +196,12 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         if isinstance(error, FailedElsewhereError):
             raise RuntimeError(f"{self.name} was aborted on all ranks: {error}") from None
         if self._failure is not None and isinstance(error, Exception):
-            self._raise_failure()  # by another thread, which had this error follow
-        if isinstance(error, (StallError, RankLostError)):  # on all ranks that wait here
+            self._raise_failure()  # another thread has aborted the group, and the abort caused this error
+        if isinstance(error, (StallError, RankLostError)):  # all waiting ranks get this error
             self.abort(error)
             return
         text = f"rank {self._host.rank}: {type(error).__name__}: {error}"
-        # The others are told before the abort: their groups would see that this one has gone, and torch print traces.
+        # Tell the other ranks before the abort. Else their groups would notice it first, and torch would print traces.
         self._channel.tell(text)
         self.abort(text)
         if isinstance(error, Exception):
@@ -203,7 +216,11 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         )
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait, inside, for what this rank's device does; or for another rank's failure, after which it never ends."""
+        """Wait until `done` returns True. Called by: this rank, inside the group, for the work of its device.
+
+        Raises: FailedElsewhereError if another rank fails, for then the device never ends its work; StallError or
+            RankLostError as `liveness.waiting.wait_until` raises them.
+        """
 
         def done_or_failed() -> bool:
             failure = self.hear()
@@ -215,7 +232,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
 
 
 def _why_not_started(name: str, starts: Sequence[_RankStart], limit: float) -> str:
-    """Why the group `name` cannot be used; "" if it has started on all ranks. Args: limit: of a start, in seconds."""
+    """Return why the group `name` cannot be used; "" if it has started on all ranks. `limit` is in seconds."""
     failed = [f"on rank {rank}: {start.error}" for rank, start in enumerate(starts) if start.error]
     late = [str(rank) for rank, start in enumerate(starts) if start.is_late or not start.has_ended]
     if late and not failed:
@@ -225,4 +242,4 @@ def _why_not_started(name: str, starts: Sequence[_RankStart], limit: float) -> s
 
 
 class FailedElsewhereError(Exception):
-    """Another rank has failed, and the group is aborted here."""
+    """Another rank has failed, so this rank has aborted the group."""

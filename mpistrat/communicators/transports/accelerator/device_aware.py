@@ -1,6 +1,6 @@
 """Buffers on GPUs through an MPI that takes pointers to device memory, of CUDA, ROCm, XPU or another kind.
 
-mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+This file imports mpi4py at its top. So it is imported on first use only: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mpistrat.communicators.transports.mpi import OPS
 class DeviceAwareTransport(DeviceTransport):
     """Hands pointers to device memory to MPI.
 
-    MPI reads and writes the memory by means of its own, on no stream of the program's. So the host waits for the
-    current stream before a call; and as the call returns when MPI is done, what the program submits afterwards, on any
-    stream, comes after it.
+    MPI reads and writes the memory by its own means, on no stream of the program's. So the host waits for the current
+    stream before a call. The call returns when MPI is done, so work that the program submits later, on any stream,
+    comes after it.
     """
 
-    host: Router  # nobody else uses the communicator of its MPI meanwhile
+    host: Router  # its MPI communicator also carries the device buffers; no other call uses it meanwhile
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)

@@ -1,11 +1,11 @@
-"""Whether MPI takes pointers to an accelerator's memory.
+"""Try whether MPI takes pointers to an accelerator's memory.
 
-No library says so reliably: Open MPI 5 repeats what it was asked for, MPICH lists a setting that its build cannot use,
-and a wrong guess is a segmentation fault, or a wrong sum. So two child processes try, as an MPI job of their own, whose
-end this rank only looks at. If no two processes can be started, the answer is no: that a process sends to itself tells
-little of what it sends to others.
+No library says so reliably. Open MPI 5 repeats its configuration, and MPICH lists a setting that its build cannot use.
+A wrong guess is a segmentation fault, or a wrong sum. So two child processes try it as an MPI job of their own, and
+this rank only looks at how they end. If no two processes can be started, the answer is no: a process that sends to
+itself does not prove that it can send to others.
 
-mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+This file imports mpi4py at its top. So it is imported on first use only: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ from mpistrat.communicators.node.shared_memory import first_failure
 from mpistrat.liveness import deadlines
 
 MET, PROVEN = "mpistrat: two processes", "mpistrat: device memory went through MPI"
-UNUSABLE = "no accelerator can be used"  # begins the error of a process that sends nothing
-# A line of what a launcher or Python writes that says what happened.
+UNUSABLE = "no accelerator can be used"  # the error of a process that sends nothing begins so
+# The line in the output of a launcher or of Python that names the error.
 _TELLING = re.compile(r"signal \d|[Ss]ignal: |^[\w.]*(Error|Exception)\b")
 _EXCLUSIVE = ". Exclusive mode lets one process use a GPU; nvidia-smi -c DEFAULT lets several"
 TRIAL = Path(__file__).with_name("device_memory_trial.py")
 
 
 def why_not_proven(host: Communicator, node: int, library: str, index: int) -> str:
-    """Why MPI is not trusted with memory of the ranks' accelerators; "" where it was seen to take it. Collective.
+    """Return why MPI is not trusted with memory of the ranks' accelerators; "" if a trial showed that MPI takes it.
 
-    The first rank of each node tries within its node, and the first of all between its node and the next.
+    Collective; the text is the same on all ranks. The first rank of each node tries within its node. The first rank of
+    all also tries between its node and the next node.
 
     Args:
         host: the communicator of these ranks.
-        node: the number of this rank's.
-        library, index: as of `reason_against`, on this rank.
+        node: the number of this rank's node.
+        library: "torch" or "cupy", on this rank.
+        index: the number of this rank's accelerator in this process.
     """
     places = host.all_gather_object((node, MPI.Get_processor_name()))
     first = {number: places.index((number, name)) for number, name in reversed(places)}
@@ -60,14 +62,15 @@ def why_not_proven(host: Communicator, node: int, library: str, index: int) -> s
 
 @functools.cache
 def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str:
-    """Why this process's MPI is not trusted with memory of accelerator `index`; "" where two processes sent it.
+    """Return why this process's MPI is not trusted with memory of accelerator `index`; "" if two processes sent it.
 
-    They send each other small and large messages, and use the collectives that `DeviceAwareTransport` uses. A crash, a
-    wrong value, or no end within 90 s is a no. Tried once.
+    The two processes send each other small and large messages, and use the collectives that `DeviceAwareTransport`
+    uses. A crash, a wrong value, or no end within 90 s is a no. A process tries once, and remembers the answer.
 
     Args:
-        library: "torch" or "cupy", which allocates the memory.
-        hosts: of the two processes; none: both run on this node.
+        library: the library that allocates the memory: "torch" or "cupy".
+        index: the accelerator's number in this process.
+        hosts: the host names of the two processes; empty: both run on this node.
     """
     between = f"between {' and '.join(hosts)}" if hosts else "on its node"
     limits = deadlines.RANK_WAITS_FOR_TRIAL_OF_DEVICE, deadlines.TRIAL_WAITS_FOR_LAUNCHER_TO_READ
@@ -86,9 +89,12 @@ def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str
 
 
 def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> tuple[bool, str]:
-    """Run `command`, which prints MET and PROVEN twice each if all goes well.
+    """Run `command`, two processes that each print MET when they have met, and PROVEN when all went well.
 
-    Returns: whether it printed MET, and what went wrong.
+    Args:
+        environment: all variables of the command.
+        seconds: after this time the command and its children are killed.
+    Returns: whether MET was printed twice, and the failure in words; "" if there was none.
     """
     try:
         process = subprocess.Popen(
@@ -111,7 +117,7 @@ def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> 
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
-    # Not by lines: a launcher may put what both write next to each other.
+    # Count the words, not lines: a launcher may put the output of both processes in one line.
     if not failure and (process.returncode or stdout.count(PROVEN) != 2):
         said = stderr.splitlines()
         telling = [line for line in said if _TELLING.search(line)][:1] or said[-1:]

@@ -1,9 +1,14 @@
 """Two processes send each other memory of an accelerator through MPI. A program of its own: see `device_memory_proof`.
 
-It may crash or hang, for MPI may take the pointers for pointers to host memory. Its arguments are the library of arrays
-("torch" or "cupy"), the accelerator's number, the seconds after which it ends itself, the seconds that the launcher has
-to read its error, and what it prints when the two processes have met, when all has gone well, and where it can use no
-accelerator.
+It may crash or hang, for MPI may take the pointers for pointers to host memory. Its arguments are:
+
+1. the library of arrays: "torch" or "cupy";
+2. the accelerator's number;
+3. the seconds until the program ends itself;
+4. the seconds to wait after an error, so that the launcher can read the error;
+5. a text to print when the two processes have met;
+6. a text to print when all has gone well;
+7. the beginning of the error if the program can use no accelerator.
 """
 
 import signal
@@ -16,16 +21,16 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-# Elements, 4 bytes each: of a message that is sent at once, and of one for which both sides meet first.
+# Elements of 4 bytes. MPI sends the short message at once (eager); for the long one both sides meet first (rendezvous).
 LENGTHS = (256, 1 << 21)
 
-# Makes an array of the host's, gives the address of an array, and waits for the accelerator.
+# Three functions: copy a host array to the accelerator, return an array's address, wait for the accelerator.
 _Library = tuple[Callable[[np.ndarray], Any], Callable[[Any], int], Callable[[], None]]
 
 
 def main() -> None:
     library, number, seconds, _, met, proven, unusable = sys.argv[1:]
-    signal.alarm(int(seconds))  # ends the process also where it waits in MPI
+    signal.alarm(int(seconds))  # ends the process even while it waits in MPI
     world = MPI.COMM_WORLD
     if world.size != 2:
         raise RuntimeError(f"this is an MPI job of {world.size} processes, not of 2")
@@ -91,7 +96,7 @@ def _cupy(number: str) -> _Library:
 
 
 def _index(number: str, count: int) -> int:
-    """The accelerator of this process: another than that of its neighbour, where this process sees several."""
+    """Return the accelerator's number for this process; the two processes take different ones if they see several."""
     if not count:
         raise RuntimeError("none is visible")
     return (int(number) + MPI.COMM_WORLD.rank) % count

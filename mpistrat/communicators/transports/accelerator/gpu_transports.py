@@ -1,12 +1,12 @@
-"""Which way buffers on GPUs go. All ranks choose by the same facts, so they choose alike.
+"""Choose the transport for buffers on GPUs. All ranks choose from the same facts, so they choose alike.
 
-A group of the library's own (torch's, CuPy's NCCL), where each rank has a GPU of its own; else an MPI that is proven to
-take device memory; else pinned host memory. Large buffers of ranks on several nodes go by node, where that was measured
-to be faster.
+The choices, best first: a group of the library's own (torch's, CuPy's NCCL), if each rank has its own GPU; an MPI that
+was seen to take device memory; pinned host memory. On several nodes, large buffers go within the nodes first and then
+between them, if that was measured to be faster.
 
-If values do not go through such a group, the first rank says once which way they go, why, and what to do.
+If values do not go through a library's group, the first rank says once how they go, why, and how to mend it.
 
-mpi4py is imported below this file, and this file on first use: `import mpistrat` starts no MPI.
+This file's imports load mpi4py. So it is imported on first use only: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ from mpistrat.options import CommunicationImplementation
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that a rank uses. `name` identifies it on node number `node`, as in `devices.seen_accelerators`."""
+    """The GPU that a rank uses.
+
+    Attributes:
+        node: the number of the rank's node.
+        name: identifies the GPU on its node, as `devices.seen_accelerators` returns it.
+    """
 
     node: int
     name: str
@@ -57,12 +62,13 @@ class Gpu:
 def use_gpus(
     communicator: Communicator, gpus: Sequence[Gpu], index: int, *, quiet: bool = False
 ) -> None:
-    """From now on `communicator` takes buffers on GPUs, too. Collective; a second call does nothing.
+    """Let `communicator` take buffers on GPUs, too. Collective; a second call does nothing.
 
+    Called by: `strategies.binding`, if every rank has a GPU; also for each communicator that is split off later.
     Args:
-        gpus: each rank's, in rank order.
-        index: the number of this rank's in this process.
-        quiet: say nothing if values do not go through a group of the library's own: the program has chosen so.
+        gpus: the GPU of each rank, in rank order.
+        index: the number of this rank's GPU in this process.
+        quiet: no notice if values do not go through a library's group, because the program has chosen so.
     """
     assert isinstance(communicator, Router), "one rank alone moves nothing"
     if not communicator.takes_device_buffers:
@@ -82,24 +88,24 @@ def use_gpus(
 
 
 class _TransportChoice:
-    """Of the transport of a communicator between GPUs; the arguments are those of `use_gpus`."""
+    """Chooses the transports of one communicator for buffers on GPUs, by the arguments of `use_gpus`."""
 
     def __init__(self, communicator: Router, gpus: Sequence[Gpu], index: int, quiet: bool) -> None:
         self._communicator, self._gpus, self._index = communicator, gpus, index
         self._tell = (lambda *_: None) if quiet or communicator.rank else tell_of_way
         self._watch = communicator.contract.watch or CommunicatorWatch()
-        self._host = Router(communicator.transports)  # inside calls that are checked
+        self._host = Router(communicator.transports)  # unchecked: only used inside checked calls
         self._channel = AbortChannel(communicator.mpi.comm)
         self._nodes = [gpu.node for gpu in gpus]
         self._not_by_node = why_not_by_node(self._nodes)
-        if not self._not_by_node:  # now: a way may be chosen inside a call
+        if not self._not_by_node:  # split now: `of_cupy` may run inside a collective
             node, rank = self._nodes[communicator.rank], communicator.rank
             self._here = communicator.split(node)
             self._channel_here = AbortChannel(self._here.mpi.comm)
             self._peers = communicator.split(self._nodes[:rank].count(node))
 
     def of_torch(self) -> DeviceTransport:
-        """The best way of tensors. Collective."""
+        """Return the best transport for torch's tensors. Collective."""
         from mpistrat.communicators.torch_store import Ranks
         from mpistrat.communicators.transports.accelerator.native import NativeTransport
         from mpistrat.communicators.transports.accelerator.torch_groups import version_of
@@ -123,7 +129,7 @@ class _TransportChoice:
         return self._best(library, group, functools.partial(version_of, kind), start)
 
     def of_cupy(self) -> DeviceTransport:
-        """The best way of CuPy's arrays. Collective."""
+        """Return the best transport for CuPy's arrays. Collective."""
         library = CupyLibrary(self._index)
 
         def start(ranks: Router, channel: AbortChannel, why: str) -> tuple[nccl.NcclTransport, str]:
@@ -140,16 +146,17 @@ class _TransportChoice:
         version: Callable[[], str],
         start: Callable[[Router, AbortChannel, str], tuple[DeviceTransport, str]],
     ) -> DeviceTransport:
-        """The best way of the arrays of `library`.
+        """Return the best transport for the arrays of `library`. Collective.
 
         Args:
-            group: what moves them between GPUs, for people.
-            version: tells this rank's of that.
-            start: makes a group of the ranks of a communicator. Returns: its transport, and why it cannot be used.
+            group: the name of the library's group, for people: "torch's NCCL".
+            version: returns this rank's version of the group's library, or raises an error if it is missing.
+            start: makes a group of the ranks of a communicator. Returns: its transport, and why it cannot be used or
+                "".
         """
         try:
             found = version(), ""
-        except Exception as error:  # of an import: there is more than one way to have no CUDA
+        except Exception as error:  # without CUDA the import may raise several kinds of errors
             found = "", f"{type(error).__name__}: {error}"
         versions = self._host.all_gather_object(found)
         ranks, through = self._communicator, f"through {versions[0][0]}"
@@ -178,9 +185,12 @@ class _TransportChoice:
         return by_node
 
     def _by_mpi(self, ranks: Router, library: DeviceLibrary, text: str = "") -> DeviceTransport:
-        """Through MPI, between `ranks`. Called by all ranks of the communicator.
+        """Return a transport between `ranks` through MPI: from device memory if MPI takes it, else through host memory.
 
-        Args: text: for people, behind the words of how.
+        Called by: all ranks of the communicator.
+        Args:
+            ranks: the communicator, or this rank's part of it.
+            text: words to add to the transport's own `why`.
         """
         name = "torch" if isinstance(library, TorchLibrary) else "cupy"
         unproven = why_not_proven(self._host, self._nodes[self._host.rank], name, self._index)
@@ -193,7 +203,7 @@ class _TransportChoice:
 
 
 def shared_gpu(gpus: Sequence[Gpu]) -> str:
-    """Why NCCL, which refuses a GPU that several ranks use, cannot be used; "" if none is."""
+    """Return why NCCL cannot be used if ranks share a GPU, which NCCL refuses; "" if each rank has its own GPU."""
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if first < rank:
@@ -202,10 +212,9 @@ def shared_gpu(gpus: Sequence[Gpu]) -> str:
 
 
 def missing(versions: Sequence[tuple[str, str]]) -> str:
-    """Why the ranks cannot use a library together; "" if they can.
+    """Return why the ranks cannot use a library together; "" if they can.
 
-    Args:
-        versions: each rank's, and why it has none, "" if it has one.
+    Args: versions: for each rank, its version of the library and "", or "" and why it has none.
     """
     for rank, (version, why) in enumerate(versions):
         if why:

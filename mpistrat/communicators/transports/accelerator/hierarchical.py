@@ -1,7 +1,7 @@
 """Large buffers on GPUs of several nodes: combined within each node, then slice by slice between the nodes.
 
-Within a node by the GPUs' own library (NCCL), which uses the links between them; between nodes by MPI, each rank's
-slice from its own GPU's memory where MPI takes that, else through pinned host memory. Each byte crosses the network as
+Within a node, the GPUs' own library (NCCL) uses the links between the GPUs. Between nodes, each rank sends its slice by
+MPI: from its GPU's memory if MPI takes that, else through pinned host memory. Each byte crosses the network only as
 often as if the node were one rank.
 """
 
@@ -23,28 +23,28 @@ from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
-# Below, a second library costs more than the network saves.
+# Bytes. For a smaller buffer the calls of a second library cost more than the network saves.
 SMALLEST = 1 << 16
-_FIRST = 1 << 20  # bytes of a first call, large enough for every way below
+_FIRST = 1 << 20  # bytes of a first call, enough to start all transports that are used below
 BY_NODE, ALL_ALIKE = "by node", "all ranks alike"
 _CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
 
 
 class HierarchicalDeviceTransport(DeviceTransport):
-    """Moves large buffers of ranks on several nodes, of as many ranks each.
+    """Moves large buffers on GPUs of several nodes that have equally many ranks.
 
-    The host waits between the phases: a library for GPUs and an MPI that takes device memory are never in flight
-    together, which could deadlock.
+    The host waits between the phases, so that NCCL and an MPI that takes device memory never run together. Together
+    they could deadlock.
 
     Args:
         nodes: the number of each rank's node, in rank order.
-        within: over the ranks of this node, in rank order.
-        between: over the ranks of the same place on their nodes, in rank order.
-        flat: over all ranks: the other way, which takes what this one does not.
+        within: the transport over the ranks of this node, in rank order.
+        between: the transport over the ranks with the same place on their nodes, in rank order.
+        flat: the transport over all ranks, for the calls that this transport does not take.
 
     Attributes:
-        costs: what both transports cost.
-        smallest: from so many bytes on a buffer goes by node, by these costs.
+        costs: the measured costs of both transports.
+        smallest: buffers of at least so many bytes go by node; infinite if going by node does not pay.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class HierarchicalDeviceTransport(DeviceTransport):
         self.costs = measurement.NOT_MEASURED
         self.smallest = float(SMALLEST)
         self._nodes = nodes
-        # By rank: its place on its node.
+        # For each rank, its place among the ranks of its node.
         self._places = [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
-        # A copy goes by node from SMALLEST on, whatever this one measures.
+        # The copy for HIERARCHICAL keeps SMALLEST, whatever `measure` finds.
         ways = CommunicationImplementation
         self.forced = {ways.NCCL: flat, ways.HIERARCHICAL: copy.copy(self)}
 
     @property
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
-        """False where the host has to wait, between the phases of some buffers."""
+        """Whether streams order all calls: False if the host has to wait between the phases of some buffers."""
         return self.flat.ordered_by_streams and math.isinf(self.smallest)
 
     def choose(self, call: str, operands: Operands) -> Exchange | None:
@@ -78,11 +78,11 @@ class HierarchicalDeviceTransport(DeviceTransport):
         return self if by_node else self.flat.choose(call, operands)
 
     def measure(self, library: DeviceLibrary, mpi: str) -> None:
-        """Find out from which size on going by node is faster. Collective.
+        """Measure from which size on going by node is faster, and set `smallest`, `costs` and `why`. Collective.
 
         Args:
-            library: of the buffers.
-            mpi: the library's name and version.
+            library: the library of the buffers.
+            mpi: the name and version of the MPI library.
         """
 
         def zeros(length: int) -> Array:
@@ -98,7 +98,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
 
             return way
 
-        # Not while time is taken: connections, and measurements of the transports below.
+        # Before the measurement: the transports connect, and measure the transports that they use.
         for all_reduce in (self.all_reduce, self.flat.all_reduce):
             waiting(all_reduce)(zeros(_FIRST // 4))
         by = self.within.why, type(self.between).__name__, type(self.flat).__name__
@@ -121,12 +121,12 @@ class HierarchicalDeviceTransport(DeviceTransport):
         self.within.wait_until_idle()
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
-        if combined_as_float32(buffer, reduction, self._combine):  # rounded once, not on each node
+        if combined_as_float32(buffer, reduction, self._combine):  # rounds once, not on each node
             return
         plain = reduction.plain
         flat, whole, own_slice = self._sliced(buffer)
         self.within.reduce_scatter(Operands(whole, plain, own_slice))
-        self.wait_until_idle()  # as MPI is to use the GPU
+        self.wait_until_idle()  # because MPI uses the GPU next
         self.between.all_reduce(Operands(own_slice, plain))
         self.within.all_gather_into(Operands(own_slice, out=whole))
         if whole is not flat:
@@ -134,13 +134,13 @@ class HierarchicalDeviceTransport(DeviceTransport):
         scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
-        """Within the root's node, then from its ranks to those of the other nodes, then within these."""
+        """Broadcast `buffer` from rank `root`: on its node, then between the nodes, then on each other node."""
         flat, whole, own_slice = self._sliced(buffer)
         node, place = self._nodes[root], self._places[self.rank]
         if self._nodes[self.rank] == node:
             self.within.broadcast(Operands(whole, root=self._places[root]))
         peers = [self._nodes[rank] for rank in range(self.size) if self._places[rank] == place]
-        self.wait_until_idle()  # as MPI is to use the GPU
+        self.wait_until_idle()  # because MPI uses the GPU next
         self.between.broadcast(Operands(own_slice, root=peers.index(node)))
         if self._nodes[self.rank] != node:
             self.within.all_gather_into(Operands(own_slice, out=whole))
@@ -148,7 +148,11 @@ class HierarchicalDeviceTransport(DeviceTransport):
             flat[...] = whole[: num_elements(flat)]
 
     def _sliced(self, buffer: Array) -> tuple[Array, Array, Array]:
-        """The elements of `buffer`; the same or, padded, a copy, of as many for each rank of the node; this rank's."""
+        """Split `buffer` into equal slices, one for each rank of the node.
+
+        Returns: the flat buffer; the flat buffer again, or a copy that is padded with zeros to a multiple of the node's
+            ranks; this rank's slice of the second array.
+        """
         library, ranks = self.library(buffer), self.within.size
         whole = flat = library.flat(buffer)
         length = -(-num_elements(flat) // ranks)
@@ -160,7 +164,10 @@ class HierarchicalDeviceTransport(DeviceTransport):
 
 
 def takes(call: str, operands: Operands) -> bool:
-    """Whether a call on GPUs can go by node. A tree's sums and those with a compressor want all values on the host."""
+    """Return whether a call on GPUs can go by node.
+
+    Only large buffers do. Sums in the order of a tree, and sums with a compressor, need all values on the host.
+    """
     return (
         call in _CALLS
         and operands.buffer.nbytes >= SMALLEST
@@ -170,9 +177,9 @@ def takes(call: str, operands: Operands) -> bool:
 
 
 def why_not_by_node(nodes: Sequence[int]) -> str:
-    """Why buffers on GPUs do not go by node; "" if they may.
+    """Return why buffers on GPUs do not go by node; "" if they may.
 
-    Args: nodes: the number of each rank's node, in rank order.
+    They may on several nodes with equally many ranks, more than one. Args: nodes: the number of each rank's node.
     """
     ranks = collections.Counter(nodes).values()
     if len(ranks) == 1:

@@ -1,4 +1,4 @@
-"""What transports for GPUs need of torch and CuPy: pointers, streams, events, pinned memory.
+"""The parts of torch and CuPy that transports for GPUs use: pointers, streams, events, pinned memory.
 
 A library is imported when its first buffer comes. Streams and events are the library's own objects.
 """
@@ -15,12 +15,11 @@ from mpistrat.arrays import Array, is_torch
 
 
 class TorchLibrary:
-    """torch on an accelerator, by what its module (`torch.cuda`, `torch.xpu`, …) has of all kinds.
+    """torch on one accelerator, by the functions that the modules of all kinds have (`torch.cuda`, `torch.xpu`, …).
 
-    Args: kind: as of `devices.torch_accelerator`.
-
-    Attributes:
-        index: the GPU's number in this process.
+    Args:
+        kind: torch's name for the kind of accelerator, as `devices.torch_accelerator` returns it: "cuda".
+        index: the accelerator's number in this process.
     """
 
     def __init__(self, kind: str, index: int) -> None:
@@ -32,70 +31,70 @@ class TorchLibrary:
 
     @property
     def name(self) -> str:
-        """Of GPUs of its kind: "NVIDIA H100"."""
+        """The accelerator's model, "NVIDIA H100", or its kind where torch does not tell the model."""
         name_of = getattr(self._module, "get_device_name", lambda index: self._device.type)
         return str(name_of(self.index))
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which this GPU is the current device."""
+        """Return a context in which this accelerator is the current device."""
         return self._module.device(self.index)
 
     def here(self, buffer: Array) -> Array:
-        """`buffer`, or a copy on this GPU if it is on another."""
+        """Return `buffer`, or a copy on this accelerator if `buffer` is on another accelerator."""
         return buffer if buffer.get_device() == self.index else buffer.to(self._device)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
-        """An uninitialized array on the current device. `dtype`: the library's, or its name."""
+        """Return an uninitialized array on this accelerator. `dtype` is a dtype of torch, or its name: "float32"."""
         dtype = getattr(self._torch, dtype) if isinstance(dtype, str) else dtype
         return self._torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def pointer(self, buffer: Array) -> int:
-        """The address of its memory."""
+        """Return the address of the buffer's memory on the device."""
         return buffer.data_ptr()
 
     def flat(self, buffer: Array) -> Array:
-        """The same memory in one dimension."""
+        """Return a view of the same memory with one dimension."""
         return buffer.detach().view(-1)
 
     def new_stream(self) -> Any:
-        """A stream that does not wait for the default stream."""
+        """Return a new stream on this accelerator that does not wait for the default stream."""
         return self._module.Stream(self.index)
 
     def current_stream(self) -> Any:
-        """The stream that the program submits to."""
+        """Return the stream that the program's thread submits to now."""
         return self._module.current_stream(self.index)
 
     def handle(self, stream: Any) -> int:
-        """The `cudaStream_t` of a stream."""
+        """Return the `cudaStream_t` of a stream, as an integer."""
         return stream.cuda_stream
 
     def record(self, stream: Any) -> Any:
-        """An event that comes when all that `stream` holds now is done."""
+        """Record an event in `stream`. The event comes when the device has done all work that `stream` holds now."""
         return stream.record_event()
 
     def is_done(self, event: Any) -> bool:
-        """Whether the event has come. Returns at once."""
+        """Return whether the event has come. Does not wait."""
         return event.query()
 
     def pinned(self, nbytes: int) -> Array:
-        """Page-locked host memory for `fetch`, as an array of bytes."""
+        """Return page-locked host memory for `fetch`: an array of `nbytes` uint8."""
         return self._torch.empty(nbytes, dtype=self._torch.uint8, device="cpu", pin_memory=True)
 
     def fetch(self, buffer: Array, memory: Array, stream: Any) -> Array:
-        """Begin to copy the flat `buffer` into pinned `memory`. Returns: a host array over that memory."""
+        """Start a copy of the flat `buffer` into pinned `memory`. Returns: a host array over the start of `memory`."""
         host = memory[: buffer.nbytes].view(buffer.dtype)
         with self._module.stream(stream):
             host.copy_(buffer, non_blocking=True)
         return host
 
     def send(self, host: Array, buffer: Array, stream: Any) -> None:
-        """Begin to copy what `fetch` returned back into `buffer`."""
+        """Start a copy of `host`, the array that `fetch` returned, back into `buffer`."""
         with self._module.stream(stream):
             buffer.copy_(host, non_blocking=True)
 
 
 class CupyLibrary:
-    """CuPy on a GPU. Its methods do what those of `TorchLibrary` do."""
+    """CuPy on one GPU. Its methods do the same as the methods of `TorchLibrary` with the same names."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -158,5 +157,5 @@ DeviceLibrary: TypeAlias = TorchLibrary | CupyLibrary
 
 
 def library_of(buffer: Array, index: int) -> DeviceLibrary:
-    """The library of `buffer`, on this process's accelerator number `index`."""
+    """Return the library that made `buffer`, for this process's accelerator number `index`."""
     return TorchLibrary(buffer.device.type, index) if is_torch(buffer) else CupyLibrary(index)

@@ -1,4 +1,4 @@
-"""Buffers on accelerators by the library that they are of: torch's tensors and CuPy's arrays have different groups."""
+"""Buffers on accelerators by their library, for torch's tensors and CuPy's arrays have different groups."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from mpistrat.options import CommunicationImplementation
 
 
 class LibraryDispatcher(Transport):
-    """Hands a buffer to the transport of its library, which is made when the first such buffer comes.
+    """Hands each buffer on an accelerator to the transport of the buffer's library.
 
-    Kernels of two libraries' groups must not be under way together on one accelerator: each may hold what the other
-    waits for, on different ranks. So the ranks let those of one library end before they use the other.
+    `use_gpus` makes one library's transport; the other one is made when its first buffer comes. Kernels of two groups
+    must not run together on one accelerator: on different ranks, each kernel may hold the cores that the other waits
+    for. So a rank waits until one library's collectives have ended before it uses the other library.
 
     Args:
-        of_torch, of_cupy: make the transports. Collective.
+        of_torch, of_cupy: functions that make the transport for torch's tensors and for CuPy's arrays. Collective.
 
     Attributes:
-        made: the transports that there are, by whether they are of torch's tensors.
+        made: the transports that exist; the key is True for torch's tensors, False for CuPy's arrays.
     """
 
     takes_device_buffers = True
@@ -33,7 +34,10 @@ class LibraryDispatcher(Transport):
         self._last: DeviceTransport | None = None
 
     def of(self, torch: bool) -> DeviceTransport:
-        """The transport of torch's tensors, or of CuPy's arrays. Collective when it is made."""
+        """Return the transport of torch's tensors (`torch=True`) or of CuPy's arrays.
+
+        Collective at the first call, which makes the transport.
+        """
         if torch not in self.made:
             self.made[torch] = self._make[torch]()
         return self.made[torch]
@@ -47,7 +51,10 @@ class LibraryDispatcher(Transport):
         return None if transport is None else transport.choose(call, operands)
 
     def to_use(self, operands: Operands) -> DeviceTransport | None:
-        """The transport of a call's buffers, whose turn it is; None for buffers on the host. Collective."""
+        """Return the transport for the library of a call's buffer; None for a buffer on the host. Collective.
+
+        If the rank's last call used the other library, this waits until the other library's collectives have ended.
+        """
         if not is_on_gpu(operands.buffer):
             return None
         chosen = self.made.get(is_torch(operands.buffer))
@@ -68,7 +75,7 @@ class LibraryDispatcher(Transport):
 
 
 class ForcedTransport(Transport):
-    """As `dispatcher`, by the transport of `implementation` where there are several."""
+    """The transports of `dispatcher`, or their replacements for the `implementation` that a program asks for."""
 
     takes_device_buffers = True
 

@@ -1,6 +1,6 @@
-"""Tensors on accelerators through torch's own process groups: NCCL (also RCCL), XCCL, or another that torch knows.
+"""Tensors on accelerators through torch's own process groups: NCCL (also RCCL), XCCL, or another backend of torch.
 
-mpi4py is imported below this file, and this file on first use: `import mpistrat` starts no MPI.
+This file's imports load mpi4py. So it is imported on first use only: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -40,29 +40,33 @@ OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-# That all groups combine. Complex numbers are added up as pairs of floats.
+# The dtypes that every group combines. Complex numbers are added up as pairs of floats.
 DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-# So many elements at a time are copied to be summed in another dtype: the memory is not to count beside the buffer.
+# A sum in another dtype copies this many elements at a time, so that the copy stays small beside the buffer.
 MOST_COPIED = 1 << 22
-# Not torch's watchdog, which ends the process without a word about other ranks, but our observer tells of stalls.
+# Long, so that our observer reports stalls: torch's watchdog ends the process without a word about other ranks.
 TIMEOUT = datetime.timedelta(seconds=deadlines.RANK_WAITS_FOR_NATIVE_GROUP)
 
 
 class NativeTransport(DeviceTransport):
-    """Moves tensors on the accelerator that this rank has for itself.
+    """Moves tensors on the accelerator that this rank has for itself, through torch's own process group.
 
-    A collective returns when it is submitted: the group's stream does it after what the caller's current stream holds,
-    and what is submitted to that stream later comes after it. The host does not wait.
+    A collective returns when it is submitted; the host does not wait. The group's stream runs it after the work that
+    the caller's current stream holds now. Work that the program submits to that stream later runs after the collective.
 
-    16-bit floats are summed as float32, as everywhere, but where a reduction says otherwise. What the group does not
-    combine (booleans, integers of 16 bits, products of complex numbers, bitwise operations) goes through the host.
+    Floats of 16 bits are summed as float32, unless the reduction names another dtype. Values that the group does not
+    combine (booleans, integers of 16 bits, products of complex numbers, bitwise operations) go through the host.
 
-    An error on one rank, and a collective that does not end, abort the group on all ranks.
+    An error on one rank, or a collective that does not end, aborts the group on all ranks.
 
     Args:
-        kind: torch's name of the kind of device: "cuda".
-        channel: between the ranks of `host`.
-        pending: is told of each collective.
+        host: the communicator of the same ranks, for buffers on the host and objects.
+        kind: torch's name for the kind of device: "cuda".
+        index: the number of this rank's accelerator in this process.
+        watch: the watch of `host`, where a waiting rank is reported.
+        why: why this transport was chosen, in words for people.
+        channel: the abort channel between the ranks of `host`.
+        pending: makes the record of submitted collectives for a group.
     """
 
     ordered_by_streams = True
@@ -86,10 +90,14 @@ class NativeTransport(DeviceTransport):
         self._pending = pending(self._group)
 
     def start(self, ranks: Ranks) -> str:
-        """Join the ranks, and try a first reduction. Collective. Returns: why not, "" if the group can be used."""
+        """Join the ranks in a group, and try a first reduction. Collective.
+
+        Args: ranks: the ranks of `host`, for the store through which torch's group forms.
+        Returns: why the group cannot be used, the same text on all ranks; "" if it can be used.
+        """
         try:
             open_store = opener_of_store(ranks)
-        except RuntimeError as error:  # on all ranks: the nodes do not reach each other
+        except RuntimeError as error:  # all ranks get it: the nodes do not reach each other
             return str(error)
 
         def make() -> Any:
@@ -111,14 +119,14 @@ class NativeTransport(DeviceTransport):
             job_end().call_last(self._shut_down)
         return why_not
 
-    # In place of the copies through the host
+    # These replace the copies through the host
 
     def all_reduce(self, operands: Operands) -> None:
         buffer, reduction = operands.buffer, operands.reduction
         if not _is_combined_as_it_is(operands, self._device):
             super().all_reduce(operands)
             return
-        # What `_combine` and `_submit` do: few frames lie between a gradient and its bytes.
+        # This repeats `_combine` and `_submit`, to spare each gradient two Python calls.
         options = dist.AllreduceOptions()
         with self._group as group:
             group.allreduce([buffer], options).wait()
@@ -213,10 +221,10 @@ class NativeTransport(DeviceTransport):
             options = dist.AllToAllOptions()
             self._submit(lambda group: group.alltoall_base(received, rows, *counts, options))
 
-    # Parts of these transports
+    # Parts of the collectives
 
     def _submit(self, call: Callable[[Any], Any]) -> None:
-        """Have the group do something after what the current stream holds, and before what it gets next."""
+        """Submit a collective to the group, between the work that the current stream holds now and later work on it."""
         with self._group as group:
             call(group).wait()  # the stream waits, not the host
             self._pending.add()
@@ -226,14 +234,18 @@ class NativeTransport(DeviceTransport):
             self._group.wait_until(lambda: library.is_done(event))
 
     def _shut_down(self) -> None:
-        """At the end of all ranks' programs."""
-        with contextlib.suppress(RuntimeError, OpError):  # it was aborted: everybody knows that
+        """Shut the group down when the programs of all ranks have ended. Called by: `job_end`, on each rank."""
+        with contextlib.suppress(RuntimeError, OpError):  # an abort has been reported already
             self.wait_until_idle()
             with self._group as group:
                 group.shutdown()
 
     def wait_until_idle(self) -> None:
-        """Return when all collectives of this rank have ended, as another library is to use the accelerator."""
+        """Return when all collectives that this rank has submitted have ended.
+
+        Called by: `LibraryDispatcher` and `HierarchicalDeviceTransport`, before another library uses the accelerator.
+        Raises: RuntimeError, StallError or RankLostError if the group is aborted.
+        """
         with self._group:
             self._group.wait_until(self._pending.are_done)
 
@@ -243,7 +255,7 @@ def _are_on(device: torch.device, *buffers: Array) -> bool:
 
 
 def _is_combined_as_it_is(operands: Operands, device: torch.device) -> bool:
-    """Whether a sum is of numbers that the group adds up as they are, in place."""
+    """Return whether the group can sum the buffer in place, with its dtype as it is, by a plain all-reduce."""
     buffer, reduction = operands.buffer, operands.reduction
     kind = reduction.op, reduction.compressor, operands.tree, operands.out
     return (
@@ -257,7 +269,10 @@ def _is_combined_as_it_is(operands: Operands, device: torch.device) -> bool:
 
 
 def _summed_as(buffer: Array, reduction: Reduction) -> torch.dtype:
-    """In which dtype numbers are combined; they are rounded to their own afterwards."""
+    """Return the dtype in which the numbers of `buffer` are summed.
+
+    The sum is rounded to the buffer's dtype afterwards.
+    """
     short = dtype_name(buffer).startswith(SUMMED_AS_FLOAT32)
     if reduction.summed_in and (short or buffer.dtype == torch.float32):
         return getattr(torch, reduction.summed_in)
@@ -265,7 +280,10 @@ def _summed_as(buffer: Array, reduction: Reduction) -> torch.dtype:
 
 
 def _numbers_of(buffer: Array, reduction: Reduction) -> Array | None:
-    """What the group combines, over the same memory, in one dimension; None if it does not."""
+    """Return a flat view of `buffer` in a dtype that the group combines; None if the group cannot do this reduction.
+
+    For sums, a complex number counts as two floats.
+    """
     flat = buffer.detach().view(-1)
     if flat.is_complex() and reduction.op == "sum":
         flat = torch.view_as_real(flat).view(-1)
@@ -278,6 +296,6 @@ def _bytes_of(buffer: Array) -> Array:
 
 
 def _rows_of(buffer: Array) -> Array:
-    """Its rows along the first dimension, as bytes."""
+    """Return the rows of `buffer` along the first dimension, as an array of bytes of two dimensions."""
     shape = buffer.shape[0], math.prod(buffer.shape[1:])
     return buffer.detach().view(shape).view(torch.uint8)

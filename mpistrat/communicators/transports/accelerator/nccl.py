@@ -1,7 +1,8 @@
 """Buffers on GPUs through NCCL.
 
-Only `_Cupy` and `version` know `cupy.cuda.nccl`: others like them would bring another binding of NCCL (NVIDIA's
-nccl4py). They import cupy on first use, after torch where that is used: both then share the libnccl that torch brings.
+Only `_Cupy` and `version` use `cupy.cuda.nccl`. For another binding of NCCL (NVIDIA's nccl4py) one would replace these
+two. They import cupy on first use, and after torch in a program that uses torch: both libraries then share the libnccl
+that torch brings.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "flo
 
 
 class _Cupy:
-    """A rank's NCCL communicator. All ranks make it together, each with its GPU as the current device."""
+    """A rank's NCCL communicator. All ranks make it together, each with its own GPU as the current device."""
 
     def __init__(self, size: int, unique_id: Any, rank: int) -> None:
         from cupy.cuda import nccl
@@ -43,7 +44,10 @@ class _Cupy:
         self._comm.allReduce(pointer, pointer, count, self._dtypes[dtype], self._ops[op], stream)
 
     def broadcast_bytes(self, pointers: list[int], counts: list[int], stream: int) -> None:
-        """Broadcast `counts[r]` bytes at `pointers[r]` from each rank r."""
+        """Start a broadcast from each rank `r`: `counts[r]` bytes at address `pointers[r]`.
+
+        `stream` is a `cudaStream_t`.
+        """
         byte = self._dtypes["uint8"]
         self._group_start()
         for root, (pointer, count) in enumerate(zip(pointers, counts, strict=True)):
@@ -59,7 +63,10 @@ class _Cupy:
 
 
 def version() -> int:
-    """The version of the NCCL that would be used: 22705 is 2.27.5. Raises: ImportError when there is none."""
+    """Return the version of the NCCL that CuPy would use: 22705 is 2.27.5.
+
+    Raises: ImportError if CuPy is not installed or finds no libnccl.
+    """
     from cupy.cuda import nccl
 
     if not nccl.available:
@@ -68,23 +75,24 @@ def version() -> int:
 
 
 class NcclTransport(DeviceTransport):
-    """Moves buffers on GPUs, one of which each rank has. NCCL works on a stream of its own, after what the caller's
-    current stream holds.
+    """Moves CuPy's arrays on GPUs by NCCL. Each rank has a GPU of its own.
 
-    16-bit floats are summed as float32, as everywhere. Dtypes that NCCL does not know (complex numbers, booleans,
-    integers of 16 bits) and bitwise operations go through the host.
+    NCCL works on its own stream, after the work that the caller's current stream holds. A collective returns when the
+    GPU has done it. Floats of 16 bits are summed as float32, as by every transport. Dtypes that NCCL does not combine
+    (complex numbers, booleans, integers of 16 bits) and bitwise operations go through the host.
 
-    An error of NCCL's, a stall, or another rank's error aborts the communicator on all ranks that wait in it: no
-    buffer on a GPU can be combined any more.
+    An error in NCCL, a stall, or another rank's error aborts the NCCL communicator on all ranks that wait in it. After
+    that the ranks can combine no buffer on a GPU any more.
     """
 
     _group: CollectiveGroup[_Cupy]
     _stream: Any
 
     def start(self, library: DeviceLibrary, channel: AbortChannel) -> str:
-        """Join the ranks, and try a first reduction. Collective. Returns: why NCCL cannot be used, "" if it can.
+        """Join the ranks in an NCCL communicator, and try a first reduction. Collective.
 
-        Args: channel: between the ranks of `host`.
+        Args: channel: the abort channel between the ranks of `host`.
+        Returns: why NCCL cannot be used, the same text on all ranks; "" if it can be used.
         """
         self._group = CollectiveGroup("NCCL", self.host, channel, self._watch, _Cupy.abort)
         unique_id, why = None, ""
@@ -143,14 +151,18 @@ class NcclTransport(DeviceTransport):
         return parts
 
     def _run(self, library: DeviceLibrary, call: Callable[[_Cupy, int], None]) -> None:
-        """Let `call` use NCCL on our stream, and return when the GPU has done that."""
+        """Let `call` submit work to NCCL's stream, and return when the GPU has done that work."""
         with self._group as nccl:
             self._stream.wait_event(library.record(library.current_stream()))
             call(nccl, library.handle(self._stream))
             self.wait(library, library.record(self._stream))
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
-        """Wait for `event`, or for an error of NCCL's or of another rank, with which NCCL's kernels would never end."""
+        """Wait for `event`. Raise an error if NCCL or another rank fails, for NCCL's kernels would never end.
+
+        Raises: the error of NCCL, or FailedElsewhereError if another rank has failed. `CollectiveGroup` makes a
+            RuntimeError of both, after it has aborted NCCL on all ranks.
+        """
 
         def done() -> bool:
             nccl = self._group.group

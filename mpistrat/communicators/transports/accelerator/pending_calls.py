@@ -1,7 +1,8 @@
-"""The collectives that were submitted to an accelerator and have not ended, so that one that never ends is a stall.
+"""The collectives that were submitted to an accelerator and have not ended; so one that never ends is seen as a stall.
 
-The calls have returned. So a thread of this process looks whether the oldest has ended; if it has not after a while, it
-says in this rank's record that the rank is in it, where the node's observer sees for how long, and reports.
+The Python calls have returned, so no rank waits in them. A thread of this process looks whether the oldest collective
+has ended. If it has not ended after a while, the thread writes it into this rank's record as the call that the rank is
+in. The node's observer reads there how long it has lasted, and reports a stall.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mpistrat.machine.devices import make_own_current
 if TYPE_CHECKING:
     from mpistrat.communicators.transports.accelerator.collective_group import CollectiveGroup
 
-# A call is recorded after this share of the limit, if that is short.
+# A collective is recorded after this share of the stall limit, if the limit is short.
 SHARE_OF_THE_LIMIT = 0.25
 
 
@@ -40,14 +41,14 @@ class _SubmittedCall(NamedTuple):
 
 
 class PendingCalls:
-    """Those of one communicator, in their order.
+    """The submitted collectives of one communicator, in the order of their submission.
 
     Args:
-        contract: of the communicator: its calls are recorded there while they are submitted.
-        watch: of these calls alone, between the same ranks.
-        library: of the buffers.
-        group: is aborted when the ranks are to raise a StallError.
-        listens: whether another thread than the program's may hear of other ranks' failures.
+        contract: the communicator's contract; it knows the call that is being submitted.
+        watch: a watch for these collectives alone, between the same ranks.
+        library: the library of the buffers.
+        group: the group that does the collectives. It is aborted when the ranks have to raise a StallError.
+        listens: whether a thread other than the program's may receive other ranks' failures (MPI_THREAD_MULTIPLE).
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PendingCalls:
         self._contract, self._watch, self._library = contract, watch, library
         self._group, self._listens = group, listens
         self._calls: deque[_SubmittedCall] = deque()
-        self._progress = 0  # when one was last seen to have ended
+        self._progress = 0  # when `look` last saw the end of a collective, in ns
         self._is_recorded = False
         self._number = 0
         self._words, self._record_slot = watch.record.words, watch.slot
@@ -70,7 +71,10 @@ class PendingCalls:
         self._event_watcher.watched.add(self)
 
     def add(self) -> None:
-        """A collective was submitted, and the current stream waits for its end."""
+        """Note that a collective was submitted, and that the current stream waits for its end.
+
+        Called by: `NativeTransport`, after each collective that it has submitted.
+        """
         library = self._library
         event = library.record(library.current_stream())
         self._number += 1
@@ -83,15 +87,19 @@ class PendingCalls:
             self._event_watcher.is_awake.set()
 
     def are_done(self) -> bool:
-        """Whether all have ended. The last one is the last to end."""
+        """Return whether all submitted collectives have ended. They end in order, so the last one is asked."""
         try:
             return self._library.is_done(self._calls[-1].event)
         except IndexError:
             return True
 
     def look(self) -> bool:
-        """Returns: whether any are under way. Called by a thread of its own."""
-        if self._listens and self._calls:  # a start has no calls, and hears for itself
+        """Drop the collectives that have ended, record one that lasts long, and abort the group if it is a stall.
+
+        Called by: the thread of `EventWatcher`.
+        Returns: whether collectives are still under way.
+        """
+        if self._listens and self._calls:  # before the first call, `CollectiveGroup.start` listens
             self._group.hear()
         while self._calls and self._library.is_done(self._calls[0].event):
             self._calls.popleft()
@@ -109,7 +117,7 @@ class PendingCalls:
         return True
 
     def _record_oldest(self) -> None:
-        """Say that this rank is in the oldest call, if it is so for a while."""
+        """Write into this rank's record that it is in the oldest collective, once that has lasted for a while."""
         oldest, record = self._calls[0], self._watch.record
         since = max(oldest.submitted, self._progress)
         patience = deadlines.RANK_WAITS_FOR_RECORD_OF_KERNEL
@@ -119,7 +127,7 @@ class PendingCalls:
             return
         self._is_recorded = True
         record.enter(self._record_slot, oldest.number, oldest.text, oldest.call_bytes)
-        record.waited(self._record_slot)  # all ranks have come to it
+        record.waited(self._record_slot)  # all ranks have entered this collective
         self._words[self._record_slot + CALLS] = self._number
         self._words[self._record_slot + SINCE] = since
 
@@ -130,7 +138,7 @@ class PendingCalls:
 
 
 class EventWatcher:
-    """The thread that looks at the calls under way of all in `watched`. While there are none it sleeps."""
+    """A thread that calls `look` on each `PendingCalls` in `watched`. It sleeps while no collective is under way."""
 
     def __init__(self) -> None:
         self.is_awake = threading.Event()
@@ -149,7 +157,7 @@ class EventWatcher:
                 try:
                     if calls.look():
                         self.is_awake.set()
-                except Exception:  # of the device: the program gets it, too
+                except Exception:  # the device has failed, and the program gets this error, too
                     self.watched.discard(calls)
 
     def _end(self) -> None:
@@ -160,5 +168,5 @@ class EventWatcher:
 
 @functools.cache
 def event_watcher() -> EventWatcher:
-    """This process's."""
+    """Return this process's `EventWatcher`; the first call starts its thread."""
     return EventWatcher()

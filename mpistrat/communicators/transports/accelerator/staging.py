@@ -1,4 +1,4 @@
-"""Buffers on GPUs through pinned host memory, in chunks of which three are on their way at a time."""
+"""Buffers on GPUs through pinned host memory, in chunks of 4 MiB; three chunks are on their way at a time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 
-# Bytes: large enough for full speed on the bus, small enough that the first is soon there.
+# Bytes of a chunk: large enough for full speed on the bus, small enough that the first chunk is soon there.
 CHUNK = 1 << 22
 BUFFERS = 3
 
 
 class StagedTransport(DeviceTransport):
-    """While chunk i is combined on the host, chunk i + 1 comes from the GPU and chunk i - 1 goes back."""
+    """Reduces a buffer chunk by chunk, with copies and arithmetic at the same time.
+
+    While the host combines chunk i, chunk i + 1 comes from the GPU and chunk i - 1 goes back.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,21 +44,24 @@ class StagedTransport(DeviceTransport):
 
 
 class _Stages:
-    """Pinned buffers that chunks take in turn, and a stream for each direction."""
+    """Pinned buffers that the chunks take in turn, and one stream for each direction of the copies."""
 
     def __init__(self, library: DeviceLibrary) -> None:
         self._library = library
         with library.device():
             self._memory = [library.pinned(CHUNK) for _ in range(BUFFERS)]
             self._down, self._up = library.new_stream(), library.new_stream()
-        self._sent: list[Any] = [None] * BUFFERS  # the last copy out of each
+        self._sent: list[Any] = [None] * BUFFERS  # events of the last copies out of the buffers
 
     def begin(self) -> None:
-        """Let what the program has submitted so far come first."""
+        """Let the copies start after the work that the program has submitted so far."""
         self._down.wait_event(self._library.record(self._library.current_stream()))
 
     def fetch(self, number: int, chunk: Array) -> tuple[Array, Any]:
-        """Chunk `number` on the host; it is there when the event has come."""
+        """Start to copy chunk `number` to the host.
+
+        Returns: the host array, and the event after which the array has the values.
+        """
         place = number % BUFFERS
         if self._sent[place] is not None:
             self._down.wait_event(self._sent[place])
@@ -67,5 +73,5 @@ class _Stages:
         self._sent[number % BUFFERS] = self._library.record(self._up)
 
     def end(self) -> None:
-        """Let what the program submits from now on come after the copies."""
+        """Let the work that the program submits from now on run after the copies."""
         self._library.current_stream().wait_event(self._library.record(self._up))

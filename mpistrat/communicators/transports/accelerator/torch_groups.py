@@ -1,8 +1,8 @@
-"""torch's own groups for the memory of accelerators: NCCL (also RCCL), XCCL, and those that others register with torch.
+"""torch's own groups for tensors on accelerators: NCCL (also RCCL), XCCL, and backends that others register with torch.
 
-They are made without `init_process_group`, so that a program's default group stays its own.
+They are made without `init_process_group`, so that the program's default group stays its own.
 
-torch is imported at the top of this file, and this file when torch is there.
+This file imports torch at its top. So it is imported only when torch is there.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-# By the name of a backend: what torch calls its class. RCCL comes by NCCL's name.
+# Backends of torch, and the names of their classes. RCCL uses NCCL's name.
 _CLASSES = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 
 
 def backend_of(kind: str) -> str:
-    """The name of the backend that torch takes for devices of `kind`: "nccl"; "" if it knows none, or not here."""
+    """Return the name of torch's backend for devices of `kind`: "nccl".
+
+    Returns "" if this torch has no such backend.
+    """
     if not dist.is_available():
         return ""
     name = str(dist.Backend.default_device_backend_map.get(kind, ""))
@@ -29,9 +32,9 @@ def backend_of(kind: str) -> str:
 
 
 def version_of(kind: str) -> str:
-    """What ranks must have alike to form a group for devices of `kind`: "nccl 2.27.5 of torch 2.9.0".
+    """Return the versions that ranks must share to form a group for devices of `kind`: "nccl 2.27.5 of torch 2.9.0".
 
-    Raises: ImportError where there is none.
+    Raises: ImportError if this torch has no group for such devices.
     """
     backend = backend_of(kind)
     if not backend:
@@ -43,12 +46,13 @@ def version_of(kind: str) -> str:
 def make_group(
     kind: str, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, name: str
 ) -> Any:
-    """A group that moves tensors on devices of `kind`. Collective.
+    """Make a group that moves tensors on devices of `kind`. Collective.
 
     Args:
-        store: of this group alone.
-        timeout: after which the group ends this process, if a call has not ended.
-    Raises: RuntimeError where this torch has none.
+        store: a store that only this group uses.
+        timeout: how long a call may take; torch then ends this process.
+        name: the group's name in torch's logs.
+    Raises: RuntimeError if this torch has no group for such devices.
     """
     backend = backend_of(kind)
     if not backend:
@@ -67,16 +71,19 @@ def make_group(
 
 
 def abort_group(group: Any) -> None:
-    """End what a group's kernels do. Not collective; any thread.
+    """Abort a group: its kernels end at once. Not collective; any thread may call it.
 
-    The group stays for ever: the destructor of one that was aborted waits for NCCL's watchdog, which may not end.
+    The group's object is never freed: the destructor of an aborted group waits for NCCL's watchdog, which may not end.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     group.abort()
 
 
 def _plugin(name: str) -> Any:
-    """What makes groups of a backend that is not torch's own, nor ours; None where there is none."""
+    """Return the entry of a backend that another package has registered with torch.
+
+    None for "mpistrat", and if there is no such entry.
+    """
     return None if name == "mpistrat" else dist.Backend._plugins.get(name.upper())
 
 

@@ -1,4 +1,4 @@
-"""Multilayer perceptrons: large matrices, and little work for each of their gradients' bytes."""
+"""Multilayer perceptrons: large matrices, and little computation for each byte of their gradients."""
 
 from __future__ import annotations
 

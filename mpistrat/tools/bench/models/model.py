@@ -1,4 +1,4 @@
-"""What a benchmark must know of a model."""
+"""The facts about a model that a benchmark needs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 @dataclass(frozen=True)
 class Model:
-    """A classifier: `cross_entropy(module(inputs), targets)` is its loss.
+    """A classifier. Its loss is `cross_entropy(module(inputs), targets)`.
 
     Attributes:
         build: makes the module, on the CPU.
-        input_shape: of one example; images are [channels, height, width].
-        classes: of a target; of each token where inputs are tokens.
-        tokens: inputs are whole numbers below `classes`, and a target is as long as its input.
-        examples_per_rank: in a batch, by default.
+        input_shape: the shape of one example; for images [channels, height, width].
+        classes: the number of classes of a target; the number of tokens if inputs are tokens.
+        tokens: whether inputs are integers below `classes`; a target then has the length of its input.
+        examples_per_rank: the default number of examples per rank in a batch.
     """
 
     build: Callable[[], torch.nn.Module]
@@ -27,7 +27,7 @@ class Model:
     examples_per_rank: int = 64
 
     def synthetic_batch(self, examples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets drawn at random, the same for the same seed."""
+        """Return random inputs and targets for `examples` examples, on the CPU; the same for the same seed."""
         generator = torch.Generator().manual_seed(seed)
         shape = (examples, *self.input_shape)
         if self.tokens:

@@ -1,7 +1,7 @@
 """ResNet-50 v1.5 for ImageNet: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, table 1.
 
-v1.5 is what most benchmarks mean: a bottleneck that halves the picture does so in its 3x3 convolution, and not in the
-1x1 convolution before it.
+Most benchmarks mean v1.5. A bottleneck that halves the picture does so in its 3x3 convolution, not in the 1x1
+convolution before it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 from mpistrat.tools.bench.models.model import Model
 
 _BLOCKS = (3, 4, 6, 3)
-_EXPANSION = 4  # of a block's channels, in its last convolution
+_EXPANSION = 4  # a block's last convolution has this many times its channels
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""A small decoder of bytes: many parameters of many sizes."""
+"""A small transformer decoder of bytes: it has many parameters of many sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WIDTH, _HEADS, _LAYERS, _LENGTH, _BYTES = 256, 4, 6, 128, 256
 
 
 class Transformer(nn.Module):
-    """Turns tokens [batch, length] into logits [batch, classes, length] of the token after each."""
+    """Turns tokens [batch, length] into logits [batch, classes, length] for the token after each token."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""The peers that mpistrat is compared with. Each has a file, which does the work by the peer's own means.
+"""The peers that mpistrat is compared with. Each peer has a file here, and does the work by its own means.
 
-A file has two functions, which return contestants by name. A contestant of `training_steps(work)` takes a step and
-returns this rank's loss. A contestant of `all_reduces(values)` sums the values over the ranks and returns the result.
+A file has two functions, `training_steps(work)` and `all_reduces(values)`. Both return a dict of contestants by name. A
+contestant of `training_steps` takes a step and returns this rank's loss. A contestant of `all_reduces` sums the values
+over the ranks and returns the result.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from mpistrat.tools.bench.errors import CannotTakePart
 from mpistrat.tools.bench.rounds import first_reason
 
-# File here, package to import, what to call it.
+# The file here, the package to import, and the peer's name in reports.
 PEERS = (
     ("raw_mpi", "mpi4py", "raw MPI"),
     ("torch_distributed", "torch", "torch.distributed"),
@@ -24,11 +25,10 @@ PEERS = (
 
 
 def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """The contestants of all peers by name, and the peers that are left out, with the reason.
+    """Return the contestants of all peers by name, and for each peer that is left out the reason.
 
-    Called by: every rank; a peer that one rank lacks is left out.
-    Args:
-        what: "training_steps" or "all_reduces"; `work` are its arguments.
+    Called by: every rank. A peer that one rank cannot use is left out on all.
+    Args: what: "training_steps" or "all_reduces"; `work` are its arguments.
     """
     present: dict[str, Callable[[], Any]] = {}
     left_out: dict[str, str] = {}

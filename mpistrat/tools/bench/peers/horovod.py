@@ -1,4 +1,4 @@
-"""Horovod, where it is installed with torch and the job's MPI."""
+"""Horovod, if it is installed with torch and the job's MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""mpi4py's buffer calls, in the loops that people write with them; on a device if MPI was seen to take its memory."""
+"""mpi4py's buffer calls, in loops as people write them.
+
+On a device they need an MPI that was seen to take its memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def training_steps(work: Work) -> dict[str, Step]:
 
 
 def _check(device: torch.device) -> None:
-    """Raises: CannotTakePart on all ranks, where MPI was not seen to take memory of `device`."""
+    """Raise CannotTakePart on all ranks unless MPI was seen to take memory of `device`. Called by: every rank."""
     if device.type != "cpu":
         node = MPIClusterResolver().topology().node
         if reason := why_not_proven(all_ranks(), node, "torch", device.index):
@@ -31,15 +34,18 @@ def _check(device: torch.device) -> None:
 
 
 def _memory(buffer: Array) -> Any:
-    """What mpi4py takes for `buffer`, of float32. On a device, when what was submitted there is done."""
+    """Return mpi4py's description of `buffer`, of float32.
+
+    For a device, first wait for the work that it has been given.
+    """
     if not arrays.is_on_accelerator(buffer):
-        return arrays.to_numpy(buffer)  # whose memory mpi4py finds sooner than a tensor's
+        return arrays.to_numpy(buffer)  # mpi4py takes a NumPy array faster than a tensor
     torch.accelerator.synchronize(buffer.device)
     return [MPI.buffer.fromaddress(buffer.data_ptr(), buffer.nbytes), buffer.numel(), MPI.FLOAT]
 
 
 def _flat_buffer(work: Work) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor, Any]:
-    """Module, optimizer, a buffer for all gradients, and pairs of a parameter's part of it and the parameter."""
+    """Return module, optimizer, a flat buffer for all gradients, and pairs (view into the buffer, parameter)."""
     module, optimizer = work.build()
     parameters = list(module.parameters())
     sizes = [parameter.numel() for parameter in parameters]
@@ -49,7 +55,7 @@ def _flat_buffer(work: Work) -> tuple[torch.nn.Module, torch.optim.Optimizer, to
 
 
 def _copied(work: Work) -> Step:
-    """Gradients into one flat buffer, Allreduce, and back."""
+    """Return a step that copies the gradients into one flat buffer, calls Allreduce, and copies them back."""
     module, optimizer, flat, pairs = _flat_buffer(work)
     size = MPI.COMM_WORLD.size
 
@@ -70,7 +76,7 @@ def _copied(work: Work) -> Step:
 
 
 def _in_place(work: Work) -> Step:
-    """The best of such loops: every `.grad` is a view of the buffer that MPI reduces."""
+    """Return a step, the fastest of such loops, with every `.grad` a view of the buffer that MPI reduces."""
     module, optimizer, flat, pairs = _flat_buffer(work)
     size = MPI.COMM_WORLD.size
     for part, parameter in pairs:

@@ -1,4 +1,4 @@
-"""tf.distribute.MultiWorkerMirroredStrategy, whose CPU collectives are TensorFlow's own ring over gRPC."""
+"""tf.distribute.MultiWorkerMirroredStrategy. Its CPU collectives are TensorFlow's own ring over gRPC."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpistrat.tools.bench.work import Step, Work
 
 @functools.cache
 def _start() -> Any:
-    """The strategy. A process has one, because a worker's server cannot be started twice."""
+    """Return the process's one strategy, for a worker's server cannot be started twice. Called by: every rank."""
     tf.config.set_visible_devices([], "GPU")
     tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
     with socket.socket() as probe:
@@ -36,7 +36,7 @@ def _start() -> Any:
 
 
 def _perceptron(work: Work) -> list[torch.nn.Linear]:
-    """The layers of a perceptron with weights. Raises: CannotTakePart for another model."""
+    """Return the layers with weights of a perceptron. Raises: CannotTakePart for another model."""
     module, _ = work.build()
     layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
     if not isinstance(module, torch.nn.Sequential) or len(layers) * 2 != len(module):
@@ -45,7 +45,10 @@ def _perceptron(work: Work) -> list[torch.nn.Linear]:
 
 
 def training_steps(work: Work) -> dict[str, Step]:
-    """Steps of the perceptrons, with the same weights and batch."""
+    """Return a step of the same perceptron in TensorFlow, with the same weights and batch. Called by: every rank.
+
+    Raises: CannotTakePart for another model, or on a device.
+    """
     check_on_host(work.device)
     layers = _perceptron(work)
     strategy = _start()

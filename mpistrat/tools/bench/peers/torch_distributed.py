@@ -25,9 +25,9 @@ GLOO, MPISTRAT = "gloo", "mpistrat"
 
 @functools.cache
 def group_on(backend: str) -> dist.ProcessGroup:
-    """The group of all ranks on `backend`. Collective.
+    """Return the group of all ranks on `backend`, made at the first call. Collective.
 
-    All meet by one store, which is a file where the ranks are on one node: a port would need a name server.
+    The ranks meet by one store. On one node it is a file, for a port would need a name server.
     """
     if not dist.is_initialized():
         make_default_group()
@@ -35,9 +35,9 @@ def group_on(backend: str) -> dist.ProcessGroup:
 
 
 def backend_of_torch(device: str) -> str:
-    """The backend of torch for tensors on `device`: gloo, NCCL, …. Called by: every rank.
+    """Return torch's own backend for tensors on `device`: "gloo", "nccl", …. Called by: every rank.
 
-    Raises: CannotTakePart on all ranks, where torch has none, or several ranks use one device, which NCCL refuses.
+    Raises: CannotTakePart on all ranks, if torch has no such backend, or if ranks share a device (NCCL refuses that).
     """
     kind, _, number = device.partition(":")
     if kind == "cpu":
@@ -56,7 +56,10 @@ def backend_of_torch(device: str) -> str:
 
 
 def training_steps(work: Work, backend: str = "") -> dict[str, Step]:
-    """Steps of DistributedDataParallel and of FSDP2. Called by: every rank. `backend`: torch's own by default."""
+    """Return steps of DistributedDataParallel and of FSDP2. Called by: every rank.
+
+    Args: backend: "" for torch's own, or "mpistrat".
+    """
     backend = backend or backend_of_torch(work.device)
     return {f"DDP, {backend}": _ddp(work, backend), f"FSDP2, {backend}": _fsdp2(work, backend)}
 
@@ -70,7 +73,7 @@ def _ddp(work: Work, backend: str) -> Step:
 
 
 def _fsdp2(work: Work, backend: str) -> Step:
-    """Each child with parameters is sharded as a unit, and then the rest."""
+    """Return a step of a module with each child that has parameters sharded as a unit, and then the rest."""
     module, _ = work.build()
     mesh = DeviceMesh.from_group(group_on(backend), torch.device(work.device).type)
     for child in module.children():
