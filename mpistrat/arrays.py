@@ -218,7 +218,7 @@ def cast(array: Array, dtype: Any) -> Array:
 
 
 def as_tensor(value: Any) -> Any:
-    """Return a tensor of `value` on the device of `value`, not on torch's default device; an array shares its memory."""
+    """Return a tensor of `value` on the device of `value`, not on torch's default device. Arrays share their memory."""
     import torch
 
     return torch.as_tensor(value, device=getattr(value, "device", "cpu"))

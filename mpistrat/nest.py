@@ -115,5 +115,5 @@ def pack_like(structure: Any, flat: list[Any]) -> Any:
 
 
 def describe(structure: Any) -> str:
-    """Return the shape of `structure` as text, with "*" for each leaf: "{'a': [*, *]}". Ranks compare these texts."""
+    """Return the shape of `structure` as text, with "*" for each leaf: "{'a': [*, *]}". Equal shapes, equal texts."""
     return take_apart(structure)[1]
