@@ -18,7 +18,7 @@ _EXITING = 0x4  # PF_EXITING, <linux/sched.h>
 # The fields of `_stat` for a process that is gone: without a state, without a parent, exiting.
 _GONE = ["", *["0"] * 5, str(_EXITING), *["0"] * 43]
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
-AS_LAUNCHERS_KILL = (signal.SIGKILL, signal.SIGTERM)  # the wait statuses of ranks that a launcher has killed
+AS_LAUNCHERS_KILL = (signal.SIGKILL, signal.SIGTERM)  # wait statuses; other programs may kill alike
 _STATES = {
     "R": "running",
     "S": "sleeping",

@@ -24,7 +24,7 @@ _MEANS_LOST = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
 
 
 class RevocableGroup:
-    """A communicator and all communicators made from it. When a rank fails, a thread of the group revokes them together.
+    """A communicator and all communicators made from it. When a rank fails, a thread of the group revokes all of them.
 
     Attributes:
         comm: the first communicator.
@@ -53,7 +53,7 @@ class RevocableGroup:
             failed.Free()
 
     def has_lost(self) -> bool:
-        """Whether a rank of the group has failed, as far as this rank's MPI knows, or another rank has revoked `comm`."""
+        """Whether a rank of the group has failed, as far as this rank's MPI knows, or a rank has revoked `comm`."""
         if not self.lost:
             with contextlib.suppress(MPI.Exception):
                 self.comm.Iprobe()  # makes MPI notice failures
