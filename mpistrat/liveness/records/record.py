@@ -53,7 +53,8 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     BEGAN,  # when the process began, by `began_at`: another process may get its pid later
 ) = range(24)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
-# LEFT: after this wait, or without it. ENDING: this rank ends the job, or has failed: the observer need not explain its death.
+# LEFT: after this wait, or without it. ENDING: this rank ends the job, or has failed: the observer need not explain its
+# death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)
 # EXITS. The rank sets ANNOUNCED; the observer then sets SEEN.
 ANNOUNCED, SEEN = 1, 2
