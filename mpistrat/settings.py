@@ -114,8 +114,7 @@ full_tracebacks = Setting(
     default="program",
     unit="`program` or `full`",
     read_by="each rank, when an error ends the job",
-    meaning="The frames in the traceback of the error that ends a job: `program` leaves out the frames of mpistrat and "
-    "of torch's data loaders; `full` shows them, too.",
+    meaning="The traceback of the error that ends a job: `full` keeps the frames of mpistrat and of torch's loaders.",
     parse="full".__eq__,
 )
 shared_bytes = Setting(
@@ -149,8 +148,7 @@ rank_pid = Setting(
     default="",
     unit="a process id",
     read_by="the processes that a rank starts",
-    meaning="The process id of the rank. The rank sets it, so that a worker process that would start MPI knows that "
-    "it is not the rank.",
+    meaning="The rank's process id. The rank sets it; a worker process that would start MPI learns that it is no rank.",
     parse=str,
     internal=True,
 )
