@@ -158,7 +158,8 @@ SETTINGS: tuple[Setting[Any], ...] = (
     *(_cache, _trace, rank_pid),
 )
 
-USERS_CACHE = "XDG_CACHE_HOME"  # "/home/ann/.cache"; the XDG standard says to ignore a relative path
+# "/home/ann/.cache"; the XDG standard says to ignore a relative path.
+USERS_CACHE = "XDG_CACHE_HOME"
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> str | None:

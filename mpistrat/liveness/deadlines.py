@@ -51,7 +51,8 @@ OBSERVER_SLEEPS_UNTIL_STACK = 0.02
 OBSERVER_WAITS_FOR_OTHER_NODES = 3.0
 # The first node of the stalled communicator reports for the job; the other nodes wait so long for it.
 OBSERVER_WAITS_FOR_FIRST_NODE = 4.0
-OBSERVER_REPORTS = 15.0  # the longest report, on this or another node; the ranks trust in the observer meanwhile
+# The longest report, on this or another node; the ranks trust in the observer meanwhile.
+OBSERVER_REPORTS = 15.0
 # The CPU time of ranks is measured for so long, to tell busy ranks from idle ones; a tick of the clock is 0.01.
 OBSERVER_MEASURES_CPU_TIME = 0.3
 OBSERVER_WAITS_FOR_WRITE = 2.0  # to stderr, which may be a file on a file system that hangs
@@ -120,7 +121,8 @@ RANK_SLEEPS_WATCHING_ABORTS = 0.005
 # A rank listens four times a second while its GPU works in a collective, and not at all otherwise.
 RANK_WAITS_FOR_ABORTS_OF_OTHERS = 0.75
 RANK_SLEEPS_WATCHING_KERNELS = 0.25
-RANK_WAITS_FOR_RECORD_OF_KERNEL = 1.0  # a rank whose GPU takes longer for a collective writes so into its record
+# A rank whose GPU takes longer for a collective writes so into its record.
+RANK_WAITS_FOR_RECORD_OF_KERNEL = 1.0
 
 # Communicators start, and measure ways of moving bytes.
 RANK_WAITS_FOR_STORE = 300.0  # for a torch store that another rank opens
@@ -130,7 +132,8 @@ RANK_WAITS_FOR_TRIAL_OF_DEVICE = 90  # importing torch and starting an accelerat
 TRIAL_WAITS_FOR_LAUNCHER_TO_READ = 0.5
 RANK_MEASURES_CALLS = 4e-3  # for one way and buffer size in a round
 RANK_MEASURES_ON_NODE = 0.3  # for all rounds; a call that has begun still ends
-RANK_MEASURES_BETWEEN_NODES = 0.2  # for the ways of each slice, and as long for the ways of all ranks
+# For the ways of each slice, and as long for the ways of all ranks.
+RANK_MEASURES_BETWEEN_NODES = 0.2
 COSTS_LIVE = 7 * 86400.0  # older costs are forgotten: the machine may have been busy
 COSTS_MAY_BE_AHEAD = 3600.0  # by the clock of the node that wrote the costs
 

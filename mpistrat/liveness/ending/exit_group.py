@@ -47,7 +47,8 @@ class ExitGroup:
         self._comm = comm.Dup()
         self._who, self._losses = who, losses
         self.watched: list[WatchedCalls] = []
-        self._reported: dict[str, int] = {}  # by communicator name, the number of the last reported call
+        # By communicator name, the number of the last reported call.
+        self._reported: dict[str, int] = {}
         # All ranks report to rank 0: the coordinators of other ranks have no ranks to decide about.
         self.coordinator = ExitCoordinator(comm.size if comm.rank == 0 else 0)
         self.other_nodes = OtherNodes(self._comm, record, self._send)

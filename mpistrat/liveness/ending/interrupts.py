@@ -33,7 +33,8 @@ class Interrupts:
                 signal.set_wakeup_fd(previous)
                 return
             signal.signal(signal.SIGINT, self._react)
-            os.register_at_fork(after_in_child=self._forget)  # signals of a forked child do not concern the rank
+            # Signals of a forked child do not concern the rank.
+            os.register_at_fork(after_in_child=self._forget)
 
     def unanswered(self) -> bool:
         """Whether a SIGINT came more than 3 s ago and the main thread has not reacted to it.
@@ -56,7 +57,8 @@ class Interrupts:
         signal.default_int_handler(number, frame)
 
     def _forget(self) -> None:
-        with contextlib.suppress(ValueError):  # another thread has forked: it is the child's main thread
+        # This fails if another thread has forked: that thread is the child's main thread, but Python does not know it.
+        with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
 
 

@@ -63,7 +63,8 @@ class JobEnd:
         self._groups: list[ExitGroup] = []
         self._last_actions: list[Callable[[], None]] = []
         self.leaves_together = self._has_left = self._has_warned = False
-        self._raises_since = math.inf  # when the thread first saw that StallError is to be raised, in ns
+        # When the thread first saw that StallError is to be raised, in ns.
+        self._raises_since = math.inf
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_out, name="mpistrat job end", daemon=True)
         self._watches = MPI.Query_thread() == MPI.THREAD_MULTIPLE

@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.ending.interrupts import is_interactive
 
-_last_exit = SystemExit(), ""  # the last SystemExit of the main thread, and a description of its raise
+# The last SystemExit of the main thread, and a description of its raise.
+_last_exit = SystemExit(), ""
 
 
 @dataclass(frozen=True)

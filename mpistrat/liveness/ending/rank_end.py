@@ -80,14 +80,16 @@ class RankEnd:
             self._is_failing = True
             code = 130 if issubclass(kind, KeyboardInterrupt) else 1
             of_torch = str(getattr(previous, "__module__", "")).startswith("torch.")
-            if previous is sys.__excepthook__ or of_torch:  # torch's hook writes the rank before each line
+            # Torch's hook is Python's, with the rank before each line.
+            if previous is sys.__excepthook__ or of_torch:
                 # The text is written in one piece: other ranks may write at the same time.
                 text = io.StringIO()
                 with contextlib.redirect_stderr(text):
                     previous(kind, error, trace)
                 with ignore_interrupts():  # a launcher may pass on Ctrl-C twice
                     self.end_job_for(error, text.getvalue(), code)
-            self._is_ending()  # first, because a hook of the program may end the process or the job itself
+            # This comes first: a hook of the program may end the process or the job itself.
+            self._is_ending()
             self.say_last(f"{self.who} failed; ending the job")
             try:
                 previous(kind, error, trace)
@@ -156,7 +158,8 @@ class RankEnd:
         self.flush()
         # MPICH's launcher drops output that it has not read by then.
         time.sleep(deadlines.RANK_WAITS_FOR_LAUNCHER_TO_READ)
-        observation.remember_mappings()  # a program without a strategy has not listed MPI's files yet
+        # A program without a strategy has not listed MPI's files yet.
+        observation.remember_mappings()
         mpi = _running_mpi()
         in_main_thread = threading.current_thread() is threading.main_thread()
         if mpi is None:
@@ -191,7 +194,8 @@ class RankEnd:
 
     def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr, *self.streams):
-            with contextlib.suppress(Exception):  # the stream is closed, None, or any object of the program
+            # The stream may be closed, None, or any object of the program.
+            with contextlib.suppress(Exception):
                 stream.flush()
 
     def _is_ending(self) -> None:
@@ -265,7 +269,8 @@ def _known_as(error: BaseException, traceback: str, own: int) -> tuple[str, bool
     if getattr(error, "raised_by_rank", "") and not error.__cause__:
         return OF_ANOTHER_RANK, of_all
     if isinstance(error, StallError):
-        return type(error).__name__, True  # the messages differ: each rank gives the seconds that it has waited
+        # The messages differ: each rank gives the seconds that it has waited.
+        return type(error).__name__, True
     if of_all and isinstance(error, CollectiveMismatchError):
         return type(error).__name__, of_all  # the tracebacks differ
     # In their messages, all ranks may name the same rank, or each rank may name itself.

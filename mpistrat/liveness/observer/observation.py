@@ -227,7 +227,8 @@ def speak_on_signal(record: RankRecord, stacks: str) -> None:
     The first free real-time signal is taken, and set in the record. Fatal signals are written to the file, too, unless
     the program has enabled faulthandler.
     """
-    file = private(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # stays open until the process ends
+    # The file stays open until the process ends.
+    file = private(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     if not faulthandler.is_enabled():
         faulthandler.enable(file)
     # The kernel also knows handlers that were not set by Python.

@@ -53,11 +53,13 @@ class Observer:
         self._stderr = StderrProxy()
         self._report_file = ReportFile()
         self._reported = 0.0  # when a report was made; 0.0: not yet
-        self._ending_since = math.inf  # when a rank was first seen to end the job; infinite: not yet
+        # When a rank was first seen to end the job; infinite: not yet.
+        self._ending_since = math.inf
         self._killed = False
         # When ranks at their ends were first seen while others wait for all to start; infinite: not yet.
         self._absent_since = math.inf
-        self._leaving_since = math.inf  # when ranks were first seen to wait at their ends; infinite: not yet
+        # When ranks were first seen to wait at their ends; infinite: not yet.
+        self._leaving_since = math.inf
         self._noticed_leaving = False
         self._has_noticed_wait = False
 
@@ -345,7 +347,8 @@ class Observer:
 
     def _patience_with_ending(self) -> float:
         """Return how many seconds after a rank began to end the job all living ranks are killed."""
-        if all(rank.dead for rank in self._detector.in_state(ENDING)):  # the other ranks have been told to end
+        # After the death of the ranks that end the job, the other ranks have been told to end.
+        if all(rank.dead for rank in self._detector.in_state(ENDING)):
             return deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS + deadlines.OBSERVER_WAITS_FOR_LAUNCHER
         return deadlines.OBSERVER_WAITS_FOR_ENDING_RANK
 

@@ -100,7 +100,8 @@ class OtherNodes:
         """Act on a message from a rank of another node. Called by: the thread of `JobEnd`."""
         record = self._record
         if isinstance(message, Ask):
-            record.asked = time.monotonic_ns()  # the other node reports the stall: our observer need not
+            # The other node reports the stall: our observer need not.
+            record.asked = time.monotonic_ns()
             self._send(Answer(self._node, _account_of_node(record.folder)), message.asker)
         elif isinstance(message, Answer):
             self._accounts.setdefault(message.node, message.account)

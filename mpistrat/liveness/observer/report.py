@@ -16,7 +16,8 @@ from mpistrat.liveness.records.record import CallEntry
 _MOST_FRAMES = 12
 _MOST_RANKS = 24  # the most ranks that a report describes one by one
 _BUSY = 0.1  # a rank that uses so much of a core is busy: it may have to share the core
-_STARTS_PROGRAMS = "_run_as_main"  # the function of `mpistrat run` that starts programs, through runpy
+# The function of `mpistrat run` that starts programs, through runpy.
+_STARTS_PROGRAMS = "_run_as_main"
 _RUNPY = re.compile(r"\brunpy(\.py)?>?:\d+ in ")
 
 
@@ -54,7 +55,7 @@ def stall_report(
     lines += _what_they_do([rank for rank in ranks if rank not in mentioned], group)
     lines += lines_of_others
     lines += straggler([*wait.waiting, *wait.missing])
-    lines.append(f"Every rank must make the same calls. If one is only slow, allow more time: {more}.")
+    lines.append(f"Every rank must make the same calls. If one is only slow, allow more: {more}.")
     return "\n".join(lines)
 
 

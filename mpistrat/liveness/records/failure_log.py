@@ -24,7 +24,8 @@ from mpistrat.machine.notices import ranks_in_words
 from mpistrat.machine.private_files import private
 
 _FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
-OF_ANOTHER_RANK = "-"  # in place of an error that another rank has raised: any printed error explains it
+# In place of an error that another rank has raised: any printed error explains it.
+OF_ANOTHER_RANK = "-"
 # "on rank 3", "PMI_RANK=3"
 _NUMBER_OF_RANK = re.compile(r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\d+)\b")
 
@@ -137,7 +138,8 @@ class FailureLog:
     def _entries(self, wanted: str) -> list[NotedFailure]:
         """Return the entries of the kind `wanted` from the last 5 s, in the order of the file."""
         with open(self._path, encoding="utf-8") as file:
-            lines = file.read().rpartition("\n")[0].splitlines()  # the last line may be half written
+            # The last line may be half written.
+            lines = file.read().rpartition("\n")[0].splitlines()
         found = (line.split() for line in lines)
         entries = [NotedFailure(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
         since = time.monotonic() - deadlines.NOTED_FAILURE_COUNTS

@@ -150,7 +150,8 @@ class JobFolder:
                 _check(root)
                 return cls._locked(os.path.join(root, name))
         error: OSError | None = None
-        for place in _places():  # another user has taken the user's folder: use a name that nobody can foresee
+        # Another user has taken the user's folder: use a name that nobody can foresee.
+        for place in _places():
             try:
                 return cls._locked(os.path.join(place, f"{_of_this_user()}-{name}"))
             except OSError as failed:
@@ -161,7 +162,8 @@ class JobFolder:
     def _locked(cls, path: str) -> tuple[JobFolder, bool]:
         while True:
             os.close(os.open(path + _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-            with contextlib.suppress(FileNotFoundError):  # a cleaner has removed the file before we locked it
+            # The lock file is gone if a cleaner has removed it before we locked it.
+            with contextlib.suppress(FileNotFoundError):
                 folder = cls(path)
                 status = os.fstat(folder._lock)
                 if status.st_uid != os.getuid():
@@ -196,7 +198,8 @@ class JobFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(self.path)
             return True
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # the failed attempt may have released the shared lock
+        # The failed attempt may have released the shared lock.
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
         return False
 
 

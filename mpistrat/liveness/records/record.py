@@ -40,16 +40,19 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     LIMIT,
     ON_STALL,
     STALLED,  # with ABORT: the hash of the stalled communicator's name; written before ABORT
-    LOOKED,  # when the observer last looked, or the latest time of its next look; 0: it has not seen this rank yet
+    # When the observer last looked, or the latest time of its next look; 0: it has not seen this rank yet.
+    LOOKED,
     ASK,  # 1: the observer asks for accounts of the ranks on other nodes; see `other_nodes`
     ASKED,  # when the observer of another node last asked this node
     EXPENDABLE,  # 1: if this rank dies, the others go on without it
     OBSERVER,  # the pid of the process that observes this rank
     SAY,  # 1: the observer is to print the text that the rank has left in the job's folder
-    STARTING,  # since when the rank waits for all ranks in MPI_Init, or to build a strategy; 0: it does not wait
+    # Since when the rank waits for all ranks in MPI_Init, or to build a strategy; 0: it does not wait.
+    STARTING,
     EXITS,  # ANNOUNCED or SEEN if the rank is about to end by os._exit(0); else 0
     LIMIT_IS_SET,  # 1: the user has chosen LIMIT; 0: the timeout of a group takes its place
-    NOTICED,  # the number of the ring entry of this rank's last call that was reported after its timeout
+    # The number of the ring entry of this rank's last call that was reported after its timeout.
+    NOTICED,
     BEGAN,  # when the process began, by `began_at`: another process may get its pid later
 ) = range(24)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
@@ -144,7 +147,8 @@ class RankRecord:
             finally:
                 os.close(file)
         self.words = memoryview(self.map).cast("Q")
-        self._numbers = itertools.count(1)  # of ring entries; threads may take numbers at the same time
+        # Numbers of ring entries; threads may take them at the same time.
+        self._numbers = itertools.count(1)
         if not create and path is not None and self.words[VERSION] != MAGIC:
             raise OSError(f"{path} is not a record of this version")
 
