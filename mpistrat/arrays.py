@@ -218,7 +218,7 @@ def cast(array: Array, dtype: Any) -> Array:
 
 
 def as_tensor(value: Any) -> Any:
-    """Return a tensor of `value` on the device of `value`, not on torch's default device. Arrays share their memory."""
+    """Return a tensor of `value` on the device of `value`, not on torch's default device; an array shares memory."""
     import torch
 
     return torch.as_tensor(value, device=getattr(value, "device", "cpu"))
@@ -349,7 +349,7 @@ def true_divide(array: Array, divisor: Any) -> Array:
 
 
 def to_host(array: Array) -> Array:
-    """Return `array` as a C-contiguous CPU tensor or NumPy array; copy only where `array` is none already."""
+    """Return `array` as a C-contiguous CPU tensor or NumPy array; copy it unless it already is one."""
     if array.__class__ is np.ndarray:
         return np.asarray(array, order="C")
     if is_torch(array):

@@ -201,7 +201,7 @@ _OF_THE_JOB = "HOSTNAME"
 
 
 def transport_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables by which the user has chosen how MPI moves bytes."""
+    """Return the environment variables by which the user has chosen how MPI moves bytes, sorted by name."""
     return {
         name: environ[name]
         for name in sorted(environ)

@@ -141,11 +141,7 @@ class Topology:
     def from_hosts(cls, rank: int, hosts_of_ranks: Sequence[str], launcher: str) -> Topology:
         """Return the topology of ranks that run on `hosts_of_ranks`: ranks with equal host names share a node.
 
-        Args:
-            rank: this process's rank.
-            hosts_of_ranks: the host name of each rank, in the order of ranks: ["n9", "n10", "n9"] gives the
-                `node_of_rank` (0, 1, 0).
-            launcher: the field `launcher` of the topology.
+        Args: hosts_of_ranks: the host name of each rank: ["n9", "n10", "n9"] gives the `node_of_rank` (0, 1, 0).
         """
         hosts_of_ranks = _as_sequence("hosts_of_ranks", hosts_of_ranks)
         lowest: dict[str, int] = {}
@@ -159,10 +155,8 @@ class Topology:
         """Return the topology of ranks that know the lowest rank of their node.
 
         Args:
-            rank: this process's rank.
             leaders: for each rank, the lowest rank of its node.
             hosts_of_ranks: the host name of each rank. A node takes the name that its lowest rank gives.
-            launcher: the field `launcher` of the topology.
 
         Example:
             >>> ms.Topology.from_lowest_ranks(1, [0, 1, 0], ["n9", "n10", "n9"], "mpi").node_of_rank

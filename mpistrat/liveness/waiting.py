@@ -24,7 +24,6 @@ def wait_until(
 
     Args:
         arrived: called again and again; it must not wait.
-        watch: this rank's watch of the communicator.
         yields: False: sleep instead of yielding the core, because a rank that yields soon takes the core again.
     Raises: StallError in three cases: the observer has reported this wait as a stall and MPISTRAT_ON_STALL=raise; the
         wait lasts longer than the watch's timeout, and the observer has reported the missing ranks; no observer runs on

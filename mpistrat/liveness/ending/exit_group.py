@@ -29,10 +29,8 @@ class ExitGroup:
     """The ranks of `comm`; its rank 0 has the exit coordinator. To make one is collective over `comm`.
 
     Args:
-        comm: the group's communicator. The group sends its messages over a duplicate.
         who: a description of this rank for messages.
         record: this rank's record.
-        losses: knows whether ranks were lost.
     Attributes:
         other_nodes: the nodes of the group's ranks, except this rank's node.
         watched: the calls on the group's communicators.

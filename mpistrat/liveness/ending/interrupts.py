@@ -57,7 +57,7 @@ class Interrupts:
         signal.default_int_handler(number, frame)
 
     def _forget(self) -> None:
-        # This fails if another thread has forked: that thread is the child's main thread, but Python does not know it.
+        # ValueError: another thread than the main thread has forked.
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
 

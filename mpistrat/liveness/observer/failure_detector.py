@@ -87,9 +87,9 @@ class ObservedRank:
     def ended_well(self) -> bool:
         """Whether the dead rank needs no report.
 
-        True if it had left, or had ended the job, or had no communicator and returned 0. If a script ran a rank without
-        a communicator: True if the script still lives, or did not fail. False if a launcher killed a rank that had left
-        but is still needed: its record is still there.
+        True if it had left, had ended the job, or had no communicator and returned 0. False if a signal killed a rank
+        that had left, unless its record has moved to another folder. If a script ran a rank without a communicator, the
+        script counts: True if it still lives, or is not known to have failed.
         """
         state, status = self.record.state, self.status
         if self.script and not self.record.slots():
@@ -251,9 +251,7 @@ def awaited(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> set[
 class FailureDetector:
     """Finds the ranks of a job on this node, and watches them for deaths.
 
-    Args:
-        folder: the job's folder.
-        when_one_ends: called at once with a rank that announces its exit, closes its files, or dies.
+    Args: when_one_ends: called at once with a rank that announces its exit, closes its files, or dies.
     Attributes:
         ranks: the ranks that were found so far, by number.
         deaths: the dead ranks, in the order in which the kernel reported them.

@@ -73,10 +73,7 @@ class NodeRecords:
         return dataclasses.replace(watch, record=self.record, slot=slot, peers=None)
 
     def see_each_other(self, node: MPI.Intracomm, record: RankRecord) -> bool:
-        """Whether all ranks of `node` can read each other's records. Collective over `node`.
-
-        Args: record: this rank's record.
-        """
+        """Whether all ranks of `node` can read each other's `record`. Collective over `node`."""
         readable = all(map(self._is_readable, node.allgather(record.path)))
         # Not allreduce: mpi4py makes a duplicate for it, and nobody revokes the duplicate when a rank is lost.
         return all(node.allgather(readable))

@@ -96,7 +96,6 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
 
     A record that this process has in another folder is removed.
 
-    Args: rank, size: the rank's number in the job, and the number of ranks.
     Raises: OSError if a file cannot be made; FileExistsError if another living process has the rank's record.
     """
     global current

@@ -39,10 +39,7 @@ _OUTCOMES = {END: "Ending the job.", RAISE: "Raising StallError on the ranks tha
 
 
 class Observer:
-    """Decides by its `FailureDetector` whether ranks failed or wait too long, reports it, and makes the job end.
-
-    Args: folder: the job's folder, held by this process.
-    """
+    """Decides by its `FailureDetector` whether ranks failed or wait too long, reports it, and makes the job end."""
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder

@@ -64,9 +64,7 @@ Message = Ask | Answer | Raise | NotedFailure
 class OtherNodes:
     """The other nodes of the ranks of `comm`. To make one is collective over `comm`.
 
-    Args:
-        record: this rank's record.
-        send: sends a message to a rank of `comm`; there, `receive` is called with the message.
+    Args: send: sends a message to a rank of `comm`; there, `receive` is called with the message.
     Attributes:
         are_some: whether there is any other node.
         is_first_node: whether rank 0 of `comm` is on this rank's node.
@@ -97,7 +95,7 @@ class OtherNodes:
             self._send_all(failure, 1)
 
     def receive(self, message: Message) -> None:
-        """Act on a message from a rank of another node. Called by: the thread of `JobEnd`."""
+        """Act on a message from another rank of `comm`. Called by: `ExitGroup`."""
         record = self._record
         if isinstance(message, Ask):
             # The other node reports the stall: our observer need not.
@@ -142,7 +140,7 @@ class OtherNodes:
     def look(self, now: float) -> None:
         """Do what is due: ask other nodes if the observer asks, write their accounts, and pass on a stall's report.
 
-        Args: now: the time by `time.monotonic()`.   Called by: the thread of `JobEnd`, five times a second.
+        Args: now: the time by `time.monotonic()`.   Called by: `ExitGroup`, a few times a second.
         """
         record = self._record
         self._raise_if_inside()

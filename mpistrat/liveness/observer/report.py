@@ -81,12 +81,7 @@ def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterabl
 
 
 def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
-    """Return the report of a death: how the rank `first` died, its last collective, and the activity of the others.
-
-    Args:
-        ranks: all ranks of this node.
-        first: the rank that died first.
-    """
+    """Return the report of a death: how the rank `first` died, and the last collectives of it and of the other `ranks`."""
     lines = [f"{first.who} {_how_it_died(first)}", f"  it {_last_words(first)}"]
     lines += _spoken_at_death(first)
     others = [rank for rank in ranks if rank is not first]

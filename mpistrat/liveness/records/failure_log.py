@@ -60,11 +60,7 @@ class Nodes(Protocol):
 class FailureLog:
     """One rank's access to the log of errors in the job's folder.
 
-    Args:
-        folder: the job's folder on this node.
-        rank: this rank's number in the job.
-        size: number of ranks of the job.
-        nodes: the job's other nodes; None if this rank knows of none, or is not connected yet.
+    Args: nodes: the job's other nodes; None if there are none, or this rank is not connected to them yet.
     """
 
     def __init__(self, folder: str, rank: int, size: int, nodes: Nodes | None = None) -> None:
@@ -86,7 +82,6 @@ class FailureLog:
         Args:
             error: a word by which errors are compared, or words with dots, "a.b": errors are alike if one word is equal
                 at the same place. OF_ANOTHER_RANK is like every error.
-            say: prints this rank's error.
             patience: the seconds that other ranks have to print the error first.
         Raises: OSError if the file cannot be used: then `say` has not been called.
         """

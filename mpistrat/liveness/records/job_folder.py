@@ -122,10 +122,7 @@ def lock(file: Any) -> bool:
 
 
 class JobFolder:
-    """This process's hold on the job's folder. It lasts until `leave`, or until the process ends.
-
-    Attributes: path: the folder's path.
-    """
+    """This process's hold on the job's folder. It lasts until `leave`, or until the process ends."""
 
     def __init__(self, path: str) -> None:
         """Hold the folder `path`, which another process of the job has made. Raises: OSError if it has no lock file."""

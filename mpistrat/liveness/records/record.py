@@ -40,19 +40,16 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     LIMIT,
     ON_STALL,
     STALLED,  # with ABORT: the hash of the stalled communicator's name; written before ABORT
-    # When the observer last looked, or the latest time of its next look; 0: it has not seen this rank yet.
-    LOOKED,
+    LOOKED,  # when the observer last looked, or will look at the latest; 0: never yet
     ASK,  # 1: the observer asks for accounts of the ranks on other nodes; see `other_nodes`
     ASKED,  # when the observer of another node last asked this node
     EXPENDABLE,  # 1: if this rank dies, the others go on without it
     OBSERVER,  # the pid of the process that observes this rank
     SAY,  # 1: the observer is to print the text that the rank has left in the job's folder
-    # Since when the rank waits for all ranks in MPI_Init, or to build a strategy; 0: it does not wait.
-    STARTING,
+    STARTING,  # since when the rank waits for all ranks to start; 0: it does not wait
     EXITS,  # ANNOUNCED or SEEN if the rank is about to end by os._exit(0); else 0
     LIMIT_IS_SET,  # 1: the user has chosen LIMIT; 0: the timeout of a group takes its place
-    # The number of the ring entry of this rank's last call that was reported after its timeout.
-    NOTICED,
+    NOTICED,  # the ring entry of this rank's last call that was reported after its timeout
     BEGAN,  # when the process began, by `began_at`: another process may get its pid later
 ) = range(24)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
@@ -165,8 +162,6 @@ class RankRecord:
         """Fill in the header; afterwards other processes may read the record.
 
         Args:
-            rank: the rank's number in the job.
-            size: number of ranks of the job.
             limit: seconds that a collective may last; 0: no limit.
             on_stall: END or RAISE.
             limit_is_set: whether the user has chosen `limit`.
