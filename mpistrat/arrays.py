@@ -52,7 +52,7 @@ def default_device() -> AbstractContextManager[object]:
         is not loaded. On an XLA device, two threads would record into one graph.
     """
     device: Any = None
-    with suppress(KeyError, AttributeError):  # torch 2.9 has none after set_default_device(None)
+    with suppress(KeyError, AttributeError):  # torch 2.9: after set_default_device(None)
         device = sys.modules["torch"].get_default_device()
     return nullcontext() if getattr(device, "type", "cpu") in ("cpu", "xla") else device
 
@@ -214,7 +214,7 @@ def cast(array: Array, dtype: Any) -> Array:
         return xp.astype(array, getattr(xp, dtype) if isinstance(dtype, str) else dtype)
     except (AttributeError, TypeError):
         library = "torch" if is_torch(array) else "NumPy"
-        raise TypeError(f"{dtype!r:.60} is not a dtype of {library}, whose array this is") from None
+        raise TypeError(f"{dtype!r:.60} is not a dtype of {library}, the array's library") from None
 
 
 def as_tensor(value: Any) -> Any:
@@ -290,7 +290,7 @@ def check_axes(array: Array, axis: int | Sequence[int]) -> tuple[int, ...]:
     axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
     for axis_ in axes:
         if isinstance(axis_, bool) or not isinstance(axis_, (int, np.integer)):
-            raise ValueError(f"axis must be an integer, or several, got {axis!r:.60}")
+            raise ValueError(f"axis must be an integer or a list of integers, got {axis!r:.60}")
         if not -array.ndim <= axis_ < array.ndim:
             raise ValueError(
                 f"axis {axis_} is out of range for an array of shape {tuple(array.shape)}"

@@ -179,5 +179,5 @@ def _as_int(name: str, value: object) -> int:
 
 def _as_sequence(name: str, value: object) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise TypeError(f"Topology: {name} must be a sequence with one entry each, got {value!r}")
+        raise TypeError(f"Topology: {name} must have an entry for each rank or node, got {value!r}")
     return tuple(value)

@@ -71,7 +71,7 @@ def outside(frame: FrameType | SourceLine) -> FrameType | SourceLine:
 def raised_at(error: BaseException, otherwise: str = "") -> str:
     """Return the line of the user's program at which `error` was raised: "train.py:33 in main".
 
-    For an error in a DataLoader's worker process, it is the line there; the message has the worker's traceback.
+    For an error in a DataLoader's worker process, it is the line in the worker, from the traceback in the message.
 
     Returns: without a frame of the user's, `otherwise`; if that is "", the innermost frame of an installed library, or
         "" without one.

@@ -27,7 +27,7 @@ def of_the_program(text: str) -> str:
 
     Returns: the whole traceback with MPISTRAT_TRACEBACK=full, or if no frame would be left.
     """
-    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", text)  # torch writes it before each line
+    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", text)  # torch's prefix of each line
     short = FRAME.sub(lambda frame: "" if _LEFT_OUT.match(frame[2]) else frame[0], text)
     if full_tracebacks() or not FRAME.search(short):
         return text

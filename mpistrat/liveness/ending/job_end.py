@@ -82,7 +82,7 @@ class JobEnd:
     def watch(self, calls: WatchedCalls, comm: MPI.Intracomm) -> None:
         """From now on, end the job when a rank of `comm` fails or leaves early. Collective over `comm`.
 
-        It warns once, and does nothing, if MPI was started without MPI_THREAD_MULTIPLE.
+        Without MPI_THREAD_MULTIPLE it does nothing but warn, once, on rank 0 of `comm`.
 
         Args: calls: the calls on a communicator over the same ranks; calls on its parts are watched, too.
         """
@@ -117,7 +117,7 @@ class JobEnd:
             watched.tell(Raise(report, group, call))
 
     def end_without_finalize(self) -> None:
-        """Make this program end without MPI_Finalize, because it may wait for a failed rank (Open MPI #11404).
+        """Make this program end without MPI_Finalize, which may wait for a failed rank (Open MPI #11404).
 
         Python's end is as usual until then: it waits for threads, and runs atexit handlers in their order.
         Called by: each surviving rank, after a rank was lost.

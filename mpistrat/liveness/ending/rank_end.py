@@ -109,7 +109,7 @@ class RankEnd:
 
     def end_job(self, text: str, code: int) -> NoReturn:
         """Print `text`, and end all processes of the job with exit code `code`."""
-        self._is_ending()  # before the observer can wonder why ranks die
+        self._is_ending()  # first: the observer need not explain deaths
         self.say_last(text)
         self.abort(code)
 
@@ -123,7 +123,7 @@ class RankEnd:
 
         @functools.cache
         def say_it() -> None:
-            self._is_ending()  # before the observer can wonder why ranks die
+            self._is_ending()  # first: the observer need not explain deaths
             self.say_last(f"{self.who} failed; ending the job\n{traceback}")
 
         traceback = of_the_program(traceback)
@@ -183,7 +183,7 @@ class RankEnd:
         """Whether the job is to end when this process ends.
 
         Returns: False in an interactive program, in a fork, after MPI_Finalize, or if a launcher's script runs this
-            process and MPI has not started: the script may go on. If it fails, too, the observer reports this process.
+            process and MPI has not started: the script may go on. If the script fails, the observer reports this process.
         """
         if hasattr(sys, "ps1") or not self.is_running():
             return False
@@ -218,7 +218,7 @@ class RankEnd:
     def _all_exit(self) -> bool:
         """Whether all ranks of the job come to their ends within 1 s, as when all call sys.exit(2).
 
-        It compares the records of this node; False if this process is not observed.
+        It reads the records of this node: False if the job has ranks on other nodes, or this process is not observed.
         """
         observed = observation.current
         if observed is None:

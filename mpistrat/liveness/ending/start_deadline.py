@@ -58,9 +58,14 @@ def start_deadline(
 
 @contextmanager
 def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterator[None]:
-    """Do as `start_deadline` does around MPI_Init. mpi4py holds the GIL there, so a child process watches the time.
+    """End the job if MPI_Init, the block, takes longer than MPISTRAT_START_SECONDS.
 
-    Args: rank, size: of this rank and its job, for the message; None if they are not known.
+    mpi4py holds the GIL there, so a child process watches the time, prints the message, and kills this process. Without
+    a Python interpreter for the child there is no limit.
+
+    Args:
+        rank: this rank's number, for the message; None if it is not known.
+        size: number of ranks of the job; None if it is not known; 1: no limit.
     """
     seconds = start_seconds()
     python = python_of_helpers()

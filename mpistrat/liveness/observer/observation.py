@@ -151,10 +151,10 @@ def start_observer(folder: str) -> None:
         return
     command = [python, "-I", "-S", "-c", _MAIN, folder]
     null, environ = subprocess.DEVNULL, launcher.environment_of_children()
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no memory, no process
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no memory for a process
         subprocess.Popen(
             command, stdin=null, stdout=null, stderr=null, start_new_session=True, env=environ
-        ).wait(deadlines.RANK_WAITS_FOR_START_OF_OBSERVER)  # it forks, and ends
+        ).wait(deadlines.RANK_WAITS_FOR_START_OF_OBSERVER)  # the child of a fork goes on
 
 
 def say(text: str) -> bool:

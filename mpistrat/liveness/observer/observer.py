@@ -280,7 +280,7 @@ class Observer:
         self._reported = time.monotonic()
         for rank in self._detector.ranks.values():
             rank.record.code, rank.record.stalled = code, wait.slot.group if wait else 0
-            rank.record.abort = action  # last: the rank acts on it
+            rank.record.abort = action  # written last: the rank acts on it
         self._report_file.write(f"{text}\n")
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE)
 

@@ -24,7 +24,7 @@ from mpistrat.liveness.records.job_folder import report_of
 from mpistrat.liveness.records.record import RAISE, RankRecord
 from mpistrat.machine.private_files import create
 
-RANKS_TO_ASK = 2  # of each node, in case the first cannot speak
+RANKS_TO_ASK = 2  # of each node: the first may be unable to answer
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class OtherNodes:
         with contextlib.suppress(OSError), create(report_of(record.folder)) as file:
             file.write(message.report)
         record.stalled = message.group
-        record.abort = RAISE  # last: the rank acts on it
+        record.abort = RAISE  # written last: the rank acts on it
 
     def _raise_if_inside(self) -> None:
         """Have this rank raise StallError if it has been for 1 s in a collective that another rank has left.

@@ -68,7 +68,7 @@ def say_on_launcher(pid: int, text: str) -> bool:
 def _stderr_of(pid: int) -> int | None:
     path = f"/proc/{pid}/fd/2"
     with contextlib.suppress(OSError):
-        kind = os.readlink(path)  # asks no file system
+        kind = os.readlink(path)  # does not touch the file itself: its file system may hang
         if kind in _SILENT or kind.endswith(" (deleted)"):  # nobody would read the text
             return None
         if not kind.startswith(_WITHOUT_OFFSET):

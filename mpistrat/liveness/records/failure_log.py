@@ -172,7 +172,7 @@ def as_of_any_rank(traceback: str, rank: int) -> str:
     """
     import hashlib  # here, because it makes importing mpistrat slower
 
-    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", traceback)  # torch writes it before each line
+    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", traceback)  # torch's prefix of each line
     lines = re.sub(r"\b0x[0-9a-f]+", "0x", text).splitlines()
     # Lines of code are the same on all ranks: a number in them stays.
     messages = [i for i, line in enumerate(lines) if not line[:1].isspace()]

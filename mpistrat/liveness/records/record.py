@@ -52,7 +52,7 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     NOTICED,  # the ring entry of this rank's last call that was reported after its timeout
     BEGAN,  # when the process began, by `began_at`: another process may get its pid later
 ) = range(24)
-# STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
+# STATE. LEAVING: at the program's end, waiting until the other ranks have come to their ends.
 # LEFT: after this wait, or without it. ENDING: this rank ends the job, or has failed: the observer need not explain its
 # death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)

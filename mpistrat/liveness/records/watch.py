@@ -92,7 +92,7 @@ class WatchedCalls(Protocol):
         calls: number of collectives that this rank has entered.
         waiting_in: a description of the collective that this rank is inside of; None outside of collectives.
         called_at: the line of the program that called the collective.
-        raising: the error that this rank raises in place of a collective, until it has told the other ranks; else None.
+        raising: the error that this rank is about to raise on all ranks, while it waits to tell them; else None.
         watch: the communicator's watch, with the record of these calls.
         parts: the calls on communicators that were made from this one.
     """
