@@ -180,7 +180,7 @@ _traced_to: str | None = None
 
 
 def trace_folder(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Return the folder in which to write the trace, as an absolute path; None if nothing is to be traced.
+    """Return the absolute path of the trace's folder; None if nothing is to be traced.
 
     The function removes MPISTRAT_TRACE from `environ` and remembers its value for later calls. Otherwise a program that
     this process starts would take itself for a rank of the job, and write to the same files.
@@ -201,7 +201,7 @@ _OF_THE_JOB = "HOSTNAME"
 
 
 def transport_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables by which the user has chosen how MPI moves bytes, sorted by name."""
+    """Return the environment variables that choose how MPI moves bytes, sorted by name."""
     return {
         name: environ[name]
         for name in sorted(environ)

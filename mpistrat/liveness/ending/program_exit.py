@@ -97,8 +97,8 @@ def exit_status(code: object) -> int:
 def _ended_the_program(error: BaseException) -> bool:
     """Whether `error` was never caught: the outermost frame of its traceback ended by it.
 
-    Such a frame stopped at the call that raised, or at the end of a `with` or `finally` that raised the error again. False for an
-    error that was never raised.
+    Such a frame stopped at the call that raised, or at the end of a `with` or `finally` that raised the error again.
+    False for an error that was never raised.
     """
     trace = error.__traceback__
     if trace is None:

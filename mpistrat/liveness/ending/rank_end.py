@@ -183,7 +183,8 @@ class RankEnd:
         """Whether the job is to end when this process ends.
 
         Returns: False in an interactive program, in a fork, after MPI_Finalize, or if a launcher's script runs this
-            process and MPI has not started: the script may go on. If the script fails, the observer reports this process.
+            process and MPI has not started: the script may go on.
+            If the script fails, the observer reports this process.
         """
         if hasattr(sys, "ps1") or not self.is_running():
             return False
