@@ -1,7 +1,7 @@
-"""One face for NumPy, torch and CuPy arrays; imports none of the last two.
+"""The same functions for arrays of NumPy, torch and CuPy. Importing this file imports neither torch nor CuPy.
 
-`array_api_compat` gives the arithmetic; here is what it leaves open: which Python values count as
-arrays, dtype names shared by all libraries, and the way between a device and host memory.
+`array_api_compat` has the arithmetic. This file decides which Python values count as arrays, names dtypes alike for all
+libraries, and copies arrays between devices and host memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Array = Any  # np.ndarray | np.generic | torch.Tensor | cupy.ndarray
 
 
 class DeviceKind(Protocol):
-    """Devices of one kind, and the copies to and from them that torch's own operations do not make."""
+    """A kind of device that torch's own operations cannot copy to and from, such as XLA devices."""
 
     def put(self, tensors: Sequence[Any], device: Any) -> list[Any]:
-        """Copies of CPU tensors on `device`."""
+        """Return copies of CPU `tensors` on `device`."""
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
-        """The values of tensors of this kind, on the host."""
+        """Return copies in host memory of `tensors` that are on devices of this kind."""
 
 
-# By torch's name of the kind. A package that brings one adds it when the process first uses such a device: "xla".
+# The device kinds by torch's name of the kind. `mpistrat.xla` adds "xla" when the process first uses an XLA device.
 device_kinds: dict[str, DeviceKind] = {}
 
 
@@ -40,24 +40,25 @@ def is_torch(value: object) -> bool:
 
 
 def gradients_are_on() -> bool:
-    """Whether torch records on this thread what gradients need."""
+    """Whether autograd records operations on this thread; False if torch is not loaded."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.is_grad_enabled()
 
 
 def default_device() -> AbstractContextManager[object]:
-    """Around what another thread does: this thread's `torch.set_default_device`, unless that is an XLA device.
+    """Return a context in which another thread has the default device of this thread (`torch.set_default_device`).
 
-    There two threads would record into one graph.
+    Returns: the torch.device; a context without effect if the default device is the CPU or an XLA device, or if torch
+        is not loaded. On an XLA device, two threads would record into one graph.
     """
     device: Any = None
-    with suppress(KeyError, AttributeError):  # torch 2.9 has none after set_default_device(None)
+    with suppress(KeyError, AttributeError):  # torch 2.9: after set_default_device(None)
         device = sys.modules["torch"].get_default_device()
     return nullcontext() if getattr(device, "type", "cpu") in ("cpu", "xla") else device
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it is one of torch's DTensors, of which each rank has a part."""
+    """Whether `value` is a torch DTensor: each rank has one part of it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -68,7 +69,7 @@ def is_cupy(value: object) -> bool:
 
 
 def is_on_gpu(array: Array) -> bool:
-    """Whether it is in the memory of an accelerator that has streams: of any kind that torch knows, or CuPy's."""
+    """Whether `array` is in the memory of an accelerator that has streams: CuPy's, or any that torch has except XLA."""
     return is_on_accelerator(array) and not is_on_xla(array)
 
 
@@ -77,7 +78,7 @@ def is_on_xla(array: Array) -> bool:
 
 
 def is_on_accelerator(array: Array) -> bool:
-    """Whether it is in the memory of a device: a GPU's, or an XLA device's."""
+    """Whether `array` is in the memory of a GPU or an XLA device, and not in host memory."""
     if array.__class__ is np.ndarray:
         return False
     return not (array.is_cpu or array.is_meta) if is_torch(array) else is_cupy(array)
@@ -88,12 +89,15 @@ def is_array(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a Python number; NumPy's float64 is one of its scalars, though it is a float."""
+    """Whether `value` is a Python number. NumPy's scalars are none, not even np.float64, a subclass of float."""
     return isinstance(value, _NUMBERS) and not isinstance(value, np.generic)
 
 
 def as_array(value: Any) -> Array:
-    """`value` if it is an array; a NumPy array made of a Python number or a list of them else."""
+    """Return `value` itself if it is an array; else a NumPy array of a Python number, or of a list of numbers.
+
+    Raises: TypeError if `value` is neither an array nor made of numbers.
+    """
     if is_array(value):
         return value
     if is_number(value) or isinstance(value, (list, tuple)):
@@ -104,7 +108,7 @@ def as_array(value: Any) -> Array:
 
 
 def as_operand(value: Any) -> Array:
-    """As `as_array`, but Python's floats become float32, as in tf.distribute and torch."""
+    """Return `value` as an array like `as_array`, but make float32 of Python floats, as tf.distribute and torch do."""
     array = as_array(value)
     made = array is not value and array.dtype.kind == "f"
     return array.astype(np.float32) if made else array
@@ -116,7 +120,7 @@ def dtype_name(array: Array) -> str:
 
 
 def described(array: Array) -> str:
-    """Its dtype and shape, such as "float32[64,1,8,8]"."""
+    """Return the dtype and shape of `array` for a message, such as "float32[64,1,8,8]"."""
     return f"{dtype_name(array)}[{','.join(map(str, array.shape))}]"
 
 
@@ -126,7 +130,7 @@ def name_of_dtype(dtype: Any) -> str:
 
 
 def dtype_like(name: str, like: Array) -> Any:
-    """The dtype of that name in `like`'s library."""
+    """Return the dtype called `name` in the library of the array `like`: a torch.dtype or an np.dtype."""
     if is_torch(like):
         import torch
 
@@ -136,7 +140,7 @@ def dtype_like(name: str, like: Array) -> Any:
 
 @functools.cache
 def numpy_knows(dtype: Any) -> bool:
-    """Whether tensors of `dtype` can be NumPy arrays: not those of bfloat16 and of 8-bit floats."""
+    """Whether tensors of `dtype` can become NumPy arrays; False for bfloat16 and 8-bit floats."""
     return hasattr(np, name_of_dtype(dtype)) or name_of_dtype(dtype) == "bool"
 
 
@@ -145,12 +149,12 @@ def itemsize(array: Array) -> int:
 
 
 def itemsize_of(dtype: Any) -> int | None:
-    """Bytes of an element of `dtype`: a name, or a dtype of any library. None for texts and other objects."""
+    """Return the bytes of one element of `dtype`, a name or a dtype of any library; None for strings and objects."""
     if isinstance(dtype, str) and dtype == "string":
         return None
     try:
         known = np.dtype(dtype)
-    except TypeError:  # torch's, or the name of one that NumPy lacks
+    except TypeError:  # a dtype of torch, or the name of a dtype that NumPy lacks
         import torch
 
         return (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
@@ -174,19 +178,19 @@ def is_bool(array: Array) -> bool:
 
 
 def detach(array: Array) -> Array:
-    """The same memory, cut off from autograd."""
+    """Return an array over the same memory that is detached from autograd; NumPy and CuPy arrays as they are."""
     return array.detach() if is_torch(array) else array
 
 
 def detach_read(value: Any) -> Any:
-    """What a variable reads as, cut off from autograd; other values as they are."""
+    """Return the value of a variable (by its `read_value`), or `value` itself; tensors are detached from autograd."""
     if hasattr(value, "read_value"):
         value = value.read_value()
     return detach(value)
 
 
 def copy(array: Array) -> Array:
-    """A fresh, contiguous copy, cut off from autograd."""
+    """Return a new, contiguous copy of `array`, detached from autograd."""
     if is_torch(array):
         import torch
 
@@ -195,30 +199,33 @@ def copy(array: Array) -> Array:
 
 
 def zeros(shape: Sequence[int], like: Array) -> Array:
-    """Zeros of `shape` with `like`'s library, dtype and device."""
+    """Return an array of zeros of `shape`, with the library, dtype and device of `like`."""
     xp = api.array_namespace(like)
     return xp.zeros(tuple(shape), dtype=like.dtype, device=api.device(like))
 
 
 def cast(array: Array, dtype: Any) -> Array:
-    """`array` as `dtype`: a name, or a dtype of the array's own library."""
+    """Return `array` converted to `dtype`, a name or a dtype of the array's library.
+
+    Raises: TypeError if the array's library has no such dtype.
+    """
     xp = api.array_namespace(array)
     try:
         return xp.astype(array, getattr(xp, dtype) if isinstance(dtype, str) else dtype)
     except (AttributeError, TypeError):
         library = "torch" if is_torch(array) else "NumPy"
-        raise TypeError(f"{dtype!r:.60} is not a dtype of {library}, whose array this is") from None
+        raise TypeError(f"{dtype!r:.60} is not a dtype of {library}, the array's library") from None
 
 
 def as_tensor(value: Any) -> Any:
-    """A tensor of `value`, in the memory of an array: where the array is, whatever torch's default device."""
+    """Return a tensor of `value` on the device of `value`, not on torch's default device; an array shares memory."""
     import torch
 
     return torch.as_tensor(value, device=getattr(value, "device", "cpu"))
 
 
 def cast_like(array: Array, like: Array) -> Array:
-    """`array` in `like`'s library, dtype and device; a NumPy array may become a tensor."""
+    """Return `array` converted to the library, dtype and device of `like`; so a NumPy array may become a tensor."""
     if is_torch(like):
         return as_tensor(array).to(like)
     if is_cupy(like):
@@ -229,17 +236,19 @@ def cast_like(array: Array, like: Array) -> Array:
 
 
 def scatter(array: Array, indices: Array, rows: Array, combine: str) -> Array:
-    """A copy of `array` whose rows at `indices` are combined with `rows`; see `scatter_into`."""
+    """Return a copy of `array` in which `scatter_into` has combined the rows at `indices` with `rows`."""
     result = copy(array)
     scatter_into(result, indices, rows, combine)
     return result
 
 
 def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> None:
-    """Combine the rows of `result` at `indices` with `rows`; repeated indices all count.
+    """Combine row `indices[i]` of `result` with `rows[i]`, in place. An index that occurs twice counts twice.
 
     Args:
-        combine: "add", "sub", "mul", "div", "min", "max" or "update".
+        indices: integer array of shape [rows].
+        rows: array or variable of shape [rows, ...].
+        combine: "add", "sub", "mul", "div", "min", "max" or "update" (replace the row).
     """
     rows = cast_like(detach_read(rows), result)
     if is_torch(result):
@@ -267,18 +276,21 @@ def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> No
     places = to_numpy(indices)
     if ufunc is None:
         result[places] = rows
-    elif len(np.unique(places)) == len(places):  # several times as fast
+    elif len(np.unique(places)) == len(places):  # without repeated indices, several times as fast
         result[places] = ufunc(result[places], rows)
     else:
         ufunc.at(result, places, rows)
 
 
 def check_axes(array: Array, axis: int | Sequence[int]) -> tuple[int, ...]:
-    """`axis` as a tuple of axes counted from the front; ValueError when one is out of range."""
+    """Return `axis`, an int or several, as a tuple of axes counted from the front.
+
+    Raises: ValueError if an axis is no integer, or is out of range for `array`.
+    """
     axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
     for axis_ in axes:
         if isinstance(axis_, bool) or not isinstance(axis_, (int, np.integer)):
-            raise ValueError(f"axis must be an integer, or several, got {axis!r:.60}")
+            raise ValueError(f"axis must be an integer or a list of integers, got {axis!r:.60}")
         if not -array.ndim <= axis_ < array.ndim:
             raise ValueError(
                 f"axis {axis_} is out of range for an array of shape {tuple(array.shape)}"
@@ -287,24 +299,30 @@ def check_axes(array: Array, axis: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def sum_over(array: Array, axes: tuple[int, ...]) -> Array:
-    """Sum over `axes`, in the array's own dtype (integers do not widen)."""
+    """Return the sum of `array` over `axes`, in the dtype of `array` (integers do not widen).
+
+    Raises: TypeError if `array` has booleans.
+    """
     if is_bool(array):
         raise TypeError(f"cannot sum booleans (shape {tuple(array.shape)}); cast to an integer")
     return api.array_namespace(array).sum(array, axis=axes, dtype=array.dtype)
 
 
 def count_over(array: Array, axes: tuple[int, ...]) -> np.ndarray:
-    """How many elements `sum_over(array, axes)` adds up for each of its own, as an int64."""
+    """Return how many elements `sum_over(array, axes)` adds up for each element of its result: an int64 of shape []."""
     return np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64))
 
 
 def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
-    """On the device of the first."""
+    """Return `arrays`, of one library, joined along `axis`; the result is on the device of the first array."""
     return api.array_namespace(arrays[0]).concat(on_one_device(arrays), axis=axis)
 
 
 def on_one_device(values: Sequence[Array]) -> list[Array]:
-    """`values`, of one library, on the device of the first. Copies between devices are ordered by both's streams."""
+    """Return `values`, of one library, on the device of the first; copy the others to this device.
+
+    The streams of both devices order each copy. IndexedSlices stay where they are.
+    """
     first = values[0]
     if is_torch(first):
         return [v.to(first.device) if is_torch(v) else v for v in values]
@@ -317,21 +335,21 @@ def on_one_device(values: Sequence[Array]) -> list[Array]:
 
 
 def flipped(array: Array) -> Array:
-    """In the reverse order along the first axis."""
+    """Return `array` in reverse order along the first axis."""
     return api.array_namespace(array).flip(array, axis=0)
 
 
 def true_divide(array: Array, divisor: Any) -> Array:
-    """`array / divisor`; integers give float64, those of 16 bits or fewer float32."""
+    """Return `array / divisor`. Integers of at most 16 bits give float32, wider integers float64; 0 / 0 is NaN."""
     if is_integer(array):
         array = cast(array, "float64" if itemsize(array) > 2 else "float32")
-    with np.errstate(all="ignore"):  # 0 / 0 is the mean of nothing: NaN, without a warning
+    with np.errstate(all="ignore"):  # 0 / 0 is the mean of no elements: NaN, without a warning
         of_numpy = isinstance(array, (np.ndarray, np.generic))
         return array / np.asarray(divisor, array.dtype) if of_numpy else array / divisor
 
 
 def to_host(array: Array) -> Array:
-    """`array` as a C-contiguous NumPy array or CPU tensor; the same memory where it already is one."""
+    """Return `array` as a C-contiguous CPU tensor or NumPy array; copy it unless it already is one."""
     if array.__class__ is np.ndarray:
         return np.asarray(array, order="C")
     if is_torch(array):
@@ -346,7 +364,7 @@ def to_host(array: Array) -> Array:
 
 
 def to_numpy(array: Array) -> np.ndarray:
-    """A NumPy view or copy, for reading; bfloat16, which NumPy lacks, becomes float32."""
+    """Return a NumPy view or copy of `array`, only for reading. NumPy lacks bfloat16, so bfloat16 becomes float32."""
     host = to_host(array)
     if is_torch(host):
         if dtype_name(host) == "bfloat16":
@@ -356,7 +374,10 @@ def to_numpy(array: Array) -> np.ndarray:
 
 
 def to_device_of(array: Array, like: Array) -> Array:
-    """`array` (on the host) on `like`'s device and in `like`'s library."""
+    """Copy `array`, which is in host memory, to the device and the library of `like`.
+
+    Returns: `array` itself if `like` is a NumPy array; else an array that the current stream may still be copying.
+    """
     if is_torch(like):
         return array.to(like.device, non_blocking=True)
     if is_cupy(like):
@@ -367,10 +388,10 @@ def to_device_of(array: Array, like: Array) -> Array:
 
 
 def to_device(array: Array, device: str) -> Array:
-    """`array` on `device`, as far as its library knows devices.
+    """Return `array` on `device` ("cpu", "cuda:1", "xla:0", …) if it is a tensor; else return `array` itself.
 
-    NumPy arrays stay on the host. "cpu:0" and "cpu:1" name replicas that share the host's memory. A copy from pinned
-    memory is on the current stream, for which nothing waits here.
+    "cpu:0" and "cpu:1" name replicas that share host memory. A copy from pinned memory runs on the current stream;
+    this function does not wait for the stream.
     """
     if is_torch(array):
         kind, _, index = device.partition(":")

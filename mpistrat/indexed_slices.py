@@ -1,4 +1,4 @@
-"""Sparse rows of an array, as `tf.IndexedSlices` and sparse gradients have them."""
+"""`IndexedSlices`: some rows of a larger array, as in `tf.IndexedSlices` and sparse gradients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ from mpistrat import arrays
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class IndexedSlices:
-    """Rows `values[i]` at positions `indices[i]` of an array of shape `dense_shape`.
+    """Some rows of an array: row `indices[i]` of the whole array is `values[i]`.
 
     Args:
-        values: array of shape [rows, ...], or a list of numbers.
-        indices: integer array of shape [rows], or a list; an index may occur more than once.
-        dense_shape: the whole array's shape, if known.
+        values: the rows, an array of shape [rows, ...] or a list of numbers. Python floats become float32.
+        indices: the positions of the rows, an integer array of shape [rows] or a list. An index may occur more than
+            once.
+        dense_shape: the whole array's shape; None if it is not known.
+    Raises: ValueError if there is not one index for each row, or if `dense_shape` has another number of dimensions than
+        `values`; TypeError if `indices` are no integers.
+
+    Example:
+        >>> slices = ms.IndexedSlices(torch.tensor([[1.0, 2.0]]), [3], dense_shape=(5, 2))
+        >>> slices.values, slices.indices
+        (tensor([[1., 2.]]), array([3]))
     """
 
     values: Any

@@ -1,7 +1,7 @@
 """Nested structures: lists, tuples, namedtuples and mappings of leaves.
 
-The rules are tf.distribute's: any `Mapping` is a structure and is walked in sorted key order, so that
-ranks whose dictionaries were filled in different orders agree; everything else is a leaf.
+The rules are tf.distribute's: any `Mapping` is a structure, too, and every other value is a leaf. A mapping is walked
+in the order of its sorted keys, because ranks may fill their dictionaries in different orders.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-# The leaves of a structure; its text; and a function that arranges other leaves so.
+# The leaves of a structure, its text by `describe`, and a function that arranges other leaves in the same shape.
 _Apart: TypeAlias = tuple[list[Any], str, Callable[[list[Any]], Any]]
 
 
@@ -21,14 +21,14 @@ def is_structure(value: object) -> bool:
     return _is_structure(type(value))  # type: ignore[arg-type]  # mypy takes classes for unhashable
 
 
-# Asking whether a class is a Mapping takes longer than all else here.
+# Cached: asking whether a class is a Mapping takes longer than everything else in this file.
 @functools.lru_cache(maxsize=1024)
 def _is_structure(kind: type) -> bool:
     return issubclass(kind, (list, tuple, Mapping))
 
 
 def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
-    """Keys in an order that does not depend on insertion, where they can be ordered."""
+    """Return the keys of `mapping`, sorted; in the order of insertion if they cannot be compared."""
     try:
         return sorted(mapping)
     except TypeError:
@@ -36,7 +36,7 @@ def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def rebuild(like: Any, children: list[Any]) -> Any:
-    """A structure of `like`'s type with `children` in the order of its elements (or keys)."""
+    """Return a structure of the type of `like` with `children` in the order of the elements (or keys) of `like`."""
     if isinstance(like, Mapping):
         make: Any = type(like)
         pairs = dict(zip(like, children, strict=True))
@@ -49,7 +49,7 @@ def rebuild(like: Any, children: list[Any]) -> Any:
 
 
 def map_structure(fn: Callable[[Any], Any], structure: Any) -> Any:
-    """`structure` with `fn` applied to every leaf, in the order of `flatten`."""
+    """Return a structure like `structure` with `fn` applied to every leaf, in the order of `flatten`."""
     if not is_structure(structure):
         return fn(structure)
     leaves, _, arrange = take_apart(structure)
@@ -57,12 +57,15 @@ def map_structure(fn: Callable[[Any], Any], structure: Any) -> Any:
 
 
 def flatten(structure: Any) -> list[Any]:
-    """The leaves, in order."""
+    """Return the leaves of `structure` in order; a value that is no structure is the only leaf."""
     return take_apart(structure)[0]
 
 
 def take_apart(structure: Any) -> _Apart:
-    """The leaves of a structure; its text, as of `describe`; and a function that arranges other leaves so."""
+    """Return the leaves of a structure, its text (see `describe`), and a function that arranges other leaves alike.
+
+    The function takes a list of as many leaves and returns a structure of the same shape.
+    """
     if not is_structure(structure):
         return [structure], "*", operator.itemgetter(0)
     keys = sorted_keys(structure) if isinstance(structure, Mapping) else None
@@ -85,7 +88,12 @@ def take_apart(structure: Any) -> _Apart:
 def _arranged(
     structure: Any, keys: list[Any] | None, nested: list[_Apart], leaves: list[Any]
 ) -> Any:
-    """Other leaves as `structure` has its own. Args: nested: what is known of its children, if not all are leaves."""
+    """Return a structure of the shape of `structure`, made of other `leaves`.
+
+    Args:
+        keys: the sorted keys of `structure` if it is a mapping; else None.
+        nested: `take_apart` of the children of `structure`; empty if all children are leaves.
+    """
     children = list(leaves)
     if nested:
         rest = iter(leaves)
@@ -97,15 +105,15 @@ def _arranged(
 
 
 def _are_leaves(children: Any) -> bool:
-    """Whether none is a structure itself: by their classes, which are few."""
+    """Whether none of `children` is a structure. Only their distinct classes are looked at: these are few."""
     return not any(map(_is_structure, set(map(type, children))))
 
 
 def pack_like(structure: Any, flat: list[Any]) -> Any:
-    """The inverse of `flatten`: `flat` arranged as `structure` is."""
+    """Return a structure of the shape of `structure` with the leaves `flat`: the inverse of `flatten`."""
     return take_apart(structure)[2](flat)
 
 
 def describe(structure: Any) -> str:
-    """The shape of the structure alone, `{'a': [*, *]}`; "*" for a leaf. Equal on all ranks or not."""
+    """Return the shape of `structure` as text, with "*" for each leaf: "{'a': [*, *]}". Equal shapes, equal texts."""
     return take_apart(structure)[1]

@@ -1,6 +1,7 @@
-"""Every MPISTRAT_* variable: what it means, and how it is read. No other module reads one.
+"""The MPISTRAT_* environment variables: their meaning, and how they are read. No other module reads them.
 
-`SETTINGS` is the table; docs/settings.md is made from it. A row is called to be read: `stall_seconds()` is a number.
+The page docs/settings.md is made from the table `SETTINGS`. Call a row to read its variable: `stall_seconds()` returns
+a number.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """One variable of the environment.
+    """One environment variable. Call the setting to read the variable and parse its text.
 
     Attributes:
-        name: of the variable.
-        default: the text that counts where the variable is not set.
-        unit: what the text is: "seconds", "a folder", ….
-        read_by: who reads it, and when.
-        meaning: one sentence for users.
-        parse: the value of a text; a ValueError says that the text has none.
-        expected: what an error message asks for.
-        internal: whether the package sets it for itself; users do not.
+        name: the variable's name, such as "MPISTRAT_STALL_SECONDS".
+        default: the text that is parsed when the variable is not set.
+        unit: the kind of text that users give: "seconds", "a folder", ….
+        read_by: the processes that read the variable, and when.
+        meaning: the variable's meaning, for users, in full sentences.
+        parse: returns the value of a text; raises ValueError if the text is no valid value.
+        expected: a description of valid values, for the error message.
+        internal: whether only the package itself sets the variable, and users must not.
     """
 
     name: str
@@ -41,7 +42,10 @@ class Setting(Generic[T]):
     internal: bool = False
 
     def __call__(self, environ: Mapping[str, str] = os.environ) -> T:
-        """The value in `environ`, or in os.environ. Raises: TopologyError when the text has none."""
+        """Return the parsed value of the variable in `environ`, or of `default` if the variable is not set there.
+
+        Raises: TopologyError if the text is no valid value.
+        """
         text = environ.get(self.name, self.default)
         try:
             return self.parse(text)
@@ -49,7 +53,7 @@ class Setting(Generic[T]):
             raise TopologyError(f"{self.name}={text!r:.80}: expected {self.expected}") from None
 
     def is_set(self) -> bool:
-        """Whether the user has chosen the value, also where it is the default one."""
+        """Whether os.environ has the variable, even if its text equals the default."""
         return self.name in os.environ
 
 
@@ -80,8 +84,8 @@ start_seconds = Setting(
     default="300",
     unit="seconds",
     read_by="each rank, when it starts MPI and when it builds a strategy",
-    meaning="How long a rank waits at the start for the others before it ends the job; 0 waits for ever. "
-    "If a rank of their node has ended, the ranks wait no longer: the job ends, and names it.",
+    meaning="How long a rank waits at the start for the other ranks before it ends the job; 0 waits for ever. "
+    "If a rank of the same node has ended, the job ends sooner, and a message names the rank that has ended.",
     parse=_seconds,
     expected="a number of seconds; 0 waits for ever",
 )
@@ -90,8 +94,8 @@ stall_seconds = Setting(
     default="60",
     unit="seconds",
     read_by="each rank, when it builds a strategy, and when `mpistrat run` starts it",
-    meaning="How long a collective may last, transfers included; 0 waits for ever. Not set: a group of "
-    "`torch.distributed` that has a longer `timeout` waits as long as that.",
+    meaning="How long a collective may last, transfers included; 0 waits for ever. If the variable is not set, a "
+    "group of `torch.distributed` waits for its own `timeout` where that is longer.",
     parse=_seconds,
     expected="a number of seconds; 0 waits for ever",
 )
@@ -100,7 +104,7 @@ raises_on_stall = Setting(
     default="end",
     unit="`end` or `raise`",
     read_by="each rank, when it builds a strategy, and when `mpistrat run` starts it",
-    meaning="What follows when a collective lasts too long: `end` ends the job; `raise` raises "
+    meaning="The action when a collective lasts too long: `end` ends the job; `raise` raises "
     "`mpistrat.errors.StallError` on the ranks that wait.",
     parse=_is_raise,
     expected="end or raise",
@@ -110,7 +114,7 @@ full_tracebacks = Setting(
     default="program",
     unit="`program` or `full`",
     read_by="each rank, when an error ends the job",
-    meaning="What is shown of the error that ends a job: `full` has the frames of mpistrat and torch's loaders.",
+    meaning="The traceback of the error that ends a job: `full` keeps the frames of mpistrat and of torch's loaders.",
     parse="full".__eq__,
 )
 shared_bytes = Setting(
@@ -118,7 +122,7 @@ shared_bytes = Setting(
     default="inf",
     unit="megabytes (10^6 bytes)",
     read_by="each rank, when it builds a strategy",
-    meaning="The most memory that a rank shares with the others of its node; with 0, everything goes through MPI.",
+    meaning="The most memory that a rank shares with the other ranks of its node; with 0, all data goes through MPI.",
     parse=_bytes_of_megabytes,
     expected="megabytes of shared memory for a rank; 0 shares none",
 )
@@ -127,16 +131,16 @@ _cache = Setting(
     default="",
     unit="a folder, or `off`",
     read_by="rank 0, when it builds a strategy",
-    meaning="Where measurements are kept from one job to the next; `off` keeps none. Not set: `mpistrat` in "
-    "`XDG_CACHE_HOME`, or in `~/.cache`.",
+    meaning="The folder that keeps measurements from one job to the next; `off` keeps none. If the variable is not "
+    "set, the folder is `mpistrat` in `XDG_CACHE_HOME`, or else in `~/.cache`.",
     parse=str,
 )
 _trace = Setting(
     name="MPISTRAT_TRACE",
     default="",
     unit="a folder",
-    read_by="rank 0, when it builds a strategy; its folder holds for all ranks",
-    meaning="Where one timeline of all ranks is written. Not set: nothing is traced.",
+    read_by="rank 0, when it builds a strategy; all ranks use rank 0's folder",
+    meaning="The folder in which one timeline of all ranks is written. If the variable is not set, nothing is traced.",
     parse=_folder,
 )
 rank_pid = Setting(
@@ -144,7 +148,7 @@ rank_pid = Setting(
     default="",
     unit="a process id",
     read_by="the processes that a rank starts",
-    meaning="The process of the rank, which sets it; a worker process that would start MPI then knows that it is none.",
+    meaning="The rank's process id. The rank sets it; a worker process that would start MPI learns that it is no rank.",
     parse=str,
     internal=True,
 )
@@ -154,11 +158,15 @@ SETTINGS: tuple[Setting[Any], ...] = (
     *(_cache, _trace, rank_pid),
 )
 
-USERS_CACHE = "XDG_CACHE_HOME"  # "/home/ann/.cache"; the standard has a relative one ignored
+# "/home/ann/.cache"; the XDG standard says to ignore a relative path.
+USERS_CACHE = "XDG_CACHE_HOME"
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The folder of measurements, which need not exist. None: nothing is kept; the user says so, or has no home."""
+    """Return the absolute path of the folder that keeps measurements; the folder need not exist.
+
+    Returns: None if nothing is kept: MPISTRAT_CACHE is "off", or the user has no home folder.
+    """
     if folder := _cache(environ):
         return None if folder.lower() == "off" else os.path.abspath(folder)
     users = environ.get(USERS_CACHE, "")
@@ -172,10 +180,10 @@ _traced_to: str | None = None
 
 
 def trace_folder(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """The folder of the trace, as an absolute path; None where nothing is to be traced.
+    """Return the absolute path of the trace's folder; None if nothing is to be traced.
 
-    The setting is remembered, and leaves the environment: a program that this one starts would take itself for a rank
-    of the job, and write to the same files.
+    The function removes MPISTRAT_TRACE from `environ` and remembers its value for later calls. Otherwise a program that
+    this process starts would take itself for a rank of the job, and write to the same files.
     """
     global _traced_to
     _traced_to = _trace(environ) or _traced_to
@@ -188,12 +196,12 @@ MPI_TRANSPORTS = (
     *("UCX_", "FI_", "PSM2_", "PSM3_", "MPICH_", "MPIR_CVAR_", "I_MPI_"),
     *(f"OMPI_MCA_{part}" for part in ("pml", "btl", "mtl", "coll")),
 )
-# Hydra names the node here, which differs from job to job.
+# Hydra sets MPIR_CVAR_…_HOSTNAME to the node's name, so these variables differ from job to job.
 _OF_THE_JOB = "HOSTNAME"
 
 
 def transport_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What the user has set for MPI about how to move bytes."""
+    """Return the environment variables that choose how MPI moves bytes, sorted by name."""
     return {
         name: environ[name]
         for name in sorted(environ)

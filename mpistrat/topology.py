@@ -1,4 +1,4 @@
-"""Who is where: the one frozen answer of every cluster resolver."""
+"""`Topology`: the node of each rank of a job. Every cluster resolver returns one."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of one job, the node each of them runs on, and which rank this process is.
+    """The node of each rank of one job, and the number of this process's rank.
 
-    Nodes are numbered by their lowest rank, never by name: rank 0 is on node 0, the lowest rank
-    that is not on node 0 is on node 1, and so on. Equal on every rank except for `rank`.
+    Nodes are numbered by their lowest rank, never by name: rank 0 is on node 0, the lowest rank that is not on node 0
+    is on node 1, and so on. All ranks have equal topologies, except for `rank`.
 
-    Raises: ValueError when the fields contradict each other; TypeError when they are not what they
-        should be.
+    Attributes:
+        rank: this process's rank, from 0 to `size - 1`.
+        size: number of ranks of the job.
+        node_of_rank: for each rank, in order, the number of its node.
+        hosts: one host name for each node, in the order of the nodes; empty if the names are unknown.
+        launcher: name of the cluster resolver that described the job: "local", "mpi", "slurm", "tf_config", ….
+    Raises: ValueError if the fields contradict each other; TypeError if a field has the wrong type.
+
+    Example:
+        >>> topology = ms.Topology(rank=2, size=3, node_of_rank=(0, 0, 1), hosts=("n9", "n10"))
+        >>> topology.num_nodes, topology.node, topology.host
+        (2, 1, 'n10')
+        >>> topology.local_rank, topology.local_size, topology.ranks_on_node(0)
+        (0, 1, (0, 1))
     """
 
     rank: int
     size: int
     node_of_rank: tuple[int, ...]
-    hosts: tuple[str, ...] = ()  # one name per node, in node order; empty when unknown
-    launcher: str = "local"  # what started the job: local, mpi, slurm, tf_config, simple…
+    hosts: tuple[str, ...] = ()
+    launcher: str = "local"
 
     def __post_init__(self) -> None:
         for name in ("rank", "size"):
@@ -65,16 +77,17 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
+        """Number of nodes of the job."""
         return max(self.node_of_rank) + 1
 
     @property
     def node(self) -> int:
-        """The node of this rank."""
+        """Number of this rank's node."""
         return self.node_of_rank[self.rank]
 
     @property
     def local_rank(self) -> int:
-        """Position of this rank among the ranks of its node, in rank order."""
+        """Position of this rank among the ranks of its node, in rank order, from 0."""
         return self.ranks_on_node(self.node).index(self.rank)
 
     @property
@@ -84,13 +97,13 @@ class Topology:
 
     @property
     def host(self) -> str:
-        """Name of this rank's node, '' when unknown."""
+        """Host name of this rank's node; "" if the names are unknown."""
         return self.hosts[self.node] if self.hosts else ""
 
     def ranks_on_node(self, node: int) -> tuple[int, ...]:
-        """The ranks of `node`, ascending.
+        """Return the ranks of the node number `node`, ascending.
 
-        Raises: ValueError when there is no such node.
+        Raises: ValueError if the job has no such node; TypeError if `node` is no int.
         """
         if not 0 <= _as_int("node", node) < self.num_nodes:
             raise ValueError(
@@ -99,7 +112,15 @@ class Topology:
         return tuple(rank for rank, n in enumerate(self.node_of_rank) if n == node)
 
     def part(self, ranks: Sequence[int]) -> Topology:
-        """The same of some of the ranks, numbered in the order of `ranks`; this rank must be one of them."""
+        """Return the topology of a smaller job that has only `ranks`, renumbered from 0 in the order of `ranks`.
+
+        The nodes are renumbered, too. Raises: ValueError if this rank is not one of `ranks`.
+
+        Example:
+            >>> topology = ms.Topology.from_hosts(2, ["n9", "n9", "n10"], "mpi")
+            >>> topology.part([0, 2])
+            Topology(rank=1, size=2, node_of_rank=(0, 1), hosts=('n9', 'n10'), launcher='mpi')
+        """
         nodes = [self.node_of_rank[rank] for rank in ranks]
         kept = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
         hosts = tuple(self.hosts[node] for node in kept) if self.hosts else ()
@@ -108,12 +129,20 @@ class Topology:
 
     @classmethod
     def single(cls) -> Topology:
-        """One rank, alone."""
+        """Return the topology of a job of one rank, without host names.
+
+        Example:
+            >>> ms.Topology.single().size
+            1
+        """
         return cls(rank=0, size=1, node_of_rank=(0,))
 
     @classmethod
     def from_hosts(cls, rank: int, hosts_of_ranks: Sequence[str], launcher: str) -> Topology:
-        """Ranks on the same host are on the same node: ["n9", "n10", "n9"] is node_of_rank (0, 1, 0)."""
+        """Return the topology of ranks that run on `hosts_of_ranks`: ranks with equal host names share a node.
+
+        Args: hosts_of_ranks: the host name of each rank: ["n9", "n10", "n9"] gives the `node_of_rank` (0, 1, 0).
+        """
         hosts_of_ranks = _as_sequence("hosts_of_ranks", hosts_of_ranks)
         lowest: dict[str, int] = {}
         leaders = [lowest.setdefault(host, i) for i, host in enumerate(hosts_of_ranks)]
@@ -123,7 +152,16 @@ class Topology:
     def from_lowest_ranks(
         cls, rank: int, leaders: Sequence[int], hosts_of_ranks: Sequence[str], launcher: str
     ) -> Topology:
-        """`leaders[r]` is the lowest rank on r's node; the node is named as that rank names its host."""
+        """Return the topology of ranks that know the lowest rank of their node.
+
+        Args:
+            leaders: for each rank, the lowest rank of its node.
+            hosts_of_ranks: the host name of each rank. A node takes the name that its lowest rank gives.
+
+        Example:
+            >>> ms.Topology.from_lowest_ranks(1, [0, 1, 0], ["n9", "n10", "n9"], "mpi").node_of_rank
+            (0, 1, 0)
+        """
         number = {leader: node for node, leader in enumerate(dict.fromkeys(leaders))}
         nodes = tuple(number[leader] for leader in leaders)
         hosts = tuple(hosts_of_ranks[leader] for leader in number)
@@ -141,5 +179,5 @@ def _as_int(name: str, value: object) -> int:
 
 def _as_sequence(name: str, value: object) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise TypeError(f"Topology: {name} must be a sequence with one entry each, got {value!r}")
+        raise TypeError(f"Topology: {name} must have an entry for each rank or node, got {value!r}")
     return tuple(value)

@@ -1,4 +1,4 @@
-"""Waiting, but not for long: for work that may touch a file system that hangs, and for what other ranks do."""
+"""Waits that end after some seconds: for actions that may hang in a file system, and for other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from mpistrat.liveness import deadlines
 
 
 def within(seconds: float, action: Callable[[], object]) -> None:
-    """Do it in a thread, and wait for it so long at most."""
+    """Run `action` in a thread, and return when it has ended, or after `seconds`: the action then goes on.
+
+    Where Python can start no thread (at exit), the action runs in the caller, without a limit.
+    """
     thread = threading.Thread(target=action, daemon=True)
     try:
         thread.start()
@@ -26,9 +29,10 @@ def soon(
     *,
     sleeps_at_most: float = deadlines.SOON_SLEEPS_AT_MOST,
 ) -> bool:
-    """Wait until `condition()`, for so long at most; whether it has come true.
+    """Wait until `condition()` is true, for at most `seconds`.
 
-    Args: sleeps_at_most: between two looks, in seconds; the pauses grow up to it.
+    Args: sleeps_at_most: the longest pause between two calls of `condition`, in seconds. The first is 0.001 s long.
+    Returns: True if the condition has come true; False after `seconds`.
     """
     until, pause = time.monotonic() + seconds, deadlines.SOON_SLEEPS
     while not condition():

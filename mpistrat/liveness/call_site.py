@@ -1,4 +1,4 @@
-"""Where the user's program stands."""
+"""Finds the line of the user's program for messages: of a call of ours that runs, or of an error."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Where Python and what was installed for it are; "<frozen runpy>" starts modules.
+# The folders of Python and of installed packages; "<frozen runpy>" starts modules.
 _INSTALLED = (sys.prefix + os.sep, sys.base_prefix + os.sep, "<frozen ")
 
-# Of decorators (the latter two mark what is deprecated), and our entry point for torch, which is not in this package.
+# Modules whose functions stand between the program and us: those of decorators (`typing_extensions` and `warnings` mark
+# deprecated functions), and our entry point for torch, outside this package.
 _CALL_TORCH = "contextlib", "typing_extensions", "warnings", "mpistrat_torch"
 
-# Whose a frame is. Between the program's and us: of this package, torch, and what calls torch.
+# The owner of a frame. _BETWEEN: this package, torch, torch_xla or one of _CALL_TORCH.
 _BETWEEN, _OF_LIBRARY, _OF_PROGRAM = range(3)
 
-# A frame in a traceback: its line, and the lines of code below it, which are indented further.
+# A frame in a traceback: its `File` line and the lines of code below it, indented further.
 FRAME = re.compile(r'(?m)^( *)File "(.+)", line (\d+), in (.+)\n(?:\1 {2,}.*\n|\1\[Previous.*\n)*')
 
 
 class SourceLine(NamedTuple):
-    """Where a frame stood: it runs on. The names are those of a frame."""
+    """A copy of a frame's code and line, taken before the frame runs on. The fields have the names of a frame's."""
 
     f_code: CodeType
     f_lineno: int
@@ -34,9 +35,10 @@ class SourceLine(NamedTuple):
 
 
 class _Instead(threading.local):
-    """Attributes: place: where calls of this thread, which is one of our own, count as made.
+    """The line of the program that counts as the caller in a thread of our own; each thread has its value.
 
-    Calls in frames of the program, such as a callback of a future, count as made there.
+    Attributes: place: the line that started the thread's work; None in other threads. It does not count while a frame
+        of the program runs in the thread, such as a callback of a future.
     """
 
     place: SourceLine | None = None
@@ -46,11 +48,13 @@ instead = _Instead()
 
 
 def outside(frame: FrameType | SourceLine) -> FrameType | SourceLine:
-    """The innermost frame of the user's program, at or outside `frame`.
+    """Return the innermost frame of the user's program, at or outside `frame`.
 
     Frames of this package, of torch (`backward` reduces), of torch_xla and of decorators around them are not the
-    user's, nor are frames of installed libraries, such as Lightning. Where the user has no frame, it is the innermost
-    one of an installed library, and else the outermost frame.
+    user's. Frames of installed libraries, such as Lightning, are not, either.
+
+    Returns: without a frame of the user's, the first that exists of: `instead.place`, the innermost frame of an
+        installed library, the outermost frame.
     """
     of_library = None
     while True:
@@ -65,10 +69,12 @@ def outside(frame: FrameType | SourceLine) -> FrameType | SourceLine:
 
 
 def raised_at(error: BaseException, otherwise: str = "") -> str:
-    """Where the user's program stood when `error` was raised: "train.py:33 in main".
+    """Return the line of the user's program at which `error` was raised: "train.py:33 in main".
 
-    Of an error in a DataLoader's worker, whose traceback is in the message, the place there. Where no frame is the
-    user's, `otherwise`, or the innermost of an installed library, or "".
+    For an error in a DataLoader's worker process, it is the line in the worker, from the traceback in the message.
+
+    Returns: without a frame of the user's, `otherwise`; if that is "", the innermost frame of an installed library, or
+        "" without one.
     """
     text = "".join(traceback.format_exception_only(error))
     in_worker = [f"{file}:{line} in {name}" for _, file, line, name in FRAME.findall(text)]
@@ -79,21 +85,24 @@ def raised_at(error: BaseException, otherwise: str = "") -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Of an error in a DataLoader's worker, the message there."""
+    """Return the message of `error`; for an error in a DataLoader's worker process, the message in the worker."""
     message = "".join(traceback.format_exception_only(error)).partition(": ")[2].strip()
     after_frames = [message[frame.end() :].strip() for frame in FRAME.finditer(message)]
     return "".join(after_frames[-1:]).removeprefix(f"{type(error).__name__}: ") or message
 
 
 def places_of(error: BaseException) -> list[str]:
-    """Where the frames stood that `error` passed, the innermost last. Reads no source file: that may hang."""
+    """Return a line for each frame of the traceback of `error`, "train.py:33 in main", the innermost frame last.
+
+    It reads no source files, because a file system may hang.
+    """
     stack = traceback.walk_tb(error.__traceback__)
     return [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in stack]
 
 
 @functools.cache  # each collective looks at several frames
 def _owner_of(file: str) -> int:
-    # A library is loaded by the time that a frame of it is seen.
+    # The result may be cached: when a frame of a library is seen, the library has been loaded.
     folders = [os.path.dirname(library) + os.sep for library in _files_of("torch", "torch_xla")]
     if file in _files_of(*_CALL_TORCH) or file.startswith((PACKAGE, *folders)):
         return _BETWEEN
@@ -102,11 +111,11 @@ def _owner_of(file: str) -> int:
 
 
 def _files_of(*modules: str) -> list[str]:
-    """Of those that are loaded."""
+    """Return the files of the given modules; modules that are not loaded are left out."""
     return list(filter(None, [getattr(sys.modules.get(m), "__file__", None) for m in modules]))
 
 
 def call_site(frame: FrameType | SourceLine) -> str:
-    """Where `outside(frame)` stands: "train.py:33 in main"."""
+    """Return the line of the user's program that runs in or outside `frame`: "train.py:33 in main"."""
     frame = outside(frame)
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,4 +1,4 @@
-"""How an error that ends a job is told: by lines of the program, and with advice at the end."""
+"""The text of an error that ends a job: a traceback of the user's lines, and advice in the last line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mpistrat.settings import full_tracebacks
 _LEFT_OUT = re.compile(
     rf"{re.escape(PACKAGE)}|.*/(mpistrat_torch\.py|torch/(utils/data/|_utils\.py)|contextlib\.py)"
 )
-# An error of this rank, and the mismatch that all ranks raise for it; the mismatch has passed the callers.
+# The traceback of this rank's error, and of the CollectiveMismatchError that all ranks raise because of it. Only the
+# mismatch's part has the frames of the callers.
 _BY_CAUSE = re.compile(
     r"(?s)(Traceback \(most recent call last\):\n)(.*)\n+The above exception was the direct cause [^\n]*\n\n"
     r"\1(.*?)mpistrat\.errors\.CollectiveMismatchError: .*"
@@ -20,21 +21,27 @@ _BETWEEN_SENTENCES = re.compile(r"(?<=[.)]) (?=[A-Z])")
 
 
 def of_the_program(text: str) -> str:
-    """A traceback without the frames of this package and of torch's data loaders, unless no other would be left.
+    """Return a traceback without the frames of this package and of torch's data loaders.
 
-    A mismatch that an error of this rank has caused is left out, too.
+    A CollectiveMismatchError that an error of this rank has caused is left out, too.
+
+    Returns: the whole traceback with MPISTRAT_TRACEBACK=full, or if no frame would be left.
     """
-    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", text)  # torch writes it before each line
+    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", text)  # torch's prefix of each line
     short = FRAME.sub(lambda frame: "" if _LEFT_OUT.match(frame[2]) else frame[0], text)
     if full_tracebacks() or not FRAME.search(short):
         return text
-    # The message of an error in a worker has its traceback there.
+    # The message of an error in a worker process has the worker's traceback.
     short = short.replace("Original Traceback (most recent call last):\n", "")
     return _BY_CAUSE.sub(r"\1\3\2", short).rstrip("\n")
 
 
 def advice_for(error: BaseException, rank: int) -> str:
-    """What to do about `error` of this rank: the last line, which names the program's own."""
+    """Return the last line of the report about `error`: "mpistrat: correct train.py:33 in main (rank 3): …".
+
+    It names the line of the user's program and, for an error of ours, the last sentence of its message (the advice).
+    An error that another rank has raised brings the line in its attribute `raised_by_rank`.
+    """
     advice = getattr(error, "raised_by_rank", "")
     if not advice:
         lines = message_of(error).splitlines() or [""]
@@ -46,6 +53,6 @@ def advice_for(error: BaseException, rank: int) -> str:
 
 
 def told_of(error: BaseException, rank: int) -> str:
-    """The traceback and the advice."""
+    """Return the traceback of `error` by `of_the_program`, followed by `advice_for`."""
     text = of_the_program("".join(traceback.format_exception(error)))
     return f"{text}\n{advice_for(error, rank)}".rstrip()

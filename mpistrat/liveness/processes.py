@@ -1,4 +1,4 @@
-"""What Linux says about another process of the same user: what it does, how it died, what started it."""
+"""Facts from Linux about another process of the same user: its state, its exit status, the launcher that started it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import zlib
 from collections.abc import Iterator
 
 _EXITING = 0x4  # PF_EXITING, <linux/sched.h>
-# The fields of `_stat` for a process that is gone: no state, no parent, and it is exiting.
+# The fields of `_stat` for a process that is gone: without a state, without a parent, exiting.
 _GONE = ["", *["0"] * 5, str(_EXITING), *["0"] * 43]
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
-AS_LAUNCHERS_KILL = (signal.SIGKILL, signal.SIGTERM)  # wait statuses; others may kill so, too
+AS_LAUNCHERS_KILL = (signal.SIGKILL, signal.SIGTERM)  # wait statuses; other programs may kill alike
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -28,45 +28,50 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
-# What starts ranks: a launcher proper, whose exit code is the job's, or its daemon on a node. Names have 15 characters.
+# The programs that start ranks: a launcher, with the job's exit code, or its daemon on a node. The kernel cuts names
+# to 15 characters.
 _LAUNCHERS = re.compile(r"(mpiexec|mpirun|mpiexec\.\w+|prterun|orterun)$")
 _DAEMONS = re.compile(r"(hydra_pmi_proxy|hydra_bstrap_pr\w*|prted|orted|slurmstepd|flux-shell)$")
 _STARTS_RANKS = re.compile(f"{_LAUNCHERS.pattern}|{_DAEMONS.pattern}")
 
 
 def state_of(pid: int, began: int = 0) -> str:
-    """Its letter in /proc/PID/stat; "" when it is gone.
+    """Return the letter of the process's state in /proc/PID/stat ("R", "S", …); "" if the process is gone.
 
-    Args: began: as of `began_at`. A process that began at another time has the number of an ended one. 0: any time.
+    Args: began: the process's start by `began_at`. If it differs, a new process has got the pid of a process that is
+        gone. 0: do not compare.
     """
     fields = _stat(pid)
     return fields[0] if began in (0, int(fields[19])) else ""
 
 
 def began_at(pid: int) -> int:
-    """When the process began, in ticks since the machine's start; an exec changes nothing. 0 when it is gone."""
+    """Return when the process began, in clock ticks since the boot; 0 if it is gone. An exec does not change it."""
     return int(_stat(pid)[19])
 
 
 def signals_of(pid: int, *kinds: str) -> int:
-    """A bit for each signal that the process catches (SigCgt), or ignores (SigIgn); 0 when it is gone."""
+    """Return the process's signals of the given kinds as a mask: bit n-1 stands for signal n. 0 if the process is gone.
+
+    Args: kinds: line names of /proc/PID/status: "SigCgt" for signals that it catches, "SigIgn" for ignored signals.
+    """
     lines = rf"(?m)^(?:{'|'.join(kinds)}):\s*(\w+)"
     masks = (int(mask, 16) for mask in re.findall(lines, _read(pid, "status")))
     return functools.reduce(operator.or_, masks, 0)
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal, which would else end it."""
+    """Whether the process has a handler for the signal `number`; without one, the signal may end the process."""
     return bool(signals_of(pid, "SigCgt") >> (number - 1) & 1)
 
 
 def command_of(pid: int) -> str:
-    """The program that it runs, and its arguments."""
+    """Return the process's command line, words separated by blanks; "" if the process is gone."""
     return _read(pid, "cmdline").replace("\0", " ").strip()
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether it is dead, or will be in a moment."""
+    """Whether the process is dead, or has begun to exit."""
     return bool(int(_stat(pid)[6]) & _EXITING)
 
 
@@ -80,19 +85,23 @@ def cpu_seconds(pid: int) -> float:
 
 
 def open_pidfd(pid: int) -> int:
-    """A file that becomes readable when the process dies, and once more when it is reaped.
+    """Open a file that becomes readable when the process dies, and again when the process is reaped.
 
-    Raises: ProcessLookupError when it is dead and reaped; another OSError when the kernel has no pidfds (before
-        Linux 5.3, as in Red Hat 8) or a container's filter forbids them.
+    Returns: the file descriptor, for the caller to close.
+    Raises: ProcessLookupError if the process is dead and reaped; another OSError if the kernel has no pidfds (before
+        Linux 5.3, as in Red Hat 8), or if a container's filter forbids them.
     """
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
-    # A Python that was built on an older system, as conda's is. The number is the same on all architectures but Alpha.
+    # Python was built on an older system, as conda's is. 434 is pidfd_open on all architectures except Alpha.
     return syscall(434, pid, 0)
 
 
 def syscall(number: int, *arguments: int) -> int:
-    """Call the kernel where Python has no function for it. Raises: OSError."""
+    """Make the system call `number`, for calls that Python has no function for.
+
+    Returns: the kernel's result, at least 0.   Raises: OSError if the kernel returns an error.
+    """
     result: int = ctypes.CDLL(None, use_errno=True).syscall(number, *arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -100,8 +109,11 @@ def syscall(number: int, *arguments: int) -> int:
 
 
 def exit_status(pid: int, pidfd: int | None) -> int | None:
-    """The wait status of a dead process that is not our child; None when the kernel does not tell (any more)."""
-    fields = _stat(pid)  # while it is a zombie
+    """Return the wait status of a dead process that is not our child; None if the kernel does not know it (any more).
+
+    Args: pidfd: by `open_pidfd`, opened while the process lived; None if there is none.
+    """
+    fields = _stat(pid)  # has the status while the process is a zombie
     if fields[0] in ("Z", "X"):
         return int(fields[-1])
     return None if pidfd is None else _exit_status_of_reaped(pidfd)
@@ -124,27 +136,30 @@ def describe_exit(status: int | None) -> str:
 
 
 def exit_code(status: int | None) -> int:
-    """What a shell would say of a process with this wait status; never 0."""
+    """Return the exit code that a shell shows for this wait status (128 + the signal); 1 for status None or code 0."""
     if status is None:
         return 1
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) or 1
 
 
 def launcher_of(pid: int) -> int | None:
-    """The launcher that started it on this node; on other nodes, the last of its daemons."""
+    """Return the pid of the launcher that started the process, if the launcher runs on this node.
+
+    Returns: else the launcher's outermost daemon on this node, but not Slurm's; None without one.
+    """
     daemon = None
     for ancestor, name in _ancestors(pid):
         if _LAUNCHERS.match(name):
             return ancestor
-        if _DAEMONS.match(name) and name != "slurmstepd":  # that one answers to Slurm
+        if _DAEMONS.match(name) and name != "slurmstepd":  # slurmstepd belongs to Slurm
             daemon = ancestor
     return daemon
 
 
 def launched(pid: int) -> tuple[int, int]:
-    """The ancestor of the process that a launcher or its daemon has started, and this launcher or daemon.
+    """Return two pids: the script that a launcher started and that started this process, and the launcher or daemon.
 
-    The ancestor is 0 where the process itself was started. Both are 0 where no launcher is found.
+    Returns: (0, launcher) if the launcher started the process itself; (0, 0) without a launcher.
     """
     child = 0
     for ancestor, name in _ancestors(pid):
@@ -155,7 +170,7 @@ def launched(pid: int) -> tuple[int, int]:
 
 
 def has_children(pid: int) -> bool:
-    """Whether it has child processes, zombies too, other than this process; False where the kernel does not tell."""
+    """Whether the process has child processes, zombies included, other than the caller; False if that is not known."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as children:
@@ -165,15 +180,16 @@ def has_children(pid: int) -> bool:
 
 
 def is_launcher(pid: int) -> bool:
-    """Whether the process is a launcher now: its number may be another's since it ended."""
+    """Whether the process is a launcher now. After a launcher has ended, another process may get its pid."""
     return _STARTS_RANKS.match(_name(pid)) is not None
 
 
 def job_of(pid: int) -> str:
-    """A name that the ranks of a job have in common on this node; "" where none is found.
+    """Return a name for the job that is the same in all its ranks on this node; "" if no launcher is found.
 
-    It is that of their nearest daemon, or launcher, and when it began; and PMIx's name for the job, for a daemon may
-    stay for many (`prte` and `prun`). Containers that share /dev/shm may number their processes alike.
+    It has the pid and the start time of the nearest daemon or launcher, and a checksum of two namespaces: of PMIx,
+    because a daemon may serve many jobs (`prte` and `prun`), and of pids, because containers that share /dev/shm may
+    number their processes alike.
     """
     for ancestor, name in _ancestors(pid):
         began = began_at(ancestor)
@@ -184,20 +200,23 @@ def job_of(pid: int) -> str:
 
 
 def process_namespace() -> int:
-    """What numbers this process: in a container of its own, its pid says nothing to others. 0: not known."""
+    """Return the inode of this process's pid namespace; 0 if not known. Pids mean nothing in another namespace."""
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return 0
 
 
 def _pmix_namespace(pid: int) -> str:
-    """What the launcher gave the process; it may have taken it out of its own environment since."""
+    """Return "PMIX_NAMESPACE=…" of the environment that the process was started with; "" without it.
+
+    The process may have removed the variable from its own environment since.
+    """
     variables = _read(pid, "environ").split("\0")
     return next((each for each in variables if each.startswith("PMIX_NAMESPACE=")), "")
 
 
 def _ancestors(pid: int) -> Iterator[tuple[int, str]]:
-    """The parent, its parent, and so on, each with its name."""
+    """Yield pid and program name of the process's parent, of the parent's parent, and so on."""
     while pid > 1:
         pid = int(_stat(pid)[1])
         yield pid, _name(pid)
@@ -208,19 +227,19 @@ def _name(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on (proc_pid_stat(5) counts it as the third); `_GONE` without it."""
+    """Return the fields of /proc/PID/stat from the state on, the third in proc_pid_stat(5); `_GONE` if it is gone."""
     return _read(pid, "stat").rpartition(")")[2].split() or _GONE
 
 
 def _read(pid: int, file: str) -> str:
-    """A file of the process in /proc; "" when it is gone, or does not show it."""
+    """Return the text of /proc/PID/FILE; "" if the process is gone, or hides the file."""
     path = f"/proc/{pid}/{file}"
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as opened:
         return opened.read()
     return ""
 
 
-# PIDFD_GET_INFO, <linux/pidfd.h>: since Linux 6.15 it gives the exit status of a process that was reaped.
+# For PIDFD_GET_INFO, <linux/pidfd.h>: since Linux 6.15 it returns the exit status of a process that was reaped.
 _INFO_EXIT = 1 << 3
 _INFO = struct.Struct("=QQ11Ii")
 

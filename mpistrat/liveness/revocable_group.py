@@ -1,11 +1,11 @@
 """Communicators that outlive their ranks: User-Level Failure Mitigation (ULFM), as Open MPI 5 has it.
 
-A rank's death is known to MPI within milliseconds, but an operation fails only on ranks that wait for the dead one
-itself; others wait for these. So a thread looks a hundred times a second whether a rank has failed, and revokes the
-communicator with all that were made of it: whoever waits there, in MPI or in shared memory, gets an error and can go
-on among the survivors.
+MPI notices a rank's death within milliseconds, but an operation fails only on ranks that wait for the dead rank itself.
+Other ranks wait for these ranks. So a thread of each rank checks a hundred times a second whether a rank has failed. It
+then revokes the communicator and all communicators made from it: every rank that waits there, in MPI or in shared
+memory, gets an error and can go on with the survivors.
 
-mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+This file imports mpi4py, so it is imported only on first use: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _MEANS_LOST = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
 
 
 class RevocableGroup:
-    """A communicator and all that were made of it, which are revoked together.
+    """A communicator and all communicators made from it. When a rank fails, a thread of the group revokes all of them.
 
     Attributes:
-        comm: the first.
-        lost: whether a rank has failed. Then no operation in the group succeeds, nor in what is made of it later.
+        comm: the first communicator.
+        lost: whether a rank has failed. From then on all operations of the group fail, also on communicators that are
+            made from it later.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -43,7 +44,7 @@ class RevocableGroup:
         self._thread.start()
 
     def failed(self) -> list[int]:
-        """The ranks that this one knows to have failed, numbered as in `comm`."""
+        """Return the failed ranks that this rank knows of, numbered as in `comm`; [] if none has failed."""
         group, failed = self.comm.Get_group(), self.comm.Get_failed()
         try:
             return list(failed.Translate_ranks(None, group))
@@ -52,18 +53,19 @@ class RevocableGroup:
             failed.Free()
 
     def has_lost(self) -> bool:
-        """Whether this rank knows that some rank has failed, or another rank does and said so."""
+        """Whether a rank of the group has failed, as far as this rank's MPI knows, or a rank has revoked `comm`."""
         if not self.lost:
             with contextlib.suppress(MPI.Exception):
-                self.comm.Iprobe()  # has MPI notice failures
+                self.comm.Iprobe()  # makes MPI notice failures
             if self.comm.Is_revoked() or self.failed():
                 self._lose()
         return self.lost
 
     def before_telling(self, action: Callable[[], None]) -> None:
-        """Have `action` called, on any thread, when a rank is lost, before anybody here hears of it.
+        """Register `action` to be called once, on any thread, when a rank is lost, before `lost` becomes True.
 
-        It ends what nothing else ends: kernels that wait for those of the lost rank.
+        If a rank is lost already, it is called at once. The action aborts operations that MPI cannot end: GPU kernels
+        that wait for kernels of the lost rank.
         """
         with self._lock:
             if not self.lost:
@@ -72,14 +74,17 @@ class RevocableGroup:
         action()
 
     def raise_if_lost(self) -> None:
-        """Raises: RankLostError. It costs as much as reading a variable."""
+        """Do nothing unless a rank is lost; this costs as much as reading a variable.
+
+        Raises: RankLostError if a rank is lost.
+        """
         if self.lost:
             raise RankLostError(
-                "a rank of this communicator has failed; train() is called again with those that are left"
+                "a rank of this communicator has failed; train() is called again on the surviving ranks"
             )
 
     def revoke(self) -> None:
-        """Have every operation in the group fail, here and on the other ranks. Not collective."""
+        """Make every operation in the group fail, on this rank and on all others. Not collective."""
         self._lose()
         with self._lock:
             for member in self._members:
@@ -90,18 +95,21 @@ class RevocableGroup:
         self._thread.join()
 
     def adopt(self, comm: MPI.Comm) -> FaultTolerantComm:
-        """Make `comm`, which was just made of a member, a member too."""
+        """Return `comm`, just made from a member of the group, as a new member; revoke it if a rank is lost.
+
+        MPI.COMM_NULL is wrapped, too, but does not become a member.
+        """
         member = FaultTolerantComm(comm)
         member.revocable_group = self
         if comm != MPI.COMM_NULL:
             with self._lock:
                 self._members.append(member)
-                if self.lost:  # others may not have got so far
+                if self.lost:  # other ranks may wait in `comm`, or not have made it yet
                     member.Revoke()
         return member
 
     def free(self, member: FaultTolerantComm) -> None:
-        """Free `member`, which is collective; once a rank is lost, leave it behind."""
+        """Remove `member` from the group, and free it unless a rank is lost. Collective, as MPI_Comm_free is."""
         with self._lock:
             self._members = [known for known in self._members if known is not member]
             lost = self.lost
@@ -123,7 +131,7 @@ class RevocableGroup:
 
 
 class FaultTolerantComm(MPI.Intracomm):
-    """A member of a revocable group; what is made of it is one, too."""
+    """A communicator of a revocable group. Communicators made from it belong to the group, too."""
 
     revocable_group: RevocableGroup
 
@@ -146,12 +154,15 @@ class FaultTolerantComm(MPI.Intracomm):
 
 
 def revocable_group_of(comm: Any) -> RevocableGroup | None:
-    """The group that `comm` is a member of. None: a rank's death ends the job."""
+    """Return the revocable group of `comm`; None if it has none: then a rank's death ends the job."""
     return getattr(comm, "revocable_group", None)
 
 
 def means_rank_lost(error: BaseException | None) -> bool:
-    """Whether `error`, or an error that caused it, means that a rank has failed."""
+    """Whether `error`, or an error in its chain of causes and contexts, says that a rank has failed.
+
+    Such errors are RankLostError and MPI's ERR_PROC_FAILED, ERR_PROC_FAILED_PENDING and ERR_REVOKED. False for None.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,4 +1,4 @@
-"""How ranks wait for each other: for what another writes into shared memory, or for its messages."""
+"""Waits of a rank for other ranks: for their writes into shared memory, or for their messages."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from mpistrat.liveness.records.watch import CommunicatorWatch
 def wait_until(
     arrived: Callable[[], bool], watch: CommunicatorWatch, *, yields: bool = True
 ) -> None:
-    """Return once `arrived()` is true: the other ranks of the watch's communicator have done their part.
+    """Wait until `arrived()` is true: the other ranks of the watch's communicator have done their part.
 
-    It spins for 0.2 ms, yields the core until 2 ms have passed, and then sleeps for 3 % of the time waited so far
-    (50 us to 1 ms). Where ranks outnumber cores it does not spin: the others need the core.
+    The rank spins for 0.2 ms, yields the core until 2 ms have passed, and then sleeps for 3 % of the time waited so far
+    (50 us to 1 ms). Where ranks outnumber cores, the rank does not spin, because other ranks need the core.
 
     Args:
-        yields: False sleeps instead of yielding: a core that is yielded is taken again at once.
-    Raises: StallError when the wait was reported as a stall and MPISTRAT_ON_STALL=raise, when it takes longer than the
-        watch's timeout and the observer has said who is missing, or when nobody observes this node. Otherwise a
-        reported stall or death ends the process from another thread. RankLostError when one of the ranks has failed,
-        and the others are to go on without it.
+        arrived: called again and again; it must not wait.
+        yields: False: sleep instead of yielding the core, because a rank that yields soon takes the core again.
+    Raises: StallError in three cases: the observer has reported this wait as a stall and MPISTRAT_ON_STALL=raise; the
+        wait lasts longer than the watch's timeout, and the observer has reported the missing ranks; no observer runs on
+        this node, and the limit has passed. RankLostError if a rank has failed and the others are to go on without it.
+        A reported stall or death otherwise ends the process from another thread.
     """
     started = time.monotonic()
     if not watch.crowded:
@@ -40,7 +41,7 @@ def wait_until(
     while not arrived():
         now = time.monotonic()
         if now - looked > deadlines.RANK_STOOD_STILL:
-            started += now - looked  # the job was suspended
+            started += now - looked  # the job was suspended meanwhile
         looked = now
         waited = now - started
         if yields and waited < deadlines.RANK_YIELDS:
@@ -59,20 +60,24 @@ def _raise_if_over(watch: CommunicatorWatch, waited: float, timeout: float, limi
     if 0 < timeout < waited and _is_noticed(watch, waited - timeout):
         raise StallError(
             f"rank {record.rank} waited {waited:.1f} s for the other ranks, and the timeout of its group is "
-            f"{timeout:g} s. Find out why the others do not come, or pass a longer timeout= where the group is made"
+            f"{timeout:g} s. Find out why the others do not come, or make the group with a longer timeout="
         )
-    # Where there are records, one of the ranks reports in the observer's place.
+    # If the rank's record is a file, a rank of the node may still report in place of the observer: wait twice as long.
     patience = deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER * (1 + (record.path is not None))
     unobserved = time.monotonic() - record.looked / 1e9
     if 0 < limit < min(waited, unobserved) - patience:
         raise StallError(
             f"rank {record.rank} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
-            f"{limit:g} s), and no observer runs on this node that could say which are missing"
+            f"{limit:g} s), and no observer runs on this node to report the missing ranks"
         )
 
 
 def _is_noticed(watch: CommunicatorWatch, late: float) -> bool:
-    """Whether the observer has said for whom this rank waits, or will not: it is gone, or has had time enough."""
+    """Whether the wait for the observer's report of the missing ranks is over.
+
+    Args: late: the seconds since the timeout has passed.
+    Returns: True if the observer has reported them, if it is gone, or if it has had 8 s.
+    """
     record = watch.record
     observed = time.monotonic() - record.looked / 1e9 < deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER
     noticed = record.noticed == record.words[watch.slot + ENTRY]
@@ -80,7 +85,10 @@ def _is_noticed(watch: CommunicatorWatch, late: float) -> bool:
 
 
 def raise_if_stalled(watch: CommunicatorWatch) -> None:
-    """Raises: StallError when the observer has decided so for this communicator."""
+    """Raise the stall that the observer has reported for this communicator; do nothing if there is none.
+
+    Raises: StallError with the text of the report.
+    """
     record = watch.record
     if record.abort == RAISE and record.stalled == record.words[watch.slot + GROUP]:
         text = f"rank {record.rank} waited too long for the other ranks; see the report on stderr"

@@ -1,1 +1,1 @@
-"""How a job ends: a rank fails, is interrupted, leaves early, or comes to its end with all others."""
+"""Ends the job when a rank fails, is interrupted or leaves early; otherwise ranks wait for each other at the end."""

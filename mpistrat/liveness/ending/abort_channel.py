@@ -1,6 +1,6 @@
-"""Tells ranks that wait for their GPU that another rank has failed: no MPI call of theirs would notice it.
+"""Tells ranks that wait for their GPU that another rank has failed: they make no MPI call that would notice it.
 
-mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+This file imports mpi4py, so it is imported only on first use: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from mpi4py import MPI
 
 from mpistrat.liveness import deadlines
 
-TAG = 4711  # on a communicator of ours, where no other message has this tag
+TAG = 4711  # no other message on the communicator has this tag
 
 
 class AbortChannel:
-    """Between the ranks of `comm`, which nobody else uses. Threads may receive while another sends, as MPI allows."""
+    """Sends the failure of a rank to all other ranks of `comm`, by point-to-point messages.
+
+    Several threads may use it at the same time; this needs MPI_THREAD_MULTIPLE.
+
+    Args: comm: a communicator on which no other code uses `TAG`.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
@@ -25,16 +30,16 @@ class AbortChannel:
         self._received: dict[int, str] = {}  # by rank
 
     def send(self, text: str) -> None:
-        """Tell all other ranks that this one has failed, and how. Not collective."""
+        """Tell all other ranks that this rank has failed, and by which error: `text`. Not collective; does not wait."""
         others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
-        # A communicator that has lost a rank raises: all know of that failure.
+        # On a communicator that has lost a rank, MPI raises: all ranks know of that failure.
         with contextlib.suppress(MPI.Exception):
             self._unsent += [self._comm.isend(text, rank, TAG) for rank in others]
 
     def tell(self, text: str) -> None:
-        """Send, unless this rank has sent something; return when all other ranks have sent something, or after a while.
+        """Send `text`, unless this rank has sent a text, and wait until all other ranks have sent one, at most 0.75 s.
 
-        A rank that hears of a failure tells it, too: each rank then knows that all have heard. Not collective.
+        A rank that hears of a failure calls this, too: so each rank knows that all have heard of it. Not collective.
         """
         if not self._unsent:
             self.send(text)
@@ -44,7 +49,7 @@ class AbortChannel:
             time.sleep(deadlines.RANK_SLEEPS_WATCHING_ABORTS)
 
     def received(self) -> str | None:
-        """What another rank has sent first; None while there is nothing."""
+        """Return the first text that arrived from another rank; None if no text has arrived. Does not wait."""
         if not self._received:
             self._receive()
         texts = [*self._received.values()]  # a copy: another thread may receive more
@@ -52,13 +57,16 @@ class AbortChannel:
 
     def _receive(self) -> None:
         status = MPI.Status()
-        with contextlib.suppress(MPI.Exception):  # of a communicator that has lost a rank
+        with contextlib.suppress(MPI.Exception):  # the communicator has lost a rank
             message = self._comm.improbe(tag=TAG, status=status)
             if message is not None:
                 self._received[status.source] = message.recv()
 
     def settle(self, senders: Iterable[int]) -> None:
-        """All ranks know that these have sent: forget it, so that the channel can be used again. Collective."""
+        """Receive and forget all texts, so that the channel can be used again. Collective.
+
+        Args: senders: the ranks that have sent a text, the same on all ranks.
+        """
         for rank in senders:
             if rank != self._comm.rank and rank not in self._received:
                 self._comm.recv(source=rank, tag=TAG)

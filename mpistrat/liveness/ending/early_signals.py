@@ -1,7 +1,7 @@
-"""Signals that announce a job's end, and come before the program has said what it does about them.
+"""Keeps signals that announce a job's end and arrive before the program has made its PreemptionCheckpointHandler.
 
-Between a strategy and its PreemptionCheckpointHandler a program reads its data. Signals that come meanwhile are kept
-for the handler. Without one, they have their effect at the first step.
+A program that has built its strategy may read data for a while before it makes the handler. Signals that arrive
+meanwhile are kept for the handler. If the program makes none, they take effect at the first step.
 """
 
 from __future__ import annotations
@@ -11,42 +11,48 @@ import ctypes
 import signal
 from typing import Any
 
-# SIGTERM is none of them: it ends whatever has no handler, at once.
+# SIGTERM is not kept: it ends a program without a handler at once.
 NUMBERS = (signal.SIGUSR1, signal.SIGUSR2)
 
-# By signal that is kept: SIG_DFL, or a function that calls the handler of MPI, which calls the one before it.
+# For each signal that this file handles: SIG_DFL, or a function that calls MPI's handler, and so the one before it.
 _previous: dict[int, Any] = {}
-kept: set[int] = set()  # those without a handler, until a step begins
-_come: set[int] = set()
+kept: set[int] = set()  # the signals that would end the program, until a step begins
+_come: set[int] = set()  # the signals that have arrived
 
 
 def keep() -> None:
-    """Keep them from now on, unless the program handles them. On other threads than the main thread nothing is kept."""
+    """From now on, keep the signals `NUMBERS` that the program does not handle itself.
+
+    Called by: each new strategy. It does nothing outside the main thread.
+    """
     for number in NUMBERS:
         if (before := _action(number)) is not None:
-            with contextlib.suppress(ValueError):  # on another thread
+            with contextlib.suppress(ValueError):  # this is not the main thread
                 _previous[number] = before
                 signal.signal(number, _note)
                 kept.update([number] if before == signal.SIG_DFL else ())
 
 
 def previous(number: int) -> Any:
-    """What handles the signal, apart from this file."""
+    """Return the handler that the signal would have without this file; None if it was not set by Python."""
     handler = signal.getsignal(number)
     return _previous.get(number, signal.SIG_DFL) if handler is _note else handler
 
 
 def heard(numbers: frozenset[int]) -> int:
-    """Those of `numbers` that have come are now the caller's. Returns: one of them; 0: none has come."""
+    """Take the signals in `numbers` that have arrived. Returns: the greatest of them; 0 if none has arrived."""
     found = _come & numbers
     _come.difference_update(found)
     return max(found, default=0)
 
 
 def release() -> None:
-    """A step begins: what ends a program without a handler does so from now on, and if it has come."""
+    """Stop keeping signals without a handler. If such a signal has arrived, raise it again: it ends the program.
+
+    Called by: the first step of a strategy. On another thread than the main thread, it leaves this to a later step.
+    """
     for number in [*kept]:
-        with contextlib.suppress(ValueError):  # on another thread: at a later step
+        with contextlib.suppress(ValueError):  # this is not the main thread
             if signal.getsignal(number) is _note:
                 signal.signal(number, signal.SIG_DFL)
                 kept.discard(number)
@@ -61,11 +67,14 @@ def _note(number: int, frame: Any) -> None:
 
 
 def _action(number: int) -> Any:
-    """SIG_DFL; a function that calls MPI's handler, where MPI has one; None where the program handles the signal."""
-    if signal.getsignal(number) != signal.SIG_DFL:  # MPI's handler calls the program's
+    """Return the signal's present handler: SIG_DFL, or a function that calls MPI's handler.
+
+    Returns: None if the program handles the signal, in Python or in another library.
+    """
+    if signal.getsignal(number) != signal.SIG_DFL:  # a handler in Python
         return None
     libc, action, owner = ctypes.CDLL(None), (ctypes.c_void_p * 32)(), (ctypes.c_char_p * 4)()
-    # A struct sigaction begins with the handler, whoever has set it; a Dl_info with the file that has it.
+    # A struct sigaction begins with the handler's address; a Dl_info begins with the name of the library at an address.
     libc.sigaction(number, None, action)
     libc.dladdr(ctypes.c_void_p(action[0]), owner)
     if b"/libmpi" in (owner[0] or b""):

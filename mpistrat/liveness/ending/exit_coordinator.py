@@ -1,9 +1,9 @@
-"""Who has left a group of ranks, who waits there, and whether that is the end of the job.
+"""`ExitCoordinator`: decides whether the job must end, because a rank waits for a rank that has left.
 
 Each rank reports to the exit coordinator of its group when it leaves, and when it has waited for a while inside a
 collective. All ranks of a communicator must enter each collective on it. So the job is over exactly if a rank has left
-after fewer collectives on a communicator than another has entered. A rank that still works on its own, however long,
-does not end the job.
+after fewer collectives on a communicator than another rank has entered. A rank that still works on its own, however
+long, does not end the job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Left:
-    """A rank has ended its program. `calls` counts the collectives it entered, by communicator name."""
+    """A message: a rank has ended its program.
+
+    Attributes:
+        rank: the rank's number in the job.
+        who: a description of the rank for messages.
+        how: how its program ended, a sentence without its subject.
+        code: the program's exit code.
+        calls: number of collectives that the rank has entered, by communicator name.
+    """
 
     rank: int
     who: str
@@ -33,9 +41,14 @@ class Left:
 
 @dataclass(frozen=True)
 class Waits:
-    """A rank is in its `call`-th collective on a communicator, and has been for a while.
+    """A message: a rank has been inside a collective for a while.
 
-    Attributes: raised: the error of which it tells the others there, with traceback and advice.
+    Attributes:
+        who: a description of the rank for messages.
+        communicator: the communicator's name.
+        call: number of the collective on the communicator, from 1.
+        collective: a description of the collective, and the line of the program that called it.
+        raised: traceback and advice of the error that the rank raises in place of the collective; "" without one.
     """
 
     who: str
@@ -46,7 +59,7 @@ class Waits:
 
 
 class ExitCoordinator:
-    """Decides whether the job is over, from what the `size` ranks of a group report."""
+    """Decides whether the job is over, from the reports of the `size` ranks of a group."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -68,7 +81,14 @@ class ExitCoordinator:
         return len(self._left) == self._size
 
     def verdict(self, now: float) -> tuple[str, int] | None:
-        """Why the job is over, and the exit code to end it with; None while it is not."""
+        """Return why the job is over, and the exit code to end it with.
+
+        The job is over if a rank that has left is missing in another rank's collective, or if other ranks still work
+        1 s after a rank left with an exit code other than 0.
+
+        Args: now: the time by `time.monotonic()`, as for `receive`.
+        Returns: None while the job is not over, also when all ranks have left.
+        """
         if self.all_left() or not self._left:
             return None
         for name, waits in self._furthest.items():

@@ -1,6 +1,6 @@
-"""Ranks that tell each other where they are stuck and when they leave.
+"""`ExitGroup`: a group's ranks tell each other in which collective they are stuck, and when they leave.
 
-The messages go over a duplicate of the group's communicator, also from the thread of `JobEnd`: they need
+The messages go over a duplicate of the group's communicator. The thread of `JobEnd` sends and receives, too: this needs
 MPI_THREAD_MULTIPLE.
 """
 
@@ -26,15 +26,15 @@ from mpistrat.liveness.revocable_group import revocable_group_of
 
 
 class ExitGroup:
-    """The ranks of `comm`, of which rank 0 has the exit coordinator. Collective over `comm`.
+    """The ranks of `comm`; its rank 0 has the exit coordinator. To make one is collective over `comm`.
 
     Args:
-        who: this rank, in words.
-        record: of this rank.
+        who: a description of this rank for messages.
+        record: this rank's record.
     Attributes:
-        other_nodes: those that the ranks are on, but for this one's.
-        watched: the calls of the group's communicators.
-        coordinator: decides whether the job is over, if this is the group's first rank.
+        other_nodes: the nodes of the group's ranks, except this rank's node.
+        watched: the calls on the group's communicators.
+        coordinator: the exit coordinator. Only the coordinator of the group's rank 0 gets messages and decides.
     """
 
     def __init__(
@@ -45,8 +45,9 @@ class ExitGroup:
         self._comm = comm.Dup()
         self._who, self._losses = who, losses
         self.watched: list[WatchedCalls] = []
-        self._reported: dict[str, int] = {}  # the last call of each communicator that was reported
-        # All report to that of rank 0; those of other ranks have nobody to decide about.
+        # By communicator name, the number of the last reported call.
+        self._reported: dict[str, int] = {}
+        # All ranks report to rank 0: the coordinators of other ranks have no ranks to decide about.
         self.coordinator = ExitCoordinator(comm.size if comm.rank == 0 else 0)
         self.other_nodes = OtherNodes(self._comm, record, self._send)
         self._sending = threading.Lock()
@@ -54,7 +55,7 @@ class ExitGroup:
         self._all_ended = MPI.REQUEST_NULL
 
     def covers(self, comm: MPI.Intracomm) -> bool:
-        """Whether all ranks of `comm` are in this group, and whether both outlive lost ranks, or neither does."""
+        """Whether the group has all ranks of `comm`, and both have the same revocable group, or none."""
         group = comm.Get_group()
         translated = group.Translate_ranks(None, self._members)
         group.Free()
@@ -63,20 +64,24 @@ class ExitGroup:
 
     @property
     def lost(self) -> bool:
-        """Whether one of the ranks has failed, and the others have gone on without this group."""
+        """Whether a rank of the group has failed and the other ranks go on. Then nobody uses this group any more."""
         return self._losses.has_lost(self._comm)
 
     def calls(self) -> Iterator[WatchedCalls]:
-        """Of the communicators of this group, and of all their parts."""
+        """Yield the calls on the communicators of this group, and on all communicators made from them."""
         return _with_parts(self.watched)
 
     def look(self) -> bool:
-        """Exchange messages; returns whether this rank was found to be stuck in one more collective."""
+        """Report collectives that this rank is stuck in to the exit coordinator, and receive messages.
+
+        Called by: the thread of `JobEnd`, five times a second.
+        Returns: whether this rank is stuck in a collective that it has not reported before.
+        """
         now = time.monotonic_ns()
         stuck = False
         for calls in self.calls():
             call, collective = calls.calls, calls.waiting_in
-            # Last: it begins anew with each call.
+            # Read last: each call sets it anew.
             since = calls.watch.record.words[calls.watch.slot + SINCE]
             if collective is None or not since or now - since < deadlines.RANK_IS_STUCK * 1e9:
                 continue
@@ -89,29 +94,33 @@ class ExitGroup:
         return stuck
 
     def tell(self, message: Raise) -> None:
-        """Tell all other ranks."""
+        """Send `message` to all other ranks of the group, unless the group has lost a rank. Does not wait."""
         for rank in range(self._comm.size):
             if rank != self._comm.rank and not self.lost:
                 self._send(message, rank)
 
     def leave(self, end: ProgramExit) -> None:
+        """Tell the exit coordinator that this rank's program has ended, and start the barrier of `end`."""
         calls = {calls.name: calls.calls for calls in self.calls()}
         self._send(Left(MPI.COMM_WORLD.rank, self._who, end.how, end.code, calls))
         self.end()
 
     def end(self) -> None:
-        """This rank is at its end; `all_ended` says when the others are."""
+        """Start a barrier, because this rank is at its end. `all_ended` returns True when all ranks are."""
         self._all_ended = self._comm.Ibarrier()
 
     def all_ended(self) -> bool:
-        """Called again and again until it is true, after `leave` or `end`."""
+        """Whether all ranks are at their ends and this rank's messages have been sent. Also receives messages.
+
+        Called by: `JobEnd`, after `leave` or `end`, again and again until it is True.
+        """
         self._receive()
         with self._sending:
             self._forget_sent()
         return self._all_ended.Test() and self.coordinator.all_left() and not self._unsent
 
     def _send(self, message: Any, rank: int = 0) -> None:
-        with self._sending:  # a rank that fails does so in any thread
+        with self._sending:  # any thread of a rank may send its failure
             self._forget_sent()
             self._unsent.append(self._comm.isend(message, rank))
 

@@ -1,4 +1,4 @@
-"""A rank reports a stall in place of its node's observer, if that is gone or stopped."""
+"""A rank reports a stall in place of its node's observer, if the observer is gone or stopped."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from mpistrat.liveness import deadlines
 from mpistrat.liveness.observer import observation
 from mpistrat.liveness.observer.observer import Observer
 
-SILENT_TIMES = 10  # in a row that find it silent: when a job that was suspended goes on, the observer needs a moment
+# So many looks in a row must find the observer silent: after a suspended job goes on, the observer needs a moment.
+SILENT_TIMES = 10
 
 
 class FallbackObserver:
-    """Called by: the thread of each rank that looks a few times a second."""
+    """Reports a stall if the observer does not. Called by: the thread of `JobEnd` in each rank, five times a second."""
 
     _silent = 0
 
     def look(self) -> None:
-        """Report, if this rank waits for too long and the observer says nothing; of a node's ranks, one does."""
+        """Report a stall if this rank has waited too long and the observer has been silent in 10 looks in a row.
+
+        Only one rank of a node reports. It then wakes up the observer if that was stopped.
+        """
         observed = observation.current
         if observed is None or observed.record.abort:
             return

@@ -1,4 +1,4 @@
-"""Notices a Ctrl-C that Python cannot act upon, because its main thread is inside a call that does not return."""
+"""Notices a Ctrl-C that Python cannot act upon, because the main thread is inside a call that does not return."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mpistrat.liveness import deadlines
 
 
 class Interrupts:
-    """Knows whether the main thread has seen each SIGINT; a SIGINT handler of the user's is left alone.
+    """Notices each SIGINT, and whether the main thread's signal handler has run for it.
 
-    Make it in the main thread; elsewhere it notices nothing.
+    It works only if it is made in the main thread, the program has no SIGINT handler of its own, and no other code
+    (such as asyncio) has set a wakeup file. Otherwise it notices no SIGINT.
     """
 
     def __init__(self) -> None:
         self._waiting_since: float | None = None
         self._reacted = False
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Not the main thread, or somebody (asyncio) already listens there.
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # this is not the main thread
             if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
                 return
             previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -33,10 +33,14 @@ class Interrupts:
                 signal.set_wakeup_fd(previous)
                 return
             signal.signal(signal.SIGINT, self._react)
-            os.register_at_fork(after_in_child=self._forget)  # a child's signals are not ours
+            # Signals of a forked child do not concern the rank.
+            os.register_at_fork(after_in_child=self._forget)
 
     def unanswered(self) -> bool:
-        """Whether the main thread has not reacted for 3 s. Called again and again, in any thread."""
+        """Whether a SIGINT came more than 3 s ago and the main thread has not reacted to it.
+
+        Called by: the thread of `JobEnd`, five times a second.
+        """
         with contextlib.suppress(OSError):  # nothing to read
             if signal.SIGINT in os.read(self._reader, 1024) and self._waiting_since is None:
                 self._waiting_since = time.monotonic()
@@ -53,16 +57,17 @@ class Interrupts:
         signal.default_int_handler(number, frame)
 
     def _forget(self) -> None:
-        # Forked by another thread, which is the child's main thread.
+        # ValueError: another thread than the main thread has forked.
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
 
 
 @contextlib.contextmanager
 def ignore_interrupts() -> Iterator[None]:
-    """Inside, Ctrl-C ends nothing: launchers send it to all ranks, and those that this one works for decide.
+    """Ignore Ctrl-C in the block: launchers send it to all ranks, and the ranks that this rank works for decide.
 
-    It changes nothing outside the main thread, nor where the user has set a handler.
+    Called by: parameter servers and workers. It changes nothing outside the main thread, or if the program has a SIGINT
+    handler of its own.
     """
     before = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -74,11 +79,11 @@ def ignore_interrupts() -> Iterator[None]:
 
 
 def is_interactive() -> bool:
-    """Whether somebody types the program, and goes on after an error."""
+    """Whether Python is interactive: the user types the program, and goes on after an error."""
     return bool(sys.flags.interactive) or hasattr(sys, "ps1")
 
 
 def raises_keyboard_interrupt(handler: object) -> bool:
-    """Whether `handler` is Python's own handler of SIGINT, or the one here that calls it."""
+    """Whether `handler` is Python's own handler of SIGINT, or the handler of `Interrupts` that calls it."""
     ours = getattr(handler, "__func__", None) is Interrupts._react
     return ours or handler is signal.default_int_handler

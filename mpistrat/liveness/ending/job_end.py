@@ -1,11 +1,11 @@
-"""The whole job ends when one of its ranks fails, or leaves while another waits for it.
+"""Ends the whole job when one of its ranks fails, or leaves while another rank waits for it.
 
-An uncaught exception calls MPI_Abort. A rank that comes to its end tells the exit coordinator of each group that it is
-in and waits, before MPI_Finalize, until all ranks of the group have come to theirs. While it runs, a thread looks five
+An uncaught exception calls MPI_Abort. A rank that comes to its end tells the exit coordinator of each of its groups.
+Before MPI_Finalize, it waits until all ranks of the groups have come to their ends. Meanwhile a thread checks five
 times a second whether this rank is stuck in a collective, and tells the exit coordinator. Once the observer has
-reported a failure, it ends this rank. The thread needs MPI_THREAD_MULTIPLE.
+reported a failure, the thread ends this rank. The thread needs MPI_THREAD_MULTIPLE.
 
-mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+This file imports mpi4py, so it is imported only on first use: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from mpistrat.liveness.revocable_group import means_rank_lost
 
 
 class JobEnd:
-    """What this process does for its job's end. There is one: `job_end()`.
+    """The process's part in ending its job. `job_end()` returns the only object.
 
     Attributes:
-        end_job: as of `RankEnd`.
-        records: this rank's record, and what it reads of the others of its node.
-        losses: the ranks that the others go on without.
-        leaves_together: all ranks have agreed to end the program now, with whatever exit code: none that does so has
-            failed.
+        end_job: `RankEnd.end_job`: prints a text and ends all processes of the job.
+        records: this rank's record, and records of other ranks of its node.
+        losses: whether ranks were lost and the others go on without them.
+        leaves_together: whether all ranks have agreed to end the program now: then an exit code other than 0 is no
+            failure.
     """
 
     def __init__(self) -> None:
@@ -63,25 +63,28 @@ class JobEnd:
         self._groups: list[ExitGroup] = []
         self._last_actions: list[Callable[[], None]] = []
         self.leaves_together = self._has_left = self._has_warned = False
-        self._raises_since = math.inf  # ns: when the thread saw that a stall is to be raised
+        # When the thread first saw that StallError is to be raised, in ns.
+        self._raises_since = math.inf
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_out, name="mpistrat job end", daemon=True)
         self._watches = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if self._watches:
-            self._interrupts = Interrupts()  # of interest to the thread alone
+            self._interrupts = Interrupts()  # only the thread asks it
             remember_exits()
             self._rank.decides_exits = False
             self._thread.start()
-            # Handlers run last in, first out, and mpi4py finalizes MPI after all of them.
+            # atexit handlers run last in, first out, and mpi4py finalizes MPI after all of them.
             atexit.register(self._leave)
-            # A program may call MPI_Finalize itself, which begins by deleting the attributes of MPI_COMM_SELF.
+            # A program may call MPI_Finalize itself. MPI_Finalize first deletes the attributes of MPI_COMM_SELF.
             keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._leave())
             MPI.COMM_SELF.Set_attr(keyval, self)
 
     def watch(self, calls: WatchedCalls, comm: MPI.Intracomm) -> None:
-        """From now on the job ends when one of the ranks of `comm` fails or leaves early. Collective over `comm`.
+        """From now on, end the job when a rank of `comm` fails or leaves early. Collective over `comm`.
 
-        Args: calls: of a communicator over the same ranks; those of its parts are watched with it.
+        Without MPI_THREAD_MULTIPLE it does nothing but warn, once, on rank 0 of `comm`.
+
+        Args: calls: the calls on a communicator over the same ranks; calls on its parts are watched, too.
         """
         if not self._watches:
             if comm.rank == 0 and not self._has_warned:
@@ -103,45 +106,52 @@ class JobEnd:
         group.watched.append(calls)
 
     def tell_others(self, report: str, group: int, call: int) -> None:
-        """This rank has left a collective for an error. Other ranks that stay in the collective raise `report`.
+        """Tell the other ranks that this rank has left a collective with an error: ranks that stay in it raise, too.
 
         Args:
+            report: the text of the other ranks' StallError.
             group: the hash of the communicator's name.
-            call: the number of the collective.
+            call: the number of the collective on the communicator.
         """
         for watched in self._groups:
             watched.tell(Raise(report, group, call))
 
     def end_without_finalize(self) -> None:
-        """From now on this program ends without MPI_Finalize, which may wait for a failed rank (Open MPI #11404).
+        """Make this program end without MPI_Finalize, which may wait for a failed rank (Open MPI #11404).
 
-        What is registered with atexit is run before, in its order, and threads are waited for, as ever.
+        Python's end is as usual until then: it waits for threads, and runs atexit handlers in their order.
+        Called by: each surviving rank, after a rank was lost.
         """
         if not self.losses.happened:
             self.losses.happened = True
-            # Python calls this when the main thread has come to its end: the handler is then the last to be
-            # registered, and the first to be called.
+            # Python calls this when the main thread has come to its end: so the handler is registered last, and called
+            # first.
             threading._register_atexit(atexit.register, self._end_here)  # type: ignore[attr-defined]
 
     def finish_with(self, stream: Any, action: Callable[[], None]) -> None:
-        """Flush `stream` wherever standard output is flushed; call `action` once all ranks have come to their ends,
-        before MPI_Finalize."""
+        """Flush `stream` whenever standard output is flushed, and call `action` as `call_last` does.
+
+        Called by: the trace, with its timeline.
+        """
         self._rank.streams.append(stream)
         self.call_last(action)
 
     def call_last(self, action: Callable[[], None]) -> None:
-        """Call `action` once all ranks have come to their ends, before MPI_Finalize; what is registered last first."""
+        """Call `action` when all ranks have come to their ends, before MPI_Finalize; the last registered action first.
+
+        Without MPI_THREAD_MULTIPLE, it is called at exit, whatever the other ranks do.
+        """
         if self._watches:
             self._last_actions.insert(0, action)
         else:
             atexit.register(action)
 
     def _whole_groups(self) -> list[ExitGroup]:
-        """Those that have lost no rank."""
+        """Return the groups that have lost no rank."""
         return [group for group in self._groups if not group.lost]
 
     def _calls(self) -> Iterator[WatchedCalls]:
-        """Of the communicators of all groups."""
+        """Yield the calls on the communicators of all groups."""
         return itertools.chain.from_iterable(group.calls() for group in self._groups)
 
     def _look_out(self) -> None:
@@ -162,7 +172,7 @@ class JobEnd:
                 _end_job(f"was interrupted, but stays in a call at {site}", 130)
 
     def _end_if_stuck_in_mpi(self) -> None:
-        """No error can be raised in a thread that does not come back from MPI."""
+        """End the job if the main thread is to raise StallError, but has not come back from MPI for 2 s."""
         record = self.records.record
         inside = [b.since for b in record.slots() if b.since and b.group == record.stalled]
         now = time.monotonic_ns()
@@ -177,7 +187,10 @@ class JobEnd:
             _end_job(f"cannot raise StallError inside MPI, at {site}{why}", 1)
 
     def _leave(self) -> None:
-        """This rank has come to its end: wait until all ranks have."""
+        """At the end of this rank's program, before MPI_Finalize, wait until all ranks have come to their ends.
+
+        The job ends if this program failed, was interrupted, or leaves after a stall.
+        """
         if self._has_left or not self._rank.is_running():
             return
         self._has_left = True
@@ -195,18 +208,21 @@ class JobEnd:
                 action()
             self.records.record.state = LEFT
             if not self.losses.happened and len(self._whole_groups()) < len(self._groups):
-                os._exit(end.code)  # lost since: too late for `end_without_finalize`
+                os._exit(end.code)  # a rank was lost just now: too late for `end_without_finalize`
         except KeyboardInterrupt:
             _end_job("was interrupted", 130)
         except MPI.Exception as error:
             if not means_rank_lost(error):
                 raise
             self.end_job(
-                f"ending the job: a rank failed while {self._rank.who} waited for all at its end", 1
+                f"ending the job: a rank failed while {self._rank.who} waited at its end for all", 1
             )
 
     def _leave_groups(self, end: ProgramExit) -> None:
-        """Tell the groups that this rank is at its end, and wait until all their ranks are at theirs."""
+        """Tell the groups that this rank is at its end, and wait until all their ranks are at their ends.
+
+        After a stall, the wait is limited, and then the job ends.
+        """
         record = self.records.record
         record.end, record.state = end.how, LEAVING
         waiting = self._whole_groups()
@@ -216,7 +232,7 @@ class JobEnd:
         since = time.monotonic()
 
         def has_waited() -> bool:
-            # Others that caught a StallError may still be saving what they have.
+            # Ranks that caught a StallError may still be saving their state.
             patience = record.limit if record.abort == RAISE else 0.0
             return record.abort != 0 and time.monotonic() - since > patience
 
@@ -225,7 +241,10 @@ class JobEnd:
             _end_job(f"{end.how} after a stall", end.code or 1)
 
     def _wait_for(self, groups: list[ExitGroup], has_waited: Callable[[], bool]) -> None:
-        """Until all ranks of `groups` are at their ends, or `has_waited()`."""
+        """Wait until all ranks of `groups` are at their ends, or `has_waited()` is true.
+
+        A group that loses a rank is no longer waited for. The job ends if an exit coordinator says so.
+        """
 
         def is_over(group: ExitGroup) -> bool:
             with self.losses.tolerated():
@@ -243,9 +262,10 @@ class JobEnd:
             pause = min(pause * 1.5, deadlines.RANK_SLEEPS_AT_ITS_END_AT_MOST)
 
     def _end_here(self) -> NoReturn:
-        """The work of Python's end, as far as a program can tell, and no MPI_Finalize.
+        """End this process as Python would, but without MPI_Finalize: run the exit handlers, flush, and exit.
 
-        mpirun kills the others when one returns not 0: all that are left run their exit handlers first.
+        Before the exit, wait at most 60 s for the exit handlers of the surviving ranks: mpirun kills all ranks when one
+        returns an exit code other than 0.
         """
         code = program_exit().code
         atexit.unregister(self._end_here)
@@ -254,12 +274,12 @@ class JobEnd:
         try:
             if self._watches and self._rank.is_running():
                 until = time.monotonic() + deadlines.RANK_WAITS_FOR_EXIT_HANDLERS_OF_OTHERS
-                with contextlib.suppress(MPI.Exception):  # one is lost now
+                with contextlib.suppress(MPI.Exception):  # one more rank is lost
                     waiting = self._whole_groups()
                     for group in waiting:
                         group.end()
                     self._wait_for(waiting, lambda: time.monotonic() > until)
-        finally:  # also where a signal has raised: what Python does next may hang
+        finally:  # also when a signal handler raises: the rest of Python's end may hang
             os._exit(code)
 
 
@@ -267,7 +287,7 @@ def _look_at(group: ExitGroup) -> None:
     try:
         if not group.lost:
             if group.look():
-                rank_end().flush()  # what was printed so far may be all that this rank will ever say
+                rank_end().flush()  # this rank may never print anything more
             _end_if_decided(group)
     except MPI.Exception as error:
         if not means_rank_lost(error) and not group.lost:
@@ -281,7 +301,10 @@ def _end_if_decided(group: ExitGroup) -> None:
 
 
 def _end_as_reported(calls: Iterable[WatchedCalls], code: int) -> NoReturn:
-    """Tell the errors of which this rank could not tell the others: they may be why it waited."""
+    """End this rank with the exit code `code`, after the observer has reported a failure.
+
+    First print the errors that this rank raises but could not tell the other ranks: they may be the reason of its wait.
+    """
     rank = rank_end()
     for error in filter(None, [each.raising for each in calls]):
         rank.say_last(f"{rank.who} failed\n{told_of(error, rank.rank)}")
@@ -289,23 +312,26 @@ def _end_as_reported(calls: Iterable[WatchedCalls], code: int) -> NoReturn:
 
 
 def _end_without_files(record: RankRecord) -> NoReturn:
-    """MPI has lost its launcher: it may write about that for ever, and MPI_Abort cannot be heard."""
+    """End this process, because the program has closed MPI's files, too.
+
+    MPI has lost its connection to the launcher: MPI_Abort would not arrive, and MPI may print about it for ever.
+    """
     record.state = ENDING
     rank = rank_end()
     rank.say_last(
         f"ending the job: {rank.who} has closed files that it had not opened, MPI's among them, as os.closerange() "
-        "does in programs that leave their terminal. Close only what you have opened."
+        "does in programs that leave their terminal. Close only files that the program has opened."
     )
     os._exit(1)
 
 
 def _end_job(why: str, code: int) -> NoReturn:
-    """End the job, and say why this rank does."""
+    """End the job with the exit code `code`, and print `why`, a sentence without its subject (this rank)."""
     rank = rank_end()
     rank.end_job(f"ending the job: {rank.who} {why}", code)
 
 
 @functools.cache
 def job_end() -> JobEnd:
-    """This process's. Made at the first call, when MPI runs."""
+    """Return this process's `JobEnd`. The first call makes it; MPI must be running."""
     return JobEnd()

@@ -1,4 +1,4 @@
-"""Ranks that are lost while the others go on, and how this process knows."""
+"""`LostRanks`: whether ranks were lost while the others go on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mpistrat.liveness.revocable_group import means_rank_lost, revocable_group_o
 
 
 class LostRanks:
-    """What this process knows of ranks that were lost.
+    """This process's knowledge of ranks that were lost.
 
-    Attributes: happened: whether a rank was lost and the others went on without it.
+    Attributes: happened: whether a rank was lost and the other ranks went on without it.
     """
 
     def __init__(self) -> None:
@@ -22,14 +22,15 @@ class LostRanks:
         self._has_lost: Callable[[], bool] = lambda: False
 
     def go_on(self, has_lost: Callable[[], bool]) -> None:
-        """From now on, the death of a rank does not end this program, not even while it waits for all at its end.
+        """From now on, let this program go on when a rank dies, even while it waits for all ranks at its end.
 
-        Args: has_lost: whether a rank has died; MPI may notice it later. Called by any thread.
+        Args: has_lost: returns whether a rank has died, perhaps before MPI notices; any thread may call it.
+        Called by: a strategy with parameter servers, once.
         """
         self._goes_on, self._has_lost = True, has_lost
 
     def has_lost(self, comm: MPI.Intracomm) -> bool:
-        """Whether one of the ranks of `comm` has failed, and the others have gone on without it."""
+        """Whether a rank of `comm` has failed and the others go on; False if a rank's death ends the job."""
         group = revocable_group_of(comm)
         if group is not None:
             return group.has_lost()
@@ -37,7 +38,7 @@ class LostRanks:
             return False
         if self._has_lost():
             return True
-        failed = comm.Get_failed()  # of a communicator that was made before
+        failed = comm.Get_failed()  # `comm` may be older than the loss
         try:
             return failed.Get_size() > 0
         finally:
@@ -45,7 +46,7 @@ class LostRanks:
 
     @contextlib.contextmanager
     def tolerated(self) -> Iterator[None]:
-        """Inside, an error that means a lost rank ends the block, if this program goes on without the lost."""
+        """Leave the block without an error when MPI raises that a rank is lost, if this program goes on without it."""
         try:
             yield
         except MPI.Exception as error:

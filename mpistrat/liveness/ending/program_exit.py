@@ -1,8 +1,8 @@
-"""What ended this program, as far as an atexit handler can know.
+"""The exit code of this program, and the call or error that ended it, for atexit handlers.
 
-CPython forgets the SystemExit that ends a program before it runs the handlers. So this file remembers the calls of
-`sys.exit`, `exit` and `quit`, and each SystemExit that passes a frame of ours. Elsewhere, `raise SystemExit(n)` looks
-like the end of the script.
+CPython forgets the SystemExit that ends a program before it runs the atexit handlers. So this file remembers the calls
+of `sys.exit`, `exit` and `quit`, and each SystemExit that passes a frame of ours. Any other `raise SystemExit(n)` looks
+like the end of the script, with exit code 0.
 """
 
 from __future__ import annotations
@@ -18,25 +18,32 @@ from typing import Any, NoReturn
 from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.ending.interrupts import is_interactive
 
-_last_exit = SystemExit(), ""  # and how it was raised
+# The last SystemExit of the main thread, and a description of its raise.
+_last_exit = SystemExit(), ""
 
 
 @dataclass(frozen=True)
 class ProgramExit:
-    """`code` is what this process will return (0 if unknown), `how` a sentence without its subject."""
+    """The end of a program.
+
+    Attributes:
+        code: the process's exit code; 0 if it is not known.
+        how: a sentence without its subject: "called sys.exit(3) at train.py:7".
+        failed: whether an uncaught exception has ended the program. Python has printed it.
+    """
 
     code: int
     how: str
-    failed: bool = False  # by an uncaught exception, which has been printed
+    failed: bool = False
 
 
 def remember_exits() -> None:
-    """Wrap `sys.exit`, and `exit` and `quit` outside of interactive use, once."""
+    """Wrap `sys.exit` so that its calls are remembered; except in interactive use, also `exit` and `quit`. Once."""
     if getattr(sys.exit, "remembers", False):
         return
     sys.exit = _remembering(sys.exit, "sys.exit")
     if not is_interactive():
-        for name in {"exit", "quit"} & vars(builtins).keys():  # none under `python -S`
+        for name in {"exit", "quit"} & vars(builtins).keys():  # `python -S` has neither
             setattr(builtins, name, _remembering(getattr(builtins, name), name))
 
 
@@ -55,7 +62,7 @@ def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., 
 
 
 def remember_raised(error: SystemExit) -> None:
-    """Called by: a frame that `error` passes."""
+    """Remember a SystemExit that may end the program. Called by: frames of ours that `error` passes."""
     if error is not _last_exit[0]:
         _remember(error, f"raised SystemExit({error.code!r})")
 
@@ -67,7 +74,10 @@ def _remember(error: SystemExit, how: str) -> None:
 
 
 def program_exit() -> ProgramExit:
-    """To be called at exit, in the main thread."""
+    """Return how this program has ended. Called by: atexit handlers, in the main thread.
+
+    Without an uncaught exception or a remembered SystemExit, it is the end of the script, with exit code 0.
+    """
     uncaught = getattr(sys, "last_value", None)  # also set by pytest, for exceptions that it caught
     if uncaught is not None and _ended_the_program(uncaught):
         return ProgramExit(1, f"failed with {type(uncaught).__name__}: {uncaught}", failed=True)
@@ -78,16 +88,17 @@ def program_exit() -> ProgramExit:
 
 
 def exit_status(code: object) -> int:
-    """The status of a process that ends by SystemExit(code)."""
+    """Return the exit code of a process that ends by SystemExit(code): 0 for None, `code & 0xFF` for an int, else 1."""
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1
 
 
 def _ended_the_program(error: BaseException) -> bool:
-    """Whether the outermost frame that `error` is known to have passed ended by it: nobody caught it.
+    """Whether `error` was never caught: the outermost frame of its traceback ended by it.
 
-    Such a frame stopped at the call that raised, or raised again at the end of a `with` or `finally`.
+    Such a frame stopped at the call that raised, or at the end of a `with` or `finally` that raised the error again.
+    False for an error that was never raised.
     """
     trace = error.__traceback__
     if trace is None:

@@ -1,7 +1,7 @@
-"""How a rank that fails ends its job: from `import mpistrat` on, before MPI runs and before there is a strategy.
+"""A rank that fails ends its job: from `import mpistrat` on, before MPI runs and before a strategy is built.
 
-An uncaught exception, or an exit code other than 0, ends all processes of the job. `JobEnd` decides about exits once
-there are groups of ranks.
+An uncaught exception, or an exit code other than 0, ends all processes of the job. Once there are groups of ranks,
+`JobEnd` decides about exits.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _OF_ALL_RANKS = (CollectiveMismatchError, DivergenceError, TopologyError)
 
 
 class RankEnd:
-    """What this process says when it ends its job, and how it does. There is one: `rank_end()`.
+    """Prints why this process ends its job, and ends it. `rank_end()` returns the process's only object.
 
     Attributes:
-        rank: in the job; 0 where no launcher says.
-        who: this rank, in words.
-        streams: flushed wherever standard output is.
-        decides_exits: False once `JobEnd` does.
-        other_nodes: of the job; None before a strategy is built, and where there are none.
+        rank: this rank's number in the job; 0 if neither MPI nor a launcher has numbered it.
+        who: a description of this rank for messages: "rank 1 of 4 (node7, pid 3243)".
+        streams: streams to flush whenever standard output is flushed.
+        decides_exits: whether an exit code other than 0 ends the job; False once `JobEnd` decides.
+        other_nodes: the job's other nodes; None before a strategy is built, and in a job on one node.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        mpi = _running_mpi()  # numbers ranks as the launcher does, whatever the groups are
+        mpi = _running_mpi()  # COMM_WORLD numbers ranks as the launcher does
         world: tuple[int, int] | None = mpi and (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
         self.rank, self._size = world or certain_rank() or (0, 1)
         self.who = f"rank {self.rank} of {self._size} ({os.uname().nodename}, pid {self._pid})"
@@ -60,7 +60,11 @@ class RankEnd:
         self._is_failing = False
 
     def catch_exceptions(self) -> None:
-        """Have an uncaught exception end the job, also where the program has since put a hook of its own in place."""
+        """Install a `sys.excepthook` by which an uncaught exception ends the job.
+
+        It calls the hook that was there before. It does nothing in an interactive program, or if the hook is already in
+        place. Call it again if the program has since set a hook of its own.
+        """
         previous = sys.excepthook
         if previous is self._excepthook or is_interactive():
             return
@@ -68,7 +72,7 @@ class RankEnd:
         def excepthook(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            # A program may call this itself, with an error that it has caught: Python has not kept that one.
+            # A program may call the hook itself, with an error that it has caught: `sys.last_value` is another error.
             ends_the_program = getattr(sys, "last_value", None) is error
             if self._is_failing or not (ends_the_program and self._is_the_rank()):
                 previous(kind, error, trace)
@@ -76,14 +80,15 @@ class RankEnd:
             self._is_failing = True
             code = 130 if issubclass(kind, KeyboardInterrupt) else 1
             of_torch = str(getattr(previous, "__module__", "")).startswith("torch.")
-            if previous is sys.__excepthook__ or of_torch:  # which writes the rank before each line
-                # Written in one piece: other ranks may write at the same time.
+            # Torch's hook is Python's, with the rank before each line.
+            if previous is sys.__excepthook__ or of_torch:
+                # The text is written in one piece: other ranks may write at the same time.
                 text = io.StringIO()
                 with contextlib.redirect_stderr(text):
                     previous(kind, error, trace)
                 with ignore_interrupts():  # a launcher may pass on Ctrl-C twice
                     self.end_job_for(error, text.getvalue(), code)
-            # It may end the process, or the job, itself.
+            # This comes first: a hook of the program may end the process or the job itself.
             self._is_ending()
             self.say_last(f"{self.who} failed; ending the job")
             try:
@@ -95,7 +100,7 @@ class RankEnd:
         self._excepthook = sys.excepthook = excepthook
 
     def catch_exits(self) -> None:
-        """Have an exit code other than 0 end the job, unless all ranks exit, or the program is interactive."""
+        """Make an exit code other than 0 end the job, unless all ranks exit together, or the program is interactive."""
         if is_interactive():
             return
         remember_exits()
@@ -103,17 +108,22 @@ class RankEnd:
         atexit.register(self._leave)
 
     def end_job(self, text: str, code: int) -> NoReturn:
-        """Say `text`, and end all processes of the job with exit code `code`."""
-        self._is_ending()  # before the observer can wonder why ranks die
+        """Print `text`, and end all processes of the job with exit code `code`."""
+        self._is_ending()  # first: the observer need not explain deaths
         self.say_last(text)
         self.abort(code)
 
     def end_job_for(self, error: BaseException, traceback: str, code: int) -> NoReturn:
-        """Say that `error` has failed this rank, unless another says so of the same one; end the job."""
+        """Print that this rank failed with `error`, unless another rank has printed the same error; end the job.
+
+        Args:
+            traceback: the text of the traceback of `error`.
+            code: the job's exit code.
+        """
 
         @functools.cache
         def say_it() -> None:
-            self._is_ending()  # before the observer can wonder why ranks die
+            self._is_ending()  # first: the observer need not explain deaths
             self.say_last(f"{self.who} failed; ending the job\n{traceback}")
 
         traceback = of_the_program(traceback)
@@ -129,13 +139,13 @@ class RankEnd:
                 log.add(word, say_it, deadlines.RANK_WAITS_FOR_RANK_TO_PRINT if waits else 0.0)
                 self._is_ending()
                 summary = log.sum_up(summary)
-        except (OSError, ValueError):  # no space, or half a line
+        except (OSError, ValueError):  # the log has no space left, or a line of it is half written
             say_it()
         self._say_last(summary)
         self.abort(code)
 
     def say_last(self, text: str) -> None:
-        """Say `text` wherever it can be said, once: this process is about to end."""
+        """Print `text` as this process ends: to its stderr, else by the observer, else to the launcher's stderr."""
         self._say_last(f"\nmpistrat: {text}\n")
 
     def _say_last(self, text: str) -> None:
@@ -143,35 +153,38 @@ class RankEnd:
             say_on_launcher(self._pid, text)
 
     def abort(self, code: int) -> NoReturn:
-        """End all processes of the job with exit code `code`."""
+        """End all processes of the job with exit code `code`: by MPI_Abort, or by the launcher before MPI runs."""
         self._is_ending()
         self.flush()
-        # MPICH's launcher drops what it has not read by then.
+        # MPICH's launcher drops output that it has not read by then.
         time.sleep(deadlines.RANK_WAITS_FOR_LAUNCHER_TO_READ)
-        observation.remember_mappings()  # of a program that has no strategy
+        # A program without a strategy has not listed MPI's files yet.
+        observation.remember_mappings()
         mpi = _running_mpi()
         in_main_thread = threading.current_thread() is threading.main_thread()
         if mpi is None:
             abort_by_launcher(code)
         elif not why_not_fault_tolerant(mpi.Get_library_version()):
-            # After MPI_Abort, a fault tolerant mpirun (PRRTE 3.0) now and then waits for ever for a lock that it has
-            # freed; an exit code other than 0 ends the job there, too.
+            # After MPI_Abort, a fault tolerant mpirun (PRRTE 3.0) sometimes waits for ever for a lock that it has
+            # freed. An exit code other than 0 ends the job there, too.
             os._exit(code or 1)
         elif in_main_thread or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
             mpi.COMM_WORLD.Abort(code)
-            # MPICH returns once the launcher knows.
+            # MPI_Abort of MPICH returns once the launcher has been told.
             time.sleep(deadlines.RANK_WAITS_FOR_LAUNCHER_TO_KILL)
         os._exit(code or 1)
 
     def is_running(self) -> bool:
-        """Whether this is the rank, no fork of it, and it has not finalized MPI."""
+        """Whether this process is the rank (no fork of it) and has not called MPI_Finalize."""
         mpi = sys.modules.get("mpi4py.MPI")
         return os.getpid() == self._pid and not (mpi and mpi.Is_finalized())
 
     def _is_the_rank(self) -> bool:
-        """Whether the job is to end with it: not when it is only a step of a script, which may go on, before MPI runs.
+        """Whether the job is to end when this process ends.
 
-        The observer tells of that step if the script fails, too.
+        Returns: False in an interactive program, in a fork, after MPI_Finalize, or if a launcher's script runs this
+            process and MPI has not started: the script may go on.
+            If the script fails, the observer reports this process.
         """
         if hasattr(sys, "ps1") or not self.is_running():
             return False
@@ -182,7 +195,8 @@ class RankEnd:
 
     def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr, *self.streams):
-            with contextlib.suppress(Exception):  # closed, None, or an object of the program's
+            # The stream may be closed, None, or any object of the program.
+            with contextlib.suppress(Exception):
                 stream.flush()
 
     def _is_ending(self) -> None:
@@ -190,7 +204,10 @@ class RankEnd:
             observed.record.state = ENDING
 
     def _leave(self) -> None:
-        """The program has come to its end, and MPI_Finalize has not been called."""
+        """At exit, end the job if this rank failed, or if its exit code is not 0 and not all ranks exit.
+
+        It does nothing if `JobEnd` decides about exits.
+        """
         if not (self.decides_exits and self._is_the_rank()):
             return
         end = program_exit()
@@ -200,7 +217,10 @@ class RankEnd:
             self.end_job(f"ending the job: {self.who} {end.how}", end.code)
 
     def _all_exit(self) -> bool:
-        """Whether all ranks come to their ends now, as when all call sys.exit(2)."""
+        """Whether all ranks of the job come to their ends within 1 s, as when all call sys.exit(2).
+
+        It reads the records of this node: False if the job has ranks on other nodes, or this process is not observed.
+        """
         observed = observation.current
         if observed is None:
             return False
@@ -214,7 +234,10 @@ class RankEnd:
 
 
 def announce_exits() -> None:
-    """Wrap `os._exit`, once: with code 0 the observer is told first, for MPICH's launcher would return 0."""
+    """Wrap `os._exit`, once: before an exit with code 0, the rank tells the observer.
+
+    Otherwise MPICH's launcher would return 0, even though other ranks have not finished.
+    """
     original = os._exit
     if getattr(original, "is_announced", False):
         return
@@ -223,7 +246,8 @@ def announce_exits() -> None:
     def exit_once_announced(status: int) -> NoReturn:
         try:
             if status == 0 and (observed := observation.announce_exit()):
-                # A launcher kills the others as soon as one has ended without MPI_Finalize: so all must notice at once.
+                # A launcher kills the other ranks as soon as one has ended without MPI_Finalize: so wait until the
+                # observer has seen that all ranks exit.
                 ranks = find_ranks(observed.folder.path)
                 soon(
                     lambda: all(r.record.exits == SEEN or r.is_gone for r in ranks),
@@ -238,28 +262,32 @@ def announce_exits() -> None:
 
 
 def _known_as(error: BaseException, traceback: str, own: int) -> tuple[str, bool]:
-    """A word for `error`, equal on the ranks that have it in common; and whether all have. Args: own: rank."""
+    """Return the word for `error` in the log of errors, and whether all ranks raise this error.
+
+    The word is equal on ranks that have the error in common, see `FailureLog.add`. Args: own: this rank.
+    """
     of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
     if getattr(error, "raised_by_rank", "") and not error.__cause__:
         return OF_ANOTHER_RANK, of_all
     if isinstance(error, StallError):
-        return type(error).__name__, True  # each tells how long it has waited
+        # The messages differ: each rank gives the seconds that it has waited.
+        return type(error).__name__, True
     if of_all and isinstance(error, CollectiveMismatchError):
-        return type(error).__name__, of_all  # by whatever way the ranks came to it
-    # All ranks may name one of them, or each itself.
+        return type(error).__name__, of_all  # the tracebacks differ
+    # In their messages, all ranks may name the same rank, or each rank may name itself.
     return ".".join(as_of_any_rank(traceback, rank) for rank in (-1, own)), of_all
 
 
 @functools.cache
 def rank_end() -> RankEnd:
-    """This process's."""
+    """Return this process's `RankEnd`; the first call makes it."""
     return RankEnd()
 
 
 def begin() -> None:
-    """From now on the job ends when this rank fails, if a launcher says that this process is one of several.
+    """From now on, end the job when this rank fails, if a launcher has started this process as a rank.
 
-    Starts no MPI, raises nothing. Called by: the package when it is imported, and whoever starts MPI.
+    It starts no MPI and raises nothing.   Called by: the package when it is imported, and the code that starts MPI.
     """
     if observation.begin():
         rank_end().catch_exceptions()

@@ -1,4 +1,4 @@
-"""A start-up that some ranks never join ends with a message instead of waiting for ever."""
+"""Ends the job with a message if some ranks never join its start, instead of waiting for ever."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpistrat.liveness.records.record import RankRecord
 from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.settings import start_seconds
 
-# Runs while its parent is inside MPI_Init: reads the end of its input when the parent goes on or is gone.
+# The program of a process that runs while its parent is inside MPI_Init. Its input ends if the parent goes on or dies.
 _WATCHER = f"""
 import os, select, sys
 parent, seconds, message = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -35,11 +35,15 @@ os.kill(parent, 9)
 def start_deadline(
     what: str, *, rank: int | None = None, size: int | None = None
 ) -> Iterator[None]:
-    """End this process (and so the job) when the block takes longer than MPISTRAT_START_SECONDS (300).
+    """End the job if the block takes longer than MPISTRAT_START_SECONDS (300 by default).
 
-    For the first collective call that joins the ranks of a job: `what` names it. The block must release the GIL while
-    it waits, as mpi4py's calls do, except for MPI_Init: see `init_deadline`. The observer knows meanwhile that this
-    rank waits, also where there is no limit.
+    The block makes the first collective call of the job's ranks. It must release the GIL while it waits: mpi4py's calls
+    do, except for MPI_Init, see `init_deadline`. Even without a limit, the rank's record shows that the rank waits.
+
+    Args:
+        what: the name of the call, for the message.
+        rank: this rank's number, for the message; None if it is not known.
+        size: number of ranks of the job; None if it is not known; 1: no limit.
     """
     seconds = start_seconds()
     with _starting(size), ExitStack() as stack:
@@ -54,7 +58,15 @@ def start_deadline(
 
 @contextmanager
 def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterator[None]:
-    """`start_deadline` for MPI_Init. mpi4py holds the GIL meanwhile, so a process watches instead of a thread."""
+    """End the job if MPI_Init, the block, takes longer than MPISTRAT_START_SECONDS.
+
+    mpi4py holds the GIL there, so a child process watches the time, prints the message, and kills this process. Without
+    a Python interpreter for the child there is no limit.
+
+    Args:
+        rank: this rank's number, for the message; None if it is not known.
+        size: number of ranks of the job; None if it is not known; 1: no limit.
+    """
     seconds = start_seconds()
     python = python_of_helpers()
     if not seconds or size == 1 or python is None:
@@ -65,10 +77,10 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
 
     message = f"\nmpistrat: {_message('MPI_Init', seconds, rank, size)}\n"
     command = [python, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
-    # In a session of its own, so that Ctrl-C does not make it print a traceback; without the launcher's variables;
-    # and with no output but stderr, so that it cannot keep anybody's pipe open.
+    # A session of its own: Ctrl-C does not make the process print a traceback. It gets none of the launcher's
+    # variables, and only stderr as output, so that it keeps no other pipe open.
     with (
-        subprocess.Popen(  # whose input is closed at the block's end
+        subprocess.Popen(  # the end of the block closes its input
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -82,10 +94,13 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
 
 @contextmanager
 def _starting(size: int | None) -> Iterator[None]:
-    """The observer knows that this rank waits for all ranks of the job, if those are `size`."""
+    """In the block, this rank's record shows since when the rank waits for all ranks of the job to start.
+
+    Args: size: number of ranks that the block waits for. If the job has more ranks, the record stays unchanged.
+    """
     observed = observation.current
     record = observed.record if observed and observed.record.size == size else RankRecord(None)
-    before = record.starting  # of a block around this one
+    before = record.starting  # not 0 if a block around this one has set it
     record.starting = before or time.monotonic_ns()
     try:
         yield
@@ -99,7 +114,7 @@ def _message(what: str, seconds: float, rank: int | None, size: int | None) -> s
     return (
         f"{who} waited {seconds:g} s in {what} for the other ranks: some of the {started} never got "
         f"there. It waits at {call_site(sys._getframe())}.\n"
-        "Every rank must build the strategy (or call MPI_Init). Does an `if rank == 0:` stand around it, did a "
-        "rank end or fail before, or is one still busy? "
+        "Every rank must build the strategy (or call MPI_Init). Is the call inside an `if rank == 0:`, did a "
+        "rank end or fail before, or is a rank still busy? "
         f"{start_seconds.name}=N allows N seconds (0: no limit). Ending the job."
     )

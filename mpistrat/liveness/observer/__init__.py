@@ -1,1 +1,1 @@
-"""Who waits and who died: the observer of a node reads the records, and reports."""
+"""The observer: a process per node that reads the ranks' records, and reports ranks that die or wait too long."""

@@ -1,7 +1,7 @@
-"""Which ranks of this node are dead, and which wait for others.
+"""`FailureDetector`: finds ranks of this node that are dead, or wait for other ranks.
 
-The kernel tells of deaths: by a pidfd for each rank, and by the end of a FIFO ("line") that each rank holds open. The
-ranks' records tell who has not come to a collective.
+The kernel reports deaths: by a pidfd of each rank, and by the end of a FIFO ("line") that each rank holds open. The
+ranks' records show the ranks that have not entered a collective.
 """
 
 from __future__ import annotations
@@ -24,21 +24,36 @@ from mpistrat.liveness.records.watch import has_not_come
 
 @dataclass(eq=False)
 class ObservedRank:
-    """A rank of this node, as seen from outside. `status` is its wait status once it is dead, None if unknown."""
+    """A rank of this node, as other processes see it.
+
+    Attributes:
+        record: a view of the rank's record.
+        stacks: path of the file to which faulthandler writes the rank's stacks.
+        inode: the inode of the record's file.
+        script: the pid of the process that the launcher has started, if the rank is its child: a script may go on after
+            the rank. 0: the launcher has started the rank itself.
+        starter: the pid of the launcher or its daemon; 0 if none is found.
+        script_file: a pidfd of `script`; None without a script, or if it has ended.
+        dead: whether the rank's process has died.
+        status: the wait status of the dead process; None if it is not known.
+        lost: whether the rank is dead and the other ranks went on without it.
+        closed: the place of this rank in the order in which ranks closed their files, from 1; 0: they are open.
+        closed_alive: whether the process lived on after it had closed its files.
+        became: the command of the program that the rank became by exec, if that closed its files; else "".
+    """
 
     record: RankRecord
     stacks: str
-    inode: int  # of the record's file
-    # What the launcher has started, if not this process: a script, which may go on, or a program with children.
-    script: int  # 0: it has started this process
-    starter: int  # the launcher, or its daemon; 0 where none is found
-    script_file: int | None = None  # its pidfd
+    inode: int
+    script: int
+    starter: int
+    script_file: int | None = None
     dead: bool = False
     status: int | None = None
-    lost: bool = False  # dead, and the others went on without it
-    closed: int = 0  # when it closed its files: counts from 1
-    closed_alive: bool = False  # and lived on
-    became: str = ""  # the command of the other program that closed them, by exec
+    lost: bool = False
+    closed: int = 0
+    closed_alive: bool = False
+    became: str = ""
 
     @property
     def number(self) -> int:
@@ -50,14 +65,14 @@ class ObservedRank:
 
     @property
     def letter(self) -> str:
-        """The state of its process; see `processes.state_of`."""
+        """The state of the rank's process by `processes.state_of`: "R", "S", …; "" if it is gone."""
         return state_of(self.pid, self.record.began)
 
     @property
     def other_program(self) -> str:
-        """The command of the program that the process has become, by exec; "" if it is still the rank's.
+        """The command of the program that the rank's process has become by exec; "" if it still is the rank's program.
 
-        Such a process no longer catches the signal that asks a rank for its stack.
+        It is found by the signal that asks a rank for its stack: after an exec the process no longer catches it.
         """
         number = self.record.stack_signal
         is_the_rank = not number or self.letter in DEAD or processes.catches(self.pid, number)
@@ -70,11 +85,16 @@ class ObservedRank:
 
     @property
     def ended_well(self) -> bool:
-        """Whether the dead rank had said that it leaves, or ends the job, or had nothing to say."""
+        """Whether the dead rank needs no report.
+
+        True if it had left, had ended the job, or had no communicator and returned 0. False if a signal killed a rank
+        that had left, unless its record has moved to another folder. If a script ran a rank without a communicator, the
+        script counts: True if it still lives, or is not known to have failed.
+        """
         state, status = self.record.state, self.status
         if self.script and not self.record.slots():
             return self.replaceable or not processes.exit_status(self.script, self.script_file)
-        if state == LEFT:  # it may be killed all the same, in MPI_Finalize for one
+        if state == LEFT:  # the rank may still be killed, as in MPI_Finalize
             was_killed = status is not None and os.WIFSIGNALED(status)
             return not (was_killed and os.path.exists(self.record.path or ""))
         never_joined = state == RUNNING and not self.record.slots()
@@ -82,29 +102,29 @@ class ObservedRank:
 
     @property
     def replaceable(self) -> bool:
-        """Whether a program that the launcher's script runs next may become this rank."""
+        """Whether the launcher's script still lives: the next program that it runs may become this rank."""
         return state_of(self.script) not in DEAD
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has come to its end, or died there, and nothing may take its place."""
+        """Whether the rank has come to its end, alive or dead, and no later program may become this rank."""
         if self.dead:
             return (self.record.has_left or self.ended_well) and not self.replaceable
         return self.record.has_left
 
     @property
     def calls(self) -> dict[int, int]:
-        """How many calls it has made in each communicator, by the hash of the communicator's name."""
+        """Number of the rank's calls on each of its communicators, by the hash of the communicator's name."""
         return {slot.group: slot.calls for slot in self.record.slots()}
 
     @property
     def inside(self) -> bool:
-        """Whether it is, or was when it died, in a collective."""
+        """Whether the rank is in a collective, or was in one when it died."""
         return any(slot.since for slot in self.record.slots())
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is dead, or has come to the end of its program."""
+        """Whether the rank is dead, or has come to the end of its program."""
         return self.record.has_left or self.letter in DEAD
 
     @property
@@ -113,11 +133,14 @@ class ObservedRank:
 
 
 def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
-    """The ranks that have a record in a job's folder, by number; records whose inode is in `known` are left out."""
+    """Return the ranks that have a record in the job's folder, in the order of ranks.
+
+    Args: known: inodes of records to leave out.
+    """
     found = []
     for rank, inode in ranks_in(folder).items():
         if inode not in known:
-            with contextlib.suppress(OSError, ValueError):  # being made just now
+            with contextlib.suppress(OSError, ValueError):  # the record is just being made
                 record = RankRecord(record_of(folder, rank))
                 script, starter = processes.launched(record.pid)
                 found.append(ObservedRank(record, stacks_of(folder, rank), inode, script, starter))
@@ -126,16 +149,23 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[ObservedRank]:
 
 @dataclass(frozen=True)
 class Wait:
-    """The collective that some ranks wait in, seen from all ranks of its communicator on this node."""
+    """A collective in which some ranks of this node wait.
 
-    inside: dict[ObservedRank, CommunicatorSlot]  # the ranks that wait, by their slots
+    Attributes:
+        inside: the ranks that wait, with their slots of the communicator.
+        missing: ranks of this node that have not entered the collective.
+        elsewhere: number of the communicator's ranks on other nodes.
+        members: the communicator's ranks as numbers in the job, if ranks wrote them by `note_members`; else empty.
+    """
+
+    inside: dict[ObservedRank, CommunicatorSlot]
     missing: list[ObservedRank]
-    elsewhere: int  # how many of its communicator's ranks are on other nodes
-    members: set[int]  # by numbers in the job; empty where they were not numbers
+    elsewhere: int
+    members: set[int]
 
     @property
     def slot(self) -> CommunicatorSlot:
-        """Of one of the waiting ranks: the call's number, and what is said of the communicator, are the same in all."""
+        """The slot of one waiting rank. The call's number and the communicator's data are the same for all of them."""
         return next(iter(self.inside.values()))
 
     @property
@@ -144,43 +174,44 @@ class Wait:
 
     @property
     def suspects(self) -> list[ObservedRank]:
-        """The ranks of this node that may keep the others waiting: a rank inside MPI is not missing, but may do so."""
+        """The ranks of this node that others may wait for: the missing ranks, else waiting ranks that stand still."""
         return self.missing or [rank for rank in self.waiting if rank.stands_still]
 
     @property
     def since(self) -> int:
-        """When the first of the waiting ranks entered it."""
+        """When the first of the waiting ranks entered the collective, by CLOCK_MONOTONIC in ns."""
         return min(slot.since for slot in self.inside.values())
 
     @property
     def timeout(self) -> float:
-        """After so many seconds the waiting ranks raise an error; 0: never."""
+        """The seconds after which the waiting ranks themselves raise an error; 0: never."""
         return min((s.timeout for s in self.inside.values() if s.timeout), default=0.0)
 
     @property
     def limit(self) -> float:
-        """How many seconds it may last; 0: no limit."""
+        """The seconds that the collective may last; 0: no limit."""
         return self.waiting[0].record.limit_of(self.timeout)
 
     @property
     def noticed(self) -> bool:
-        """Whether it was said, after the timeout, for whom all of the waiting ranks wait."""
+        """Whether the observer has reported the missing ranks to all of the waiting ranks, after the timeout."""
         return all(rank.record.noticed == slot.entry for rank, slot in self.inside.items())
 
     def lasts(self) -> bool:
-        """Whether the ranks still wait in it."""
+        """Whether one of the waiting ranks is still in this collective."""
         call = self.slot.group, self.slot.calls
         slots = itertools.chain.from_iterable(rank.record.slots() for rank in self.inside)
         return any((slot.group, slot.calls) == call and slot.since for slot in slots)
 
 
 def waits(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> list[Wait]:
-    """Each collective that a living rank is inside of, the one waited in for longest first.
+    """Return a `Wait` for each communicator on which a living rank is in a collective, the longest wait first.
 
-    With `of_the_dead`, also those that a rank died in.
+    Args: of_the_dead: also count ranks that died in a collective.
     """
     calls: dict[ObservedRank, dict[int, int]] = {}
-    waiting: dict[int, list[tuple[ObservedRank, CommunicatorSlot]]] = {}  # by communicator
+    # The waiting ranks, by the hash of the communicator's name.
+    waiting: dict[int, list[tuple[ObservedRank, CommunicatorSlot]]] = {}
     for rank in ranks:
         calls[rank] = {}
         for slot in rank.record.slots():
@@ -195,11 +226,11 @@ def _wait_of(
     waiting: Sequence[tuple[ObservedRank, CommunicatorSlot]],
     calls: dict[ObservedRank, dict[int, int]],
 ) -> Wait:
-    """The last collective of a communicator that some of its ranks wait in.
+    """Return the wait in a communicator's last collective: the call with the highest number that a rank is in.
 
     Args:
-        waiting: these ranks, with their slots.
-        calls: how many calls each rank of this node has made, by communicator.
+        waiting: the ranks that are in a collective of the communicator, with their slots.
+        calls: for each rank of this node, the number of its calls on each communicator, by the hash of its name.
     """
     last = max((slot for _, slot in waiting), key=operator.attrgetter("calls"))
     inside = {rank: slot for rank, slot in waiting if slot.calls == last.calls}
@@ -210,19 +241,22 @@ def _wait_of(
 
 
 def awaited(ranks: Sequence[ObservedRank], *, of_the_dead: bool = False) -> set[ObservedRank]:
-    """The ranks that others wait for in a collective; with `of_the_dead`, also those that a dead rank waited for."""
+    """Return the ranks of this node that other ranks wait for in a collective.
+
+    Args: of_the_dead: also count ranks that died in a collective as waiting.
+    """
     return {rank for wait in waits(ranks, of_the_dead=of_the_dead) for rank in wait.missing}
 
 
 class FailureDetector:
-    """The ranks of a job on this node, and those of them that have died.
+    """Finds the ranks of a job on this node, and watches them for deaths.
 
-    Args: when_one_ends: called at once with a rank that says that it is about to end, that closes its files, or dies,
-        before others are waited for.
+    Args: when_one_ends: called at once with a rank that announces its exit, closes its files, or dies.
     Attributes:
-        ranks: that were found so far, by number.
-        deaths: the dead, in the order that the kernel reported.
-        first_died: when the first died, by `time.monotonic`; 0.0 while all live, and once the others have gone on.
+        ranks: the ranks that were found so far, by number.
+        deaths: the dead ranks, in the order in which the kernel reported them.
+        first_died: when the first of them died, by `time.monotonic()`; 0.0 while all live, and after the other ranks
+            went on without a lost rank.
     """
 
     def __init__(self, folder: str, when_one_ends: Callable[[ObservedRank], None]) -> None:
@@ -238,16 +272,16 @@ class FailureDetector:
         self._when_one_ends = when_one_ends
 
     def find(self) -> list[ObservedRank]:
-        """The ranks whose records are new in the folder; from now on they are watched.
+        """Return the ranks with new records in the folder, and watch them from now on.
 
-        A new record takes the place of one of the same number: the launcher's script runs one program after another.
+        A new record replaces the rank's old one, because a launcher's script may run one program after another.
         """
         found = find_ranks(self._folder, known={rank.inode for rank in self.ranks.values()})
         for rank in found:
             before = self.ranks.get(rank.number)
             self.deaths = [dead for dead in self.deaths if dead is not before]
             self.ranks[rank.number] = rank
-            with contextlib.suppress(OSError):  # there is none, or it has ended
+            with contextlib.suppress(OSError):  # there is no script, or it has ended
                 rank.script_file = processes.open_pidfd(rank.script)
             with contextlib.suppress(OSError):
                 line = os.open(line_of(self._folder, rank.number), os.O_RDONLY | os.O_NONBLOCK)
@@ -265,7 +299,7 @@ class FailureDetector:
         return found
 
     def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or once ranks have died: then with all that die in the same moment."""
+        """Return after `seconds`, or when ranks die. Then wait for ranks that die within 0.4 s after the first."""
         self._wait(seconds)
         until = self.first_died + deadlines.OBSERVER_WAITS_FOR_JOINT_DEATHS
         while self.deaths and not self.all_are_dead and (left := until - time.monotonic()) > 0:
@@ -273,20 +307,20 @@ class FailureDetector:
 
     @property
     def all_are_dead(self) -> bool:
-        """Whether no rank is left, of those that were found."""
+        """Whether all ranks that were found are dead; True if none was found."""
         return len(self.deaths) == len(self.ranks)
 
     @property
     def going_on(self) -> list[ObservedRank]:
-        """All but those that the others went on without."""
+        """All ranks that were found, except lost ranks."""
         return [rank for rank in self.ranks.values() if not rank.lost]
 
     def unexplained(self) -> list[ObservedRank]:
-        """The dead that had not said that they leave or end the job."""
+        """Return the dead ranks that need a report: not ended well, not lost, not killed because of another rank."""
         return [r for r in self.deaths if not (r.ended_well or r.lost or self._killed_in_turn(r))]
 
     def _killed_in_turn(self, rank: ObservedRank) -> bool:
-        """Whether the launcher may have killed the dead rank, because another had returned an exit code."""
+        """Whether the launcher may have killed the dead rank because another rank had returned an exit code."""
         if rank.status not in AS_LAUNCHERS_KILL:
             return False
         returned = [r for r in self.deaths if r.status and os.WIFEXITED(r.status)]
@@ -294,17 +328,20 @@ class FailureDetector:
         return had_left or any(r.ended_well for r in returned)
 
     def others_may_go_on(self) -> bool:
-        """Whether there are ranks that live, here or on other nodes, or have come to their end by now."""
+        """Whether other ranks may go on without the dead: a rank lives, has left, or may live on another node."""
         ranks = list(self.ranks.values())
         elsewhere = len(ranks) < ranks[0].record.size
         return elsewhere or any(not r.dead or r.record.state == LEFT for r in ranks)
 
     def exited_together(self, unexplained: Collection[ObservedRank]) -> bool:
-        """Whether all ranks have ended by os._exit(0) after the same calls, or may do so in a moment."""
+        """Whether all ranks have ended by os._exit(0) after the same calls, or may do so within 1 s.
+
+        Args: unexplained: the dead ranks of `unexplained()`.
+        """
         ranks = list(self.ranks.values())
         if self.all_are_dead:
-            # Before Linux 6.15 the exit status of a rank is forgotten as soon as its launcher has it. The launcher may
-            # kill a rank that had said that it is about to end.
+            # Before Linux 6.15 the kernel forgets a rank's exit status as soon as the launcher has read it. The
+            # launcher may kill a rank that has announced its exit.
             may_be_0 = all(rank.record.exits or rank.status in (0, None) for rank in unexplained)
             return may_be_0 and not calls_differ(ranks)
         returned_0 = all(rank.status == 0 for rank in unexplained)
@@ -313,16 +350,16 @@ class FailureDetector:
 
     @property
     def starting(self) -> list[ObservedRank]:
-        """Those that wait for all ranks to start."""
+        """The ranks that wait for all ranks of the job to start."""
         return [rank for rank in self.ranks.values() if rank.record.starting]
 
     def in_state(self, state: int) -> list[ObservedRank]:
         return [rank for rank in self.ranks.values() if rank.record.state == state]
 
     def _wait(self, seconds: float) -> None:
-        for file, event in self._epoll.poll(seconds):  # in the order in which they came
+        for file, event in self._epoll.poll(seconds):  # in the order of the events
             if file in self._by_line:
-                if event & select.EPOLLIN:  # it says that it is about to end
+                if event & select.EPOLLIN:  # the rank announces its exit
                     self._when_one_ends(self._by_line[file])
                 if event & select.EPOLLHUP:
                     self._closes(self._by_line.pop(file))
@@ -331,7 +368,7 @@ class FailureDetector:
             rank = self._by_pidfd[file]
             if not rank.dead:
                 self._dies(rank, processes.exit_status(rank.pid, file))
-            elif rank.status is None:  # a second event, when it was reaped
+            elif rank.status is None:  # the second event: the process was reaped
                 rank.status = processes.exit_status(rank.pid, file)
         for rank in self._without_pidfd:
             if not rank.dead and rank.letter in DEAD:
@@ -353,20 +390,26 @@ class FailureDetector:
 
 
 def others_may_start(ranks: Collection[ObservedRank]) -> bool:
-    """Whether the ranks that were found, one at least, may have ended before others of the job have started."""
+    """Whether other ranks of the job may be still to start, although all of `ranks` have ended.
+
+    Args: ranks: all ranks that were found, at least one.
+    Returns: False if a rank had a communicator, if all ranks of the job are there, or if the launcher has no child.
+    """
     first = next(iter(ranks))
     communicators = sum(len(rank.record.slots()) for rank in ranks)
     if communicators or len(ranks) >= first.record.size:
         return False
-    return processes.has_children(first.starter)  # the launcher starts the others of this node, too
+    return processes.has_children(first.starter)  # the launcher starts all ranks of this node
 
 
 def first_death(deaths: list[ObservedRank]) -> ObservedRank:
-    """The rank whose death was the cause of the others': the launcher may have killed those in its clean-up.
+    """Return the rank that died first and so caused the other deaths: the launcher kills the other ranks then.
 
-    The kernel may report one of those first: a process closes its connection to the launcher a while before it counts
-    as dead. It closes its files in the same moment. A rank that was killed in a collective which another had not
-    entered was waiting.
+    The kernel may report another rank first: a dying process closes its files, and its connection to the launcher, a
+    while before it counts as dead. So the order of closed files counts. A rank that a launcher has not killed comes
+    first, then a rank that others waited for in a collective.
+
+    Args: deaths: the dead ranks, at least one, in the order in which the kernel reported them.
     """
     if all(rank.closed for rank in deaths):
         deaths = sorted(deaths, key=operator.attrgetter("closed"))
@@ -379,6 +422,6 @@ def first_death(deaths: list[ObservedRank]) -> ObservedRank:
 
 
 def calls_differ(ranks: Collection[ObservedRank]) -> bool:
-    """Whether ranks made different numbers of calls on a communicator, or one is, or died, in a call."""
+    """Whether ranks made different numbers of calls on a communicator, or a rank is or died in a call."""
     calls = {made for rank in ranks for made in rank.calls.items()}
     return any(rank.inside for rank in ranks) or len(calls) > len(dict(calls))

@@ -1,7 +1,7 @@
-"""What the observer of one node learns of the ranks on others.
+"""Accounts of the ranks on other nodes, for a node's observer.
 
-It has no connection of its own. It sets ASK in the record of a rank that waits; that rank's thread asks ranks of the
-other nodes over MPI, and leaves their accounts, one for each node, in the job's folder.
+The observer has no connection to other nodes. It sets ASK in the record of a rank that waits. That rank's thread asks
+ranks of the other nodes over MPI, and writes their accounts, one for each node, to the job's folder.
 """
 
 from __future__ import annotations
@@ -20,21 +20,30 @@ _FILE = "elsewhere"
 
 @dataclass(frozen=True)
 class Account:
-    """The ranks of a node: how many calls each has made in each communicator (by its hash), and what they do."""
+    """An account of the ranks of a node.
 
-    calls: dict[str, dict[str, int]]  # by rank; keys are text, as in JSON
+    Attributes:
+        calls: for each rank, the number of its calls on each communicator, by the hash of the communicator's name. The
+            keys are texts, as in JSON.
+        lines: lines for a report, with the present activity of the ranks.
+    """
+
+    calls: dict[str, dict[str, int]]
     lines: list[str]
 
     def missing(self, group: int, call: int, members: Collection[int] = ()) -> list[int]:
-        """The ranks of the communicator that have not come to its call number `call`.
+        """Return the ranks of a communicator that have not entered its call number `call`, as numbers in the job.
 
-        Args: members: ranks that are to be in it, and may not have made it yet.
+        Args:
+            group: the hash of the communicator's name.
+            members: ranks of the communicator that may not have made it yet.
         """
         made = {int(rank): calls.get(str(group)) for rank, calls in self.calls.items()}
         return [r for r in made if has_not_come(made[r], call, is_member=r in members)]
 
 
 def leave_accounts(folder: str, accounts: list[Account]) -> None:
+    """Write the accounts of the other nodes to the job's folder, in one step. Called by: the rank that has asked."""
     path = os.path.join(folder, _FILE)
     with create(path + ".new") as file:
         json.dump([asdict(account) for account in accounts], file)
@@ -42,13 +51,13 @@ def leave_accounts(folder: str, accounts: list[Account]) -> None:
 
 
 def forget_accounts(folder: str) -> None:
-    """Of an earlier question."""
+    """Remove the accounts of an earlier question. Called by: the observer, before it asks."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, _FILE))
 
 
 def find_accounts(folder: str) -> list[Account] | None:
-    """None as long as there are none."""
+    """Return the accounts that a rank has written to the job's folder; None while there are none."""
     path = os.path.join(folder, _FILE)
     with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
         return [Account(**account) for account in json.load(file)]

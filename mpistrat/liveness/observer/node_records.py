@@ -1,4 +1,4 @@
-"""How the ranks of a node find each other's records."""
+"""`NodeRecords`: makes a rank's record, and finds the records of the other ranks of its node."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from mpistrat.settings import raises_on_stall, stall_seconds
 
 
 class NodeRecords:
-    """This rank's record, and those of other ranks of its node that it reads.
+    """This rank's record, and the records of other ranks of its node that it reads.
 
-    Attributes: record: this rank's. Nobody else sees it until the first `watch_of`, nor later if it finds no folder.
+    Attributes: record: this rank's record. Other processes see it after the first `watch_of`, if there is a folder for
+        it.
     """
 
     def __init__(self) -> None:
@@ -34,15 +35,18 @@ class NodeRecords:
         self._read: dict[str, RankRecord] = {}  # by path
 
     def watch_of(self, comm: MPI.Intracomm, name: str) -> CommunicatorWatch:
-        """This rank's watch in a new communicator of ours over `comm`; collective over it.
+        """Return this rank's watch of a new communicator of ours over `comm`. Collective over `comm`.
 
-        At the first call of a process its record is made, and the node's observer learns of it.
+        The first call makes the process's record and starts the node's observer, if none runs.
+
+        Args: name: the communicator's name, the same on all ranks.
         """
         node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
         self._join(node)
         record, first, peers = self.record, comm.bcast(MPI.COMM_WORLD.rank), None
         while (slot := record.new_slot(_hash(name), comm.size, first)) is None:
-            record = _start(RankRecord(None))  # the rank's own is full: nobody observes `comm`
+            # The rank's record has no free slot: nobody observes `comm`.
+            record = _start(RankRecord(None))
         if node.size == comm.size and self.see_each_other(node, record):
             slots = node.allgather((record.path, slot))
             del slots[node.rank]
@@ -55,25 +59,27 @@ class NodeRecords:
     def watch_of_members(
         self, watch: CommunicatorWatch, ranks: Sequence[int], name: str
     ) -> CommunicatorWatch:
-        """This rank's watch in a group of some ranks of `watch`, who have no communicator yet. Not collective.
+        """Return this rank's watch of a group of some ranks of `watch` that have no communicator yet. Not collective.
 
-        Args: ranks: the group's, by their numbers in the job.
+        Args:
+            ranks: the group's ranks, as numbers in the job.
+            name: the group's name, the same on all its ranks.
         """
         slot = self.record.new_slot(_hash(name), len(ranks), ranks[0])
-        if slot is None:  # the record is full: nobody observes the group
+        if slot is None:  # the record has no free slot: nobody observes the group
             return dataclasses.replace(watch, record=_start(RankRecord(None)), slot=-1, peers=None)
-        with contextlib.suppress(OSError):  # nobody else sees the record
+        with contextlib.suppress(OSError):  # the record is in no folder
             note_members(self.record.folder, _hash(name), ranks)
         return dataclasses.replace(watch, record=self.record, slot=slot, peers=None)
 
     def see_each_other(self, node: MPI.Intracomm, record: RankRecord) -> bool:
-        """Whether all ranks of `node` can read each other's `record`. Collective."""
+        """Whether all ranks of `node` can read each other's `record`. Collective over `node`."""
         readable = all(map(self._is_readable, node.allgather(record.path)))
-        # Not allreduce: mpi4py's goes over a duplicate of its own, which is not revoked when a rank is lost.
+        # Not allreduce: mpi4py makes a duplicate for it, and nobody revokes the duplicate when a rank is lost.
         return all(node.allgather(readable))
 
     def _is_readable(self, path: str | None) -> bool:
-        """False where nobody else sees the record, or not from here, as in another container."""
+        """Whether this process can read the record `path`; False for None, or for a file in another container."""
         if path is None:
             return False
         with contextlib.suppress(OSError):
@@ -81,9 +87,9 @@ class NodeRecords:
         return path in self._read
 
     def _join(self, node: MPI.Intracomm) -> None:
-        """Have this rank's record in the job's folder, and its node's observer know of it.
+        """Put this rank's record into the job's folder, and wait until the node's observer has seen it.
 
-        Collective over `node`, also where this process has joined already.
+        Collective over `node`, even if this process has joined already. It starts an observer if none looks.
         """
         folder, is_new = self._open_folder(node)
         held = node.allgather((folder and folder.path, process_namespace()))
@@ -109,27 +115,32 @@ class NodeRecords:
         if unseen:
             warnings.warn(
                 f"{unseen} of {node.size} ranks on {socket.gethostname()} have no record in /dev/shm or among the "
-                "temporary files (no space, or no right to write there; or their processes are numbered apart, in "
-                "containers): when ranks wait too long, a StallError cannot say for whom.",
+                "temporary files (no space, no right to write there, or containers with pid namespaces of their own): "
+                "when ranks wait too long, StallError cannot name the missing ranks.",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
     def _open_folder(self, node: MPI.Intracomm) -> tuple[JobFolder | None, bool]:
-        """The job's folder that this process holds, and whether it is new: the first rank of a node makes it."""
+        """Return the job's folder that this process holds, and whether it is new.
+
+        The first rank of a node makes the folder, and removes folders of killed jobs. Other ranks return None if they
+        hold no folder yet.
+        """
         folder = observation.current.folder if observation.current else None
         if node.rank == 0 and not self._has_joined:
             with contextlib.suppress(OSError):
                 remove_leftovers()
                 if folder is None:
-                    # The same for strategies over other ranks of the node: one observer watches them all.
+                    # Strategies over other ranks of the node use the same name: one observer watches them all.
                     return JobFolder.create(job_of(os.getpid()) or os.urandom(16).hex())
         return folder, False
 
     def _move_record_to(self, path: str, held: JobFolder | None) -> None:
-        """Have this rank's record in a job's folder, unless it is there. Raises: OSError.
+        """Put this rank's record into the job's folder `path`, unless it is there.
 
-        Args: held: the folder that this process holds, which may be another job's.
+        Args: held: the folder that this process holds; it may be another job's. None: it holds none.
+        Raises: OSError if the folder cannot be used.
         """
         observed = observation.current
         if observed is None or observed.folder.path != path:

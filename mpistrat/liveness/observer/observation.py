@@ -1,6 +1,6 @@
-"""What a rank does to be observed: its record in the job's folder, and the node's observer.
+"""A rank's side of observation: it puts its record into the job's folder, and starts the node's observer.
 
-It begins when mpistrat is imported, if a launcher started this process: a rank may die before it has built a strategy.
+This begins when mpistrat is imported, if a launcher started this process: a rank may die before it builds a strategy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.machine.private_files import create, private
 from mpistrat.settings import rank_pid
 
-# It gives itself to init, so that a program that waits for its children does not wait for it.
+# The observer's program. It forks and the parent ends: a rank that waits for its children does not wait for it.
 _MAIN = f"""
 import os
 if os.fork():
@@ -38,30 +38,39 @@ main(sys.argv[1])
 
 @dataclass(frozen=True)
 class Observed:
-    """This process's record, and what is held as long as the process lives: the folder, and a FIFO in it."""
+    """The things that make this process observable, held until it ends.
+
+    Attributes:
+        folder: the job's folder.
+        record: this process's record.
+        line: descriptor of the rank's FIFO: its end tells the observer that the process has closed its files.
+    """
 
     folder: JobFolder
     record: RankRecord
     line: int
 
 
-current: Observed | None = None  # what `join` returned last
+current: Observed | None = None  # the last result of `join`
 
 
 def begin() -> bool:
-    """Be observed from now on, if a launcher says which of its ranks this process is. Starts no MPI, raises nothing.
+    """Make this process observable from now on, if the launcher's variables give its rank.
 
-    Returns: whether it is a rank and no process that a rank has started; False once it is observed.
+    It starts no MPI and raises nothing.   Called by: `rank_end.begin`.
+
+    Returns: whether this process is a rank. False for a process that a rank has started, and if the process is already
+        observed.
     """
     try:
         rank_and_size = launcher.certain_rank()
-    except TopologyError:  # whoever asks for the topology is told
+    except TopologyError:  # the cluster resolver raises it again
         return False
     if rank_and_size is None or current is not None or rank_pid() or _is_of_multiprocessing():
         return False
     name = job_of(os.getpid())
     if not name and launcher.is_first_on_node():
-        name = os.urandom(16).hex()  # the others will learn of it when they have MPI
+        name = os.urandom(16).hex()  # the node's other ranks learn the name when MPI runs
     if not name:
         return True
     with contextlib.suppress(OSError):
@@ -77,15 +86,17 @@ def begin() -> bool:
 
 
 def _is_of_multiprocessing() -> bool:
-    """Whether this is a worker that a Python program has started, and no rank."""
+    """Whether this process is a child of Python's multiprocessing, and so no rank."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.parent_process() is not None
 
 
 def join(folder: JobFolder, rank: int, size: int) -> Observed:
-    """Have this process's record in `folder`. The record's limits are not set yet.
+    """Make this process's record in `folder`, and set `current`. The record has no limits yet.
 
-    Raises: OSError, also when another process that lives has the rank's record.
+    A record that this process has in another folder is removed.
+
+    Raises: OSError if a file cannot be made; FileExistsError if another living process has the rank's record.
     """
     global current
     if current is not None:
@@ -93,7 +104,7 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
         os.unlink(record_of(current.folder.path, current.record.rank))
     path = record_of(folder.path, rank)
     with contextlib.suppress(FileNotFoundError):
-        # Of a program that the launcher's script ran before, or that this process ran before an exec.
+        # The record may be left by the script's last program, or by this process before an exec.
         before = RankRecord(path)
         if before.pid == os.getpid() or state_of(before.pid, before.began) in DEAD:
             os.unlink(path)
@@ -113,22 +124,25 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
 
 
 def remember_mappings() -> None:
-    """Have the files in memory that MPI has mapped here removed when the job has ended, however it ends."""
+    """List MPI's files in memory that this process maps: the observer removes them when the job has ended."""
     if current is not None:
         with contextlib.suppress(OSError):
             current.folder.remember_mappings(current.record.rank)
 
 
 def wait_until_observed() -> None:
-    """Return once an observer watches this process, or after a while: it could not tell how one died before."""
+    """Wait until an observer has looked at this process, at most 1 s.
+
+    The observer can report how a rank died only if it has seen the rank alive.
+    """
     if observed := current:
         soon(lambda: observed.record.looked > 0, deadlines.RANK_WAITS_FOR_FIRST_LOOK_OF_OBSERVER)
 
 
 def start_observer(folder: str) -> None:
-    """Have a process observe the ranks whose records are in `folder`, or will be; it ends if there is one already.
+    """Start a process that observes the ranks with records in `folder`; it ends at once if another observer runs.
 
-    It has no descriptor of ours: it outlives this process, and who waits for the end of a pipe would wait for it.
+    The observer inherits no descriptor: it outlives this process, and a reader of a pipe would wait for its end.
     """
     import subprocess  # here, because it makes importing mpistrat slower
 
@@ -137,16 +151,17 @@ def start_observer(folder: str) -> None:
         return
     command = [python, "-I", "-S", "-c", _MAIN, folder]
     null, environ = subprocess.DEVNULL, launcher.environment_of_children()
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no memory, no process
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no memory for a process
         subprocess.Popen(
             command, stdin=null, stdout=null, stderr=null, start_new_session=True, env=environ
-        ).wait(deadlines.RANK_WAITS_FOR_START_OF_OBSERVER)  # it forks, and ends
+        ).wait(deadlines.RANK_WAITS_FOR_START_OF_OBSERVER)  # the child of a fork goes on
 
 
 def say(text: str) -> bool:
-    """Have the observer write `text` to stderr, of another process; returns whether it has.
+    """Have the observer print `text` on the stderr of another process.
 
-    For a rank that has no usable stderr of its own. It may end as soon as this returns.
+    Called by: a rank that has no usable stderr of its own and is about to end.
+    Returns: whether the observer has taken the text within 1.5 s; False without an observer.
     """
     if current is None or os.getpid() != current.record.pid:
         return False
@@ -160,10 +175,11 @@ def say(text: str) -> bool:
 
 
 def announce_exit() -> Observed | None:
-    """Have the observer make ready: this process is about to end, and if no other does, that is a failure.
+    """Announce to the observer that this process is about to end by os._exit(0), and wait at most 1 s for its answer.
 
-    The launcher may end all in the same moment, and the observer may get a core only then.
-    Returns: what others see of this process, if it is a rank that they expect to go on; else None.
+    If no other rank ends, this is a failure. The launcher may kill all ranks at once: so the observer must know before.
+
+    Returns: `current`; None if this process is not observed, has left, or has no communicator.
     """
     if current is None or os.getpid() != current.record.pid:
         return None
@@ -178,14 +194,14 @@ def announce_exit() -> Observed | None:
 
 
 def wake_observer(record: RankRecord) -> None:
-    """If it is stopped: it would stay for ever."""
+    """Let the rank's observer go on if it is stopped (state T); else it would stay for ever."""
     if state_of(record.observer) == "T" and command_of(record.observer).endswith(record.folder):
         with contextlib.suppress(OSError):
             os.kill(record.observer, signal.SIGCONT)
 
 
 def has_lost_files() -> bool:
-    """Whether the program has closed a descriptor that it did not open: MPI's are then closed, too."""
+    """Whether the program has closed our FIFO, and so most likely MPI's files, too; False if not observed."""
     if current is None or os.getpid() != current.record.pid:
         return False
     with contextlib.suppress(OSError):
@@ -194,9 +210,9 @@ def has_lost_files() -> bool:
 
 
 def _leave(record: RankRecord) -> None:
-    """The program ends. A rank of a strategy has said so (`JobEnd`); of others the observer has to know it.
+    """At exit, record that this rank has left if it has no strategy; else `JobEnd` has recorded it.
 
-    The observer tells ranks that are still to start that they would wait for this rank in vain.
+    The observer then reports ranks that wait for this rank to start.
     """
     if os.getpid() == record.pid:
         if record.state == RUNNING and not record.slots():
@@ -205,16 +221,21 @@ def _leave(record: RankRecord) -> None:
 
 
 def speak_on_signal(record: RankRecord, stacks: str) -> None:
-    """Let others ask for this process's Python stack, even while it holds the GIL; explain fatal signals, too."""
-    file = private(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # open until the process ends
+    """Have faulthandler write this process's Python stack to the file `stacks` on a signal, even under the GIL.
+
+    The first free real-time signal is taken, and set in the record. Fatal signals are written to the file, too, unless
+    the program has enabled faulthandler.
+    """
+    # The file stays open until the process ends.
+    file = private(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     if not faulthandler.is_enabled():
         faulthandler.enable(file)
-    # By handlers that Python does not know of, too.
+    # The kernel also knows handlers that were not set by Python.
     taken = signals_of(os.getpid(), "SigCgt", "SigIgn")
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
         if not taken >> (number - 1) & 1:
-            # Of the thread that gets the signal, which is the main thread while it lives: those of threads that go on
-            # meanwhile cannot be read without risking a crash.
+            # Only the stack of the thread that gets the signal: this is the main thread while it lives. The stacks of
+            # threads that run meanwhile cannot be read without the risk of a crash.
             faulthandler.register(number, file, all_threads=False, chain=False)
             record.stack_signal = number
             return

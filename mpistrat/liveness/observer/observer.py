@@ -1,13 +1,12 @@
-"""The observer: one small process per node, which outlives the ranks that it watches by moments, and speaks for them.
+"""The observer: one small process per node that watches the ranks, reports for them, and ends a moment after them.
 
-It runs in a session of its own, where the launcher's clean-up does not reach it, and holds no descriptor of the
-launcher's. It sleeps in epoll, which tells of deaths at once, and looks at the records twice a second, more often at
-the start.
+It runs in a session of its own, safe from the launcher's clean-up, and holds no descriptor of the launcher's. It sleeps
+in epoll, so that deaths wake it up at once, and looks at the records twice a second, more often at the start.
 
 It reports once, on a rank's stderr and in a file: a rank that dies without a word, a collective that lasts longer than
-the limit, or a rank that has ended while others wait for it to start. It speaks, and has the ranks end the job, before
-it writes the file: the file system may be what hangs. It kills ranks that do not react. MPICH's launcher may still
-return 0 when a rank ended by os._exit(0): then the observer kills it, too.
+the limit, or a rank that has ended while others wait for it to start. It prints the report and has the ranks end the
+job before it writes the file, because the file system may hang. It kills ranks that do not react. MPICH's launcher may
+still return 0 when a rank ended by os._exit(0): then the observer kills the launcher, too.
 """
 
 from __future__ import annotations
@@ -40,27 +39,32 @@ _OUTCOMES = {END: "Ending the job.", RAISE: "Raising StallError on the ranks tha
 
 
 class Observer:
-    """Judges what `FailureDetector` sees, reports it, and sees to it that the job ends."""
+    """Decides by its `FailureDetector` whether ranks failed or wait too long, reports it, and makes the job end."""
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
         self._started = time.monotonic()
         self._detector = FailureDetector(folder.path, self._be_ready_to_speak)
         self._pauses = Pauses()
-        self._launcher: int | None = None  # where none is found
+        self._launcher: int | None = None  # the pid; None: no launcher is found
         self._stderr = StderrProxy()
         self._report_file = ReportFile()
-        self._reported = 0.0  # when; 0.0: nothing was reported
-        self._ending_since = math.inf  # when a rank was seen to end the job; infinite: not yet
+        self._reported = 0.0  # when a report was made; 0.0: not yet
+        # When a rank was first seen to end the job; infinite: not yet.
+        self._ending_since = math.inf
         self._killed = False
-        # Likewise, when ranks at their end were seen, while others wait for all to start.
+        # When ranks at their ends were first seen while others wait for all to start; infinite: not yet.
         self._absent_since = math.inf
-        self._leaving_since = math.inf  # likewise, when ranks were seen to wait at their end
+        # When ranks were first seen to wait at their ends; infinite: not yet.
+        self._leaving_since = math.inf
         self._noticed_leaving = False
         self._has_noticed_wait = False
 
     def run(self) -> None:
-        """Until no rank is left, and none is still to start."""
+        """Observe until no rank is left and none is still to start; then remove the folder.
+
+        At the end, kill a launcher that would return 0 although the observer has reported a failure.
+        """
         detector, alone_since = self._detector, time.monotonic()
         while not detector.all_are_dead or time.monotonic() - alone_since < self._patience():
             self._look()
@@ -70,7 +74,7 @@ class Observer:
                 break
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
         if self._reported and self._launcher and self._may_return_0():
-            # It reads what is said there, and waits for the end of that.
+            # The report may have gone to a rank's stderr, a pipe that the launcher reads: give it time.
             if self._stderr.owner != self._launcher:
                 time.sleep(deadlines.OBSERVER_WAITS_FOR_LAUNCHER_TO_READ)
             _end_launcher(self._launcher)
@@ -93,19 +97,22 @@ class Observer:
         self._tell_where_the_report_is(0.0)
 
     def report_stall(self) -> None:
-        """If there is one. Called by: a rank, where no observer runs."""
+        """Report a stall if there is one. Called by: a rank (`FallbackObserver`), if no observer runs on this node."""
         self._find_ranks()
         self._judge_waits()
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END)
 
     def _patience(self) -> float:
-        """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked."""
+        """Return how many seconds to wait without living ranks while another process holds the folder.
+
+        The process may be a rank that is about to make its record, or a child of a rank.
+        """
         if self._detector.ranks:
             return deadlines.OBSERVER_WAITS_FOR_LATE_RANK
         return deadlines.OBSERVER_WAITS_FOR_FIRST_RANK
 
     def _others_may_start(self) -> bool:
-        """Whether ranks may be still to start: they have to be told of the ranks that have ended."""
+        """Whether ranks may be still to start: these would wait for ranks that have ended, and need a report."""
         dead_for = time.monotonic() - self._detector.first_died
         is_early = dead_for < deadlines.OBSERVER_WAITS_FOR_OTHERS_TO_START and not self._reported
         return is_early and failure_detector.others_may_start(self._detector.ranks.values())
@@ -113,17 +120,20 @@ class Observer:
     def _find_ranks(self) -> None:
         for rank in self._detector.find():
             self._launcher = self._launcher or launcher_of(rank.pid)
-            self._killed = False  # if the job is being ended, a rank that comes late is killed, too
+            self._killed = False  # if the job is ending, a rank that starts late is killed, too
         self._promise_to_look(0.0)
 
     def _speakers(self) -> Iterator[int]:
-        """The processes whose stderr may be used, those of ranks first."""
+        """Yield the pids of processes to borrow a stderr of: the living ranks, then the launcher."""
         yield from (rank.pid for rank in self._detector.ranks.values() if not rank.dead)
         if self._launcher is not None:
             yield self._launcher
 
     def _be_ready_to_speak(self, ending: ObservedRank) -> None:
-        """The launcher kills the other ranks in a moment, and ends when nobody holds their stderr."""
+        """Open a stderr before the launcher kills the other ranks, and answer an announced exit.
+
+        The launcher ends when no process holds the ranks' stderr. Called by: the detector, at once when a rank ends.
+        """
         if not ending.ended_well or ending.record.say:
             self._stderr.borrow(self._speakers())
         if ending.record.exits == ANNOUNCED:
@@ -133,7 +143,7 @@ class Observer:
         within(deadlines.OBSERVER_WAITS_FOR_WRITE, lambda: self._stderr.say(text, self._speakers()))
 
     def _speak_for_ranks(self) -> None:
-        """For those that have no stderr of their own."""
+        """Print the texts of ranks that have no usable stderr, see `observation.say`."""
         for rank in self._detector.ranks.values():
             if rank.record.say:
                 words = words_of(self._folder.path, rank.number)
@@ -142,36 +152,40 @@ class Observer:
                 rank.record.say = 0
 
     def _promise_to_look(self, seconds: float) -> None:
-        """The ranks trust in us until then, and some more."""
+        """Write to the ranks' records that the observer looks again within `seconds`.
+
+        Ranks take the observer for gone 5 s after that time.
+        """
         for rank in self._detector.ranks.values():
             rank.record.looked = time.monotonic_ns() + int(seconds * 1e9)
 
     @property
     def _is_explained(self) -> bool:
-        """Whether this observer, or a rank, has said why the job ends."""
+        """Whether this observer has reported why the job ends, or a rank ends the job and so reports it."""
         return bool(self._reported or self._detector.in_state(ENDING))
 
     def _judge_starts(self) -> None:
-        """Ranks that wait for all ranks to start wait in vain for those that have come to their ends."""
+        """End the job if ranks wait for all ranks to start while other ranks have come to their ends for good."""
         waiting = self._detector.starting
         absent = [rank for rank in self._detector.ranks.values() if rank.has_ended]
         if not (waiting and absent) or self._is_explained:
             self._absent_since = math.inf
             return
         self._absent_since = min(self._absent_since, time.monotonic())
-        # Open MPI's launcher ends the job then, without a word about why the others die.
+        # Open MPI's launcher then ends the job, and does not say why the waiting ranks die.
         ended_by_launcher = any(rank.dead for rank in waiting)
         absent_for = time.monotonic() - self._absent_since
         if ended_by_launcher or absent_for > deadlines.OBSERVER_WAITS_FOR_ABSENT_RANKS:
             self._report(functools.partial(report.absence_report, absent, waiting), END, 1)
 
     def _judge_deaths(self) -> None:
+        """Report dead ranks that did not end well: end the job, or print that the other ranks go on without them."""
         detector = self._detector
         unexplained = detector.unexplained()
         if not unexplained or self._is_explained or self._is_reported_elsewhere():
             return
         if detector.others_may_go_on() and all(rank.record.expendable for rank in unexplained):
-            for rank in unexplained:  # the others say how many they are
+            for rank in unexplained:  # the surviving ranks print how many they are
                 rank.lost, detector.first_died = True, 0.0
                 how = describe_exit(rank.status)
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
@@ -181,14 +195,18 @@ class Observer:
             self._report(compose, END, exit_code(first.status))
 
     def _is_reported_elsewhere(self) -> bool:
-        """Whether another node has just asked about a stall: what happens now is its doing."""
+        """Whether another node has asked about a stall in the last 15 s: its observer then reports and ends the job."""
         asked = max((r.record.asked for r in self._detector.ranks.values()), default=0) / 1e9
         return asked > 0 and time.monotonic() - asked < deadlines.OBSERVER_REPORTS
 
     def _judge_waits(self) -> None:
+        """Report a collective that has lasted longer than its limit; announce waits that reach their timeout.
+
+        Nodes other than that of the communicator's first rank wait 4 s longer, so that one node reports for the job.
+        """
         ranks = self._detector.going_on
         if self._is_explained or any(rank.record.abort for rank in ranks):
-            return  # a rank says why; or one did in our place, or another node
+            return  # a rank, a rank in place of this observer, or another node has reported
         for wait in failure_detector.waits(ranks):
             grace = wait.slot.first not in self._detector.ranks or self._is_reported_elsewhere()
             waited = self._pauses.seconds_since(wait.since / 1e9)
@@ -201,7 +219,14 @@ class Observer:
                 self._notice_wait(wait, waited, overdue)
 
     def _notice_wait(self, wait: Wait, waited: float, overdue: float) -> None:
-        """Say who is missing, and end nothing: once when a wait is long, and when the ranks are to raise an error."""
+        """Print a report of the missing ranks without ending the job.
+
+        It does so when the timeout of the ranks has passed, and once for a wait longer than MPISTRAT_STALL_SECONDS.
+
+        Args:
+            waited: how long the ranks have waited, in seconds.
+            overdue: the same, less some seconds if another node is to report.
+        """
         limit = wait.waiting[0].record.limit
         passed = overdue > wait.timeout
         is_long = not self._has_noticed_wait and 0 < limit < overdue
@@ -237,28 +262,40 @@ class Observer:
     def _report(
         self, compose: Callable[[], str], action: int, code: int, wait: Wait | None = None
     ) -> None:
-        """Say why the job ends, and end it; unless the ranks went on meanwhile."""
+        """Print why the job ends, tell the ranks, and write the report file.
+
+        Args:
+            compose: returns the report.
+            action: END: the ranks end the job; RAISE: they raise StallError.
+            code: the exit code of the job.
+            wait: for a stall, the collective; nothing is reported if the ranks have left it meanwhile.
+        """
         text = self._compose(compose)
         if wait is not None and not wait.lasts():
             return
         self._say(f"\nmpistrat: {text}\nmpistrat: {_OUTCOMES[action]}\n")
-        if action == RAISE:  # with this text
+        if action == RAISE:  # the ranks raise StallError with this text
             with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:
                 file.write(text)
         self._reported = time.monotonic()
         for rank in self._detector.ranks.values():
             rank.record.code, rank.record.stalled = code, wait.slot.group if wait else 0
-            rank.record.abort = action  # last: the rank acts on it
+            rank.record.abort = action  # written last: the rank acts on it
         self._report_file.write(f"{text}\n")
         self._tell_where_the_report_is(deadlines.OBSERVER_WAITS_FOR_REPORT_FILE)
 
     def _may_return_0(self) -> bool:
-        """Whether a rank may have returned 0 without a word: MPICH's launcher may then return 0, too."""
+        """Whether MPICH's launcher may return 0, because a rank may have ended by os._exit(0)."""
         exits = any(rank.record.exits for rank in self._detector.ranks.values())
         return exits or any(rank.status in (0, None) for rank in self._detector.unexplained())
 
     def _tell_where_the_report_is(self, seconds: float) -> None:
-        """Once it is written; until then, but not for long, the launcher is kept: to the end, if it would return 0."""
+        """Print the report file's path once the file is written, and then close the stderr, so that the launcher ends.
+
+        The stderr is closed after 2 s even without the file. If the launcher would return 0, it stays open to the end.
+
+        Args: seconds: how long to wait for the file.
+        """
         if self._report_file.is_written(seconds):
             self._say(f"mpistrat: This report is in {self._report_file.path}.\n")
         elif time.monotonic() - self._reported < deadlines.OBSERVER_WAITS_FOR_REPORT_FILE_AT_END:
@@ -267,25 +304,28 @@ class Observer:
             self._stderr.give_back()
 
     def _compose(self, compose: Callable[[], str]) -> str:
-        """What `compose` returns, which may take a while: ranks are asked what they do."""
+        """Return the text that `compose` returns, or a text with the error that `compose` raises.
+
+        It may take up to 15 s, because ranks are asked for their stacks; the ranks do not take the observer for gone.
+        """
         self._promise_to_look(deadlines.OBSERVER_REPORTS)
         try:
             return compose()
-        except Exception as error:  # the verdict stands, however little can be said
+        except Exception as error:  # the job ends all the same
             places = "".join(f"\n      {place}" for place in places_of(error))
-            return f"ranks failed, or wait too long; {error!r} kept the observer from telling why:{places}"
+            return f"ranks failed, or wait too long, but the observer failed to say why: {error!r}{places}"
         finally:
             self._pauses.restart()
             self._promise_to_look(0.0)
 
     def _see_to_the_end(self) -> None:
-        """Kill the ranks that did not hear that the job ends, or could not end it."""
+        """Once the job ends, tell ranks that were not told, and kill ranks that do not end."""
         now = time.monotonic()
         if self._detector.in_state(ENDING):
             self._ending_since = min(self._ending_since, now)
         ending = now - self._ending_since
         if ending > deadlines.OBSERVER_WAITS_FOR_LAUNCHER:
-            # Under fault tolerant MPI, MPI_Abort ends one rank only; and before MPI_Init, an exit code no other.
+            # Under a fault tolerant MPI, MPI_Abort ends only its own rank; before MPI_Init, an exit code ends no other.
             for rank in self._detector.ranks.values():
                 if not rank.record.abort and rank.record.state != ENDING:
                     rank.record.code, rank.record.abort = 1, END
@@ -297,18 +337,23 @@ class Observer:
                         os.kill(rank.pid, signal.SIGKILL)
 
     def _is_unheard(self, now: float) -> bool:
-        """Whether ranks have had the time to end since they were told to."""
+        """Whether 2 s have passed since this observer told the ranks to end; False if they are to raise StallError."""
         raised = any(rank.record.abort == RAISE for rank in self._detector.ranks.values())
         told_for = now - (self._reported or now)
         return told_for >= deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS and not raised
 
     def _patience_with_ending(self) -> float:
-        if all(rank.dead for rank in self._detector.in_state(ENDING)):  # the others were told
+        """Return how many seconds after a rank began to end the job all living ranks are killed."""
+        # After the death of the ranks that end the job, the other ranks have been told to end.
+        if all(rank.dead for rank in self._detector.in_state(ENDING)):
             return deadlines.OBSERVER_WAITS_FOR_TOLD_RANKS + deadlines.OBSERVER_WAITS_FOR_LAUNCHER
         return deadlines.OBSERVER_WAITS_FOR_ENDING_RANK
 
     def _tell_who_waits_at_the_end(self) -> None:
-        """Once. It may be right; or a rank waits, in an MPI call of the program's own, for one that is at its end."""
+        """Print a notice, once, if ranks have waited at their ends for longer than the limit.
+
+        That may be right. Or another rank waits for them in an MPI call of the program's own, and the job hangs.
+        """
         ranks, leaving = list(self._detector.ranks.values()), self._detector.in_state(LEAVING)
         if self._noticed_leaving or self._reported or not leaving:
             return
@@ -321,7 +366,10 @@ class Observer:
 
 
 class ReportFile:
-    """A report, written by a thread of its own. `path` is "" where it cannot be written."""
+    """Writes a report to a new file, in a thread, because the file system may hang.
+
+    Attributes: path: the file's path; "" before it is written, or if it cannot be written.
+    """
 
     def __init__(self) -> None:
         self.path = ""
@@ -335,7 +383,7 @@ class ReportFile:
         self._thread.start()
 
     def is_written(self, seconds: float) -> bool:
-        """Whether it is there, after at most so long. True once."""
+        """Wait for the file, at most `seconds`. Returns: True once, when the file is written; else False."""
         if self._thread is None:
             return False
         self._thread.join(seconds)
@@ -346,7 +394,10 @@ class ReportFile:
 
 
 def write_report(text: str) -> str:
-    """The path of a new file in the working directory, else among the temporary ones; "" if neither can be written."""
+    """Write `text` to a new file in the working directory, else in the folder for temporary files.
+
+    Returns: the file's path; "" if neither folder can be written.
+    """
     name = f"mpistrat-report-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for place in (".", tempfile.gettempdir()):
         with contextlib.suppress(OSError):  # the working directory may be gone
@@ -358,7 +409,7 @@ def write_report(text: str) -> str:
 
 
 def _end_launcher(pid: int) -> None:
-    """Kill it, so that its exit code is not 0."""
+    """Kill the launcher `pid`, so that its exit code is not 0: by SIGHUP, and 0.2 s later by SIGKILL."""
     for number in (signal.SIGHUP, signal.SIGKILL):
         if is_launcher(pid):
             with contextlib.suppress(OSError):
@@ -367,8 +418,11 @@ def _end_launcher(pid: int) -> None:
 
 
 def main(path: str) -> None:
-    """Observe the ranks whose records lie in a job's folder."""
-    # What is sent to all processes of a job is for the ranks, which may go on for a while; it ends with them.
+    """Observe the ranks whose records are in the job's folder `path`, until all have ended.
+
+    It returns at once if the folder does not exist, or if another process observes the folder.
+    """
+    # Signals to all processes of a job are for the ranks. The ranks may go on for a while, and so must the observer.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     import shutil  # noqa: F401 - removing the folder needs it, when a file system may hang

@@ -1,9 +1,9 @@
-"""How the observer of one node asks the ranks of other nodes: over MPI, by the ranks' own threads.
+"""`OtherNodes`: the connection of a node's observer to the ranks of other nodes, over MPI, by the ranks' own threads.
 
-The observer has no connection of its own: it sets ASK in the record of a rank that waits too long. That rank's thread
-asks two ranks of each other node what the ranks there do, and leaves their accounts in the job's folder. If the stall
-is to be raised, it also hands the report on: the ranks of the other nodes wait in the same collective. A rank that
-fails tells the other nodes by which error.
+The observer has no connection to other nodes: it sets ASK in the record of a rank that waits too long. That rank's
+thread asks two ranks of each other node for an account of the ranks there, and writes the accounts to the job's folder.
+If the ranks are to raise StallError, the thread also sends the report to the other nodes, because their ranks wait in
+the same collective. A rank that fails sends its error to the other nodes.
 """
 
 from __future__ import annotations
@@ -24,25 +24,37 @@ from mpistrat.liveness.records.job_folder import report_of
 from mpistrat.liveness.records.record import RAISE, RankRecord
 from mpistrat.machine.private_files import create
 
-RANKS_TO_ASK = 2  # of each node, in case the first cannot speak
+RANKS_TO_ASK = 2  # of each node: the first may be unable to answer
 
 
 @dataclass(frozen=True)
 class Ask:
+    """A message: rank `asker` asks for an account of the receiver's node."""
+
     asker: int
 
 
 @dataclass(frozen=True)
 class Answer:
+    """A message: the account of the node whose first rank is `node`."""
+
     node: int
     account: Account
 
 
 @dataclass(frozen=True)
 class Raise:
+    """A message: the receiver is to raise StallError.
+
+    Attributes:
+        report: the text of the error.
+        group: the hash of the stalled communicator's name.
+        call: the number of the collective that a rank has left with an error: ranks that stay in it raise. 0: the
+            observer has found the stall.
+    """
+
     report: str
-    group: int  # the hash of the stalled communicator's name
-    # The collective that a rank has left for an error; 0: the observer has found the stall.
+    group: int
     call: int = 0
 
 
@@ -50,14 +62,12 @@ Message = Ask | Answer | Raise | NotedFailure
 
 
 class OtherNodes:
-    """The nodes that the ranks of `comm` are on; collective over it.
+    """The other nodes of the ranks of `comm`. To make one is collective over `comm`.
 
-    Args:
-        record: this rank's own.
-        send: sends a message to a rank of `comm`, whose `receive` is called with it.
+    Args: send: sends a message to a rank of `comm`; there, `receive` is called with the message.
     Attributes:
         are_some: whether there is any other node.
-        is_first_node: whether this rank's node has rank 0.
+        is_first_node: whether rank 0 of `comm` is on this rank's node.
     """
 
     def __init__(
@@ -74,20 +84,22 @@ class OtherNodes:
         self.are_some = bool(self._others)
         self.is_first_node = self._node == 0
         self._accounts: dict[int, Account] = {}  # by node
-        # When the other nodes were asked what they have not answered yet; 0.0: nothing.
+        # When the other nodes were asked; 0.0: no question is open.
         self._asked_at = 0.0
         self._has_asked = self._raised = False
         self._left: Raise | None = None
 
     def tell_failure(self, failure: NotedFailure) -> None:
-        """Have the other nodes note it in their folders."""
+        """Send `failure` to the first rank of each other node, for the node's log of errors. Does not wait."""
         with contextlib.suppress(MPI.Exception):  # a rank is lost
             self._send_all(failure, 1)
 
     def receive(self, message: Message) -> None:
+        """Act on a message from another rank of `comm`. Called by: `ExitGroup`."""
         record = self._record
         if isinstance(message, Ask):
-            record.asked = time.monotonic_ns()  # that node reports the stall: our observer need not
+            # The other node reports the stall: our observer need not.
+            record.asked = time.monotonic_ns()
             self._send(Answer(self._node, _account_of_node(record.folder)), message.asker)
         elif isinstance(message, Answer):
             self._accounts.setdefault(message.node, message.account)
@@ -104,17 +116,20 @@ class OtherNodes:
         with contextlib.suppress(OSError), create(report_of(record.folder)) as file:
             file.write(message.report)
         record.stalled = message.group
-        record.abort = RAISE  # last: the rank acts on it
+        record.abort = RAISE  # written last: the rank acts on it
 
     def _raise_if_inside(self) -> None:
-        """Raise on this rank if it stays in a collective that another has left; it may be about to leave, too."""
+        """Have this rank raise StallError if it has been for 1 s in a collective that another rank has left.
+
+        Until then it may be about to leave the collective, too.
+        """
         message = self._left
         if message is None:
             return
-        # When this rank entered its last call of the communicator, by the number of the call
+        # For the number of this rank's last call on the communicator, when the rank entered the call (0: it returned).
         entered = {b.calls: b.since for b in self._record.slots() if b.group == message.group}
         if min(entered, default=message.call) < message.call:
-            return  # the collective comes next
+            return  # this rank has not entered the collective yet
         since = entered.get(message.call, 0)
         if not since:
             self._left = None
@@ -123,7 +138,10 @@ class OtherNodes:
             self._raise(message)
 
     def look(self, now: float) -> None:
-        """Called a few times a second, with `time.monotonic()`."""
+        """Do what is due: ask other nodes if the observer asks, write their accounts, and pass on a stall's report.
+
+        Args: now: the time by `time.monotonic()`.   Called by: `ExitGroup`, a few times a second.
+        """
         record = self._record
         self._raise_if_inside()
         if not self._others:
@@ -144,14 +162,14 @@ class OtherNodes:
             leave_accounts(record.folder, [self._accounts[node] for node in sorted(self._accounts)])
 
     def _send_all(self, message: Message, most: int | None = None) -> None:
-        """To all ranks of each other node, or to the first ones."""
+        """Send `message` to the first `most` ranks of each other node; None: to all its ranks."""
         for ranks in self._others.values():
             for rank in ranks[:most]:
                 self._send(message, rank)
 
 
 def _account_of_node(folder: str) -> Account:
-    """Of the ranks whose records lie in `folder`; takes up to two seconds if ranks do not answer."""
+    """Return the account of this node's ranks, by the records in `folder`. It may take 2 s if ranks do not answer."""
     ranks = find_ranks(folder)
     calls = {str(r.number): {str(group): made for group, made in r.calls.items()} for r in ranks}
     return Account(calls, account_of(ranks))

@@ -1,4 +1,4 @@
-"""The moments in which a job stood still, and so has not waited."""
+"""`Pauses`: the times in which a job stood still: they do not count as waiting."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from mpistrat.liveness.observer.failure_detector import ObservedRank
 
 
 class Pauses:
-    """When this node's ranks stood still: a job that was suspended has not waited meanwhile."""
+    """Remembers when this node's ranks stood still, because a suspended job does not wait for anything."""
 
     def __init__(self) -> None:
         self._looked = time.monotonic()
         self._pauses: list[tuple[float, float]] = []  # (end, seconds)
 
     def notice(self, ranks: Collection[ObservedRank]) -> None:
-        """Called at each look. The clock went on, or this process did, but no rank could."""
+        """Count the time since the last look as a pause if all living ranks stand still, or if it exceeds 2 s.
+
+        After 2 s this process was suspended, too. Called by: the observer, at each look.
+        """
         gap = time.monotonic() - self._looked
         self.restart()
         alive = [rank for rank in ranks if not rank.dead]
@@ -26,10 +29,10 @@ class Pauses:
             self._pauses.append((self._looked, gap))
 
     def restart(self) -> None:
-        """The time since the last look was no pause: the observer was busy."""
+        """Begin the time since the last look anew, because the observer was busy and not suspended."""
         self._looked = time.monotonic()
 
     def seconds_since(self, moment: float) -> float:
-        """How long ago that was by `time.monotonic`, without the pauses."""
+        """Return the seconds since `moment` (by `time.monotonic()`) without the pauses that ended later."""
         paused = sum(seconds for end, seconds in self._pauses if end > moment)
         return time.monotonic() - moment - paused

@@ -1,4 +1,4 @@
-"""In words: which ranks are missing where others wait, and what each of them does instead."""
+"""The observer's reports in words: the ranks that wait, the ranks that are missing, and the activity of each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from mpistrat.liveness.processes import cpu_seconds, describe_exit, describe_sta
 from mpistrat.liveness.records.record import CallEntry
 
 _MOST_FRAMES = 12
-_MOST_RANKS = 24  # that are described one by one
-_BUSY = 0.1  # of a core, which it may have to share
-_STARTS_PROGRAMS = "_run_as_main"  # of `mpistrat run`, through runpy
+_MOST_RANKS = 24  # the most ranks that a report describes one by one
+_BUSY = 0.1  # a rank that uses so much of a core is busy: it may have to share the core
+# The function of `mpistrat run` that starts programs, through runpy.
+_STARTS_PROGRAMS = "_run_as_main"
 _RUNPY = re.compile(r"\brunpy(\.py)?>?:\d+ in ")
 
 
@@ -27,9 +28,14 @@ def stall_report(
     missing_elsewhere: Iterable[int],
     lines_of_others: Sequence[str],
 ) -> str:
-    """Why ranks have waited for `waited` seconds.
+    """Return the report of a stall: the missing ranks, and the activity of all ranks, with stacks.
 
-    Args: missing_elsewhere, lines_of_others: what other nodes answered, if they did.
+    Args:
+        ranks: the ranks of this node, except lost ones.
+        wait: the collective that has lasted too long.
+        waited: seconds since the first rank entered it.
+        missing_elsewhere: missing ranks on other nodes, as numbers in the job.
+        lines_of_others: the lines of the other nodes' accounts; empty if they have not answered.
     """
     group, elsewhere, suspects = wait.slot.group, wait.elsewhere, wait.suspects
     allowed, more = _limit_of(wait)
@@ -54,7 +60,7 @@ def stall_report(
 
 
 def _limit_of(wait: Wait) -> tuple[str, str]:
-    """The limit that has passed, and how to allow more."""
+    """Return two texts: the limit that has passed, and the setting that allows more time."""
     limit = wait.waiting[0].record.limit
     if wait.limit != limit or 0 < wait.timeout <= limit:
         return f"the timeout of their group is {wait.timeout:g} s", "a longer timeout= of the group"
@@ -62,7 +68,12 @@ def _limit_of(wait: Wait) -> tuple[str, str]:
 
 
 def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterable[int]) -> str:
-    """Args: suspects: those that may keep the others waiting; elsewhere: missing ranks of other nodes, by number."""
+    """Return a text that names the missing ranks, or the ranks that stand still inside the collective; "" without any.
+
+    Args:
+        suspects: `wait.suspects`.
+        elsewhere: missing ranks on other nodes, as numbers in the job.
+    """
     missing = sorted([*elsewhere, *(rank.number for rank in wait.missing)])
     if missing:
         return f"{_numbers(missing)} {'has' if len(missing) == 1 else 'have'} not come to it"
@@ -70,6 +81,7 @@ def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterabl
 
 
 def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
+    """Return the report of a death: how the rank `first` died, and the last collectives of all `ranks` of the node."""
     lines = [f"{first.who} {_how_it_died(first)}", f"  it {_last_words(first)}"]
     lines += _spoken_at_death(first)
     others = [rank for rank in ranks if rank is not first]
@@ -88,39 +100,45 @@ def _how_it_died(rank: ObservedRank) -> str:
     if rank.became:
         return f"became another program, by exec ({rank.became}), and then {how}"
     if rank.closed_alive:
-        return "closed files that it had not opened, as os.closerange() does, and died: the launcher had lost it"
+        return "closed files that it had not opened, as os.closerange() does, and died: it had lost its launcher"
     return how
 
 
 def absence_report(absent: list[ObservedRank], waiting: list[ObservedRank]) -> str:
-    """That ranks have come to their ends, and others wait for all ranks to start."""
+    """Return the report that ranks have come to their ends (`absent`) while others wait for all ranks to start."""
     first, *more = absent
     how = first.record.end or (describe_exit(first.status) if first.dead else "came to its end")
     so_did = f" (so did {_ranks(more)})" if more else ""
     return (
         f"{first.who} {how}{so_did}, but {_ranks(waiting)} {_verb(waiting, 'wait')} for all ranks to start MPI, or to "
-        "build the strategy.\nEvery rank must do so. Does an `if rank == 0:` stand around it, or did a rank find "
-        "nothing to do, and end?"
+        "build the strategy.\nEvery rank must do so. Is the call inside an `if rank == 0:`, or did a rank end because "
+        "it had nothing to do?"
     )
 
 
 def account_of(ranks: list[ObservedRank]) -> list[str]:
-    """What the ranks of a node do, for the report of another."""
+    """Return lines about the activity of this node's ranks, for the report of another node."""
     inside = [rank for rank in ranks if rank.inside and not rank.stands_still]
     return _what_they_do([rank for rank in ranks if rank not in inside]) + _in_calls(inside)
 
 
 def leaving_notice(ranks: list[ObservedRank], gone: list[ObservedRank], seconds: float) -> str:
-    """That ranks have come to their end and wait for others; this may be right."""
+    """Return the notice that ranks (`gone`) wait at their ends for the others; this may be no failure.
+
+    Args: seconds: how long they have waited.
+    """
     lines = [
         f"{_ranks(gone)} came to the end of the program {seconds:.0f} s ago and {_verb(gone, 'wait')} for the other "
-        "ranks. If one of those waits in turn, in an MPI call of the program's own, this job hangs:"
+        "ranks. If one of these waits in turn, in an MPI call of the program's own, this job hangs:"
     ]
     return "\n".join(lines + _what_they_do([rank for rank in ranks if rank not in gone]))
 
 
 def straggler(ranks: list[ObservedRank]) -> list[str]:
-    """A line about the rank that others waited for in the last minute: the one that waited least itself."""
+    """Return a line about the slowest rank of the last minute: the rank that waited least for others.
+
+    Returns: [] if fewer than two ranks live, or if their waits differ by less than 1 s.
+    """
     waited = sorted((rank.record.seconds_waited(), rank.number) for rank in ranks if not rank.dead)
     if len(waited) < 2 or waited[-1][0] - waited[0][0] < deadlines.STRAGGLER_WAITED_LESS:
         return []
@@ -132,7 +150,12 @@ def straggler(ranks: list[ObservedRank]) -> list[str]:
 
 
 def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
-    """Of each rank: whether it is busy, its last collective, and its stack."""
+    """Return lines for each rank, at most 24: whether it is busy, its last collective, and its stack.
+
+    It takes 0.3 s, to measure CPU times, and up to 1.5 s until the ranks have answered.
+
+    Args: group: prefer the last collective on this communicator (by the hash of its name); None: on any.
+    """
     if not ranks:
         return []
     shown = ranks[:_MOST_RANKS]
@@ -150,14 +173,17 @@ def _what_they_do(ranks: list[ObservedRank], group: int | None = None) -> list[s
 
 
 def _ask_for_stacks(ranks: list[ObservedRank]) -> list[tuple[ObservedRank, StackRequest]]:
-    """Of all at once: together they have as long to answer as one."""
+    """Ask all `ranks` for their stacks at the same time: so all of them together have 1.5 s to answer."""
     return [
         (r, StackRequest(r.pid, 0 if r.dead else r.record.stack_signal, r.stacks)) for r in ranks
     ]
 
 
 def _state(rank: ObservedRank, used: float, seconds: float) -> str:
-    """Args: used: its CPU time, `seconds` ago."""
+    """Return a text about the rank's process: dead, at its end, stopped, busy or idle.
+
+    Args: used: the CPU time in seconds that it had used `seconds` ago.
+    """
     busy = (cpu_seconds(rank.pid) - used) / seconds
     if rank.dead:
         return describe_exit(rank.status)
@@ -173,7 +199,10 @@ def _state(rank: ObservedRank, used: float, seconds: float) -> str:
 
 
 def _last_words(rank: ObservedRank, group: int | None = None) -> str:
-    """Its last collective of the group, or of any, and those of other groups that it is in."""
+    """Return a text with the rank's last collective, and with collectives on other communicators that it is in.
+
+    Args: group: the last collective is on this communicator (by the hash of its name) if there is one; None: on any.
+    """
     record, slots = rank.record, rank.record.slots()
     of_group = (record.entry_of(slot) for slot in slots if slot.group == group)
     last = next(of_group, None) or next(iter(record.last(1)), None)
@@ -204,7 +233,7 @@ def _stack(rank: ObservedRank, request: StackRequest) -> list[str]:
 
 
 def _of_the_program(frames: list[str]) -> list[str]:
-    """Frames, the innermost first, without those outside of a program that `mpistrat run` has started."""
+    """Return the frames, the innermost first, without the outer frames of `mpistrat run`, if it started the program."""
     starts = (n for n, frame in enumerate(frames) if frame.endswith(f" in {_STARTS_PROGRAMS}"))
     inner = frames[: next(starts, None)]
     while len(inner) < len(frames) and inner and _RUNPY.search(inner[-1]):
@@ -213,7 +242,7 @@ def _of_the_program(frames: list[str]) -> list[str]:
 
 
 def _spoken_at_death(rank: ObservedRank) -> list[str]:
-    """What faulthandler wrote about a fatal signal."""
+    """Return the lines that faulthandler wrote when a fatal signal killed the rank; [] without any."""
     text = ""
     with (
         contextlib.suppress(OSError),
@@ -228,13 +257,16 @@ def _spoken_at_death(rank: ObservedRank) -> list[str]:
 
 
 def _in_calls(ranks: list[ObservedRank], group: int | None = None) -> list[str]:
-    """The collectives, of the group or of any, that ranks are in; those in the same one together."""
+    """Return a line for each collective that some of `ranks` are in, with these ranks.
+
+    Args: group: only collectives on this communicator (by the hash of its name); None: on any.
+    """
     calls: dict[str, list[ObservedRank]] = {}
     for rank in ranks:
         for slot in rank.record.slots():
             if not slot.since or group not in (None, slot.group):
                 continue
-            entry = rank.record.entry_of(slot)  # None when other threads made many calls since
+            entry = rank.record.entry_of(slot)  # None if other threads have made 64 calls since
             call = f"{entry.number}: {entry.call}\n      at {entry.site}" if entry else slot.calls
             calls.setdefault(f"in collective number {call}", []).append(rank)
     return [f"  {_ranks(those)} {_verb(those, 'wait')} {text}" for text, those in calls.items()]

@@ -1,4 +1,4 @@
-"""How a process is asked for its Python stack."""
+"""`StackRequest`: asks another process for its Python stack."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from mpistrat.liveness.processes import RUNS, catches, state_of
 
 
 class StackRequest:
-    """Asks a process for the Python frames of its main thread.
+    """Asks a process for the Python frames of its main thread, by a signal.
 
-    The process must have registered `stack_signal` with faulthandler, to the file `stacks`: the C handler speaks even
-    while the GIL is held. A process that no longer catches the signal is not asked: the signal would kill it.
+    The process must have registered the signal with faulthandler, see `observation.speak_on_signal`: the C handler
+    answers even while the GIL is held. A process that no longer catches the signal is not asked: the signal would kill
+    it.
 
+    Args:
+        stack_signal: the signal's number; 0: do not ask.
+        stacks: the file to which faulthandler appends the stack.
     Attributes: sent: whether the process was asked.
     """
 
     def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:
-        self._stacks, self._before = stacks, 0  # bytes that were there before
+        self._stacks, self._before = stacks, 0  # bytes in the file before the request
         self.sent = False
         self._deadline = time.monotonic() + deadlines.OBSERVER_WAITS_FOR_STACK
         if stack_signal and state_of(pid) in RUNS and catches(pid, stack_signal):
@@ -31,12 +35,15 @@ class StackRequest:
                 self.sent = True
 
     def frames(self) -> list[str]:
-        """Innermost first; [] when it does not answer."""
+        """Wait for the answer, and return its frames, "train.py:33 in main", the innermost first.
+
+        Returns: [] if the process was not asked, or does not answer within 1.5 s after the request.
+        """
         answer = ""
         while self.sent:
             before, answer = answer, self._answer()
-            # A process without a core may stop in the middle of its answer. The deadline comes after a look: others may
-            # have been waited for until now.
+            # A process without a core may stop in the middle of its answer. Look at the file before the deadline: the
+            # observer may have waited for other processes until now.
             is_complete = answer == before and bool(_frames(answer))
             if is_complete or time.monotonic() > self._deadline:
                 break
@@ -50,6 +57,6 @@ class StackRequest:
 
 
 def _frames(dump: str) -> list[str]:
-    """The frames in faulthandler's output for one thread."""
+    """Return the frames in faulthandler's output for one thread, the innermost first."""
     found = re.findall(r'^\s+File "(.*)", line (\d+) in (.*)', dump, re.MULTILINE)
     return [f"{file}:{line} in {function}" for file, line, function in found]

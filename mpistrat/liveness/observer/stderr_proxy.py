@@ -1,7 +1,7 @@
-"""Standard error of other processes, for a process that has none of its own.
+"""`StderrProxy`: writes to the stderr of other processes, for a process that has no stderr.
 
-A launcher waits for the end of each pipe that it gave its ranks. So whoever outlives the ranks must not hold one: the
-observer opens it when there is something to say, and closes it then.
+A launcher waits for the end of each pipe that it gave its ranks. So a process that outlives the ranks must not hold
+such a pipe: the observer opens it to print something, and closes it afterwards.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ _WITHOUT_OFFSET = ("pipe:", "/dev/")
 
 
 class StderrProxy:
-    """That of one process, the owner, at a time."""
+    """Opens the stderr of one process at a time, and writes to it.
+
+    Attributes: owner: the pid of the process whose stderr was opened last; None before.
+    """
 
     def __init__(self) -> None:
         self._file: int | None = None
         self.owner: int | None = None
 
     def borrow(self, pids: Iterable[int]) -> bool:
-        """Open that of the first of the processes which has one, unless one is open; returns whether one is."""
+        """Open the stderr of the first process in `pids` that has a usable one, unless a stderr is already open.
+
+        Returns: whether a stderr is open now.
+        """
         for pid in pids if self._file is None else ():
             self._file, self.owner = _stderr_of(pid), pid
             if self._file is not None:
@@ -33,7 +39,10 @@ class StderrProxy:
         return self._file is not None
 
     def say(self, text: str, pids: Iterable[int]) -> bool:
-        """Write it to the one that is open, else to that of the first of the processes where it can be written."""
+        """Write `text` to the open stderr; if that fails, to the stderr of the first process in `pids` that works.
+
+        Returns: whether the text was written.
+        """
         candidates = iter(pids)
         while self.borrow(candidates):
             if write(self._file or 0, text):
@@ -48,7 +57,10 @@ class StderrProxy:
 
 
 def say_on_launcher(pid: int, text: str) -> bool:
-    """On stderr of what started the process on this node; returns whether it was written."""
+    """Write `text` to the stderr of the launcher or daemon that started the process `pid` on this node.
+
+    Returns: whether it was written; False if no launcher is found.
+    """
     launcher = launcher_of(pid)
     return launcher is not None and StderrProxy().say(text, (launcher,))
 
@@ -56,11 +68,11 @@ def say_on_launcher(pid: int, text: str) -> bool:
 def _stderr_of(pid: int) -> int | None:
     path = f"/proc/{pid}/fd/2"
     with contextlib.suppress(OSError):
-        kind = os.readlink(path)  # asks no file system
-        if kind in _SILENT or kind.endswith(" (deleted)"):  # nobody would read it
+        kind = os.readlink(path)  # does not touch the file itself: its file system may hang
+        if kind in _SILENT or kind.endswith(" (deleted)"):  # nobody would read the text
             return None
         if not kind.startswith(_WITHOUT_OFFSET):
-            # A file opened once more would have an offset of its own, and a socket cannot be opened.
+            # A file that is opened again would have a second offset, and a socket cannot be opened.
             with contextlib.suppress(OSError):
                 return _shared(pid)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
@@ -69,9 +81,9 @@ def _stderr_of(pid: int) -> int | None:
 
 
 def _shared(pid: int) -> int:
-    """The process's own descriptor, as if it had been inherited.
+    """Return a duplicate of the process's stderr descriptor, as if it had been inherited.
 
-    Raises: OSError before Linux 5.6, and where processes may not be traced.
+    Raises: OSError before Linux 5.6, or if this process may not trace the process `pid`.
     """
     pidfd = open_pidfd(pid)
     try:

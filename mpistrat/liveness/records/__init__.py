@@ -1,1 +1,1 @@
-"""What each rank does, in shared memory: its record, the job's folder, and the errors noted there."""
+"""Shared memory for the ranks of a node: the job's folder with a record of each rank, and a log of errors."""

@@ -1,9 +1,9 @@
-"""The errors that the ranks of a job end with: one that several ranks have in common is printed once.
+"""The log of the errors that end the ranks of a job: an error that several ranks have in common is printed once.
 
-Each rank notes its error in a file of the job's folder, under a lock. The first rank prints the error before it notes
-that, so that no error is lost, whatever ends the ranks meanwhile. A rank that only hears of another rank's error leaves
-that rank time to print it. Nodes tell each other what they note, once they can; the others leave the first node time to
-speak for all.
+Each rank writes its error to a file of the job's folder, under a lock. The first rank prints the error before it logs
+that it has printed it: so no error is lost, whatever ends the ranks meanwhile. A rank that raises another rank's error
+gives that rank time to print it. The nodes send each other their entries, once they are connected. The other nodes give
+the first node time to print for all.
 """
 
 from __future__ import annotations
@@ -24,19 +24,28 @@ from mpistrat.machine.notices import ranks_in_words
 from mpistrat.machine.private_files import private
 
 _FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
-OF_ANOTHER_RANK = "-"  # in place of an error: any that was said explains it
+# In place of an error that another rank has raised: any printed error explains it.
+OF_ANOTHER_RANK = "-"
 # "on rank 3", "PMI_RANK=3"
 _NUMBER_OF_RANK = re.compile(r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\d+)\b")
 
 
 @dataclass(frozen=True)
 class NotedFailure:
-    """What a rank notes, as other nodes are told."""
+    """An entry of the log. Ranks also send it to other nodes.
+
+    Attributes:
+        kind: "failed": the rank ends with the error; "said": it has printed the error; "summed-up": it has printed the
+            summary.
+        rank: the rank's number in the job.
+        error: the word by which errors are compared, see `FailureLog.add`.
+        at: when this node has logged the entry, by `time.monotonic()`; 0.0 in an entry that is not read from the file.
+    """
 
     kind: str
     rank: int
     error: str
-    at: float = 0.0  # time.monotonic() of this node, once it is read here
+    at: float = 0.0
 
 
 class Nodes(Protocol):
@@ -45,16 +54,13 @@ class Nodes(Protocol):
     is_first_node: bool
 
     def tell_failure(self, failure: NotedFailure) -> None:
-        """Have them note it, too. Does not wait for them."""
+        """Send `failure` to the other nodes, for their logs, without waiting for them."""
 
 
 class FailureLog:
-    """This rank's view of the errors.
+    """One rank's access to the log of errors in the job's folder.
 
-    Args:
-        folder: of the job, on this node.
-        rank: this one's, of the `size` ranks of the job.
-        nodes: None where nothing but this node is known.
+    Args: nodes: the job's other nodes; None if there are none, or this rank is not connected to them yet.
     """
 
     def __init__(self, folder: str, rank: int, size: int, nodes: Nodes | None = None) -> None:
@@ -66,18 +72,18 @@ class FailureLog:
         self._pause += 0.0 if nodes is None else deadlines.RANK_WAITS_FOR_FAILURES_OF_OTHER_NODES
 
     def note(self, failure: NotedFailure) -> None:
-        """Note what another node tells. Raises: OSError."""
+        """Append the entry of another node to the file. Raises: OSError if the file cannot be written."""
         with self._locked() as file:
             _write(file, failure)
 
     def add(self, error: str, say: Callable[[], object], patience: float = 0.0) -> None:
-        """Note that this rank ends with `error`, and call `say` unless another rank has said it.
+        """Log that this rank ends with `error`, and call `say` to print the error unless another rank has printed it.
 
         Args:
-            error: what errors are compared by, in one word, or in parts, "a.b", of which one has to be equal; or
-                OF_ANOTHER_RANK.
-            patience: how many seconds to leave to another rank to say it.
-        Raises: OSError, before `say` is called.
+            error: a word by which errors are compared, or words with dots, "a.b": errors are alike if one word is equal
+                at the same place. OF_ANOTHER_RANK is like every error.
+            patience: the seconds that other ranks have to print the error first.
+        Raises: OSError if the file cannot be used: then `say` has not been called.
         """
         with self._locked() as file:
             self._note(file, _FAILED, error)
@@ -88,9 +94,11 @@ class FailureLog:
                 self._note(file, _SAID, error)
 
     def sum_up(self, last_line: str = "") -> str:
-        """In lines, which ranks have an error in common, then `last_line`; "" if another rank says so.
+        """Return a line for each error that several ranks have in common, with these ranks, and then `last_line`.
 
-        Waits a moment for ranks that are about to fail. Raises: OSError.
+        It waits at most about 2 s for other ranks that are about to fail.
+
+        Returns: "" if another rank has already made the summary.   Raises: OSError if the file cannot be used.
         """
         soon(self._is_complete, max(deadlines.RANK_WAITS_FOR_ALL_FAILURES, 2 * self._pause))
         with self._locked() as file:
@@ -107,14 +115,14 @@ class FailureLog:
         return "".join([*lines, last_line])
 
     def _is_complete(self) -> bool:
-        """Whether all ranks of the job have failed, or no other does; and all errors have been said."""
+        """Whether all ranks have failed, or no further rank fails, and every error has been printed and passed on."""
         failed, now = self._entries(_FAILED), time.monotonic()
         all_failed = len({entry.rank for entry in failed}) == self._size and not self._patience
         if not all_failed and now - max((entry.at for entry in failed), default=0.0) <= self._pause:
             return False
         if not all(self._is_said(entry.error) for entry in failed):
             return False
-        # Launchers must have had the time to pass on all that other ranks have said.
+        # The launcher must have had time to pass on the output of other ranks.
         others = (entry.at for entry in self._entries(_SAID) if entry.rank != self._rank)
         return now - max(others, default=0.0) > deadlines.RANK_WAITS_FOR_LAUNCHER_TO_PASS_ON
 
@@ -123,9 +131,10 @@ class FailureLog:
         return any(error == OF_ANOTHER_RANK or _are_alike(error, other) for other in said)
 
     def _entries(self, wanted: str) -> list[NotedFailure]:
-        """The entries of this kind from the last seconds, in their order."""
+        """Return the entries of the kind `wanted` from the last 5 s, in the order of the file."""
         with open(self._path, encoding="utf-8") as file:
-            lines = file.read().rpartition("\n")[0].splitlines()  # the last may be half written
+            # The last line may be half written.
+            lines = file.read().rpartition("\n")[0].splitlines()
         found = (line.split() for line in lines)
         entries = [NotedFailure(kind, int(rank), e, float(at)) for kind, at, rank, e in found]
         since = time.monotonic() - deadlines.NOTED_FAILURE_COUNTS
@@ -140,7 +149,7 @@ class FailureLog:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Any]:
-        """The file, to append to. A rank that holds the lock for long is not waited for."""
+        """Yield the log file, open for appending and locked; unlocked if a rank holds the lock for over 0.5 s."""
         with open(self._path, "a", encoding="utf-8", opener=private) as file:
             soon(functools.partial(lock, file), deadlines.RANK_WAITS_FOR_LOCK_OF_FAILURES)
             yield file
@@ -156,12 +165,16 @@ def _write(file: Any, failure: NotedFailure) -> None:
 
 
 def as_of_any_rank(traceback: str, rank: int) -> str:
-    """A word for the traceback: the same on ranks whose messages differ only in their own number, or in addresses."""
+    """Return a hash of the traceback without memory addresses and without the number `rank`.
+
+    So ranks get equal hashes if their messages differ only in each rank's own number. If a message names other ranks,
+    all numbers count.
+    """
     import hashlib  # here, because it makes importing mpistrat slower
 
-    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", traceback)  # torch writes it before each line
+    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", traceback)  # torch's prefix of each line
     lines = re.sub(r"\b0x[0-9a-f]+", "0x", text).splitlines()
-    # Lines of code are the same on all ranks, whatever number they have.
+    # Lines of code are the same on all ranks: a number in them stays.
     messages = [i for i, line in enumerate(lines) if not line[:1].isspace()]
     if {n for i in messages for _, n in _NUMBER_OF_RANK.findall(lines[i])} == {str(rank)}:
         for i in messages:

@@ -1,7 +1,8 @@
-"""A folder in shared memory for the ranks of a job on one node, and the removal of what killed jobs left behind.
+"""The job's folder: a folder in shared memory for a job's ranks on one node. Folders of killed jobs are removed.
 
-Each process of the job holds a shared lock on the folder's lock file; the kernel releases it when the process ends, in
-whatever way. So a folder whose lock can be had exclusively belongs to nobody, and a living job keeps its own.
+Each process of the job holds a shared lock on the folder's lock file. The kernel releases the lock when the process
+ends, however it ends. So if a process can lock the file exclusively, no process of the job lives, and the folder may be
+removed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _RECORD = "rank-"
 
 
 def ranks_in(folder: str) -> dict[int, int]:
-    """The inodes of the records there, some of which may just be being made, by rank."""
+    """Return the inodes of the records in the job's folder, by rank, ascending. Some records may be unfinished."""
     found = [(e.name, e.inode()) for e in os.scandir(folder) if e.name.startswith(_RECORD)]
     return dict(sorted((int(name.removeprefix(_RECORD)), inode) for name, inode in found))
 
@@ -35,33 +36,36 @@ def record_of(folder: str, rank: int) -> str:
 
 
 def stacks_of(folder: str, rank: int) -> str:
-    """What faulthandler writes for the rank."""
+    """Return the path of the file to which faulthandler writes the rank's stacks."""
     return os.path.join(folder, f"stacks-{rank}")
 
 
 def line_of(folder: str, rank: int) -> str:
-    """A FIFO that the rank holds open: its end is seen when the rank closes its files."""
+    """Return the path of a FIFO that the rank holds open: the observer sees when the rank closes its files."""
     return os.path.join(folder, f"line-{rank}")
 
 
 def words_of(folder: str, rank: int) -> str:
-    """What the rank has the observer say."""
+    """Return the path of the text that the rank has the observer print."""
     return os.path.join(folder, f"words-{rank}")
 
 
 def report_of(folder: str) -> str:
-    """Where the observer's words are kept while the job lives."""
+    """Return the path of the observer's report of a stall; ranks raise StallError with this text."""
     return os.path.join(folder, "report")
 
 
 def note_members(folder: str, group: int, ranks: Sequence[int]) -> None:
-    """Note the members of a group, by their numbers in the job: a rank that never comes has no record of the group."""
+    """Write the ranks of a group, as numbers in the job, to the job's folder: an absent rank has no slot of the group.
+
+    Args: group: the hash of the group's name.
+    """
     with create(os.path.join(folder, f"members-{group:x}")) as file:
         file.write(" ".join(map(str, ranks)))
 
 
 def members_of(folder: str, group: int) -> set[int]:
-    """The members by `note_members`; empty where no rank has noted them."""
+    """Return the ranks that `note_members` wrote for the group; an empty set if no rank has written them."""
     path = os.path.join(folder, f"members-{group:x}")
     with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
         return set(map(int, file.read().split()))
@@ -82,7 +86,7 @@ _OF_MPI = re.compile(
 # A line of /proc/PID/maps: address, rights, offset, device, inode, and such a file.
 _MAPPING = re.compile(rf"(?m)^(?:\S+ ){{4}}(\d+) +({_OF_MPI.pattern}.*)$")
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
-_INIT = "1"  # of that namespace: never a rank
+_INIT = "1"  # the first process of this namespace, never a rank
 _LOCK_OF_A_JOB = re.compile(rf"[0-9A-Za-z-]{{8,80}}{re.escape(_LOCK)}")
 
 
@@ -98,7 +102,7 @@ def _of_this_user() -> str:
 
 
 def _is_ours(folder: str) -> bool:
-    """Whether it is a folder, no link, of this user's, that nobody else can write to."""
+    """Whether `folder` is a folder (no link) that belongs to this user and that nobody else can write to."""
     status = os.lstat(folder)
     private = status.st_uid == os.getuid() and not status.st_mode & 0o022
     return stat.S_ISDIR(status.st_mode) and private
@@ -110,7 +114,7 @@ def _check(folder: str) -> None:
 
 
 def lock(file: Any) -> bool:
-    """Lock an open file, if no other has it locked; returns whether it is locked now. Raises: OSError."""
+    """Try to lock an open file exclusively, without waiting. Returns: whether it is locked now. Raises: OSError."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -118,23 +122,23 @@ def lock(file: Any) -> bool:
 
 
 class JobFolder:
-    """Held from when it is made until this process ends."""
+    """This process's hold on the job's folder. It lasts until `leave`, or until the process ends."""
 
     def __init__(self, path: str) -> None:
-        """Join the folder that another process of the job has made."""
+        """Hold the folder `path`, which another process of the job has made. Raises: OSError if it has no lock file."""
         self.path = path
         self._lock = os.open(path + _LOCK, os.O_RDWR | os.O_NOFOLLOW)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def leave(self) -> None:
-        """Hold it no longer."""
+        """Release the folder."""
         os.close(self._lock)
 
     @classmethod
     def create(cls, name: str) -> tuple[JobFolder, bool]:
-        """The folder of the job that `name` stands for, in memory if there is any, and whether it is new.
+        """Make or join the folder of the job called `name`: in /dev/shm, else among the temporary files.
 
-        Raises: OSError.
+        Returns: the folder, and whether this process has made it.   Raises: OSError if no folder can be made.
         """
         for place in _places():
             with contextlib.suppress(OSError):
@@ -143,7 +147,8 @@ class JobFolder:
                 _check(root)
                 return cls._locked(os.path.join(root, name))
         error: OSError | None = None
-        for place in _places():  # somebody else has taken those: a name that nobody could foresee
+        # Another user has taken the user's folder: use a name that nobody can foresee.
+        for place in _places():
             try:
                 return cls._locked(os.path.join(place, f"{_of_this_user()}-{name}"))
             except OSError as failed:
@@ -154,7 +159,8 @@ class JobFolder:
     def _locked(cls, path: str) -> tuple[JobFolder, bool]:
         while True:
             os.close(os.open(path + _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-            with contextlib.suppress(FileNotFoundError):  # a cleaner was faster than our lock
+            # The lock file is gone if a cleaner has removed it before we locked it.
+            with contextlib.suppress(FileNotFoundError):
                 folder = cls(path)
                 status = os.fstat(folder._lock)
                 if status.st_uid != os.getuid():
@@ -168,34 +174,44 @@ class JobFolder:
 
     @contextlib.contextmanager
     def alone(self, role: str) -> Iterator[bool]:
-        """Whether no other process of the job is in a block of the same role."""
+        """Yield True if no other process is inside a block with the same `role` on this folder; else False."""
         with open(os.path.join(self.path, role), "a", opener=private) as file:
             yield lock(file)
 
     def remember_mappings(self, rank: int) -> None:
-        """Note which files in memory this process maps: MPI's, which nobody else removes when it is killed."""
+        """Write a list of MPI's files in /dev/shm that this process maps: if it is killed, MPI does not remove them.
+
+        Args: rank: the process's rank, for the list's name. Called by: each rank, once MPI has mapped its files.
+        """
         with create(os.path.join(self.path, f"{_MAPPINGS}{rank}")) as file:
             file.writelines(f"{inode} {path}\n" for inode, path in sorted(_shared_mappings()))
 
     def remove_if_last(self) -> bool:
-        """Remove the folder and the mappings that are noted in it, unless another process of the job holds it."""
+        """Remove the folder and MPI's files that ranks have listed in it, unless another process holds the folder.
+
+        Returns: whether the folder was removed.
+        """
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(self.path)
             return True
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # the attempt may have lost it
+        # The failed attempt may have released the shared lock.
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
         return False
 
 
 def _shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
-    """(inode, path) of MPI's files in /dev/shm that are mapped by a process."""
+    """Return (inode, path) of MPI's files in /dev/shm that a process maps."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
         files = _MAPPING.findall(maps.read())
     return {(int(inode), path) for inode, path in files if not path.endswith(" (deleted)")}
 
 
 def remove_leftovers() -> list[str]:
-    """Remove what this user's killed jobs left on this machine; returns the folders and files removed."""
+    """Remove the folders and MPI's files that this user's killed jobs left on this machine.
+
+    Called by: the first rank of each node, when it builds a strategy. Returns: the paths that were removed.
+    """
     removed = []
     for place in _places():
         root = os.path.join(place, _of_this_user())
@@ -214,10 +230,12 @@ def remove_leftovers() -> list[str]:
 
 
 def _remove_unmapped() -> list[str]:
-    """Remove this user's files of MPI that no process maps: of jobs that were killed before they had a folder.
+    """Remove this user's files of MPI that no process maps, from jobs that were killed before they had a folder.
 
-    Where processes may be hidden, in a container with numbers of its own, nothing is removed; nor is a file of the last
-    minute, which a starting job may be about to map. Raises: OSError where a process of this user hides its mappings.
+    It removes nothing in a container with a pid namespace of its own: processes outside may map the files. Files of the
+    last minute stay, too: a starting job may be about to map them.
+
+    Returns: the removed paths.   Raises: OSError if a process of this user hides its mappings.
     """
     if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE:
         return []
@@ -239,7 +257,10 @@ def _remove_unmapped() -> list[str]:
 
 
 def _mapped_by_any() -> set[int]:
-    """The inodes of MPI's files that processes map. Raises: PermissionError where one of this user does not say so."""
+    """Return the inodes of MPI's files that any process maps.
+
+    Raises: PermissionError if a process of this user hides its mappings.
+    """
     inodes: set[int] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -247,13 +268,13 @@ def _mapped_by_any() -> set[int]:
         except PermissionError:
             if pid != _INIT and _is_process_of_ours(pid):
                 raise
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return inodes
 
 
 def _is_process_of_ours(pid: str) -> bool:
-    """By its real user: those that the kernel protects seem to be root's."""
+    """Whether the process has this user's real uid. (The /proc files of protected processes belong to root.)"""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as status:
         return f"\nUid:\t{os.getuid()}\t" in status.read()
     return False
@@ -289,6 +310,6 @@ def _remove_mappings(listed: str) -> None:
         for line in file:
             inode, path = line.rstrip("\n").split(" ", 1)
             with contextlib.suppress(OSError):
-                status = os.lstat(path)  # the same name may be another job's file by now
+                status = os.lstat(path)  # another job may have made a new file of this name
                 if status.st_ino == int(inode) and status.st_uid == os.getuid():
                     os.unlink(path)

@@ -1,12 +1,13 @@
-"""One rank's file in shared memory: who it is, which collective it is in, and its last 64 collectives.
+"""A rank's record: a file in shared memory with its process, the collective that it is in, and its last 64 collectives.
 
-The file outlives its process, so that others can read what a stopped or dead rank was doing. Words are 8 bytes, aligned
-and in the machine's byte order: a reader sees an old or a new one, never half of each. Times are CLOCK_MONOTONIC in ns.
+The file outlives its process: so other processes can read the last collective of a stopped or dead rank. A word has 8
+bytes, aligned and in the machine's byte order: a reader sees the old or the new word, never a mixture. Times are
+CLOCK_MONOTONIC in ns.
 
     0      header, see the constants below
     1024   host name, UTF-8, ends at a zero byte
-    1280   how the rank came to its end, likewise
-    3072   64 sums of ns spent waiting, by second (modulo 64); at 3584 the seconds they belong to
+    1280   how the rank came to its end, UTF-8, ends at a zero byte
+    3072   64 sums of ns spent waiting, by second (modulo 64); at 3584 the seconds that they belong to
     4096   256 slots of 64 bytes, one for each communicator
     20480  64 ring entries of 256 bytes
 """
@@ -38,29 +39,31 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     SLOTS,
     LIMIT,
     ON_STALL,
-    STALLED,  # with ABORT: the hash of the stalled communicator's name; written before it
-    LOOKED,  # when the observer last looked, or will at the latest; 0: it does not know of this rank yet
-    ASK,  # 1: the observer wants to know of the ranks on other nodes; see `other_nodes`
-    ASKED,  # when the observer of another node asked
+    STALLED,  # with ABORT: the hash of the stalled communicator's name; written before ABORT
+    LOOKED,  # when the observer last looked, or will look at the latest; 0: never yet
+    ASK,  # 1: the observer asks for accounts of the ranks on other nodes; see `other_nodes`
+    ASKED,  # when the observer of another node last asked this node
     EXPENDABLE,  # 1: if this rank dies, the others go on without it
     OBSERVER,  # the pid of the process that observes this rank
-    SAY,  # 1: the observer is to say what the rank has left in the job's folder
-    STARTING,  # since when the rank waits for all others in MPI_Init, or to build a strategy; 0: it does not
-    EXITS,  # whether the rank is about to end by os._exit(0)
-    LIMIT_IS_SET,  # 1: LIMIT is the user's choice; else the timeout of a group takes its place
-    NOTICED,  # the ring entry of a call of this rank that was reported when its timeout had passed
-    BEGAN,  # when the process began: another one may get its pid
+    SAY,  # 1: the observer is to print the text that the rank has left in the job's folder
+    STARTING,  # since when the rank waits for all ranks to start; 0: it does not wait
+    EXITS,  # ANNOUNCED or SEEN if the rank is about to end by os._exit(0); else 0
+    LIMIT_IS_SET,  # 1: the user has chosen LIMIT; 0: the timeout of a group takes its place
+    NOTICED,  # the ring entry of this rank's last call that was reported after its timeout
+    BEGAN,  # when the process began, by `began_at`: another process may get its pid later
 ) = range(24)
-# STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
-# ENDING: this rank ends the job, or has failed: the observer need not explain its death.
+# STATE. LEAVING: at the program's end, waiting until the other ranks have come to their ends.
+# LEFT: after this wait, or without it. ENDING: this rank ends the job, or has failed: the observer need not explain its
+# death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)
-# EXITS, set by the rank, and then by the observer
+# EXITS. The rank sets ANNOUNCED; the observer then sets SEEN.
 ANNOUNCED, SEEN = 1, 2
-# ON_STALL, and ABORT once it is decided: what the ranks do after a report: of a stall, or (END) a death or an absence
+# ON_STALL, and ABORT after a report. END: the job ends because of a stall, a death or an absent rank. RAISE: the ranks
+# raise StallError.
 END, RAISE = 1, 2
-# Words of a slot: what this rank's current call is (see `agreement`), its number, when it was entered (0: in none),
-# the communicator's size, the hash of its name, its first rank's number in the job, the call's entry in the ring, and
-# after how many ns the rank itself raises an error (0: never)
+# Words of a slot: a word for this rank's current call (see `agreement`), the call's number, when the rank entered it
+# (0: in none), the communicator's size, the hash of its name, its first rank's number in the job, the number of the
+# call's entry in the ring, and the ns after which the rank itself raises an error (0: never)
 WORD, CALLS, SINCE, GROUP_SIZE, GROUP, FIRST, ENTRY, TIMEOUT = range(8)
 
 WAITED, _WAITED_SECOND = 3072 // 8, 3584 // 8
@@ -68,7 +71,7 @@ _FIRST_SLOT, _SLOT_WORDS, MAX_SLOTS = 4096 // 8, 8, 256
 _FIRST_ENTRY, _ENTRY_BYTES, RING = 4096 + 64 * MAX_SLOTS, 256, 64
 BYTES = _FIRST_ENTRY + RING * _ENTRY_BYTES
 
-# Number, entered, waited, slot, bytes of the call, bytes of its site; then the text, which is filled up with zeros.
+# Number, entered, waited, slot, bytes of the call, bytes of its site; then the text, filled up with zeros.
 _TEXT_BYTES = _ENTRY_BYTES - struct.calcsize("=QqqIHH")
 _ENTRY = struct.Struct(f"=QqqIHH{_TEXT_BYTES}s")
 _FIRST_WAITED, _ENTRY_WORDS = (_FIRST_ENTRY + 16) // 8, _ENTRY_BYTES // 8
@@ -76,7 +79,7 @@ MAX_SITE = 110
 
 
 class _Word:
-    """A word of the header as an attribute of its record."""
+    """A descriptor: makes the word `index` of the header an int attribute of `RankRecord`."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -89,7 +92,10 @@ class _Word:
 
 
 class _HeaderText:
-    """Some bytes of the header as an attribute of its record; "" before it is set. Too long a text loses its end."""
+    """A descriptor: makes `size` bytes of the header, from byte `first` on, a str attribute of `RankRecord`.
+
+    The attribute is "" before it is set. A text that is too long loses its end.
+    """
 
     def __init__(self, first: int, size: int) -> None:
         self._first, self._size = first, size
@@ -104,7 +110,13 @@ class _HeaderText:
 
 
 class RankRecord:
-    """A rank's own record, or a view of another's. `path` None is memory that nobody else sees."""
+    """A rank's own record, or another process's view of it, see the top of this file.
+
+    Args:
+        path: the record's file; None: memory that no other process sees.
+        create: make the file; else map a file that exists.
+    Raises: OSError if the file cannot be made or mapped, or if it is no record of this version.
+    """
 
     pid, rank, size, stack_signal = map(_Word, (PID, RANK, SIZE, STACK_SIGNAL))
     state, expendable = map(_Word, (STATE, EXPENDABLE))
@@ -123,16 +135,17 @@ class RankRecord:
             file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
             try:
                 if create:
-                    os.posix_fallocate(file, 0, BYTES)  # else a full /dev/shm is a SIGBUS later
+                    os.posix_fallocate(file, 0, BYTES)  # else a full /dev/shm causes a SIGBUS later
                 self.map = mmap.mmap(file, BYTES)
             except OSError:
                 if create:
-                    os.unlink(path)  # it would be taken for a record
+                    os.unlink(path)  # a reader would take the file for a record
                 raise
             finally:
                 os.close(file)
         self.words = memoryview(self.map).cast("Q")
-        self._numbers = itertools.count(1)  # of entries; threads may take them at the same time
+        # Numbers of ring entries; threads may take them at the same time.
+        self._numbers = itertools.count(1)
         if not create and path is not None and self.words[VERSION] != MAGIC:
             raise OSError(f"{path} is not a record of this version")
 
@@ -146,7 +159,14 @@ class RankRecord:
         *,
         limit_is_set: bool = False,
     ) -> None:
-        """Fill in the header; from here on others may read. Called again when the limit is known."""
+        """Fill in the header; afterwards other processes may read the record.
+
+        Args:
+            limit: seconds that a collective may last; 0: no limit.
+            on_stall: END or RAISE.
+            limit_is_set: whether the user has chosen `limit`.
+        Called by: the rank at its start, and again when its limit is known.
+        """
         self.pid, self.rank, self.size = os.getpid(), rank, size
         self.began = began_at(self.pid)
         self.words[LIMIT], self.on_stall = int(limit * 1e9), on_stall
@@ -155,9 +175,13 @@ class RankRecord:
         self.words[VERSION] = MAGIC
 
     def new_slot(self, name_hash: int, size: int, first: int = 0) -> int | None:
-        """The index in `words` of a new communicator's slot; None when all are taken.
+        """Take a slot for a new communicator.
 
-        `first` is the number in the job of the communicator's rank 0.
+        Args:
+            name_hash: the hash of the communicator's name.
+            size: number of its ranks.
+            first: the number in the job of its rank 0.
+        Returns: the slot's index in `words`; None if all 256 slots are taken.
         """
         number = self.words[SLOTS]
         if number == MAX_SLOTS:
@@ -170,7 +194,10 @@ class RankRecord:
         return slot
 
     def enter(self, slot: int, calls: int, text: bytes, call_bytes: int) -> None:
-        """This rank enters its `calls`-th collective on `slot`; `text` is the call, then its site."""
+        """Record that this rank enters collective number `calls` of the communicator at `slot`.
+
+        Args: text, call_bytes: the result of `text_of`: the call and its site, and the bytes of the call.
+        """
         words = self.words
         number = next(self._numbers)
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
@@ -182,7 +209,7 @@ class RankRecord:
         words[slot + SINCE] = now
 
     def waited(self, slot: int) -> None:
-        """All ranks have entered the collective that this rank entered last on `slot`."""
+        """Record that all ranks have now entered the collective that this rank entered last on `slot`."""
         words = self.words
         now = time.monotonic_ns()
         nanoseconds = now - words[slot + SINCE]
@@ -195,9 +222,9 @@ class RankRecord:
         words[WAITED + bucket] += nanoseconds
 
     def seconds_waited(self, last: int = 60) -> float:
-        """How long this rank waited for others to enter collectives, in the last seconds (at most 63).
+        """Return the seconds that this rank waited for other ranks to enter collectives.
 
-        A wait that has not ended counts from when it began.
+        Args: last: the length of the time looked at, up to now, in seconds; at most 63. A wait that still lasts counts.
         """
         now = time.monotonic_ns()
         waited = self.words[WAITED : WAITED + RING]
@@ -210,11 +237,16 @@ class RankRecord:
 
     @property
     def limit(self) -> float:
-        """How many seconds a collective may last; 0: no limit."""
+        """Seconds that a collective may last; 0: no limit."""
         return self.words[LIMIT] / 1e9
 
     def limit_of(self, timeout: float) -> float:
-        """How many seconds a call may last whose communicator has this timeout, or none (0); 0: no limit."""
+        """Return the seconds after which the observer reports a call as a stall; 0: never.
+
+        It is `limit` if the user has chosen a limit other than 0, or if `timeout` is 0; else `timeout` + 15 s.
+
+        Args: timeout: the communicator's timeout in seconds; 0: none.
+        """
         if not timeout or (self.limit_is_set and self.limit):
             return self.limit
         return timeout + deadlines.OBSERVER_WAITS_FOR_ERRORS_AFTER_TIMEOUT
@@ -226,7 +258,7 @@ class RankRecord:
 
     @property
     def folder(self) -> str:
-        """The job's folder, in which this record lies; "" if nobody else sees it."""
+        """The job's folder, with this record's file; "" if no other process sees the record."""
         return os.path.dirname(self.path or "")
 
     def slots(self) -> list[CommunicatorSlot]:
@@ -235,12 +267,12 @@ class RankRecord:
         return [CommunicatorSlot(base, *words[base + CALLS : base + _SLOT_WORDS]) for base in bases]
 
     def last(self, count: int = RING) -> list[CallEntry]:
-        """The last collectives, the latest first. A reader may catch one half written."""
+        """Return the rank's last collectives, at most `count`, the latest first. An entry may be half written."""
         written = self.words[ENTRIES]
         return [self._entry(n) for n in range(written, max(0, written - min(count, RING)), -1)]
 
     def entry_of(self, slot: CommunicatorSlot) -> CallEntry | None:
-        """The last call of a communicator; None when it made none, or the ring has forgotten it."""
+        """Return the last call on the slot's communicator; None without a call, or if 64 later calls replaced it."""
         if not slot.entry or self.words[ENTRIES] - slot.entry >= RING:
             return None
         entry = self._entry(slot.entry)
@@ -255,17 +287,17 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class CommunicatorSlot:
-    """A rank's place in one communicator.
+    """A copy of a slot: a rank's last call on one communicator.
 
     Attributes:
-        base: the slot's index in `words`.
-        calls: the number of the last call.
-        since: when the rank entered it, in ns; 0: it has returned.
-        size: of the communicator.
-        group: the hash of its name.
-        first: the number in the job of its rank 0.
-        entry: the number of the call's entry in the ring.
-        timeout_ns: when the rank itself raises an error; 0: never.
+        base: the slot's index in `RankRecord.words`.
+        calls: the number of the rank's last call.
+        since: when the rank entered this call, by CLOCK_MONOTONIC in ns; 0: the rank has returned from it.
+        size: number of the communicator's ranks.
+        group: the hash of the communicator's name.
+        first: the number in the job of the communicator's rank 0.
+        entry: the number of the call's entry in the ring; 0: no call.
+        timeout_ns: the time in ns after which the rank itself raises an error; 0: never.
     """
 
     base: int
@@ -279,19 +311,21 @@ class CommunicatorSlot:
 
     @property
     def timeout(self) -> float:
-        """In seconds."""
+        """The time in seconds after which the rank itself raises an error; 0: never."""
         return self.timeout_ns / 1e9
 
 
 @dataclass(frozen=True)
 class CallEntry:
-    """One collective of a rank.
+    """One collective of a rank, from the ring of its record.
 
     Attributes:
-        number: on its communicator.
-        entered: when, in ns.
-        waited: for how many ns other ranks were missing; -1: they still are, or it was not measured.
-        slot: of its communicator.
+        number: the call's number on its communicator, from 1.
+        entered: when the rank entered the call, by CLOCK_MONOTONIC in ns.
+        waited: for how many ns other ranks were missing; -1: they still are, or this was not measured.
+        slot: index in `RankRecord.words` of the communicator's slot.
+        call: a description of the call.
+        site: the line of the program that made the call.
     """
 
     number: int
@@ -303,7 +337,10 @@ class CallEntry:
 
 
 def text_of(call: str, site: str) -> tuple[bytes, int]:
-    """What `RankRecord.enter` takes. A call that is too long loses its end, a site its beginning."""
+    """Return the bytes of the call and its site, and the number of bytes of the call, for `RankRecord.enter`.
+
+    A call that is too long loses its end; a site of more than 110 bytes loses its beginning.
+    """
     place = site.encode(errors="replace")
     if len(place) > MAX_SITE:
         place = b"..." + place[3 - MAX_SITE :]

@@ -1,4 +1,4 @@
-"""The records of a communicator's calls, which ranks of a node share, and the attributes of calls that are watched."""
+"""`CommunicatorWatch`: a rank's place in the records of one communicator. `WatchedCalls`: the recorded calls."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ if TYPE_CHECKING:
 
 
 def has_not_come(made: int | None, call: int, *, is_member: bool = False) -> bool:
-    """Whether the ranks in call number `call` of a communicator wait for a rank that has made `made` calls there.
+    """Whether a rank is missing in a collective of a communicator: other ranks have entered it and this rank has not.
 
     Args:
-        made: None where the rank has not made the communicator.
-        is_member: the communicator is to have the rank, made or not.
+        made: number of collectives that the rank has entered on the communicator; None if the rank has not made the
+            communicator.
+        call: number of the collective, from 1.
+        is_member: returned if `made` is None: whether the communicator is to have the rank.
     """
     return is_member if made is None else made < call
 
 
 @dataclass
 class CommunicatorWatch:
-    """A rank's place in one communicator.
+    """A rank's record of one communicator, and its view of the other ranks' records.
 
     Attributes:
-        record: where this rank writes what it does.
-        slot: this communicator's slot in it.
-        peers: the other ranks' words and the slot of this communicator in them, if all of them are on this node and
-            can be read by all; else None.
-        crowded: the communicator has more ranks on this node than the node has cores for them.
-        revocable_group: of the communicator, where it outlives its ranks; else None.
-        tell_others: as of `JobEnd`.
+        record: this rank's record, a file in shared memory.
+        slot: index in `record.words` of the communicator's slot; -1 takes a new slot.
+        peers: for each other rank, the words of its record and the communicator's slot there; None unless all ranks are
+            on this node and can read each other's records.
+        crowded: whether the communicator has more ranks on this node than the node has cores for them.
+        revocable_group: the communicator's revocable group; None if a rank's death ends the job.
+        tell_others: `JobEnd.tell_others`; does nothing by default.
+    Raises: ValueError if the record has no free slot.
     """
 
     record: RankRecord = field(default_factory=lambda: RankRecord(None))
@@ -54,10 +57,9 @@ class CommunicatorWatch:
 
     @property
     def timeout(self) -> float:
-        """After how many seconds this rank raises a StallError when it waits for the others.
+        """Seconds after which this rank raises StallError when it waits for other ranks; 0: only the settings count.
 
-        0: never, and the settings say how long a call may last. Where the user has set nothing, a timeout takes the
-        place of that limit (`RankRecord.limit_of`).
+        If the user has not set MPISTRAT_STALL_SECONDS, the timeout replaces that limit, see `RankRecord.limit_of`.
         """
         return self.record.words[self.slot + TIMEOUT] / 1e9
 
@@ -66,12 +68,15 @@ class CommunicatorWatch:
         self.record.words[self.slot + TIMEOUT] = int(seconds * 1e9)
 
     def stay_inside(self, stays: bool) -> None:
-        """Whether this rank is still inside the collective that it has left: a callback of the program may hang."""
+        """Record that this rank is inside the collective that it has left (True), or no longer is (False).
+
+        So a callback of the program that hangs after a collective is reported as a stall.
+        """
         self.record.words[self.slot + SINCE] = time.monotonic_ns() if stays else 0
 
     @contextlib.contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
-        """Inside, this is the timeout."""
+        """In the block, `timeout` is `seconds`; afterwards it is as before."""
         before, self.timeout = self.timeout, seconds
         try:
             yield
@@ -80,16 +85,16 @@ class CommunicatorWatch:
 
 
 class WatchedCalls(Protocol):
-    """The calls of a communicator, as this rank's other threads read them.
+    """This rank's calls on a communicator, for other threads of the rank. `communicators.contract` implements it.
 
     Attributes:
-        name: the same on all ranks.
-        calls: how many collectives this rank has entered.
-        waiting_in: the one that it is inside of, in words; None outside.
-        called_at: where the program called it.
-        raising: the error of which this rank waits to tell the others; None where there is none.
-        watch: where the calls are recorded.
-        parts: the communicators that were made of this one.
+        name: the communicator's name, the same on all ranks.
+        calls: number of collectives that this rank has entered.
+        waiting_in: a description of the collective that this rank is inside of; None outside of collectives.
+        called_at: the line of the program that called the collective.
+        raising: the error that this rank is about to raise on all ranks, while it waits to tell them; else None.
+        watch: the communicator's watch, with the record of these calls.
+        parts: the calls on communicators that were made from this one.
     """
 
     name: str
