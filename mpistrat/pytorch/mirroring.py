@@ -34,7 +34,7 @@ _BYTES_PER_BROADCAST = 1 << 27
 
 
 class Mirroring(StrategyModules):
-    """Modules whose parameters and buffers are equal on all replicas.
+    """The modules of a strategy with parameters and buffers that are equal on all replicas.
 
     Args:
         shared_parameters: whether the ranks of a node keep one copy of the parameters.
@@ -60,7 +60,14 @@ class Mirroring(StrategyModules):
             virtual_replicas.install(parts.replicas, registry, self.recorder.roots)
 
     def mirror_new(self) -> NewTensors:
-        """Mirror what is pending: new modules, materialized lazy ones, replaced parameters."""
+        """Mirror the pending tensors: new modules, materialized lazy modules, replaced parameters, and moved shared
+        parameters.
+
+        Collective if there are any.
+        Called by: every rank, at the end of `scope()` and before each `run`.
+        Returns: the tensors that were mirrored.
+        Raises: CollectiveMismatchError if the ranks have built different modules.
+        """
         new = NewTensors([] if self._shared is None else self._shared.moved(self.registry), [])
         if self.recorder.changed:
             self.recorder.changed = False
@@ -81,6 +88,12 @@ class Mirroring(StrategyModules):
             self.mirror_new()
 
     def mirror(self, module: Any) -> NewTensors:
+        """Mirror a module, a parameter, or an iterable of them: the work of `Strategy.mirror`. Collective.
+
+        Returns: the tensors that were mirrored.
+        Raises: TypeError for other values. ValueError for the result of an operation, or for a module that torch's own
+            data parallelism wraps. CollectiveMismatchError if the ranks' modules differ.
+        """
         require_cross_replica(self.parts.strategy, "mirror")
         values = list(_flatten(module))
         modules = [value for value in values if isinstance(value, Module)]
@@ -99,9 +112,10 @@ class Mirroring(StrategyModules):
         return new
 
     def average_written_buffers(self, module: Module) -> None:
-        """Average the buffers of `module` itself that a replica has written since the last reduction of gradients.
+        """Average the buffers of `module` that a replica has written since the last reduction of gradients.
 
-        Called by: every rank.   Context: cross-replica or top level.
+        Buffers of submodules are left out. With one replica, or without written buffers, nothing happens.
+        Called by: every rank, through `module.state_dict()`.   Context: cross-replica or top level.
         """
         found = (self.registry.buffer(module, key) for key in module._buffers)
         slots = [slot for slot in found if slot is not None]
@@ -113,7 +127,9 @@ class Mirroring(StrategyModules):
             buffers.average(self.parts, slots, snapshots, present, label)
 
     def after_loader(self) -> None:
-        """Average the buffers that forwards have written since the last backward: `state_dict()` then has them."""
+        """Average the buffers that forwards have written since the last backward, so that `state_dict()` has the
+        averages.
+        """
         slots = self.registry.buffers
         if self._is_alone or not slots:
             return
@@ -123,9 +139,11 @@ class Mirroring(StrategyModules):
         buffers.average(self.parts, slots, snapshots, buffers.to_average(flags), label)
 
     def _place(self, modules: Sequence[Module], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Move `modules`, and `tensors` that are in none, to the device that the strategy names, if it names one.
+        """Move `modules`, and the parameters `tensors` without a module, to the device that the strategy names, if any.
 
-        Raises: NotImplementedError, RuntimeError: on all ranks.
+        Raises:
+            NotImplementedError: on all ranks, if a rank of several replicas has an accelerator for each.
+            RuntimeError: on all ranks, if a parameter cannot be moved.
         """
         name = self.parts.replicas.device_of_modules
         if name is None:
@@ -148,8 +166,8 @@ class Mirroring(StrategyModules):
         if several and (tensors or any(map(_has_tensors, modules))):
             raise NotImplementedError(
                 f"torch modules take one rank per device, and rank {self._communicator.rank} has {len(devices)} "
-                f"devices, {list(devices)}: start a rank for each, mpirun -n {group.num_replicas_in_sync} python "
-                "train.py (or srun, with --ntasks-per-node), and give the strategy no devices, or one. Arrays and "
+                f"devices, {list(devices)}. Start a rank for each device: mpirun -n {group.num_replicas_in_sync} python "
+                "train.py (or srun, with --ntasks-per-node), and give the strategy no devices, or one. Only arrays and "
                 "mpistrat.Variables may have several devices in one rank"
             )
 
@@ -159,7 +177,9 @@ class Mirroring(StrategyModules):
         tensors_of: Callable[[Module], NewTensors],
         new: NewTensors,
     ) -> None:
-        """Add to `new` the `tensors_of` each root; those that are pending come later."""
+        """Add to `new` the `tensors_of` each root, without pending tensors: their shapes or values are not known
+        yet.
+        """
         for root in roots:
             _reshard(root)
             found = tensors_of(root)
@@ -167,11 +187,15 @@ class Mirroring(StrategyModules):
             known = [entry for entry in found.buffers if not _is_pending(entry[-1])]
             new.parameters.extend(parameters)
             new.buffers.extend(known)
-            # Look again at each run until all are known.
+            # The next run looks again, until no tensor is pending.
             self.recorder.changed |= (parameters, known) != found
 
     def _mirror_tensors(self, new: NewTensors) -> None:
-        """Agree on names, shapes and dtypes, broadcast rank 0's values, and register the tensors."""
+        """Compare names, shapes and dtypes over the ranks, broadcast rank 0's values, and register the tensors.
+        Collective.
+
+        Raises: CollectiveMismatchError on all ranks if they have different tensors.
+        """
         with spans.current.range("mirror"):
             tensors = [*new.parameters, *((name, buffer) for name, _, _, buffer in new.buffers)]
             if self._communicator.size > 1:
@@ -196,6 +220,11 @@ class Mirroring(StrategyModules):
             slot.settle([buffer])
 
     def _agree(self, described: list[str]) -> None:
+        """Check that all ranks have the same tensors. Collective.
+
+        Args: described: a line for each tensor of this rank: name, dtype and shape.
+        Raises: CollectiveMismatchError on all ranks, with the first line that differs.
+        """
         of_ranks = of_all(self._communicator, described, "mirrored parameters")
         if of_ranks:
             number, difference = first_difference(of_ranks)
@@ -205,7 +234,9 @@ class Mirroring(StrategyModules):
             )
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Rank 0's values to all, packed into as few messages as fit in `_BYTES_PER_BROADCAST`."""
+        """Copy rank 0's values into `tensors` on all ranks, in messages of at most `_BYTES_PER_BROADCAST`.
+        Collective.
+        """
         is_root = self._communicator.rank == 0
         as_bytes = [torch.empty(t.nbytes, dtype=torch.uint8, device="meta") for t in tensors]
         rest = iter(tensors)
@@ -222,7 +253,7 @@ class Mirroring(StrategyModules):
                         tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def _drop_dead(self) -> None:
-        """Forget what no rank has any more."""
+        """Forget the parameters and buffers that the program has dropped on every rank. Collective."""
         alive = np.array(self.registry.alive(), np.uint8)
         if alive.size:
             self._communicator.all_reduce(alive, reducing("max", "parameters still in use"))
@@ -233,6 +264,10 @@ class Mirroring(StrategyModules):
 
 
 def _flatten(value: Any) -> Iterator[Module | torch.Tensor]:
+    """Yield the modules and tensors in `value`, a module, a tensor, or nested iterables of them.
+
+    Raises: TypeError for other values. ValueError for a tensor that is the result of an operation.
+    """
     if isinstance(value, torch.Tensor) and not value.is_leaf:
         raise ValueError(
             f"mirror takes parameters, got the result of an operation, {value.grad_fn!r:.60}"
@@ -247,7 +282,10 @@ def _flatten(value: Any) -> Iterator[Module | torch.Tensor]:
 
 
 def _reshard(root: Module) -> None:
-    """Have modules of `fully_shard` show their shards: after a forward some show whole parameters, as plain ones."""
+    """Have the modules of `fully_shard` in `root` show their shards.
+
+    After a forward some of them show whole parameters, like plain modules.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for module in root.modules():
@@ -260,7 +298,9 @@ def _has_tensors(module: Module) -> bool:
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:
-    """Whether shape or values come later: of lazy modules with the first forward, of meta ones by to_empty."""
+    """Whether the tensor's shape or values come later: with a lazy module's first forward, or by `to_empty` from
+    "meta".
+    """
     return is_lazy(tensor) or tensor.is_meta
 
 
