@@ -1,5 +1,4 @@
-"""Replacements of torch's functions, and hooks of all optimizers. No other file of the package replaces functions of
-torch.
+"""Replacements of torch's functions, and hooks of all optimizers. Only this file replaces functions of torch.
 
 Each replacement happens once per process, however often it is asked for. Nothing is put into a program's own modules
 and optimizers that their copies would have. A module that the program copies, saves, exports or scripts is a plain
@@ -71,10 +70,9 @@ def _keep_backward_out_of_graphs() -> None:
 
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the autograd engine itself runs backwards, so that it calls hooks when gradients are
-    there.
+    """Return a context in which the autograd engine itself runs backwards.
 
-    Returns: a context that does nothing if compiled autograd is off.
+    Compiled autograd would call hooks before gradients are there. If it is off, the context does nothing.
     """
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
@@ -250,8 +248,7 @@ def _replace_reductions() -> None:
 
 @functools.cache
 def before_export(check: Callable[[torch.nn.Module], None]) -> None:
-    """Have `torch.export.export` first call `check` with its module, and `torch.jit.script` with each embedding of its
-    module.
+    """Have `torch.export.export` call `check` with its module first, and `torch.jit.script` with each embedding.
 
     Args: check: may raise, to refuse the export.
     """
@@ -282,9 +279,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether a step is called with a closure. Args: args, kwargs: as step hooks get them; `args[0]` is the
-    optimizer.
-    """
+    """Whether a step is called with a closure. Args: as of torch's step hooks: `args[0]` is the optimizer."""
     return kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:])
 
 
@@ -305,8 +300,7 @@ def with_closure(args: Any, kwargs: Any, call: Callable[..., Any]) -> tuple[Any,
 def twin_of(
     optimizer: Optimizer, instead: Callable[[list[torch.Tensor]], list[torch.Tensor]]
 ) -> Optimizer:
-    """Return a twin of `optimizer`: it shares all attributes, but each of its groups has the parameters
-    `instead(parameters)`.
+    """Return a twin of `optimizer`: the same attributes, but the parameters `instead(parameters)` in each group.
 
     The twin is the same object at each step, because compiled steps need that. Call `dismiss_twin` after the step.
     """
@@ -371,10 +365,10 @@ def watch_other_steps(before: Callable[[Any], None]) -> None:
 
 @functools.cache
 def refuse_steps_of_schedulers() -> None:
-    """Make schedulers, gradient scalers and averaged models raise RuntimeError inside `run` if the rank has several
-    replicas.
+    """Have schedulers, gradient scalers and averaged models refuse to step once for each replica of a rank.
 
-    Each replica would step them once. A disabled scaler is allowed: it only calls the optimizer's step.
+    Inside `run` of several replicas per rank they raise RuntimeError. A disabled scaler is allowed: it only calls the
+    optimizer's step.
     """
     for cls in _scheduler_classes():
         _refuse(cls, "step", "the scheduler's step()")
@@ -391,9 +385,7 @@ def _scheduler_classes() -> list[type]:
 
 
 def _refuse(cls: type, name: str, call: str) -> None:
-    """Have the method `name` of `cls` raise RuntimeError inside `run` with several replicas. Args: call: for the
-    message.
-    """
+    """Have the method `cls.name` raise RuntimeError inside `run` if the rank has several replicas."""
     def check(self: Any) -> None:
         context = get_replica_context()
         disabled = isinstance(self, torch.amp.GradScaler) and not self.is_enabled()

@@ -60,10 +60,10 @@ class Mirroring(StrategyModules):
             virtual_replicas.install(parts.replicas, registry, self.recorder.roots)
 
     def mirror_new(self) -> NewTensors:
-        """Mirror the pending tensors: new modules, materialized lazy modules, replaced parameters, and moved shared
-        parameters.
+        """Mirror the pending tensors. Collective if there are any.
 
-        Collective if there are any.
+        These are the tensors of new modules, materialized lazy modules, replaced parameters, and shared parameters that
+        the program has given other memory.
         Called by: every rank, at the end of `scope()` and before each `run`.
         Returns: the tensors that were mirrored.
         Raises: CollectiveMismatchError if the ranks have built different modules.
@@ -127,9 +127,7 @@ class Mirroring(StrategyModules):
             buffers.average(self.parts, slots, snapshots, present, label)
 
     def after_loader(self) -> None:
-        """Average the buffers that forwards have written since the last backward, so that `state_dict()` has the
-        averages.
-        """
+        """Average the buffers that forwards have written since the last backward, for `state_dict()`. Collective."""
         slots = self.registry.buffers
         if self._is_alone or not slots:
             return
@@ -166,7 +164,7 @@ class Mirroring(StrategyModules):
         if several and (tensors or any(map(_has_tensors, modules))):
             raise NotImplementedError(
                 f"torch modules take one rank per device, and rank {self._communicator.rank} has {len(devices)} "
-                f"devices, {list(devices)}. Start a rank for each device: mpirun -n {group.num_replicas_in_sync} python "
+                f"devices, {list(devices)}: start a rank for each, mpirun -n {group.num_replicas_in_sync} python "
                 "train.py (or srun, with --ntasks-per-node), and give the strategy no devices, or one. Only arrays and "
                 "mpistrat.Variables may have several devices in one rank"
             )
@@ -177,9 +175,7 @@ class Mirroring(StrategyModules):
         tensors_of: Callable[[Module], NewTensors],
         new: NewTensors,
     ) -> None:
-        """Add to `new` the `tensors_of` each root, without pending tensors: their shapes or values are not known
-        yet.
-        """
+        """Add to `new` the `tensors_of` each root, except pending ones, without a shape or values so far."""
         for root in roots:
             _reshard(root)
             found = tensors_of(root)
@@ -191,10 +187,9 @@ class Mirroring(StrategyModules):
             self.recorder.changed |= (parameters, known) != found
 
     def _mirror_tensors(self, new: NewTensors) -> None:
-        """Compare names, shapes and dtypes over the ranks, broadcast rank 0's values, and register the tensors.
-        Collective.
+        """Compare the tensors over the ranks, broadcast rank 0's values, and register the tensors. Collective.
 
-        Raises: CollectiveMismatchError on all ranks if they have different tensors.
+        Raises: CollectiveMismatchError on all ranks if names, shapes or dtypes differ.
         """
         with spans.current.range("mirror"):
             tensors = [*new.parameters, *((name, buffer) for name, _, _, buffer in new.buffers)]
@@ -234,9 +229,7 @@ class Mirroring(StrategyModules):
             )
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Copy rank 0's values into `tensors` on all ranks, in messages of at most `_BYTES_PER_BROADCAST`.
-        Collective.
-        """
+        """Copy rank 0's values into `tensors` on all ranks, in few messages of about `_BYTES_PER_BROADCAST`."""
         is_root = self._communicator.rank == 0
         as_bytes = [torch.empty(t.nbytes, dtype=torch.uint8, device="meta") for t in tensors]
         rest = iter(tensors)
@@ -298,8 +291,9 @@ def _has_tensors(module: Module) -> bool:
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's shape or values come later: with a lazy module's first forward, or by `to_empty` from
-    "meta".
+    """Whether the tensor's shape or values come later.
+
+    A lazy module's come with its first forward, and the values of a module on "meta" come by `to_empty`.
     """
     return is_lazy(tensor) or tensor.is_meta
 
