@@ -108,8 +108,7 @@ def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], 
         raise CollectiveMismatchError(
             f"optimizer.step(closure) on rank {extended.communicator.rank}: LBFGS decides by the loss that its closure "
             f"returns, and the losses of the ranks cannot be combined ({returned}). Have the closure call backward() "
-            "on the loss of this rank's part and return this loss, a tensor of one number; or return the same on all "
-            "ranks"
+            "on the loss of this rank's part and return it, a tensor of one number; or return the same on all ranks"
         )
     # A part without examples has no weight: its mean is NaN.
     total = sum(share * part for share, part in zip(shares, values, strict=True) if share)

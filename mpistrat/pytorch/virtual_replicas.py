@@ -44,8 +44,9 @@ class TorchState:
         self._left: dict[Slot, tuple[torch.Tensor | None, int]] = {}
 
     def begin(self) -> None:
-        """Begin a run: copy replica 0's tensors to the other replicas if the program has changed them since the last
-        run.
+        """Begin a run: copy replica 0's tensors to the other replicas.
+
+        Only tensors that the program has changed since the last run are copied.
         """
         others = self._away[1:]
         # A tensor that modules share has one copy per replica, also shared.

@@ -99,7 +99,7 @@ class WritesByHand:
         return written
 
     def _mark(self, slot: ParameterSlot, parameter: torch.Tensor) -> Any:
-        """Return a value that is another one after `parameter` was written: versions, or the parameter's bytes."""
+        """Return a value that differs after `parameter` was written: versions, or the parameter's bytes."""
         if not isinstance(parameter, torch.nn.Parameter):
             return _bits(parameter)  # only `Parameter.data` is replaced
         memory = self._memories.get(slot)

@@ -1,4 +1,4 @@
-"""Modules and optimizers that a program prepares together."""
+"""Checks of modules, optimizers and schedulers that a program prepares together, and comparison over ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from mpistrat.replicas.strategy_extended import StrategyExtended
 
 Purpose = Literal["use", "save", "restore"]
-# Those that ranks have found to be alike; they are not compared once more when they step.
+# Optimizers, schedulers and scalers that are known to be alike on all ranks. A step does not compare them again.
 compared: weakref.WeakSet[Any] = weakref.WeakSet()
 _OF_EVERY_SCHEDULER = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
 def not_mirrored(owner: StrategyModules, modules: Iterable[Module]) -> list[Module]:
-    """Those of `modules` that have something which is not mirrored yet, each once."""
+    """Return the modules, each once, that were not made in the scope or have a tensor that is not mirrored yet."""
     return [
         module
         for module in dict.fromkeys(modules)
@@ -44,7 +44,14 @@ def check_optimizers(
     optimizers: Iterable[Optimizer],
     modules: Sequence[Module],
 ) -> None:
-    """Raises: ValueError: an optimizer updates what nobody keeps equal, or nothing of the modules that it came with."""
+    """Check that the optimizers fit the modules that the program prepares with them.
+
+    Args:
+        owner: the modules of the strategy.
+        modules: the modules that are prepared with the optimizers.
+    Raises: ValueError if an optimizer updates a parameter that is neither mirrored, prepared nor sharded, or no
+        parameter of `modules`.
+    """
     prepared = set(itertools.chain.from_iterable(module.parameters() for module in modules))
     for optimizer in optimizers:
         trained = [p for p in hooks.parameters_of(optimizer) if p.requires_grad]
@@ -56,22 +63,23 @@ def check_optimizers(
                 f"the {kind} has {len(trained)} parameters, {len(trained) - len(others)} of them in modules that "
                 f"are prepared with it ({', '.join(sorted(names)) or 'none'}), and {len(unknown)} in none that is "
                 f"mirrored. Make the {kind} of the parameters of the module that is trained, after copy.deepcopy, "
-                "convert_sync_batchnorm and whatever else makes others, and give prepare that module, too"
+                "convert_sync_batchnorm and other calls that make new parameters, and give prepare that module, too"
             )
 
 
 def check_alike(
     extended: StrategyExtended, objects: Mapping[str, Any], purpose: Purpose = "use"
 ) -> None:
-    """Compare the optimizers, schedulers and gradient scalers among `objects`: each rank has made its own.
+    """Compare the optimizers, schedulers and gradient scalers among `objects` over the ranks.
 
-    Called by: every rank. Nothing is read from an accelerator but the state of a gradient scaler.
+    Each rank has made its own. Nothing is read from an accelerator, except the state of a gradient scaler.
+    Called by: every rank.
     Args:
-        objects: by name.
-        purpose: what comes next. To "restore" gives states back by the positions of parameters, and replaces all else:
-            only parameters are compared. To "use" optimizers, no parameter may be in those of two ranks, either:
-            `ZeroRedundancyOptimizer` deals them out.
-    Raises: ValueError on all ranks, where they differ.
+        objects: the objects by name. Other kinds of objects are skipped.
+        purpose: "restore": only parameters are compared, because a restore replaces all other state. "use": optimizers
+            may differ if no parameter is in the optimizers of two ranks (`ZeroRedundancyOptimizer`). "save": everything
+            is compared.
+    Raises: ValueError on all ranks if the objects differ.
     """
     kinds = Optimizer if purpose == "restore" else (Optimizer, LRScheduler, torch.amp.GradScaler)
     found = {f"{type(v).__name__} ({n})": v for n, v in objects.items() if isinstance(v, kinds)}
@@ -95,7 +103,11 @@ def check_alike(
 
 
 def of_all(communicator: Communicator, lines: list[str], label: str) -> list[list[str]]:
-    """The lines of all ranks; nothing where they are equal, which digests tell. Called by: every rank."""
+    """Gather the lines of all ranks if they differ. Digests are compared first, so equal lines are not sent.
+
+    Called by: every rank.   Args: label: of the call, for reports.
+    Returns: a list of lines for each rank; an empty list if all ranks have the same lines.
+    """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(communicator.all_gather_object(digest, label=label))) == 1:
         return []
@@ -103,7 +115,11 @@ def of_all(communicator: Communicator, lines: list[str], label: str) -> list[lis
 
 
 def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
-    """The number of the first line that differs, and how the first rank with another line than rank 0 has it."""
+    """Find the first line that differs between ranks.
+
+    Returns: the line's number, and a text with the line on rank 0 and on the first rank with another line.
+    Raises: ValueError if all ranks have the same lines.
+    """
     for number, lines in enumerate(itertools.zip_longest(*of_ranks, fillvalue="nothing")):
         for rank, line in enumerate(lines):
             if line != lines[0]:
@@ -112,7 +128,10 @@ def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
 
 
 def _are_dealt_out(of_ranks: list[list[str]]) -> bool:
-    """Whether no parameter is in the optimizers of two ranks, as `ZeroRedundancyOptimizer` has it."""
+    """Whether no parameter is in the optimizers of two ranks, as with `ZeroRedundancyOptimizer`.
+
+    Args: of_ranks: the lines of `_described` of each rank.
+    """
     owned = [{s.split(" is ")[1] for s in rank if s.startswith("parameter ")} for rank in of_ranks]
     return 0 < len(set().union(*owned)) == sum(map(len, owned))
 
@@ -120,7 +139,7 @@ def _are_dealt_out(of_ranks: list[list[str]]) -> bool:
 def _described(
     name: str, value: Any, extended: StrategyExtended, purpose: Purpose
 ) -> Iterator[str]:
-    """Lines that must be equal on all ranks."""
+    """Yield lines that describe `value`; they must be equal on all ranks. Args: name: for the lines."""
     if not isinstance(value, Optimizer):
         yield from _plain(name, _simple(value))
         return
@@ -128,7 +147,7 @@ def _described(
     slots = [] if modules is None else modules.registry.slots
     names = {id(slot.reference()): f"{slot.name} (number {i})" for i, slot in enumerate(slots)}
     for g, group in enumerate(value.param_groups):
-        # Torch may have sharded some over a part of the ranks: others have none of them.
+        # Torch may have sharded a parameter over some of the ranks: the other ranks do not have it.
         whole = [p for p in group["params"] if not is_sharded(p) or p.device_mesh.size() == size]
         for i, p in enumerate(whole):
             yield f"parameter {i} of group {g} of {name} is {names.get(id(p)) or _kind_of(p)}"
@@ -142,7 +161,10 @@ def _kind_of(parameter: torch.Tensor) -> str:
 
 
 def _plain(owner: str, state: Mapping[str, Any]) -> Iterator[str]:
-    """The strings of `state`, and its numbers to six digits: the last bits of a cosine depend on the processor."""
+    """Yield a line for each entry of `state` with its strings and numbers.
+
+    Numbers are rounded to six digits, since the last bits of a cosine depend on the processor.
+    """
     for key, value in state.items():
         text = json.dumps(value, default=_simple, skipkeys=True)
         short = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}"))
@@ -150,11 +172,11 @@ def _plain(owner: str, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _simple(value: Any) -> Any:
-    """`value` as JSON may have it; None for what may differ, such as a function or another object."""
+    """Return `value` as JSON can hold it; None for a value that may differ on ranks, such as a function."""
     if isinstance(value, torch.amp.GradScaler):
         return value.state_dict()
     if isinstance(value, LRScheduler):
-        # One of the program's own may keep its rank. The last bits of a metric depend on the GPU.
+        # A scheduler of the program may keep its rank. The last bits of `best`, a metric, depend on the GPU.
         is_of_torch = type(value).__module__.startswith("torch.")
         kept = vars(value).keys() - {"best"} if is_of_torch else _OF_EVERY_SCHEDULER
         return {key: state for key, state in vars(value).items() if key in kept}

@@ -1,9 +1,11 @@
 """`shared_parameters=True`: the ranks of a node keep one copy of the parameters, and one of their gradients.
 
-Each rank owns a slice of both: it sums that slice of all gradients, and its optimizer steps update that slice of the
-parameters (`slice_steps`); so nothing is copied back. Parameters and `.grad` are views that are copied on write
-(`common_memory`): whatever else a program does to them, clipping, scaling, loading, averaging weights, each rank does
-to memory of its own, as it would without sharing. At the next step owners publish what was written to parameters.
+Each rank owns a slice of both. It sums this slice of all gradients, and its optimizer steps update this slice of the
+parameters (`slice_steps`), so nothing is copied back.
+
+Parameters and `.grad` are views that are copied on write (`common_memory`). When a program clips, scales, loads or
+averages them, each rank does so in its own memory, as without sharing. At the next step the owners publish the new
+values of their slices.
 """
 
 from __future__ import annotations
@@ -26,50 +28,58 @@ from mpistrat.pytorch.shared_parameters.blocks import Block, ParameterPages, Set
 
 
 class SharedParameters:
-    """Which parameters of a strategy lie in memory that the ranks of a node share. One replica per rank."""
+    """The parameters of a strategy that lie in memory shared by the ranks of a node. Each rank has one replica."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        # By id, because torch's own dictionaries of weak keys take a microsecond for each of them.
+        # Keys are ids of parameters: torch's own dictionaries with weak keys take a microsecond for each of them.
         self._places: dict[int, tuple[weakref.ref[torch.Tensor], ParameterPages]] = {}
         self._has_shared = False
         self._warned_of_devices = False
         self._refused = False
 
     def place_of(self, parameter: torch.Tensor) -> ParameterPages | None:
-        """None where it is not shared."""
+        """Return the place of `parameter` in shared memory; None if it is not shared."""
         kept = self._places.get(id(parameter))
         return kept[1] if kept is not None and kept[0]() is parameter else None
 
     def has_moved(self, parameter: torch.Tensor) -> bool:
-        """Whether a shared parameter has been given other memory: by `.data = …`, or a module's `.to(dtype)`."""
+        """Whether a shared parameter has got other memory, by `.data = …` or a module's `.to(dtype)`.
+
+        Returns: False for a parameter that is not shared.
+        """
         place = self.place_of(parameter)
         if place is None:
             return False
         return parameter.data_ptr() != place.block.value_view.address + place.first
 
     def moved(self, registry: Registry) -> list[tuple[str, torch.Tensor]]:
-        """The mirrored parameters that `has_moved` is true of, with their names."""
+        """Return the mirrored parameters that have got other memory (`has_moved`), as pairs of name and parameter."""
         pairs = zip(registry.slots, registry.parameters(), strict=True)
         return [(slot.name, p) for slot, p in pairs if p is not None and self.has_moved(p)]
 
     def check_unmoved(self, parameters: Iterable[torch.Tensor]) -> None:
-        """RuntimeError on all ranks if one of them has been given other memory since the last `run` began."""
+        """Check that no parameter has got other memory since the last `run` began.
+
+        Raises: RuntimeError if one has. The other ranks learn of it in their next collective.
+        """
         moved = next(filter(self.has_moved, parameters), None)
         if moved is not None:
             self.communicator.raise_together(
                 RuntimeError(
                     f"a shared parameter of shape {list(moved.shape)} was given other memory inside run, by "
-                    "`.data = …` or a module's .to(); do it outside run, where the next run shares it again, or "
+                    "`.data = …` or a module's .to(). Do this outside run: the next run shares the parameter again. Or "
                     "write in place: parameter.copy_(…)"
                 )
             )
 
     def share(self, parameters: Sequence[torch.Tensor], registry: Registry) -> None:
-        """Move `parameters`, equal on all ranks, to shared memory where they are not there yet.
+        """Move `parameters` to shared memory, unless they are there. Collective.
 
-        Collective. Then all parameters are equal to what the owners of their slices have.
-        Args: registry: of all mirrored parameters, these among them.
+        Afterwards each parameter has the values that the owners of its slices have.
+        Args:
+            parameters: new or moved parameters, equal on all ranks.
+            registry: all mirrored parameters, with `parameters` among them.
         """
         mirrored = [p for p in registry.parameters() if p is not None]
         alone = self._alone(registry)
@@ -86,20 +96,24 @@ class SharedParameters:
         _leave(blocks, [p for p in mirrored if self.place_of(p) is None])
 
     def _alone(self, registry: Registry) -> set[int]:
-        """Ids of the mirrored parameters that lie in one storage with no other on any rank. Collective."""
+        """Find the mirrored parameters that share their storage with no other parameter, on any rank. Collective.
+
+        Returns: the ids of these parameters on this rank.
+        """
         parameters = registry.parameters()
         storages = [0 if p is None else _storage(p) for p in parameters]
         in_storage = collections.Counter(storages)
         flags = np.array([not s or in_storage[s] == 1 for s in storages], np.uint8)
-        if flags.size:  # a rank may have freed a parameter that others still have
+        if flags.size:  # a rank may have freed a parameter that other ranks still have
             self.communicator.all_reduce(flags, reducing("min", "storages of parameters"))
         return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
 
     def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
-        """The parameters that can be shared. Each rank keeps the others for itself, as without sharing.
+        """Return the parameters that can be shared. All others stay each rank's own, as without sharing.
 
-        Three kinds cannot be shared: parameters on a GPU; parameters that lie in one storage, where they must stay; and
-        single numbers, because the state that an optimizer keeps for a single number looks like one of its counters.
+        Three kinds cannot be shared: parameters on a GPU; parameters in one storage, since they must stay together; and
+        single numbers, because an optimizer's state of a single number looks like one of its counters.
+        Args: alone: the result of `_alone`.
         """
         devices = sorted({parameter.device.type for parameter in parameters} - {"cpu"})
         if devices and not self._warned_of_devices:
@@ -108,7 +122,11 @@ class SharedParameters:
         return [p for p in parameters if id(p) in alone and _is_plain(p)]
 
     def _make_block(self, parameters: list[torch.Tensor]) -> None:
-        parameters = sorted(parameters, key=lambda p: str(p.dtype))  # a stable order of dtypes
+        """Move `parameters` to a new block of shared memory: each rank copies its slice. Collective.
+
+        If the node has no such memory, a warning says why, and no later parameter is shared.
+        """
+        parameters = sorted(parameters, key=lambda p: str(p.dtype))  # sorted is stable: in each dtype the order stays
         firsts, nbytes = [], 0
         for parameter in parameters:
             firsts.append(nbytes)
@@ -130,7 +148,7 @@ class SharedParameters:
             start, end = place.own(values)
             place.flat(values.shared)[start:end] = place.in_order(parameter.detach())[start:end]
             places.append(place)
-        self.communicator.barrier(label="shared parameters")  # all slices are there
+        self.communicator.barrier(label="shared parameters")  # wait for all slices
         for parameter, place in zip(parameters, places, strict=True):
             self._keep(parameter, place)
             parameter.data = place.in_shape(place.flat(block.value_view.memory))
@@ -145,18 +163,22 @@ class SharedParameters:
         places[key] = (weakref.ref(parameter, forget), place)
 
     def warn(self, what: str) -> None:
+        """Warn on rank 0 that parameters are not shared. Args: what: the rest of the sentence, after "but"."""
         text = f"the ranks of a node are to share parameters, but {what}"
         warn_on_first_rank(self.communicator.rank, text, stacklevel=3)
 
     def blocks(self, parameters: Iterable[torch.Tensor]) -> list[Block]:
-        """Those that `parameters` lie in."""
+        """Return the blocks, each once, that contain any of `parameters`."""
         places = (self.place_of(p) for p in parameters)
         return list(dict.fromkeys(place.block for place in places if place is not None))
 
     def settle(self) -> None:
-        """Make one copy again of what ranks wrote into parameters: what the owners of the slices wrote. Collective."""
+        """Make the ranks' parameters equal again after ranks wrote into them. Collective.
+
+        Each slice gets the values of its owner.
+        """
         blocks = dict.fromkeys(place.block for _, place in self._places.values())
-        if self._has_shared:  # the same on all ranks, which blocks still live is not
+        if self._has_shared:  # `_has_shared` is equal on all ranks; `blocks` may differ
             settling = Settling(self.communicator, "publishing shared parameters")
             settling.begin((block.values, block.value_view) for block in blocks)
             settling.end()
@@ -169,14 +191,15 @@ class SharedParameters:
         earlier: dict[int, torch.Tensor],
         scale: float | None,
     ) -> dict[int, torch.Tensor]:
-        """By slot, the reduced gradients of the shared parameters among `slots`.
-
-        A gradient of an earlier backward is taken out of `earlier`, and is in the sum.
+        """Sum up the gradients of the shared parameters among `slots`. Collective.
 
         Args:
-            parameters, contributions: by slot; None of the latter counts as zero.
-            earlier: by slot, the gradients of earlier backwards.
-            scale: multiplied to the sums, or None.
+            parameters: the parameters by slot.
+            contributions: this rank's gradients by slot; None counts as zeros.
+            earlier: the gradients of earlier backwards by slot. The used ones are added to the sums and removed from
+                `earlier`.
+            scale: factor of the sums; None leaves them as they are.
+        Returns: the gradients by slot, without parameters that are not shared.
         """
         by_block: dict[Block, dict[int, ParameterPages]] = {}
         for slot in slots:
@@ -198,6 +221,13 @@ class SharedParameters:
         before: dict[int, torch.Tensor],
         scale: float | None,
     ) -> dict[int, torch.Tensor]:
+        """Sum up the gradients of the parameters `places` of one block. Collective.
+
+        Args:
+            places: the place of each parameter, by slot.
+            before: the gradients of earlier backwards, by slot; they are added to the sums.
+        Returns: the gradients by slot, in the block's memory.
+        """
         block.bring(list(places.values()), [contributions[slot] for slot in places])
         grown = _bring_earlier(block, places, before)
         view = block.gradient_view
@@ -220,23 +250,28 @@ class SharedParameters:
 def _bring_earlier(
     block: Block, places: dict[int, ParameterPages], earlier: dict[int, torch.Tensor]
 ) -> set[int]:
-    """Let the block's gradients hold `earlier`, by slot. Returns the slots whose tensors lie there already."""
+    """Copy the gradients `earlier` into the block's gradients.
+
+    Args: places, earlier: by slot.
+    Returns: the slots of the gradients that lie there already.
+    """
     view = block.gradient_view
     grown = {slot for slot, tensor in earlier.items() if places[slot].holds(tensor, view)}
     block.make_way(place for slot, place in places.items() if slot not in grown)
     if block.gradient_view is not view:
         grown = set()
-    for slot in earlier.keys() - grown:  # these lie elsewhere: the program put them there
+    for slot in earlier.keys() - grown:  # the program has put these gradients elsewhere
         flat = places[slot].flat(block.gradient_view.memory)
         flat.copy_(places[slot].in_order(earlier[slot].detach()))
     return grown
 
 
 def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
-    """Give those of `parameters`, which are not shared, memory of this rank's own if they lie in one of `blocks`.
+    """Give unshared parameters that lie in a block, such as `Parameter(shared.data)`, memory of this rank's own.
 
-    Made of a shared parameter's memory (`Parameter(shared.data)`), they are stepped whole, by each rank; a block's
-    pages that were written are filled again from what is shared. What lay in one storage goes on doing so.
+    Each rank steps them whole, and a block's written pages are filled again from the shared values. Parameters that
+    shared a storage go on sharing one.
+    Args: parameters: the mirrored parameters that are not shared.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     for parameter in parameters:
@@ -250,7 +285,10 @@ def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _storage(parameter: torch.Tensor) -> int:
-    """The address of what `parameter` lies in; 0 for one that lies nowhere on the host, or in a way of its own."""
+    """Return the address of the parameter's storage.
+
+    Returns: 0 if the parameter is not on the host, not strided, or of a subclass of tensors.
+    """
     is_strided = parameter.device.type == "cpu" and parameter.layout is torch.strided
     if is_strided and type(parameter.data) is torch.Tensor:
         return parameter.untyped_storage().data_ptr()
@@ -258,6 +296,7 @@ def _storage(parameter: torch.Tensor) -> int:
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
+    """Whether `parameter` can be shared: dense, on the host, of a dtype that ranks can add, with several elements."""
     return (
         _storage(parameter) != 0
         and not parameter.is_inference()
@@ -269,7 +308,11 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 
 def _parts(places: Sequence[tuple[ParameterPages, bool]]) -> list[ByteRange]:
-    """As few parts as `places`, in ascending order, allow. The bytes between them are zeros in all memories."""
+    """Join `places` to as few parts of a memory as possible. The bytes between them are zeros in all memories.
+
+    Args: places: pairs of a place and whether an earlier gradient is added there.
+    Returns: the parts in ascending order; each has one dtype.
+    """
     parts: list[ByteRange] = []
     for place, added in sorted(places, key=lambda pair: pair[0].first):
         end = place.pages.stop * PAGE
@@ -282,5 +325,6 @@ def _parts(places: Sequence[tuple[ParameterPages, bool]]) -> list[ByteRange]:
 
 
 def _follows(part: ByteRange, before: ByteRange) -> bool:
+    """Whether `part` begins at the end of `before`, with the same dtype and the same `added`."""
     alike = part.like.dtype is before.like.dtype and part.added == before.added
     return alike and part.first == before.end
