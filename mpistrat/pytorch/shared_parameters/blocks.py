@@ -40,9 +40,7 @@ class ParameterPages:
         return slice(self.first // PAGE, -(-self.end // PAGE))
 
     def flat(self, memory: np.ndarray) -> torch.Tensor:
-        """Return a view of the parameter's bytes in `memory`: one-dimensional, in memory order, a storage of its
-        own.
-        """
+        """Return a view of the parameter's bytes in `memory`: one-dimensional, in memory order, its own storage."""
         return torch.from_numpy(memory[self.first : self.end]).view(self.dtype)
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
