@@ -1,4 +1,4 @@
-"""The optimizers of torch that update element by element. They can step any part of a parameter without the rest."""
+"""Torch's optimizers that update element by element: any part of a parameter can be stepped without the rest."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ELEMENTWISE = frozenset[type[Optimizer]](getattr(torch.optim, name) for name in
 
 
 def why_not_elementwise(optimizer: type[Optimizer]) -> str:
-    """Return the reason why `optimizer`, a class, cannot step a part of a parameter without the rest; empty if it can.
+    """Return why parts of a parameter cannot be stepped without the rest; empty if they can.
 
-    A program's own class is taken to be elementwise if it has the attribute `elementwise = True`.
+    A program's own class counts as elementwise if it has the attribute `elementwise = True`.
     """
     if optimizer in _ELEMENTWISE or getattr(optimizer, "elementwise", False) is True:
         return ""

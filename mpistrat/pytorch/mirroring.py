@@ -60,13 +60,10 @@ class Mirroring(StrategyModules):
             virtual_replicas.install(parts.replicas, registry, self.recorder.roots)
 
     def mirror_new(self) -> NewTensors:
-        """Mirror the pending tensors. Collective if there are any.
+        """Mirror the tensors of new modules, materialized lazy modules, and replaced or moved parameters.
 
-        These are the tensors of new modules, materialized lazy modules, replaced parameters, and shared parameters that
-        the program has given other memory.
-        Called by: every rank, at the end of `scope()` and before each `run`.
+        Called by: every rank, at the end of `scope()` and before each `run`. Collective if there are any.
         Returns: the tensors that were mirrored.
-        Raises: CollectiveMismatchError if the ranks have built different modules.
         """
         new = NewTensors([] if self._shared is None else self._shared.moved(self.registry), [])
         if self.recorder.changed:
@@ -88,11 +85,12 @@ class Mirroring(StrategyModules):
             self.mirror_new()
 
     def mirror(self, module: Any) -> NewTensors:
-        """Mirror a module, a parameter, or an iterable of them: the work of `Strategy.mirror`. Collective.
+        """Do the work of `Strategy.mirror`. Collective.
 
+        Args: module: a module, a parameter, or an iterable of them.
         Returns: the tensors that were mirrored.
-        Raises: TypeError for other values. ValueError for the result of an operation, or for a module that torch's own
-            data parallelism wraps. CollectiveMismatchError if the ranks' modules differ.
+        Raises: TypeError for other values; ValueError for the result of an operation, or for torch's own data
+            parallelism.
         """
         require_cross_replica(self.parts.strategy, "mirror")
         values = list(_flatten(module))
@@ -112,10 +110,9 @@ class Mirroring(StrategyModules):
         return new
 
     def average_written_buffers(self, module: Module) -> None:
-        """Average the buffers of `module` that a replica has written since the last reduction of gradients.
+        """Average the buffers of `module` itself that a replica has written since the last reduction of gradients.
 
-        Buffers of submodules are left out. With one replica, or without written buffers, nothing happens.
-        Called by: every rank, through `module.state_dict()`.   Context: cross-replica or top level.
+        Called by: every rank, by `state_dict()`.   Context: cross-replica or top level.
         """
         found = (self.registry.buffer(module, key) for key in module._buffers)
         slots = [slot for slot in found if slot is not None]
@@ -137,11 +134,10 @@ class Mirroring(StrategyModules):
         buffers.average(self.parts, slots, snapshots, buffers.to_average(flags), label)
 
     def _place(self, modules: Sequence[Module], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Move `modules`, and the parameters `tensors` without a module, to the device that the strategy names, if any.
+        """Move `modules`, and the parameters `tensors`, to the device that the strategy names, if any.
 
-        Raises:
-            NotImplementedError: on all ranks, if a rank of several replicas has an accelerator for each.
-            RuntimeError: on all ranks, if a parameter cannot be moved.
+        Raises: on all ranks, NotImplementedError if this rank has several devices, and RuntimeError if a parameter
+            cannot move.
         """
         name = self.parts.replicas.device_of_modules
         if name is None:
@@ -215,11 +211,6 @@ class Mirroring(StrategyModules):
             slot.settle([buffer])
 
     def _agree(self, described: list[str]) -> None:
-        """Check that all ranks have the same tensors. Collective.
-
-        Args: described: a line for each tensor of this rank: name, dtype and shape.
-        Raises: CollectiveMismatchError on all ranks, with the first line that differs.
-        """
         of_ranks = of_all(self._communicator, described, "mirrored parameters")
         if of_ranks:
             number, difference = first_difference(of_ranks)
@@ -257,10 +248,6 @@ class Mirroring(StrategyModules):
 
 
 def _flatten(value: Any) -> Iterator[Module | torch.Tensor]:
-    """Yield the modules and tensors in `value`, a module, a tensor, or nested iterables of them.
-
-    Raises: TypeError for other values. ValueError for a tensor that is the result of an operation.
-    """
     if isinstance(value, torch.Tensor) and not value.is_leaf:
         raise ValueError(
             f"mirror takes parameters, got the result of an operation, {value.grad_fn!r:.60}"
@@ -275,10 +262,7 @@ def _flatten(value: Any) -> Iterator[Module | torch.Tensor]:
 
 
 def _reshard(root: Module) -> None:
-    """Have the modules of `fully_shard` in `root` show their shards.
-
-    After a forward some of them show whole parameters, like plain modules.
-    """
+    """Have modules of `fully_shard` show their shards: after a forward some show whole, plain parameters."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for module in root.modules():
@@ -291,10 +275,7 @@ def _has_tensors(module: Module) -> bool:
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's shape or values come later.
-
-    A lazy module's come with its first forward, and the values of a module on "meta" come by `to_empty`.
-    """
+    """Whether shape or values come later: with a lazy module's first forward, or from "meta" by `to_empty`."""
     return is_lazy(tensor) or tensor.is_meta
 
 

@@ -1,7 +1,6 @@
-"""Optimizer steps inside `run`: each step must be of mirrored parameters, once per rank, and alike on all ranks.
+"""Optimizer steps inside `run`: only of mirrored parameters, once per rank, alike on all ranks.
 
-Torch calls the global hooks of this file before and after each `optimizer.step()`. The file also warns of programs that
-step without `run`.
+Torch calls the global hooks of this file before and after each `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -39,12 +38,11 @@ def install() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Check an optimizer step inside `run`, or warn of ranks that train apart.
+    """Check a step inside `run`, or warn of ranks that train apart. Called by: torch, before each `optimizer.step()`.
 
-    Called by: torch, before each `optimizer.step()`.
-    Returns: other arguments for `step`; None to leave them.
-    Raises: RuntimeError inside backward(), for a parameter that is not mirrored, or for a closure with several replicas
-        in this rank. ValueError if the ranks' optimizers differ.
+    Returns: other arguments for `step`, or None.
+    Raises: RuntimeError inside backward(), for a parameter that is not mirrored, or for a closure if replicas share
+        parameters.
     """
     here = replica_here()
     if here is None:
@@ -69,10 +67,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _let_first_step(optimizer: Optimizer, context: AnyReplicaContext, has_closure: bool) -> None:
-    """Have only the first replica of this rank step: all replicas wait here, and the others then find no gradients.
+    """Let only the first replica of this rank step, because the replicas share their parameters.
 
-    The replicas of a rank share their parameters, so one step changes them for all.
-    Raises: RuntimeError if the step has a closure.
+    All replicas wait here. Then the other replicas find no gradients.
+    Raises: RuntimeError for a step with a closure.
     """
     if has_closure:
         raise RuntimeError(
@@ -87,16 +85,15 @@ def _let_first_step(optimizer: Optimizer, context: AnyReplicaContext, has_closur
 
 
 def _nothing(replicas: Any) -> None:
-    """Do nothing once the replicas of this rank have met."""
+    """Do nothing: the replicas of this rank have only met."""
 
 
 def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], Any]) -> Any:
     """Call `closure`, and return the loss of all ranks together. Collective.
 
-    Each rank's loss has the weight of its gradients in the last backward (`GradientReducer.share`). Losses that are
-    equal on all ranks, to the bit, stay as they are: the program has combined them itself.
-    Returns: a tensor if this rank's closure returns one, else a number.
-    Raises: CollectiveMismatchError if closures return different kinds of values, or values that are not one number.
+    Each rank's loss has the weight of its last backward (`GradientReducer.share`). Losses that are equal on all ranks,
+    to the bit, stay: the program has combined them itself.
+    Raises: CollectiveMismatchError if the losses are of different kinds, or are not single numbers.
     """
     loss = closure()
     of_rank = (*_kind_and_value(loss), reducer.share)
@@ -116,7 +113,7 @@ def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], 
 
 
 def _kind_and_value(loss: Any) -> tuple[str, float | None]:
-    """Return the kind of `loss` in words, and its value as a float; None if it is not one real number."""
+    """Return the kind of `loss` in words, and its value; None if it is not one real number."""
     if isinstance(loss, numbers.Real):
         return "a number", float(loss)
     if not arrays.is_torch(loss):
@@ -148,11 +145,10 @@ def _before_other_step(value: torch.amp.GradScaler | LRScheduler) -> None:
 
 
 def _compare(value: Any, context: AnyReplicaContext, reducer: GradientReducer) -> None:
-    """Check that `value` is alike on all ranks, unless it has stepped before. Collective in its first step.
+    """Compare `value`, an optimizer, scheduler or scaler, over the ranks in its first step.
 
-    Before the first reduction of gradients it is not compared: ranks may be in different steps, and the reduction
-    reports that better. Twins of optimizers are not compared: each rank's twin has other slices of shared parameters.
-    Args: value: an optimizer, scheduler or gradient scaler.
+    Before the first reduction of gradients nothing is compared: the reduction reports ranks in different steps better.
+    Twins are not compared: each rank's has other slices of shared parameters.
     Raises: ValueError on all ranks if `value` differs.
     """
     if reducer.has_reduced and value not in compared and not hooks.is_twin(value):
@@ -160,10 +156,9 @@ def _compare(value: Any, context: AnyReplicaContext, reducer: GradientReducer) -
 
 
 def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
-    """Warn once if the program steps parameters that no strategy mirrors, and has never stepped any inside `run`.
+    """Warn once when a program seems to have forgotten both `scope()` and `run`: its ranks train apart.
 
-    Such a program has probably forgotten `scope()` and `run`, so its ranks train apart. A program that steps mirrored
-    parameters inside `run` has a reason to step others elsewhere.
+    A program that steps mirrored parameters inside `run` has a reason to step others elsewhere.
     """
     global _has_warned
     if _has_warned or (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -189,11 +184,11 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
 def _check_parameters(
     optimizer: Optimizer, context: AnyReplicaContext, reducer: GradientReducer
 ) -> None:
-    """Check the optimizer, unless its parameters are as they were at the last check.
+    """Check the optimizer, unless its parameters are the same as at the last check.
 
     Raises:
         RuntimeError: the step would change a parameter that is neither mirrored nor sharded by torch.
-        ValueError: on all ranks, if the ranks' optimizers differ when they first step these parameters.
+        ValueError: on all ranks, if their optimizers differ when they first step these parameters.
     """
     parameters = hooks.parameters_of(optimizer)
     key = id(reducer), reducer.has_reduced
@@ -212,10 +207,6 @@ def _check_parameters(
 
 
 def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
-    """Check that each parameter of the optimizer that requires gradients is mirrored, or sharded by torch.
-
-    Raises: RuntimeError for a parameter that is neither, or for a sharded one if the strategy cannot leave it to torch.
-    """
     for g, group in enumerate(optimizer.param_groups):
         of_group = group["params"]
         names = group.get("param_names") or [f"{i} of group {g}" for i in range(len(of_group))]

@@ -1,7 +1,6 @@
 """Several replicas of a torch module in one rank: they share the parameters, and take turns.
 
-Each replica has its own `.grad`, buffers and random generator states. They are swapped when another replica's turn
-begins.
+Each replica has its own `.grad`, buffers and random generator states. They are swapped between turns.
 """
 
 from __future__ import annotations
@@ -24,14 +23,11 @@ if TYPE_CHECKING:
 
 
 class TorchState:
-    """The `ReplicaState` for PyTorch: it swaps gradients, buffers and generator states of replicas.
+    """The `ReplicaState` for PyTorch.
 
     Between runs replica 0's state is in place, and the program may change it: set gradients to None, load buffers,
     seed. Such a change holds for all replicas.
-    Args:
-        registry: the mirrored parameters and buffers.
-        count: number of replicas of this rank.
-        writes: finds parameters that replicas have written themselves.
+    Args: writes: finds parameters that replicas have written themselves.
     """
 
     def __init__(self, registry: Registry, count: int, writes: WritesByHand) -> None:
@@ -44,10 +40,7 @@ class TorchState:
         self._left: dict[Slot, tuple[torch.Tensor | None, int]] = {}
 
     def begin(self) -> None:
-        """Begin a run: copy replica 0's tensors to the other replicas.
-
-        Only tensors that the program has changed since the last run are copied.
-        """
+        """Give the other replicas copies of replica 0's tensors that the program has changed since the last run."""
         others = self._away[1:]
         # A tensor that modules share has one copy per replica, also shared.
         clones: dict[int, Sequence[torch.Tensor | None]] = {id(None): [None] * len(others)}
@@ -69,11 +62,11 @@ class TorchState:
         self._seed = torch.initial_seed()
 
     def generators(self) -> list[list[torch.Tensor]]:
-        """Return the generator states of each replica for the begin of the next run.
+        """Return the generator states of each replica for the next run.
 
-        If all replicas had the same states after the last run, they all get the program's. The same holds if the
-        program has seeded, or there was no run. Otherwise replica 0 gets the program's states, and the others keep
-        their own. So one seed gives each replica the numbers that it would draw on a rank of its own.
+        All replicas get the program's states if it has seeded, or if their states were equal after the last run.
+        Otherwise only replica 0 does. So one seed gives each replica the numbers that it would draw on a rank of its
+        own.
         """
         now = _generators()
         others = self._generators[1:]
@@ -83,22 +76,21 @@ class TorchState:
         return [now, *others]
 
     def set_generators(self, states: list[list[torch.Tensor]]) -> None:
-        """Begin the next run with the generator `states`, one list for each replica."""
+        """Let the next run begin with `states`, one list for each replica."""
         _set_generators(states[0])
         self._generators = [_generators(), *states[1:]]
         self._seed = torch.initial_seed()
 
     def end(self) -> None:
-        """End a run: remember replica 0's tensors, their versions, and its generator states."""
         for slot, tensor in self._registry.own_tensors():
             self._left[slot] = tensor, 0 if tensor is None else version(tensor)
         self._generators[0] = _generators()
         self._seed = torch.initial_seed()
 
     def inherit(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Return a function that makes a context with this thread's torch modes, for the thread of another replica.
+        """Return a function that sets up this thread's torch modes on a replica's thread.
 
-        The modes are inference mode, gradients, default device, autocast, and the accelerator's current stream.
+        The modes are inference mode, gradients, default device, autocast, and the accelerator's stream.
         """
         device, module = arrays.default_device(), _accelerator_in_use()
         modes: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
@@ -125,7 +117,6 @@ class TorchState:
         return enter
 
     def switch(self, leaving: int, entering: int) -> None:
-        """Put away the tensors and generator states of the replica `leaving`, and bring back the ones of `entering`."""
         self._away[leaving] = dict(self._registry.own_tensors())
         for slot in self._away[leaving]:
             slot.put(self._away[entering].get(slot))
@@ -133,10 +124,7 @@ class TorchState:
         _set_generators(self._generators[entering])
 
     def copies(self, slots: Sequence[BufferSlot]) -> list[list[torch.Tensor | None]]:
-        """Return each replica's copies of the buffers `slots`, while replica 0's are in the modules.
-
-        Returns: a list for each replica; None for a buffer that is gone.
-        """
+        """Return each replica's copies of the buffers `slots`, while replica 0's are in the modules."""
         copies = [[slot.tensor() for slot in slots]]
         for away in self._away[1:]:
             kept = zip(map(away.get, slots), copies[0], strict=True)
@@ -145,7 +133,7 @@ class TorchState:
 
 
 def _accelerator_in_use() -> Any:
-    """Return torch's module of this process's accelerator; None if there is none, or nothing has used it yet."""
+    """Return torch's module of this process's accelerator; None without one, or if nothing has used it."""
     kind = torch_accelerator()
     module: Any = torch.get_device_module(kind) if kind else None
     return module if module is not None and module.is_initialized() else None
@@ -187,19 +175,13 @@ def _state_of(replicas: Replicas) -> TorchState | None:
 
 
 def generators_of(replicas: Replicas, num_local_replicas: int) -> list[list[torch.Tensor]]:
-    """Return the generator states of each local replica, for a checkpoint.
-
-    These are the state of the CPU's generator and, if an accelerator is in use, of its current device's.
-    """
+    """Return the generator states of each local replica: the CPU's and, if in use, the accelerator's."""
     state = _state_of(replicas)
     return [_generators()] * num_local_replicas if state is None else state.generators()
 
 
 def set_generators_of(replicas: Replicas, states: list[list[torch.Tensor]]) -> None:
-    """Set the generator states of each local replica. Without an accelerator, its states are left out.
-
-    Called by: a checkpoint that is restored.
-    """
+    """Set the generator states of each local replica, of accelerators only where there are some."""
     if not torch_accelerator():
         states = [of_replica[:1] for of_replica in states]
     state = _state_of(replicas)
@@ -210,7 +192,7 @@ def set_generators_of(replicas: Replicas, states: list[list[torch.Tensor]]) -> N
 
 
 def seeded_generators(seed: int) -> list[torch.Tensor]:
-    """Return the generator states after `torch.manual_seed(seed)`. The generators themselves do not change."""
+    """Return the generator states as `torch.manual_seed(seed)` would leave them."""
     states = [torch.Generator().manual_seed(seed).get_state()]
     if _accelerator_in_use() is not None:
         states.append(torch.Generator(torch_accelerator()).manual_seed(seed).get_state())
@@ -220,9 +202,6 @@ def seeded_generators(seed: int) -> list[torch.Tensor]:
 def copies_of_buffers(
     replicas: Replicas, slots: Sequence[BufferSlot]
 ) -> list[list[torch.Tensor | None]]:
-    """Return each local replica's copies of the buffers `slots`; None for a buffer that is gone.
-
-    Context: cross-replica.
-    """
+    """Return each local replica's copies of the buffers `slots`. Context: cross-replica."""
     state = _state_of(replicas)
     return [[slot.tensor() for slot in slots]] if state is None else state.copies(slots)

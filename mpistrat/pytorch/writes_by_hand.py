@@ -1,8 +1,8 @@
 """Writes of a program to parameters inside `run`, where several replicas of a rank share one copy of them.
 
-Each replica would write, so the change would count once for each of them. This is an error, found when a turn ends.
-Torch counts the writes to a parameter in its version. It counts a write through `.data` in the `.data` tensor, not in
-the parameter. This file lets the writes through all `.data` of a parameter count together.
+Each replica would write, so the change would count once for each: an error, found when a turn ends. Torch counts the
+writes to a parameter in its version. It counts a write through `.data` in the `.data` tensor. Here the writes through
+all `.data` of a parameter count together.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ _memory_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the `_ParameterData` 
 
 
 class _ParameterData:
-    """The `.data` of a parameter as one tensor, so that torch counts the writes through all of them together.
-
-    Attributes: replaced: how often the parameter has got other memory.
-    """
+    """The one tensor behind all `.data` of a parameter, so that torch counts their writes together."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.tensor = hooks.original_data(parameter)
         self.replaced = 0
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the `.data` tensor of `parameter`, a new one if the parameter has got other memory."""
         if not self.tensor.is_set_to(parameter):
             self.tensor = hooks.original_data(parameter)
             self.replaced += 1
@@ -42,8 +38,6 @@ class WritesByHand:
     """Finds parameters that replicas have written themselves. Between two meetings each replica has one turn, in order.
 
     Args:
-        registry: the mirrored parameters.
-        count: number of replicas of this rank.
         modules: returns the strategy's modules.
     """
 
@@ -68,9 +62,9 @@ class WritesByHand:
         self._written.update((slot, None) for slot, _ in self._look())
 
     def end_turn(self, replica: int) -> None:
-        """Check the parameters that were written in the turn of the local replica `replica`.
+        """Check the parameters that the local replica `replica` has written in its turn.
 
-        Raises: RuntimeError if the replica has changed a parameter that another replica, or an optimizer, has written.
+        Raises: RuntimeError if it has changed a parameter that another replica, or an optimizer, has written.
         """
         for slot, parameter in self._look():
             now = _bits(parameter)

@@ -57,10 +57,7 @@ class CallsAfterBackward:
                 thread.submit(late, frame)
 
     def make(self) -> None:
-        """Make all calls that wait, on this thread, after the calls that the communication thread got before.
-
-        Called by: the autograd engine at the end of backward(), or whoever waits for a call.
-        """
+        """Make all calls that wait, on this thread, after the calls that the communication thread got before."""
         earlier, made = self._batch
         if self._thread is not None and not self._thread.is_current():
             earlier.wait()
@@ -84,10 +81,7 @@ class CallsAfterBackward:
         return self._maker == threading.get_ident()
 
     def _make_late(self, earlier: threading.Event, made: threading.Event) -> None:
-        """Make the calls on the communication thread if backward() has not ended in time.
-
-        Args: earlier, made: the events of these calls.
-        """
+        """Make the calls on the communication thread if backward() has not ended in time."""
         earlier.set()
         # If another thread holds the lock, it is making all of the calls.
         if not made.wait(deadlines.COMMUNICATION_THREAD_WAITS_FOR_BACKWARD) and self._order.acquire(

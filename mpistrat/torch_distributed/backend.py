@@ -23,10 +23,8 @@ from mpistrat.torch_distributed.rendezvous import base
 
 
 def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
-    """Make a process group. Collective over its ranks.
+    """Make the process group of `options`, torch's `_DistributedBackendOptions`. Collective over its ranks.
 
-    Called by: torch, in `init_process_group` and `new_group`.
-    Args: options: torch's `_DistributedBackendOptions`: store, ranks, timeout and name of the group.
     Raises: RuntimeError if the default group is to have another number of ranks than MPI.
     """
     rank, size = options.group_rank, options.group_size
@@ -56,10 +54,7 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
 
 
 def rendezvous(url: str, timeout: Any = None, **_: Any) -> Iterator[tuple[c10d.Store, int, int]]:
-    """Yield a store, this process's rank and the number of ranks, all from MPI. Collective.
-
-    Called by: torch, for `init_method="mpi://"`. Args: timeout: most time that this rank waits for the others.
-    """
+    """Yield a store, this process's rank and the number of ranks, all from MPI, for `init_method="mpi://"`."""
     here = base()
     pools = here.pools
     with pools.meeting(timeout, "init_process_group") if pools else contextlib.nullcontext():

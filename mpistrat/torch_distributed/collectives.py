@@ -28,10 +28,10 @@ from mpistrat.torch_distributed.tensors import (
 class Collectives:
     """The collectives of one process group. Tensors, and `op`, are as in `torch.distributed`.
 
+    A list with another length than the number of ranks is a ValueError.
     Called by: every rank of `communicator`, for every method.
-    Raises:
-        CollectiveMismatchError: on all ranks, if they call different collectives or give tensors that differ.
-        TypeError, ValueError: on one rank, if its own arguments are wrong. `GroupCalls` tells the other ranks.
+    Raises: CollectiveMismatchError on all ranks, if they make different calls or give different tensors. TypeError or
+        ValueError on one rank for its own arguments: the caller tells the other ranks.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -61,7 +61,7 @@ class Collectives:
                 self.communicator.all_reduce(buffer, how.reduction)
 
     def all_reduce_coalesced(self, tensors: Tensors, op: Any) -> None:
-        """Reduce all tensors in place, with one message for all tensors of a dtype."""
+        """Reduce all tensors in place, with one message per dtype."""
         for alike in by_dtype(tensors):
             buffer = flat(alike, self._buffers)
             self.all_reduce([buffer], op)
@@ -92,12 +92,9 @@ class Collectives:
             self.all_gather_single(out, tensor)
 
     def all_gather(self, lists: Sequence[Tensors], tensors: Tensors) -> None:
-        """Gather: the r-th tensor of each list becomes rank r's tensor.
+        """Make the r-th tensor of each of `lists` rank r's.
 
-        Args:
-            lists: a list of as many outputs as ranks, for each tensor.
-            tensors: this rank's inputs. Their shapes may differ between ranks.
-        Raises: ValueError if a list has another length.
+        Args: tensors: this rank's tensor for each list. Shapes may differ between ranks.
         """
         for outs, tensor in zip(lists, unwritten(tensors, lists), strict=True):
             _check_one_a_rank(self.communicator, "all_gather", outs)
@@ -111,11 +108,7 @@ class Collectives:
                 out.detach().copy_(part)
 
     def gather(self, lists: Sequence[Tensors], tensors: Tensors, root: int) -> None:
-        """Gather the ranks' tensors on rank `root`, into a list for each tensor.
-
-        Args: lists: a list of as many outputs as ranks, for each tensor; empty on other ranks.
-        Raises: ValueError on rank `root` if a list has another length.
-        """
+        """Gather tensors on rank `root`: a list for each of `tensors`. Other ranks have empty lists."""
         here = self._rank == root
         for i, tensor in enumerate(tensors):
             if here:
@@ -130,11 +123,7 @@ class Collectives:
                     out.detach().copy_(part.view(out.shape))
 
     def scatter(self, outs: Tensors, lists: Sequence[Tensors], root: int) -> None:
-        """Give each rank its tensor of the lists of rank `root`.
-
-        Args: lists: a list of as many inputs as ranks, for each of `outs`; empty on other ranks.
-        Raises: ValueError on rank `root` if a list has another length.
-        """
+        """Give each rank its tensor of rank `root`'s list for each of `outs`. Other ranks have empty lists."""
         here = self._rank == root
         for i, out in enumerate(outs):
             label = f"scatter of {tuple(out.shape)} from {root}"
@@ -166,12 +155,7 @@ class Collectives:
             self.reduce_scatter_single(out, tensor, op)
 
     def reduce_scatter(self, outs: Tensors, lists: Sequence[Tensors], op: Any) -> None:
-        """Combine the r-th tensors of all ranks' lists into `out` of rank r.
-
-        Args: lists: a list of as many inputs as ranks, for each of `outs`. The inputs of a list may have different
-            shapes.
-        Raises: ValueError if a list has another length.
-        """
+        """Combine the r-th tensors of all ranks' lists into rank r's `out`. Shapes may differ in a list."""
         for out, parts in zip(outs, lists, strict=True):
             _check_one_a_rank(self.communicator, "reduce_scatter", parts)
             whole = flat(parts, self._buffers)
@@ -184,12 +168,10 @@ class Collectives:
     def all_to_all_single(
         self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
-        """Send rows of `tensor` to the ranks, and receive their rows in `out`.
+        """Send rows of `tensor` to the ranks, and receive rows in `out`.
 
-        Args:
-            received: number of rows from each rank; empty: equal parts.
-            sent: number of rows to each rank; empty: equal parts.
-        Raises: ValueError if equal parts are asked for, and the ranks do not divide the number of rows.
+        Args: received, sent: number of rows from, and to, each rank; empty: equal parts.
+        Raises: ValueError if there are no equal parts.
         """
         with written(out) as buffer:
             sent = sent or _equal_parts(tensor, self._size, "input")
@@ -198,10 +180,7 @@ class Collectives:
             self.communicator.all_to_all(rows, buffer, list(sent), list(received))
 
     def all_to_all(self, outs: Tensors, tensors: Tensors) -> None:
-        """Send the r-th tensor to rank r, and receive rank r's tensor in the r-th of `outs`. The shapes may differ.
-
-        Raises: ValueError if `outs` or `tensors` has not one tensor for each rank.
-        """
+        """Send the r-th tensor to rank r, and receive rank r's in the r-th of `outs`. Shapes may differ."""
         _check_one_a_rank(self.communicator, "all_to_all", outs)
         _check_one_a_rank(self.communicator, "all_to_all", tensors)
         sent, received = lengths(tensors), lengths(outs)
@@ -226,7 +205,7 @@ def _all_reduce_sparse(communicator: Communicator, tensor: Tensor, op: Any) -> N
 
 
 def _one_row_to(root: int, communicator: Communicator) -> tuple[list[int], list[int]]:
-    """Return how many rows this rank sends to each rank, and receives from each, if each rank sends one to `root`."""
+    """Return how many rows this rank sends to, and receives from, each rank, if each sends one to `root`."""
     sent = [int(rank == root) for rank in range(communicator.size)]
     return sent, [int(communicator.rank == root)] * communicator.size
 

@@ -1,9 +1,7 @@
-"""The communicators of process groups. A destroyed group leaves its communicators to the next group over the same
-ranks.
+"""The communicators of process groups. A destroyed group leaves them to the next group over the same ranks.
 
 Freeing a communicator is collective, and `destroy_process_group` is not: a rank may call it late, or never. So a
-communicator is kept, and used again once all of its ranks have given it back. Without that, MPICH fails after 2,046
-communicators.
+communicator is kept, and used again once all of its ranks have given it back. MPICH fails after 2,046 communicators.
 
 mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
 """
@@ -51,10 +49,7 @@ class GroupCommunicators:
 
     @property
     def on_their_way(self) -> int | None:
-        """Messages sent less messages received on this rank.
-
-        None if these communicators cannot be used again: the group has one rank, or calls of the last group go on.
-        """
+        """Messages sent less messages received; None: calls of the last group go on, so no other can use this."""
         if self.messages is None or self.collectives.contract.is_abandoned:
             return None
         return self.messages.on_their_way
@@ -65,7 +60,6 @@ class _Pool:
     """The communicators of all groups with the same ranks in the same order.
 
     Attributes:
-        comm: MPI communicator of the ranks.
         made: number of communicators that were made.
         free: unused communicators by number, on this rank.
     """
@@ -95,10 +89,7 @@ class _Pool:
 
 
 class CommunicatorPools:
-    """The pools of all groups of a program.
-
-    Args: comm: MPI communicator of the default group's ranks. The constructor is collective over them.
-    """
+    """The pools of all groups. Args: comm: of the default group's ranks; making the pools is collective over them."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
@@ -119,12 +110,10 @@ class CommunicatorPools:
 
         Args:
             rank: this process's rank in the group.
-            ranks: ranks of the default group that are in the new group, in its order; empty for the default group
-                itself.
-            timeout: most time that this rank waits for the others; None: the limit of the settings.
-        Returns: the group's communicators, and the pool that they are to be given back to.
-        Raises: ValueError if two ranks of the default group have the same `rank`. StallError if a rank does not come in
-            time.
+            ranks: the group's ranks in the default group, in order; empty: it is the default group.
+            timeout: as of `meeting`.
+        Returns: the pool to give them back to, and the communicators.
+        Raises: ValueError if ranks of the default group have the same `rank`.
         """
         members = tuple(self._world[each] for each in ranks)
         with self.meeting(timeout, "new_group" if ranks else "init_process_group", members):
@@ -146,7 +135,7 @@ class CommunicatorPools:
 
         The meeting is recorded like a collective, so that the observer reports a member that does not come.
         Args:
-            timeout: a `datetime.timedelta`; None: the limit of the settings.
+            timeout: a `datetime.timedelta`; None: the settings' limit.
             call: the program's call, for the report.
             members: their ranks in `comm`; empty for all.
         Raises: StallError on ranks that have waited longer than `timeout`.

@@ -1,7 +1,6 @@
-"""Under `mpistrat run`: gives a program that asks torch for gloo or NCCL, and an address, our backend "mpistrat" and
-MPI.
+"""Gives a program that asks torch for gloo or NCCL, and an address, our backend "mpistrat" and MPI.
 
-Only this file replaces a function of torch.distributed.
+Under `mpistrat run` alone. Only this file replaces a function of torch.distributed.
 """
 
 from __future__ import annotations

@@ -23,11 +23,8 @@ with_every_strategy = False
 
 
 class _Known(NamedTuple):
-    """A rank's knowledge of its default group.
-
-    Attributes:
-        rank, size: rank and number of ranks in the group; -1 and 0 without a group.
-        identity: the same on all ranks of the group; empty if the group's store keeps nothing.
+    """A rank's knowledge of its default group. `identity` is equal on the ranks of a group; empty if its store keeps
+    nothing.
     """
 
     rank: int
@@ -64,9 +61,7 @@ def share_default_group(what: str, comm: Any, communicator: Communicator) -> Non
 
 
 def is_wanted() -> bool:
-    """Whether a strategy makes a default group without `torch_distributed=True`: under `mpistrat run`, if there is none
-    yet.
-    """
+    """Whether a strategy makes a default group unasked: under `mpistrat run`, where there is none yet."""
     return with_every_strategy and not has_default_group()
 
 

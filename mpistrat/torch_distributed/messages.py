@@ -39,8 +39,7 @@ class Messages:
         watch: the watch of the group.
 
     Attributes:
-        timeout: most seconds that a message may take; 0: the limit of MPISTRAT_STALL_SECONDS. A smaller limit of that
-            setting wins.
+        timeout: most seconds of a message; 0: as MPISTRAT_STALL_SECONDS says. The smaller limit holds.
         on_their_way: messages sent since `comm` was made, less messages received; None while a message is on its way.
         unfinished: the messages on their way.
     """
@@ -60,8 +59,8 @@ class Messages:
     def send(self, tensor: Tensor, rank: int, tag: int, failed: OnFailure) -> Message:
         """Begin to send `tensor` to `rank` of the group. It must not change until the result's `wait` returns.
 
-        Args: failed: called with the message if it fails, on any thread.
-        Raises: ValueError for a wrong tag. TypeError for a tensor that is not dense.
+        Args: failed: as of `UnfinishedWork`.
+        Raises: ValueError for a wrong tag, TypeError for a tensor that is not dense.
         """
         self._check(tensor, tag)
         buffer = read(tensor)
@@ -73,8 +72,8 @@ class Messages:
     def receive(self, tensor: Tensor, rank: int | None, tag: int, failed: OnFailure) -> Message:
         """Begin to receive into `tensor` from `rank` of the group; None: from any rank.
 
-        Args: failed: called with the message if it fails, on any thread.
-        Raises: ValueError for a wrong tag. TypeError for a tensor that is not dense.
+        Args: failed: as of `UnfinishedWork`.
+        Raises: ValueError for a wrong tag, TypeError for a tensor that is not dense.
         """
         self._check(tensor, tag)
         buffer = room_for(tensor)
@@ -85,7 +84,6 @@ class Messages:
         return Message(self, request, tensor, buffer, what, failed, peer=rank, receives=True)
 
     def begun(self, message: Message) -> None:
-        """Keep `message` moving by the progress thread; without MPI_THREAD_MULTIPLE, move earlier messages now."""
         self.unfinished.add(message)
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             _progress.add(message)
@@ -125,10 +123,8 @@ class Messages:
         wait_until(arrived, self._watch)
 
     def limit(self, seconds: float = 0.0) -> float:
-        """Return the most seconds that a message may take: the least of `seconds`, `timeout` and the rank's own limit.
-
-        Args: seconds: the caller's limit; 0 for none.
-        Returns: infinity without any limit.
+        """Return the most seconds of a message, for a caller that allows `seconds` (0: any number); infinity without
+        limit.
         """
         limits = (seconds, self.timeout, self._watch.record.limit_of(self.timeout))
         return min(filter(None, limits), default=math.inf)
@@ -192,7 +188,7 @@ class Message(UnfinishedWork):
     def test(self) -> bool:
         """Whether the message has come through or failed. Any thread may call this.
 
-        It moves the message, and ends it by an error if its future's limit is over.
+        A message that takes longer than its future's limit fails.
         """
         if self._done.done():
             return True
@@ -276,10 +272,7 @@ class _ProgressThread:
             self._added.notify()
 
     def _stop(self, thread: threading.Thread) -> None:
-        """Stop the thread before MPI_Finalize, since a thread inside MPI could keep MPI_Finalize from returning.
-
-        Called by: Python, at exit. A forked child does not wait for the thread.
-        """
+        """Stop the thread at exit, before MPI_Finalize: a thread inside MPI may keep MPI_Finalize from returning."""
         with self._added:
             self._stopped = True
             self._added.notify()

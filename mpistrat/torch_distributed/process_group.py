@@ -67,11 +67,7 @@ class Collective(NamedTuple):
         return options
 
     def by_native(self, group: Any, operands: Sequence[Any], opts: Any) -> Work:
-        """Make the collective by `group`, one of torch's own. Calls for several pairs of tensors are submitted
-        together.
-
-        Args: opts: torch's options.
-        """
+        """Make the collective by `group`, one of torch's own. Several pairs of tensors are submitted together."""
         call = getattr(group, self.native)
         if not self.is_coalesced:
             return call(*operands, opts)
@@ -206,9 +202,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._calls.shut_down(self._native.shut_down, self._give_back)
 
     def abort(self) -> None:
-        """End the group at once: leave its calls, its communicator, and errors that nobody has asked for. Not
-        collective.
-        """
+        """End the group: leave its calls, communicator, and errors that nobody has asked for. Not collective."""
         self._calls.abort(self._native.abort)
 
     # Collectives
@@ -216,10 +210,10 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def _collective(
         self, collective: Collective, opts: Any, *operands: Any, op: Any = None
     ) -> Work:
-        """Make a collective: with CPU tensors by `communicator`, else by torch's own group for the device.
+        """Make a collective of CPU tensors by `communicator`, and of others by torch's own group for their device.
 
         Args:
-            opts: torch's options; the root or the operation alone, if a program calls the group's own method.
+            opts: torch's options; the root or the operation alone if a program calls the group's own method.
             op: the operation, if `opts` is the root.
         """
         if not hasattr(opts, "asyncOp"):

@@ -78,13 +78,11 @@ OnFailure = Callable[["UnfinishedWork"], None]
 class UnfinishedWork(DoneWork):
     """The work of a call that goes on while the program does.
 
-    `wait` raises the error of the call, if any. If the program has asked for a future only, as DDP's buckets do, the
-    error ends the job: torch does not raise errors of such futures. An error that nobody has asked for goes to
-    `failed`.
+    `wait` raises the error of the call, if any. If only a future was asked for, as by DDP's buckets, the error ends the
+    job: torch does not raise errors of such futures. An error that nobody has asked for goes to `failed`.
 
     Args:
-        result: the output tensors of the call.
-        failed: called with this work if its call fails, on any thread.
+        failed: called with this work if its call has failed, on any thread.
 
     Attributes:
         observed: whether somebody has got the error, or will.
@@ -99,7 +97,7 @@ class UnfinishedWork(DoneWork):
         self._done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def end(self, error: BaseException | None) -> None:
-        """Mark the call as ended. Args: error: the reason of its failure; None if it has succeeded."""
+        """Mark the call as ended, by `error` if it failed."""
         if error is None:
             self._done.set_result(None)
         else:
@@ -136,11 +134,7 @@ class UnfinishedWork(DoneWork):
         return future
 
     def _wait_until_done(self, seconds: float) -> None:
-        """Wait until the call has ended.
-
-        Args: seconds: the most that the wait may take; 0: no limit.
-        Raises: StallError if the call has not ended in time.
-        """
+        """Raises: StallError if the call has not ended after `seconds`; 0: no limit."""
         if not concurrent.futures.wait([self._done], seconds or None).done:
             raise StallError(
                 f"the call had not ended when Work.wait(timeout={seconds:g} s) gave up"
@@ -173,19 +167,18 @@ class Steps(DoneWork):
 class GroupCalls:
     """Makes the calls of a group in the program's order. This order is the same on all ranks.
 
-    A call that the program waits for runs on the program's thread. A call that it does not wait for (`async_op=True`,
-    DDP's buckets) runs on a communication thread, after all earlier ones; a later call on the program's thread waits
-    for these. If the ranks of a node have no core to spare for such a thread, calls inside a backward() wait for its
-    end.
+    A call that the program waits for runs on the program's thread. Any other call (`async_op=True`, DDP's buckets) runs
+    on a communication thread, after earlier ones. A call that the program waits for lets these end first. If the ranks
+    of a node have no core to spare for such a thread, calls of a backward() wait for its end.
 
     Args:
-        communicator: the communicator of the group.
+        communicator: of the group.
         name: torch's name of the group.
-        cpu_share: number of CPUs that this rank has.
+        cpu_share: number of CPUs of this rank.
 
     Attributes:
-        coalesced: works of the calls that the program is coalescing; None if it is not.
-        failed: works of failed calls with errors that nobody has asked for so far.
+        coalesced: works of the calls that the program makes as one; None outside of them.
+        failed: works with errors that nobody has asked for so far.
     """
 
     def __init__(self, communicator: Communicator, name: str, cpu_share: float) -> None:
@@ -197,8 +190,7 @@ class GroupCalls:
         self._after_backward = CallsAfterBackward()
         self._is_shut_down = False
         self._pid = os.getpid()
-        # Registered before the communication thread's exit handler, so it runs after that: when all calls have ended or
-        # failed.
+        # Registered before the communication thread's handler, so it runs after it: all calls have ended then.
         atexit.register(self._end_job_if_unobserved)
 
     def run(
@@ -206,19 +198,15 @@ class GroupCalls:
     ) -> DoneWork:
         """Make a call on this thread, or on the communication thread if the program does not wait for it.
 
-        Args:
-            is_async: whether the program does not wait for the call.
-            result: the output tensors of the call.
-            call, operands: the function and its arguments.
-        Returns: the work of the call; a `DoneWork` if it was made on this thread.
-        Raises: RuntimeError if no call can be made; the error of an earlier call that nobody has waited for; the error
-            of this call.
+        Args: result: the output tensors of the call.
+        Returns: the work of the call; a `DoneWork` if this thread has made it.
+        Raises: RuntimeError if no call can be made; the error of the call, or of an earlier one that nobody waited for.
         """
         self.check_usable()
         thread = self._thread
-        # This thread may have just made a call, and be in a callback of the call's future. The calls of the callback
-        # come next on all ranks: each rank chooses by itself whether the communication thread or the thread of
-        # backward() makes the calls. They must not wait for calls that this thread has yet to make.
+        # This thread may be in a callback of the future of a call that it has just made. The callback's calls come next
+        # on all ranks. Each rank chooses by itself whether the communication thread or the thread of backward() makes
+        # the calls. They must not wait for calls that this thread has yet to make.
         if thread is not None and (self._after_backward.is_making() or thread.is_current()):
             self._make(call, operands)
             self._stay_inside(True)
@@ -234,10 +222,7 @@ class GroupCalls:
     def _begin(
         self, result: Sequence[Tensor], call: Callable[..., None], operands: Sequence[Any]
     ) -> UnfinishedWork:
-        """Submit a call to the communication thread, or keep it until the end of the running backward().
-
-        Returns: the work of the call.
-        """
+        """Submit a call to the communication thread, or keep it until the end of the running backward()."""
         with self._order:
             if self._thread is None:
                 self._thread = CommunicationThread(
@@ -270,16 +255,13 @@ class GroupCalls:
         return work
 
     def collect(self, work: DoneWork) -> DoneWork:
-        """Add `work` to the coalesced works, if the program is coalescing calls, and return it."""
         if self.coalesced is not None:
             self.coalesced.append(work)
         return work
 
     def check_usable(self) -> None:
-        """Check that the group can make a call.
-
-        Raises: RuntimeError if the group was destroyed, or is used in a forked child. The error of an earlier call that
-            nobody has waited for.
+        """Raises: RuntimeError if the group was destroyed, or in a forked child; the error of an earlier call that
+            nobody waited for.
         """
         rank = self._communicator.rank
         if self._is_shut_down:
@@ -293,11 +275,11 @@ class GroupCalls:
             self._raise_unobserved()
 
     def shut_down(self, native: Callable[[], None], give_back: Callable[[], None]) -> None:
-        """End the group once its calls have ended. Not collective. A second call does nothing.
+        """End the group once its calls have ended. Not collective.
 
         Args:
             native: shuts down torch's own groups, once no call can begin any more.
-            give_back: called last, with the communicator unused.
+            give_back: called last.
         Raises: the error of a call that nobody has waited for.
         """
         if self._is_shut_down:
@@ -313,7 +295,7 @@ class GroupCalls:
         atexit.unregister(self._end_job_if_unobserved)
 
     def abort(self, native: Callable[[], None]) -> None:
-        """End the group without waiting for its calls, and drop errors that nobody has asked for. Not collective.
+        """End the group: leave its calls, and errors that nobody has asked for. Not collective.
 
         Args: native: aborts torch's own groups, once no call can begin any more.
         """
@@ -325,10 +307,8 @@ class GroupCalls:
             self._thread.end()
 
     def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
-        """Make the call. An error of this rank alone is told to the other ranks, since they are in the call, or will
+        """Make the call. If it fails on this rank alone, the other ranks hear of it: they are in the call, or will
         be.
-
-        Raises: the error of the call.
         """
         with self._order:
             try:
@@ -339,20 +319,19 @@ class GroupCalls:
                 self._communicator.raise_together(error)
 
     def _stay_inside(self, stays: bool) -> None:
-        """Tell the observer whether this rank counts as still inside its last collective, while callbacks run."""
         watch = self._communicator.contract.watch
         if watch is not None:
             watch.stay_inside(stays)
 
     def _raise_unobserved(self) -> None:
-        """Raise the first error of a call that nobody has asked for."""
+        """Raise the error of an earlier call that nobody has waited for."""
         while self.failed:
             work = self.failed.pop(0)
             if not work.observed:
                 work.wait()
 
     def _end_job_if_unobserved(self) -> None:
-        """End the job at exit if a call has failed and nobody has asked for its error."""
+        """At exit, end the job for an error that nobody has asked for."""
         try:
             self._raise_unobserved()
         except Exception as error:

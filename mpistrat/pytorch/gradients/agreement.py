@@ -1,4 +1,4 @@
-"""The agreement of the ranks before they reduce gradients: one MAX, of a word for each parameter and a few more."""
+"""The agreement of the ranks before they reduce gradients: one MAX of a word for each parameter, and a few more."""
 
 from __future__ import annotations
 
@@ -29,20 +29,14 @@ _NAMED = 5  # number of parameters that a message names
 
 
 class Piggyback(Protocol):
-    """Adds words of this rank to the agreement and gets their maxima over all ranks, without a message of its own."""
+    """Adds words of this rank to the agreement, and gets their maxima over all ranks."""
 
     def words(self) -> np.ndarray:
-        """Return this rank's words, an int32 array. Every rank returns equally many.
-
-        Called by: `StepAgreement.agree`, at each reduction of gradients.
-        """
+        """Return this rank's int32 words; every rank gives equally many. Called by: each reduction of gradients."""
         ...
 
     def received(self, greatest: np.ndarray) -> None:
-        """Take the maxima of the words over all ranks. It may be collective, and it may raise.
-
-        Called by: `GradientReducer._reduce`, at the end of each reduction of gradients.
-        """
+        """Take the maxima over all ranks, at the end of the reduction. It may be collective, and may raise."""
         ...
 
 
@@ -52,18 +46,18 @@ class ReplicaBackward:
 
     Attributes:
         replica: number of the replica among this rank's.
-        parameters: the parameters by slot; None for a parameter that the program has dropped.
-        in_block: whether the backward runs inside `replica()` and not inside `run`.
+        parameters: the parameters by slot; None for a dropped one.
+        in_block: whether it runs inside `replica()` and not inside `run`.
         synchronizes: whether gradients are reduced; False inside `no_sync()`.
-        scale: factor of the sums of gradients; None leaves them as they are.
+        scale: factor of the sums of gradients, or None.
         weight: factor of the loss.
         earlier: reduced gradients of earlier backwards, by slot.
-        buckets: take gradients while the engine computes others; None if gradients are reduced after backward().
-        came: parameters with a gradient from this backward, each with its version at that time. They must not change
-            until the gradients are reduced.
-        sent: slots of the parameters with gradients that `buckets` has taken.
-        communicated: whether the program made collective calls inside backward(); True until the backward has ended.
-        gradients: the replica's gradients that are not in `buckets`, by slot; None for a parameter without one.
+        buckets: take gradients while the engine computes others; None: gradients are reduced after backward().
+        came: parameters that have got a gradient, each with its version then. They must not change before the
+            reduction.
+        sent: slots of the gradients that `buckets` has taken.
+        communicated: whether the program made collective calls inside backward(); True until it has ended.
+        gradients: gradients that are not in `buckets`, by slot; None for a parameter without one.
         buffers: the replica's buffers after its forward, as of `buffers.snapshot`.
     """
 
@@ -83,17 +77,17 @@ class ReplicaBackward:
 
 
 class AgreedGradients(NamedTuple):
-    """The result of the agreement before gradients are reduced; equal on all ranks.
+    """The result of the agreement; equal on all ranks.
 
     Attributes:
-        dense: slots of the parameters with gradients that are reduced as dense tensors, in ascending order.
-        sparse: slots of the parameters with gradients that are reduced as sparse tensors, in ascending order.
+        dense: slots of the gradients that are reduced as dense tensors, ascending.
+        sparse: slots of the gradients that are reduced as sparse tensors, ascending.
         again: the dense slots that got another gradient after their buckets had left.
         communicates: whether the program of any rank has communicated inside backward().
         alike: whether all ranks have used the same parameters.
-        may_follow: whether `alike` holds and the MPI of every rank allows several threads. Then the sums need no
-            further agreement.
-        buffers: int32 flags of the buffers that replicas have written, for `buffers.to_average`.
+        may_follow: whether `alike` holds and the MPI of every rank allows several threads: the sums need no further
+            agreement.
+        buffers: flags of the buffers that replicas have written, for `buffers.to_average`.
         maxima: pairs of a piggyback and the maxima of its words.
     """
 
@@ -125,19 +119,18 @@ class StepAgreement:
     ) -> AgreedGradients:
         """Let the ranks agree on the parameters that they have used and the buffers that they have written.
 
-        The agreement also compares the ranks' progress: calls of `run` (inside `replica()`: steps of distributed
-        datasets), optimizer steps, and calls of `Strategy.shard` inside `replica()` while gradients were on. It
-        compares the first arrays that `shard` got, and the layouts of the used parameters.
+        The ranks also compare their progress: calls of `run` (inside `replica()`: steps of distributed datasets),
+        optimizer steps, and calls of `Strategy.shard` inside `replica()` while gradients were on. They compare the
+        first arrays that `shard` got, and the layouts of the used parameters.
 
         Called by: every rank.
         Args:
             replicas: the backwards of this rank's replicas.
-            extended: the `StrategyExtended` of the strategy.
-            optimizer_steps: number of optimizer steps that this rank has taken inside `run`.
+            extended: the strategy's `StrategyExtended`.
+            optimizer_steps: steps that this rank has taken inside `run`.
         Raises:
-            CollectiveMismatchError: on all ranks, if they are in different steps or their parameters have different
-                layouts.
-            RuntimeError: if this rank has frozen parameters that other ranks train. The other ranks get an error, too.
+            CollectiveMismatchError: the ranks are in different steps, or their parameters have different layouts.
+            RuntimeError: this rank has frozen parameters that other ranks train. The other ranks hear of it.
         """
         piggybacks, sharded = list(self._parts.piggybacks), extended.sharded
         counts = self._parts.strategy.runs, optimizer_steps, sharded.count
@@ -187,10 +180,9 @@ class StepAgreement:
         )
 
     def _described(self, layouts: Sequence[Any]) -> str:
-        """Return a line for each parameter: dtype, shape, strides, and the kind of device.
+        """Return a line for each parameter: dtype, shape and strides.
 
-        The device is left out if the communicator takes no device buffers: then gradients on all devices go the same
-        way.
+        The device is added where gradients of GPUs and of the host go different ways.
         Args: layouts: as of `packing.layouts`.
         """
         on_devices, half = self._communicator.takes_device_buffers, len(layouts) // 2
@@ -200,7 +192,7 @@ class StepAgreement:
         )
 
     def _layouts_apart(self, layouts: Sequence[Any]) -> str:
-        """Return the message that names the first parameter with different layouts on the ranks. Collective."""
+        """Return the message that names the first parameter with different layouts. Collective."""
         of_ranks = self._communicator.all_gather_object(self._described(layouts).split("\n"))
         lines = next(rows for rows in zip(*of_ranks, strict=True) if len(set(rows)) > 1)
         described = ", ".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
@@ -211,11 +203,10 @@ class StepAgreement:
         )
 
     def _check_not_frozen(self, numbers: Sequence[int]) -> None:
-        """Check that this rank has not frozen parameters that other ranks have used.
+        """Check the slots `numbers`: other ranks have used them, and this rank has not.
 
-        Args: numbers: slots that other ranks have used and this rank has not.
-        Raises: RuntimeError if one of these parameters has `requires_grad=False` on this rank. The other ranks learn of
-            it in their next collective.
+        Raises: RuntimeError if a parameter has `requires_grad=False` here. The other ranks hear of it in their next
+            collective.
         """
         slots = [self._registry.slots[number] for number in numbers]
         # A parameter that the program has dropped is not frozen.
@@ -230,10 +221,7 @@ class StepAgreement:
             )
 
     def _ranks_apart(self, counts: tuple[int, int, int]) -> str:
-        """Return the message for ranks that are in different steps: it lists the counts of each rank. Collective.
-
-        Args: counts: this rank's calls of `run`, optimizer steps, and calls of `shard`.
-        """
+        """Return the message that lists the counts of ranks in different steps. Collective."""
         places = enumerate(self._communicator.all_gather_object(counts))
         lines = [
             f"rank {r}: run {runs}, {steps} steps, shard {n}" for r, (runs, steps, n) in places

@@ -1,4 +1,4 @@
-"""Gradients that arrive from the autograd engine, and parameters that the program changes before they are reduced."""
+"""Gradients that arrive from the autograd engine, and parameters that change before these are reduced."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ _IS_THERE = functools.partial(operator.is_not, None)
 class Arrivals:
     """Watches the gradients that a strategy's replicas get.
 
-    Args:
-        registry: the mirrored parameters.
-
     Attributes:
         made_in_run: names of the parameters that replicas have made inside `run`, by parameter.
     """
@@ -41,11 +38,7 @@ class Arrivals:
         reference = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
-            """Note that the gradient of `parameter` has grown, and fill its bucket.
-
-            Called by: the autograd engine, after it has added to `.grad`.
-            Raises: RuntimeError outside `run`.
-            """
+            """Fill the bucket of `parameter`: the engine has added to its `.grad`."""
             arrivals = reference()
             if arrivals is None:
                 return
@@ -73,17 +66,13 @@ class Arrivals:
         self._hook = hook
 
     def guard(self, parameter: torch.Tensor) -> None:
-        """Register the hook of `parameter` that fills buckets, and that refuses gradients outside `run`.
-
-        A parameter of integers gets none.
-        """
+        """Register the hook of `parameter`: it fills buckets, and refuses gradients outside `run`."""
         if is_inexact(parameter):
             hooks.first_when_accumulated(parameter, self._hook)
 
     def _backward(self) -> ReplicaBackward:
-        """Return the backward that calls a hook on this thread, if several replicas are in one, or none is.
+        """Return the backward of the replica on this thread: on the host the engine calls hooks there.
 
-        On the host the engine calls hooks on the replica's thread.
         Raises: RuntimeError if no replica is in a backward: the gradient would not be reduced.
         """
         if self._backwards:
@@ -102,10 +91,9 @@ class Arrivals:
 
     @contextlib.contextmanager
     def watched(self, step: ReplicaBackward) -> Iterator[Callable[[], None]]:
-        """Have the hooks know that the engine computes `step` inside the block.
+        """Inside the block the engine computes `step`, and hooks fill its buckets.
 
-        Gives: `_check` with its arguments bound. It is to be called when the engine has ended, before gradients are
-        reduced.
+        Gives: `_check`, to be called when the engine has ended, before gradients are reduced.
         """
         watched = list[tuple[torch.Tensor, int]]()
         unmirrored = list(filter(self._has_no_gradient, self.made_in_run))
@@ -130,15 +118,15 @@ class Arrivals:
         watched: Sequence[tuple[torch.Tensor, int]],
         taken: Sequence[tuple[int, torch.Tensor, int]],
     ) -> None:
-        """Refuse a backward after which the ranks' parameters would differ.
+        """Refuse a backward that would make the ranks' parameters differ.
 
         Args:
             unmirrored: parameters of `made_in_run` that had no gradient before.
-            watched: parameters that must not change during the whole backward, each with its version before.
-            taken: the `.data` tensors that the program took from parameters, as of `hooks.noticing_data`.
+            watched: parameters that must not change during the backward, each with its version before.
+            taken: `.data` of parameters, as of `hooks.noticing_data`.
         Raises:
-            RuntimeError: a mirrored parameter was changed or lost its gradient inside backward(), or a parameter that
-                was made inside `run` got a gradient.
+            RuntimeError: a mirrored parameter was changed or lost its gradient inside backward(), or a parameter made
+                inside `run` got one.
         """
         in_buckets = {} if step.buckets is None else step.buckets.taken
         for parameter, _ in step.came:
@@ -162,7 +150,6 @@ class Arrivals:
                 )
 
     def _raise_changed(self, parameter: torch.Tensor, happened: str) -> NoReturn:
-        """Raise RuntimeError for a mirrored parameter. Args: happened: a verb phrase for the message."""
         name = next(s.name for s in self._registry.slots if s.reference() is parameter)
         raise RuntimeError(
             f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "

@@ -1,8 +1,8 @@
 """Dense gradients that leave while `backward()` still runs.
 
-Gradients are cut into buckets in reverse order of the parameters. Backward computes gradients in about this order. A
-bucket leaves once all of its gradients are there and all earlier buckets have left. So all ranks send the same buckets
-in the same order, whatever parameters each rank uses.
+Gradients are cut into buckets in reverse order of the parameters, about the order of backward. A bucket leaves once all
+of its gradients are there and all earlier buckets have left. So all ranks send the same buckets in the same order,
+whatever parameters each uses.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from mpistrat.cross_device_ops import packing
 from mpistrat.liveness.call_site import SourceLine, instead, outside
 from mpistrat.pytorch.gradients.wires import Wires
 
-# 4 MiB take 32 ms over 1 Gbit/s: much longer than the fixed cost of a message, and shorter than a backward where
-# overlap pays.
+# 4 MiB take 32 ms over 1 Gbit/s: long beside the cost of a message, short beside a backward that takes longer.
 DEFAULT_BYTES = 1 << 22
 
 _GRAD = operator.attrgetter("grad")
@@ -35,14 +34,14 @@ class Bucket:
     """A buffer for some of the gradients, side by side, of one dtype and device.
 
     Attributes:
-        slots: slots of the parameters with gradients in this bucket.
-        like: these parameters on "meta".
-        reduction: how the bucket is summed up.
-        parameters: these parameters while a backward runs, else empty.
-        missing: ids of the parameters without a gradient so far; empty once the bucket has taken its gradients.
-        flat: memory of the bucket, of shape [elements]; None until it is allocated.
+        slots: slots of its parameters.
+        like: its parameters on "meta".
+        reduction: how it is summed up.
+        parameters: its parameters while a backward runs, else empty.
+        missing: ids of its parameters without a gradient so far; empty once the bucket has taken its gradients.
+        flat: its memory, of shape [elements]; None until it is allocated.
         pieces: views of `flat` in the shapes of the parameters.
-        writers: on a device, the streams on which the gradients were computed.
+        writers: on a device, the streams that computed its gradients.
         ready: on a device, the events that the reduction waits for.
     """
 
@@ -64,10 +63,10 @@ def cut(slots: Sequence[int], like: Any, nbytes: int) -> list[list[int]]:
     """Cut gradients into buckets of one dtype and device.
 
     Args:
-        slots: the slots in the order in which gradients are expected.
+        slots: the slots in the expected order of gradients.
         like: the parameters by slot.
         nbytes: most bytes of a bucket. A larger gradient gets a bucket of its own.
-    Returns: the slots of each bucket, in the order in which the buckets become full.
+    Returns: the slots of each bucket, in the order of full buckets.
     """
     buckets = [part for group in packing.alike(like, slots) for part in _parts(group, like, nbytes)]
     position = {slot: i for i, slot in enumerate(slots)}
@@ -87,22 +86,22 @@ def _parts(group: Sequence[int], like: Any, nbytes: int) -> Iterator[list[int]]:
 
 
 class Buckets:
-    """The buckets of a strategy's gradients, used in one backward after the other.
+    """The buckets of a strategy's gradients, in one backward after the other.
 
     Args:
         wires: how buckets cross a network.
-        like: the parameters that are expected to get dense gradients, on "meta", by slot; the same on all ranks.
-        scale: factor of the sums; None leaves them as they are.
+        like: parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
+        scale: factor of the sums, or None.
         nbytes: most bytes of a bucket.
         all_reduce: sums up a bucket, given its memory, its reduction and the events that it waits for.
-        thread: calls `all_reduce`; None if the thread that fills a bucket calls it.
+        thread: calls `all_reduce`; None if the thread that fills a bucket does.
 
     Attributes:
-        places: the bucket for the gradient of a parameter, by the parameter's id.
-        taken: slots of the parameters with gradients in a bucket, by the parameter's id.
-        shown: gradients that stay in `.grad` because a hook of the program looks at them: (parameter, gradient, version
-            of the gradient), by the parameter's id.
-        stream: returns the stream on which gradients are computed; None on the host.
+        places: the bucket of a parameter, by the parameter's id.
+        taken: slots of the parameters with gradients in buckets, by id.
+        shown: gradients that stay in `.grad` for a hook of the program: (parameter, gradient, version), by the
+            parameter's id.
+        stream: returns the stream of the running backward; None on the host.
         calls: number of buckets that left in collectives of the strategy's own communicator.
     """
 
@@ -124,10 +123,7 @@ class Buckets:
         self._submit = self._call if thread is None else thread.submit
 
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Begin a backward: expect all gradients anew.
-
-        Args: parameters: the parameters by slot; parameters that this rank has dropped are on "meta".
-        """
+        """Begin a backward. Args: parameters: by slot; parameters that this rank has dropped are on "meta"."""
         frame = outside(sys._getframe())
         self._place = SourceLine(frame.f_code, frame.f_lineno)
         self._done: list[Future[None] | None] = []
@@ -148,10 +144,9 @@ class Buckets:
                 )
 
     def filled(self, bucket: Bucket) -> None:
-        """Take the gradients of the bucket's parameters, and submit all buckets that are next in order and full.
+        """Take the bucket's gradients, and submit all buckets that are next in order and full.
 
-        A missing gradient counts as zeros. Gradients that come later (by reentrant checkpointing of shared parameters)
-        stay in `.grad`.
+        Gradients that come later (by reentrant checkpointing of shared parameters) stay in `.grad`.
         """
         gradients: list[Any] = list(map(_GRAD, bucket.parameters))
         bucket.missing.clear()
@@ -177,7 +172,7 @@ class Buckets:
             self._done.append(self._submit(work, self._place))
 
     def _call(self, work: Callable[[], None], place: SourceLine) -> None:
-        """Do `work` on this thread, as `CommunicationThread.submit` does on its own. Args: place: for reports."""
+        """Do `work` on this thread, as `CommunicationThread.submit` does on its own."""
         self.calls += 1
         before, instead.place = instead.place, place
         try:
@@ -186,17 +181,14 @@ class Buckets:
             instead.place = before
 
     def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
-        """Allocate `flat` and `pieces` of `bucket`. On the host they exist since `begin`.
-
-        Args: gradients: the bucket's gradients; None for a missing one.
-        """
+        """Find memory for `bucket`. On the host it has memory since `begin`."""
 
     def finish(self) -> frozenset[int]:
-        """Send the remaining buckets, with zeros for the missing gradients.
+        """Send the remaining buckets, with zeros for missing gradients.
 
-        Called by: `GradientReducer`, when the engine has ended.
+        Called by: a replica, when the engine has ended.
         Returns: slots of the parameters that got a gradient in a bucket on this rank.
-        Raises: RuntimeError if a gradient that was kept for a hook of the program has changed since its bucket took it.
+        Raises: RuntimeError if a gradient that was kept for a hook has changed since its bucket took it.
         """
         for bucket in self._buckets:
             if bucket.missing:  # some of its gradients may come from backwards in no_sync()
@@ -213,10 +205,9 @@ class Buckets:
         return frozenset(self.taken.values())
 
     def wait(self) -> dict[int, torch.Tensor]:
-        """Wait until all buckets are summed up.
+        """Wait for all buckets, and return the sums by slot, as views of the buckets.
 
-        Returns: the sums by slot, as views of the buckets' memory.
-        Raises: the error of a collective of a bucket.
+        Raises: the error of a bucket's collective.
         """
         for done in filter(None, self._done):
             done.result()
@@ -236,7 +227,6 @@ class HostBuckets(Buckets):
 
     Args:
         thread: carries the buckets.
-        packer: makes the packs.
         nbytes: most bytes of a bucket; 0 for `DEFAULT_BYTES`.
     """
 

@@ -1,4 +1,4 @@
-"""The sums of the dense gradients that did not leave while `backward()` ran: in packs, one after the other."""
+"""Sums of the dense gradients that did not leave while `backward()` ran, in one pack after the other."""
 
 from __future__ import annotations
 
@@ -24,10 +24,6 @@ _GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
 class DenseSums:
     """Sums up gradients over all replicas of all ranks.
 
-    Args:
-        packer: makes the packs that hold the sums.
-        wires: how packs cross a network.
-
     Attributes:
         spent: this rank's last contributions on the host. The next backward drops them and takes their memory again.
     """
@@ -36,15 +32,12 @@ class DenseSums:
         self._packer, self._wires = packer, wires
         self._communicator, self._options = parts.group.communicator, parts.ops.options
         self._all_reduce_packs = (parts.gradient_sums or parts.ops.over_ranks).all_reduce_packs
-        # If these tensors were freed at once, here, they could be the top of the heap. glibc returns that to the
-        # system: page faults then took a quarter of a training step.
+        # Freed all at once, here, they could be the top of the heap. glibc returns that to the system: page faults were
+        # a quarter of a training step.
         self.spent: list[torch.Tensor] = []
 
     def of(self, slots: list[int], steps: list[ReplicaBackward]) -> dict[int, torch.Tensor]:
-        """Return the sums of the gradients of `slots`, by slot. Collective.
-
-        Args: steps: the backwards of this rank's replicas.
-        """
+        """Return the sums of the gradients of `slots`, by slot. Collective. Args: steps: of this rank's replicas."""
         step, parameters = steps[0], steps[0].parameters
         how = [*map(_GRADIENTS, steps)], functools.partial(self._reduction, step)
         if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
@@ -55,10 +48,9 @@ class DenseSums:
     def _on_device(
         self, slots: list[int], steps: list[ReplicaBackward], *how: Any
     ) -> dict[int, torch.Tensor]:
-        """Return the sums of the gradients of `slots`, by slot, where some are not on the host. Collective.
+        """Do the work of `of` for parameters outside the host, one pack after the other.
 
-        On a GPU the packs are as large as buckets. A rank of one replica frees the gradients of each pack after its
-        sum.
+        A rank of one replica frees a GPU's gradients after the sum of their pack.
         """
         step, parameters = steps[0], steps[0].parameters
         parts = [slots]

@@ -23,7 +23,7 @@ class _Split(NamedTuple):
 
 
 class EarlierGradients:
-    """The gradients that one replica has before a backward, reduced ones and local ones."""
+    """The gradients of one replica before a backward, reduced and local ones."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -31,10 +31,8 @@ class EarlierGradients:
         self._splits: dict[ParameterSlot, _Split] = {}
 
     def set_aside(self, parameters: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Move the reduced gradients out of `.grad`, and leave the local ones there.
+        """Move the reduced gradients out of `.grad`, and return them by position in `parameters`. Local gradients stay.
 
-        Args: parameters: the parameters by slot; None for a dropped one.
-        Returns: the reduced gradients, by position in `parameters`.
         Raises: RuntimeError if the program has changed a `.grad` that is the sum of a reduced and a local gradient.
         """
         earlier = {}
@@ -67,10 +65,8 @@ class EarlierGradients:
         """Add the new gradients to the earlier ones, and put the sums into `.grad`.
 
         Args:
-            parameters: the parameters by slot; None for a dropped one.
             earlier: the result of `set_aside`; emptied of the slots in `reduced`.
-            reduced: this backward's reduced gradients by slot; None inside `no_sync()`: the gradients in `.grad` become
-                local.
+            reduced: this backward's reduced gradients by slot; None inside `no_sync()`: `.grad` becomes local.
         """
         if reduced is None:
             self._keep(parameters, earlier)
@@ -96,7 +92,6 @@ class EarlierGradients:
             parameters[slot].grad = before
 
     def _keep(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
-        """Mark the gradients in `.grad` as local, and add the reduced ones of `earlier` to them."""
         for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
             local, reduced = None if parameter is None else parameter.grad, earlier.get(i)
             if local is not None:
@@ -108,11 +103,7 @@ class EarlierGradients:
                 parameter.grad = reduced
 
     def undo(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
-        """Restore `.grad` after a backward that failed.
-
-        The gradient of a parameter without a local gradient is dropped, since only the failed backward can have added
-        it.
-        """
+        """After a failed backward, drop the gradients that it added, and restore the earlier ones."""
         for slot, parameter in zip(self._registry.slots, parameters, strict=True):
             if parameter is not None and slot not in self._local:
                 parameter.grad = None

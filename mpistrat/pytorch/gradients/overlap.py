@@ -1,8 +1,8 @@
 """Whether gradients leave while `backward()` runs: as the program chooses, else as measured.
 
-A device gains by overlap: it sums up some gradients while it computes others. On the host overlap gains where a
-message waits for a network. It may lose where the reduction needs the cores that backward() needs. So on the host both
-ways are timed over the first steps, and the faster one stays.
+A device gains by overlap: it sums up some gradients while it computes others. The host gains where messages wait for a
+network. It may lose where a reduction takes cores from backward(). So on the host both ways are timed over the first
+steps, and the faster one stays.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ class Overlap:
 
     Called by: one replica per rank, equally often on all ranks.
     Args:
-        packer: makes the packs of buckets on the host.
-        wires: how buckets cross a network.
         shares: whether the ranks of a node share parameters.
 
     Attributes:
@@ -76,23 +74,20 @@ class Overlap:
             self._decline(why_not)
 
     def forget(self) -> None:
-        """Forget the expected slots and their buckets, since slots have new numbers. Called by: every rank."""
+        """Forget the expected slots: slots have new numbers. Called by: every rank."""
         self._expected, self._last, self._like, self._buckets = None, (), {}, None
 
     def begin(self, parameters: _Parameters, scale: float | None) -> Buckets | None:
-        """Begin a backward. Not collective: if a rank skips this backward, the agreement at its end finds out.
+        """Return the buckets for a backward that begins; None if its gradients are reduced afterwards.
 
-        Args:
-            parameters: the parameters by slot; None for a dropped one.
-            scale: factor of the sums; None leaves them as they are.
-        Returns: the buckets for the gradients; None if they are reduced after backward().
+        Not collective: if a rank skips this backward, the agreement at its end finds out.
         """
         if self._sender is None or not self._expected:
             return None
         turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
         buckets = None
         if self._overlaps or turn:
-            # Python collects a dropped model at different times on each rank, so dropped parameters are still sent.
+            # Python collects a dropped model at another time on each rank, so its parameters are still sent.
             sent = {
                 s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()
             }
@@ -119,9 +114,7 @@ class Overlap:
     def end(self, step: ReplicaBackward, agreed: AgreedGradients) -> None:
         """Learn from a backward that has ended: its time, its slots, and calls of the program inside it. Collective.
 
-        Args:
-            step: the backward.
-            agreed: the ranks' agreement; the slots `agreed.dense` got gradients on some rank.
+        Args: agreed: the slots `agreed.dense` got gradients on some rank.
         """
         if self._overlaps is None and self._started:
             self._seconds[step.buckets is not None].append(time.perf_counter() - self._started)
@@ -145,11 +138,7 @@ class Overlap:
             self._decline(f"the program communicates inside backward(), and {why_not}")
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
-        """Expect gradients of the slots `last` in the next backward.
-
-        Collective: the ranks agree on the sender of buckets if the parameters are on new devices.
-        Args: last: None if the last two backwards used different slots.
-        """
+        """Expect gradients of the slots `last` in the next backward; None: of none. Collective."""
         self._expected = last
         if not last:
             return
@@ -164,7 +153,7 @@ class Overlap:
             self._devices = devices
             self._agree_on_sender(devices)
         if isinstance(self._sender, CommunicationThread):
-            # Make the ranks share the window now, because this is collective and all ranks are here.
+            # Share the window now: this is collective, and all ranks are here.
             self._sender.communicator.memory.window_buffer(_nbytes(self._like.values()))
 
     def state(self) -> dict[str, Any]:
@@ -172,21 +161,17 @@ class Overlap:
         return {"last": self._last, "expected": self._expected}
 
     def load(self, state: Mapping[str, Any], parameters: _Parameters) -> None:
-        """Go on with a `state` from a checkpoint. Collective. Args: parameters: by slot; None for a dropped one."""
+        """Go on with a `state` from a checkpoint. Collective."""
         if self.may_come:
             self._last = state["last"]
             self._expect(state["expected"], parameters)
 
     def explain(self) -> str:
-        """Return a line for people: when gradients are reduced, and why."""
         how = "while backward() runs" if self._overlaps else "when backward() has ended"
         return f"gradients are reduced {how}: {self._why}"
 
     def _agree_on_sender(self, devices: frozenset[torch.device]) -> None:
-        """Choose the thread or stream that sends buckets, or decline overlap for good. Collective.
-
-        Args: devices: the devices of the expected parameters on this rank.
-        """
+        """Choose the thread or stream that sends buckets, or decline overlap for good. Collective."""
         communicator = self._communicator
         facts = (
             self._asked,
@@ -231,9 +216,9 @@ class Overlap:
         return SideStream(device, thread.communicator, thread)
 
     def _decline(self, why: str) -> None:
-        """Reduce all gradients after backward() from now on. Called by all ranks, if by any.
+        """Reduce all gradients after backward() from now on, and warn on rank 0 if the program asked for overlap.
 
-        Warns on rank 0 if the program has asked for overlap. Args: why: the reason, for `explain` and the warning.
+        Called by: all ranks, if by any.
         """
         self.may_come, self._overlaps, self._why, self._buckets = False, False, why, None
         if self._asked:
@@ -243,7 +228,6 @@ class Overlap:
             )
 
     def _decide(self) -> None:
-        """Keep the faster way once both are timed. Collective, after the last timed backward."""
         sequential, overlapped = self._seconds
         if len(overlapped) < _UNTIMED + _TIMED:
             return
@@ -256,7 +240,7 @@ class Overlap:
 
 
 def _why_never(parts: ModuleParts, shares: bool) -> str:
-    """Return the reason why gradients of this strategy cannot leave while backward() runs; empty if they can."""
+    """Return why gradients of this strategy cannot leave while backward() runs; empty if they can."""
     return _first_that_holds(
         ("parameters are shared", shares),
         ("a step is recorded first, and then computed", parts.replicas.records_steps),
@@ -271,11 +255,9 @@ def _why_never(parts: ModuleParts, shares: bool) -> str:
 
 
 def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str], str]:
-    """Combine the facts of all ranks.
+    """Return the kinds of all devices, and why gradients should not leave while backward() runs; empty if they may.
 
-    Args: of_ranks: a tuple of facts for each rank, as `Overlap._agree_on_sender` gathers them.
-    Returns: the kinds of all devices, and the reason why gradients should not leave while backward() runs; empty if
-        they may.
+    Args: of_ranks: the facts of each rank, from `Overlap._agree_on_sender`.
     """
     asked, thread_multiple, of_rank, devices, nbytes, masks, threads = zip(*of_ranks, strict=True)
     kinds: frozenset[str] = frozenset().union(*of_rank)
@@ -295,7 +277,6 @@ def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str]
 
 
 def _first_that_holds(*reasons: tuple[str, Any]) -> str:
-    """Return the first reason with a true condition; empty if there is none. Args: reasons: (reason, condition)."""
     return next((why for why, holds in reasons if holds), "")
 
 

@@ -1,21 +1,16 @@
 """`backward()` inside `run`: it reduces its gradients over all replicas, and adds the result to `.grad`.
 
-`reducing_backward` replaces `torch.autograd.backward`. At its end a replica may wait for others: there it is
-outside the autograd engine and on its own thread, also after reentrant checkpointing. A callback of the engine could
-not wait.
+`reducing_backward` replaces `torch.autograd.backward`. At its end a replica may wait for others: it is outside the
+autograd engine and on its own thread, also after reentrant checkpointing. A callback of the engine could not wait.
 
-The steps of a backward:
+A backward sets reduced gradients aside, so that `.grad` collects only this replica's contribution. If the program has
+its own `cross_device_ops`, it adds up the contributions of this rank's replicas. The ranks agree on the parameters that
+any replica used (`agreement`). The contributions are packed by dtype (`cross_device_ops.packing`) and all-reduced.
+`.grad` becomes a view of the pack, so nothing is copied out. If a gradient was set aside, the sum is added to it
+instead.
 
-1. Every reduced gradient is set aside, so that `.grad` collects only this replica's contribution.
-2. The engine runs. With overlap, contributions leave in buckets meanwhile.
-3. If the program has its own `cross_device_ops`, it adds up the contributions of this rank's replicas.
-4. The ranks agree on the parameters that any replica used (`agreement`), and on the buckets that count.
-5. The contributions that have not left are packed by dtype (`cross_device_ops.packing`) and all-reduced.
-6. `.grad` becomes a view of the pack, so nothing is copied out. If a gradient was set aside, `.grad` is that tensor
-again, and the sum is added to it.
-
-On a device a pack is as large as a bucket, and a gradient is freed once it is in a pack. So the device holds the
-gradients and little more.
+With overlap, contributions leave in buckets while the engine runs. On a device a pack is as large as a bucket, and a
+gradient is freed once it is in a pack, so memory holds the gradients and little more.
 """
 
 from __future__ import annotations
@@ -63,7 +58,7 @@ _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.Context
 
 _PARAMETER = operator.methodcaller("reference")  # of a `ParameterSlot`
 _IS_THERE = functools.partial(operator.is_not, None)
-# The default None makes `getattr` return None for a parameter that was garbage-collected.
+# The default None stands for a parameter that was garbage-collected.
 _GRADIENT = itertools.repeat("grad"), itertools.repeat(None)
 
 _MAY_INTERLEAVE = (
@@ -73,10 +68,9 @@ _MAY_INTERLEAVE = (
 
 
 def replica_here() -> tuple[AnyReplicaContext, GradientReducer] | None:
-    """Return the context of the replica that runs on this thread, and the gradient reducer of its strategy.
+    """Return the context of the replica on this thread, and its strategy's gradient reducer.
 
-    Returns: None outside `run` and `replica()`, if the strategy has seen no torch module, or if it has only one
-        replica.
+    Returns: None outside `run` and `replica()`, for a strategy without torch modules, or with one replica.
     """
     if not per_thread.modes or (context := per_thread.modes[-1].replica_context) is None:
         return None  # without a mode, the default strategy is in force: it has one replica
@@ -126,12 +120,12 @@ class GradientReducer:
 
     Attributes:
         count: number of replicas on all ranks.
-        steps: number of optimizer steps taken inside `run`. A rank with another count has skipped a backward.
+        steps: optimizer steps taken inside `run`. A rank with another count has skipped a backward.
         has_reduced: whether all ranks have come to the end of a backward.
-        share: this replica's weight in the global loss in the last backward; None before the first. With a mean, the
-            shares of all replicas add up to 1; with a sum, each share is 1.
+        share: this replica's weight in the global loss in the last backward; None before the first. With a mean the
+            shares of all replicas add up to 1; with a sum each is 1.
         optimizers: live optimizers that have stepped inside `run`, by the number of their first step.
-        numbers: counts the first steps of optimizers; equal on all ranks.
+        numbers: counts first steps of optimizers; equal on all ranks.
         slice_steps: the argument `slice_steps`.
         arrivals: watches the gradients that the autograd engine accumulates.
         packer: makes the packs of gradients.
@@ -166,7 +160,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do the work of `Strategy.no_sync`: backwards inside the block leave their gradients unreduced in `.grad`."""
+        """Do the work of `Strategy.no_sync`."""
         token = _not_synchronizing.set(_not_synchronizing.get() | {id(self)})
         try:
             yield
@@ -176,11 +170,9 @@ class GradientReducer:
     def backward(self, context: AnyReplicaContext, tensors: Any, *arguments: Any) -> None:
         """Run the autograd engine, and reduce the gradients that it has added to `.grad`.
 
-        If the engine or the reduction fails, `.grad` gets back the gradients from before, and the error goes on.
+        After an error `.grad` has the gradients from before.
         Called by: every replica, equally often.
-        Args:
-            context: the context of the replica.
-            tensors, arguments: the arguments of `torch.autograd.backward`.
+        Args: tensors, arguments: the arguments of `torch.autograd.backward`.
         """
         step, reduced = self._set_aside(context.local_index), None
         replicas, replica = self._parts.replicas, step.replica
@@ -198,8 +190,7 @@ class GradientReducer:
     def _set_aside(self, replica: int) -> ReplicaBackward:
         """Begin a backward: move reduced gradients out of `.grad`, so that `.grad` collects only this backward's.
 
-        Args: replica: the number of the replica among this rank's.
-        Returns: the record of the backward, with the gradients that were moved and the buckets that it fills.
+        Returns: the record of the backward, with the moved gradients and the buckets to fill.
         Raises: RuntimeError if nothing is mirrored inside `replica()`, or if a graph of the device is captured.
         """
         rule, call = self._parts.rule, f"backward() over {self.count} replicas"
@@ -223,11 +214,7 @@ class GradientReducer:
         )
 
     def _run(self, step: ReplicaBackward, tensors: Any, *arguments: Any) -> None:
-        """Have the autograd engine compute the replica's gradients, and put them into `step`.
-
-        Fills `step.gradients`, `step.sent`, `step.buffers` and `step.communicated`. Inside `no_sync()` only
-        `communicated`.
-        """
+        """Have the engine compute the replica's gradients, and record them in `step`."""
         contract, buckets = self._communicator.contract, step.buckets
         calls = contract.calls
         with self.arrivals.watched(step) as check:
@@ -244,8 +231,7 @@ class GradientReducer:
     def _agree_and_reduce(self, steps: list[ReplicaBackward]) -> list[dict[int, torch.Tensor]]:
         """Reduce the gradients of this rank's replicas. Collective.
 
-        Args: steps: the backwards of this rank's replicas.
-        Returns: a dict for each replica, from a parameter's slot to its reduced gradient. Parameters that no replica
+        Returns: a dict for each replica, from a parameter's slot to its reduced gradient; parameters that no replica
             used are absent.
         """
         with spans.current.range("reduce gradients"):
@@ -264,11 +250,9 @@ class GradientReducer:
     def _weight(self, in_block: bool) -> float:
         """Return the factor for this replica's loss, and set `share`.
 
-        The factor makes the gradient of the mean over a replica's own part the gradient of the mean over the global
-        batch: it is the replica's number of examples in its loader's step, times the number of replicas, over the
-        examples of all replicas.
+        With a mean it is the replica's part of the examples in its loader's step, times the number of replicas; 1.0 if
+        no loader tells. So the mean over each replica's own part gives the gradient of the mean over the global batch.
         Args: in_block: whether the backward runs inside `replica()` and not inside `run`.
-        Returns: 1.0 if no loader has told the number of examples.
         """
         steps, sharded = self._extended.given_steps, self._extended.sharded
         is_mean, weight = self._parts.rule.chosen == "mean", 1.0
@@ -284,9 +268,10 @@ class GradientReducer:
         return weight
 
     def check_may_be_sharded(self, name: str) -> None:
-        """Check an optimizer step of parameter `name`, a DTensor that torch shards over ranks.
+        """Check an optimizer step of parameter `name`, a DTensor.
 
-        Warns once, on rank 0, if the strategy scales mirrored gradients for a global loss: `fully_shard` leaves a mean.
+        Warns once, on rank 0, if the strategy scales mirrored gradients for a global loss: `fully_shard` averages
+        instead.
         Raises: RuntimeError with `shared_parameters=True`, or if this rank has several replicas.
         """
         rule = self._parts.rule
@@ -309,11 +294,9 @@ class GradientReducer:
         )
 
     def held_back(self) -> dict[str, Any]:
-        """Return the residuals of the wire format on this rank, and the state of overlap, for `hold_back`.
+        """Return this rank's residuals of the wire format for a checkpoint, for `hold_back`.
 
-        Returns: a dict with the number of ranks, the names of the mirrored parameters in order, and the states of
-            `Wires` and `Overlap`.
-        Called by: a checkpoint that is saved.
+        The dict also has the number of ranks, the names of the mirrored parameters, and the state of overlap.
         """
         return {
             "ranks": self._communicator.size,
@@ -323,13 +306,12 @@ class GradientReducer:
         }
 
     def hold_back(self, some: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with the sum of the residuals that ranks have saved by `held_back`.
+        """Go on with the sum of saved residuals. Rank 0 warns if they are lost, because other parameters are mirrored.
 
-        If this program mirrors other parameters, or in another order, rank 0 warns and the residuals are lost.
         Called by: every rank, when a checkpoint is restored.
         Args:
-            some: the state of any rank.
-            states: the states with the residuals for this rank; any number.
+            some: the state of any rank, from `held_back`.
+            states: the states for this rank; any number.
         """
         if some["parameters"] != [slot.name for slot in self.registry.slots]:
             warn_on_first_rank(
@@ -343,20 +325,16 @@ class GradientReducer:
         self.overlap.load(some["overlap"], self.registry.parameters())
 
     def explain(self) -> str:
-        """Return lines for people: the rule of gradients, whether they overlap backward(), and their wire format."""
+        """Return lines for people: how gradients are reduced."""
         lines = [str(self._parts.rule), self.overlap.explain(), self.wires.explain()]
         return "\n".join(filter(None, lines))
 
     def _reduce(
         self, steps: list[ReplicaBackward], agreed: AgreedGradients
     ) -> dict[int, torch.Tensor]:
-        """Sum up the gradients that any replica has used, average written buffers, and serve the piggybacks.
+        """Sum up the gradients that any replica has used, average buffers, and serve the piggybacks. Collective.
 
-        Collective.
-        Args:
-            steps: the backwards of this rank's replicas.
-            agreed: the ranks' agreement.
-        Returns: a dict from a parameter's slot to its reduced gradient, for the first replica of this rank.
+        Returns: the reduced gradients of this rank's first replica, by slot.
         """
         step, buckets = steps[0], steps[0].buckets
         reduced: dict[int, torch.Tensor] = {}
@@ -389,10 +367,9 @@ class GradientReducer:
         return reduced
 
     def _undo(self, step: ReplicaBackward, error: BaseException) -> None:
-        """Restore `.grad` and drop the buckets of a backward that has failed.
+        """Restore `.grad` and drop the buckets of a backward that failed by `error`.
 
         A `CollectiveMismatchError` gets a hint if calls of the program may have interleaved with buckets.
-        Args: error: the reason of the failure.
         """
         self._earlier[step.replica].undo(step.parameters, step.earlier)
         buckets, step.buckets = step.buckets, None  # the error keeps the step
@@ -404,10 +381,7 @@ class GradientReducer:
 
 
 def _check_mirrors(parameters: Sequence[Any], call: str) -> None:
-    """Check that gradients inside `replica()` have somewhere to go.
-
-    Raises: RuntimeError if no module is mirrored, and torch has no default group to combine gradients with.
-    """
+    """Raises: RuntimeError if no module is mirrored, and torch has no default group to combine gradients with."""
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not parameters and not has_group:
         raise RuntimeError(
@@ -418,7 +392,7 @@ def _check_mirrors(parameters: Sequence[Any], call: str) -> None:
 
 
 def _check_not_captured(parameter: torch.Tensor) -> None:
-    """Raises: RuntimeError if a graph of the device of `parameter` is being captured (as by `torch.cuda.graph`)."""
+    """Raises: RuntimeError while a graph of the parameter's device is captured."""
     if is_capturing(parameter):
         raise RuntimeError(
             "backward() inside run was called while a graph of the device is captured: the ranks agree on the host on "

@@ -23,8 +23,7 @@ Gradient = torch.Tensor | None  # None if a replica has not used the parameter
 def sum_by_custom_ops(custom: CrossDeviceOps, replicas: Sequence[ReplicaBackward]) -> None:
     """Add up the gradients of this rank's replicas by the program's `cross_device_ops`, into the first replica's.
 
-    `custom` gets the gradients of all parameters that any replica has used in one call, like the values of `reduce`.
-    The other replicas then have no gradients.
+    `custom` gets all used parameters in one call, like values of `reduce`. The other replicas then have no gradients.
     """
     slots, pairs = [], []
     first, *others = replicas
@@ -45,10 +44,9 @@ def sum_by_custom_ops(custom: CrossDeviceOps, replicas: Sequence[ReplicaBackward
 def sum_sparse(
     over_ranks: MpiAllReduce, slots: Iterable[int], replicas: Sequence[ReplicaBackward]
 ) -> dict[int, torch.Tensor]:
-    """Sum up row-sparse gradients over all ranks. Duplicate rows are added up in the order of replicas. Collective.
+    """Return the sums of row-sparse gradients over all ranks by slot, coalesced. Collective.
 
-    Args: replicas: the backwards of this rank's replicas.
-    Returns: the sums by slot, as coalesced sparse tensors.
+    Duplicate rows are added up in the order of replicas. Args: replicas: this rank's.
     """
     sums = {}
     for slot in slots:
@@ -63,10 +61,7 @@ def sum_sparse(
 def _components(
     parameter: torch.Tensor, gradients: Sequence[Gradient]
 ) -> list[torch.Tensor | IndexedSlices]:
-    """Return the gradient of each replica: `IndexedSlices` if all are row-sparse, else dense tensors.
-
-    A replica without a gradient contributes zeros.
-    """
+    """Return each replica's gradient, zeros for None: `IndexedSlices` if all are row-sparse, else dense."""
     if all(g is not None and g.is_sparse and g.sparse_dim() == 1 for g in gradients):
         return [_rows(parameter, g) for g in gradients]
     return [torch.zeros_like(parameter) if g is None else g.to_dense() for g in gradients]
@@ -86,9 +81,6 @@ def _rows(parameter: torch.Tensor, gradient: Gradient) -> IndexedSlices:
 def as_sparse(
     indices: torch.Tensor, values: torch.Tensor, shape: Any, is_coalesced: bool | None = None
 ) -> torch.Tensor:
-    """Return a sparse COO tensor of `shape`, on the device of `values`, with the rows `values` at `indices`.
-
-    Args: is_coalesced: whether `indices` are known to be sorted and unique; None: torch finds out.
-    """
+    """Return a sparse COO tensor of `shape` with the rows `values` at `indices`, on the device of `values`."""
     how: Any = {"is_coalesced": is_coalesced, "check_invariants": False}
     return torch.sparse_coo_tensor(indices[None], values, shape, device=values.device, **how)

@@ -1,4 +1,4 @@
-"""The residuals of the wire format: the values that it has held back of each buffer of gradients."""
+"""The residuals of the wire format: the values that it holds back of each buffer of gradients."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.pytorch.modules.registry import ParameterSlot, Registry
 from mpistrat.wire_formats import ShortFloats, WireFormat, name_of
 
-# Parameters may take turns, such as a generator's and a discriminator's, and each turn keeps its residuals. All
-# residuals together have at most this many times the values of the largest backward.
+# Parameters may take turns, as a generator's and a discriminator's, and each turn keeps its residuals. All residuals
+# together have at most this many times the largest backward's values.
 _TURNS = 4
 
 
@@ -32,10 +32,9 @@ class Wire:
         return len(self.residual)
 
     def __call__(self, communicator: Communicator, values: Any) -> None:
-        """Combine `values` over the ranks in the wire format, in place.
+        """Combine `values`, this rank's float32 array or tensor, over the ranks in place.
 
-        Warns that the residual is lost if its length differs: then gradients take another way than before a restart.
-        Args: values: this rank's buffer, a NumPy array or tensor of float32.
+        Warns that the residual is lost if its length differs: gradients go another way than before a restart.
         """
         tensor = arrays.as_tensor(values)
         if len(self.residual) != len(tensor):
@@ -54,8 +53,8 @@ class Wires:
     """The wires of all buffers of a strategy's gradients.
 
     Args:
-        wire_format: how gradients cross a network; None leaves them as they are.
-        registry: the mirrored parameters. Buffers are kept by `ParameterSlot`, because slot numbers change.
+        wire_format: None leaves gradients as they are.
+        registry: its `ParameterSlot`s are the keys, since slot numbers change.
 
     Attributes: has_format: whether there is a wire format.
     """
@@ -68,7 +67,7 @@ class Wires:
         self._most = 0
 
     def of(self, slots: Sequence[int]) -> Wire | None:
-        """Return the wire of the buffer with the gradients of `slots`, and keep it; None without a format."""
+        """Return the wire of the buffer with the gradients of `slots`; None without a format."""
         if self._format is None:
             return None
         key = tuple(self._registry.slots[slot] for slot in slots)
@@ -82,10 +81,7 @@ class Wires:
     ) -> Reduction:
         """Return the reduction of a buffer with the gradients of `slots`: the sum, times `scale`.
 
-        Args:
-            label: name of the call in reports.
-            scale: factor of the sum; None leaves it as it is.
-            natively: whether an accelerator's own collectives sum it up. These add short floats as such.
+        Args: natively: whether an accelerator's own collectives sum it up. These add short floats as such.
         """
         label = f"{label}{self}"
         if natively and isinstance(self._format, ShortFloats):
@@ -95,7 +91,7 @@ class Wires:
     def wait_for_host(self, natively: bool) -> bool:
         """Whether the host takes part in sums of buffers on an accelerator.
 
-        Args: natively: whether an accelerator's own collectives could sum them up.
+        Args: natively: as of `reduction`.
         """
         return not natively or not isinstance(self._format, ShortFloats | None)
 
@@ -111,10 +107,7 @@ class Wires:
             total -= self._wires.pop(key).size
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's residuals, for `load`. The tensors are not copied.
-
-        Called by: `GradientReducer.held_back`, between backwards.
-        """
+        """Return this rank's residuals for `load`, not copied. Called by: a checkpoint, between backwards."""
         index = {slot: i for i, slot in enumerate(self._registry.slots)}
         held = [
             {"slots": [index[slot] for slot in key], "residual": wire.residual}
@@ -124,11 +117,11 @@ class Wires:
         return {"held_back": held, "most": self._most}
 
     def load(self, states: Sequence[Mapping[str, Any]], whole: bool) -> None:
-        """Replace the residuals by the sums of saved ones, for buffers of parameters with the same slots.
+        """Replace the residuals by sums of saved ones, of buffers of parameters with the same slots.
 
         Args:
-            states: results of `state` on any number of ranks.
-            whole: take only residuals of whole buffers. If a rank carried a slice, warn and drop all residuals.
+            states: results of `state` of any number of ranks.
+            whole: take only residuals of whole buffers; warn and drop all if a rank carried a slice.
         """
         if self._format is None:  # this program sends gradients as they are
             return

@@ -1,4 +1,4 @@
-"""Checks of modules, optimizers and schedulers that a program prepares together, and comparison over ranks."""
+"""Checks of modules, optimizers and schedulers that a program prepares together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_EVERY_SCHEDULER = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
 def not_mirrored(owner: StrategyModules, modules: Iterable[Module]) -> list[Module]:
-    """Return the modules, each once, that were not made in the scope or have a tensor that is not mirrored yet."""
+    """Return the modules, each once, that were made outside the scope or have a tensor that is not mirrored."""
     return [
         module
         for module in dict.fromkeys(modules)
@@ -44,13 +44,10 @@ def check_optimizers(
     optimizers: Iterable[Optimizer],
     modules: Sequence[Module],
 ) -> None:
-    """Check that the optimizers fit the modules that the program prepares with them.
+    """Check the optimizers against the modules that are prepared with them.
 
-    Args:
-        owner: the modules of the strategy.
-        modules: the modules that are prepared with the optimizers.
-    Raises: ValueError if an optimizer updates a parameter that is neither mirrored, prepared nor sharded, or no
-        parameter of `modules`.
+    Raises: ValueError if an optimizer has a trainable parameter that is neither mirrored, prepared nor sharded, or none
+        of `modules`.
     """
     prepared = set(itertools.chain.from_iterable(module.parameters() for module in modules))
     for optimizer in optimizers:
@@ -70,16 +67,14 @@ def check_optimizers(
 def check_alike(
     extended: StrategyExtended, objects: Mapping[str, Any], purpose: Purpose = "use"
 ) -> None:
-    """Compare the optimizers, schedulers and gradient scalers among `objects` over the ranks.
+    """Compare the ranks' optimizers, schedulers and gradient scalers: each rank has made its own.
 
-    Each rank has made its own. Nothing is read from an accelerator, except the state of a gradient scaler.
-    Called by: every rank.
+    Called by: every rank. Nothing is read from an accelerator but the state of a gradient scaler.
     Args:
-        objects: the objects by name. Other kinds of objects are skipped.
-        purpose: "restore": only parameters are compared, because a restore replaces all other state. "use": optimizers
-            may differ if no parameter is in the optimizers of two ranks (`ZeroRedundancyOptimizer`). "save": everything
-            is compared.
-    Raises: ValueError on all ranks if the objects differ.
+        objects: by name; other kinds are skipped.
+        purpose: "restore" compares only parameters, because a restore replaces all other state. "use" allows different
+            optimizers without a common parameter (`ZeroRedundancyOptimizer`). "save" compares everything.
+    Raises: ValueError on all ranks, if they differ.
     """
     kinds = Optimizer if purpose == "restore" else (Optimizer, LRScheduler, torch.amp.GradScaler)
     found = {f"{type(v).__name__} ({n})": v for n, v in objects.items() if isinstance(v, kinds)}
@@ -103,10 +98,9 @@ def check_alike(
 
 
 def of_all(communicator: Communicator, lines: list[str], label: str) -> list[list[str]]:
-    """Gather the lines of all ranks if they differ. Digests are compared first, so equal lines are not sent.
+    """Return the lines of all ranks; an empty list if they are equal, as digests tell.
 
     Called by: every rank.   Args: label: of the call, for reports.
-    Returns: a list of lines for each rank; an empty list if all ranks have the same lines.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(communicator.all_gather_object(digest, label=label))) == 1:
@@ -115,9 +109,8 @@ def of_all(communicator: Communicator, lines: list[str], label: str) -> list[lis
 
 
 def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
-    """Find the first line that differs between ranks.
+    """Return the number of the first line that differs, and a text with rank 0's line and another rank's.
 
-    Returns: the line's number, and a text with the line on rank 0 and on the first rank with another line.
     Raises: ValueError if all ranks have the same lines.
     """
     for number, lines in enumerate(itertools.zip_longest(*of_ranks, fillvalue="nothing")):
@@ -128,10 +121,7 @@ def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
 
 
 def _are_dealt_out(of_ranks: list[list[str]]) -> bool:
-    """Whether no parameter is in the optimizers of two ranks, as with `ZeroRedundancyOptimizer`.
-
-    Args: of_ranks: the lines of `_described` of each rank.
-    """
+    """Whether no parameter is in the optimizers of two ranks, as with `ZeroRedundancyOptimizer`."""
     owned = [{s.split(" is ")[1] for s in rank if s.startswith("parameter ")} for rank in of_ranks]
     return 0 < len(set().union(*owned)) == sum(map(len, owned))
 
@@ -139,7 +129,7 @@ def _are_dealt_out(of_ranks: list[list[str]]) -> bool:
 def _described(
     name: str, value: Any, extended: StrategyExtended, purpose: Purpose
 ) -> Iterator[str]:
-    """Yield lines that describe `value`; they must be equal on all ranks. Args: name: for the lines."""
+    """Yield lines about `value` that must be equal on all ranks."""
     if not isinstance(value, Optimizer):
         yield from _plain(name, _simple(value))
         return
@@ -161,9 +151,9 @@ def _kind_of(parameter: torch.Tensor) -> str:
 
 
 def _plain(owner: str, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each entry of `state` with its strings and numbers.
+    """Yield a line for each string and number in `state`.
 
-    Numbers are rounded to six digits, since the last bits of a cosine depend on the processor.
+    Numbers have six digits, because the last bits of a cosine depend on the processor.
     """
     for key, value in state.items():
         text = json.dumps(value, default=_simple, skipkeys=True)
@@ -172,7 +162,7 @@ def _plain(owner: str, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _simple(value: Any) -> Any:
-    """Return `value` as JSON can hold it; None for a value that may differ on ranks, such as a function."""
+    """Return `value` as JSON can hold it; None for values that may differ, such as functions."""
     if isinstance(value, torch.amp.GradScaler):
         return value.state_dict()
     if isinstance(value, LRScheduler):

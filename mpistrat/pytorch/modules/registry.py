@@ -16,7 +16,7 @@ from mpistrat import arrays
 
 @dataclasses.dataclass(eq=False)
 class ParameterSlot:
-    """The slot of one parameter: the key under which a strategy keeps data about the parameter."""
+    """The slot of one parameter: a strategy keeps its data about the parameter by slot."""
 
     name: str
     reference: weakref.ref[torch.Tensor]
@@ -30,13 +30,7 @@ class ParameterSlot:
 
 @dataclasses.dataclass(eq=False)
 class BufferSlot:
-    """The slot of one buffer. It keeps the buffer's module and key, since a forward may replace the tensor.
-
-    Attributes:
-        name: path of the buffer, for messages.
-        module: weak reference to the module that has the buffer.
-        key: name of the buffer in `module`.
-    """
+    """The slot of one buffer: its module and its key there, since a forward may replace the tensor."""
 
     name: str
     module: weakref.ref[torch.nn.Module]
@@ -122,7 +116,7 @@ class Registry:
         return [slot.reference() for slot in self.slots]
 
     def own_tensors(self) -> list[tuple[Slot, torch.Tensor | None]]:
-        """Return the tensors of each replica's own, by slot: the gradient of each parameter, and each buffer."""
+        """Return each parameter's gradient and each buffer of the current replica, with their slots."""
         pairs = zip(self.slots, self.parameters(), strict=True)
         gradients = [(slot, None if p is None else p.grad) for slot, p in pairs]
         return [*gradients, *((slot, slot.tensor()) for slot in self.buffers)]
@@ -165,10 +159,7 @@ class Registry:
         ]
 
     def keep(self, alive_somewhere: Sequence[bool]) -> None:
-        """Forget the parameters and buffers that are False in `alive_somewhere`. The others get new slot numbers.
-
-        Args: alive_somewhere: `alive()` of all ranks combined: True if any rank has the tensor.
-        """
+        """Forget tensors that are False in `alive_somewhere`, the `alive()` of all ranks. Slot numbers change."""
         buffers_alive = alive_somewhere[len(self.slots) :]
         self.slots = list(itertools.compress(self.slots, alive_somewhere))
         self.buffers = list(itertools.compress(self.buffers, buffers_alive))

@@ -1,1 +1,1 @@
-"""One copy of the parameters per node. Each rank of the node updates a slice of it."""
+"""One copy of the parameters per node. Each rank updates a slice of it."""

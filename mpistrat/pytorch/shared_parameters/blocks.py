@@ -1,4 +1,4 @@
-"""Places of shared parameters and gradients in a node's memory, and the publication of ranks' writes there."""
+"""Places of shared parameters and gradients in a node's memory, and the publication of writes there."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from mpistrat.communicators.node.common_memory import PAGE, CommonMemory, View
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ParameterPages:
-    """The pages of one parameter in the memories of its block. No other parameter lies in them.
+    """The pages of one parameter in each memory of its block. No other parameter lies in them.
 
     Attributes:
-        block: the block of the parameter.
-        first: the first byte of the parameter in each memory.
-        nbytes: size of the parameter in bytes.
-        dtype, shape, stride: layout of the parameter.
+        first: the parameter's first byte in the memory.
+        nbytes: the parameter's size in bytes.
     """
 
     block: Block
@@ -40,15 +38,15 @@ class ParameterPages:
         return slice(self.first // PAGE, -(-self.end // PAGE))
 
     def flat(self, memory: np.ndarray) -> torch.Tensor:
-        """Return a view of the parameter's bytes in `memory`: one-dimensional, in memory order, its own storage."""
+        """Return the parameter's bytes in `memory` as a one-dimensional view, in memory order, with its own storage."""
         return torch.from_numpy(memory[self.first : self.end]).view(self.dtype)
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a view of `flat` with the shape and strides of the parameter."""
+        """Return a view of `flat` in the parameter's shape and strides."""
         return flat.as_strided(self.shape, self.stride)
 
     def holds(self, tensor: torch.Tensor, view: View) -> bool:
-        """Whether `tensor` lies exactly at this place of `view`, with the parameter's layout."""
+        """Whether `tensor` lies exactly at this place of `view`."""
         return (
             tensor.layout is torch.strided
             and tensor.dtype is self.dtype
@@ -58,15 +56,14 @@ class ParameterPages:
         )
 
     def own(self, memory: CommonMemory) -> tuple[int, int]:
-        """Return the first and the end element of this rank's slice of the parameter; (0, 0) if the slice is empty."""
+        """Return the first and the end element of this rank's slice of the parameter; (0, 0) if it is empty."""
         first, end = max(self.first, memory.first), min(self.end, memory.end)
         size = self.dtype.itemsize
         return ((first - self.first) // size, (end - self.first) // size) if first < end else (0, 0)
 
     def in_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a tensor of the parameter's shape, in the memory order of the parameter.
-
-        Returns: a one-dimensional tensor: a view of `tensor` if its strides are the parameter's, else a copy.
+        """Return the elements of `tensor` as one dimension, in the parameter's memory order; a copy if strides
+        differ.
         """
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
@@ -76,12 +73,9 @@ class ParameterPages:
 
 
 class Block:
-    """Parameters that were mirrored together, with their gradients, in memory that the ranks of a node share.
+    """Parameters that were mirrored together, with their gradients, in memory of the node.
 
-    Args:
-        values: the memory of the parameters.
-        gradients: the memory of the summed gradients.
-        contribution: this rank's contributions to `gradients`.
+    Args: contribution: this rank's contributions to `gradients`.
     """
 
     def __init__(
@@ -97,10 +91,7 @@ class Block:
     def bring(
         self, places: Sequence[ParameterPages], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Copy this rank's gradients into its contribution.
-
-        Args: gradients: a gradient for each of `places`; None counts as zeros.
-        """
+        """Copy this rank's `gradients` of `places` into its contribution. None counts as zeros."""
         targets, sources, absent = [], [], []
         for place, gradient in zip(places, gradients, strict=True):
             target = self._contributions.get(place.first)
@@ -118,9 +109,9 @@ class Block:
             torch._foreach_copy_(targets, sources)
 
     def make_way(self, places: Iterable[ParameterPages]) -> None:
-        """Prepare to overwrite the gradients at `places`: the program keeps the ones that it still refers to.
+        """Prepare to overwrite the gradients at `places`, and keep tensors that the program still holds.
 
-        These stay where they are, in a view that no longer changes. Later gradients are lent from a new view.
+        These stay in a view that no longer changes. Later gradients are lent from a new view.
         """
         lent = {
             first: memory for first, kept in self._lent.items() if (memory := kept()) is not None
@@ -133,24 +124,20 @@ class Block:
         self.gradient_view = self.gradients.view()
 
     def lend(self, place: ParameterPages) -> torch.Tensor:
-        """Return a tensor at `place` of `gradient_view`, for `.grad`, and remember that the memory is lent."""
         memory = self.gradient_view.memory[place.first : place.end]
         self._lent[place.first] = weakref.ref(memory)
         return place.in_shape(torch.from_numpy(memory).view(place.dtype))
 
 
 class Settling:
-    """Lets the owners of slices publish the writes of all ranks. Between `begin` and `end` only owners write.
-
-    Args: why: the call, for the labels of the barriers.
-    """
+    """Lets owners publish the ranks' writes to their slices. Between `begin` and `end` only owners write."""
 
     def __init__(self, communicator: Communicator, why: str) -> None:
         self._communicator, self._why = communicator, why
         self._written: list[tuple[CommonMemory, View, np.ndarray]] = []
 
     def begin(self, memories: Iterable[tuple[CommonMemory, View]]) -> None:
-        """Publish this rank's writes to its own slices, once all ranks have come here. Collective."""
+        """Publish this rank's writes to its slices. Collective."""
         self._written = [(memory, view, view.written()) for memory, view in memories]
         # Wait for all ranks: another rank may still read parameters.
         self._communicator.barrier(label=f"before {self._why}")
@@ -158,7 +145,7 @@ class Settling:
             memory.publish(view, pages)
 
     def end(self) -> None:
-        """Make this rank's views show the published slices, once all are there. Collective."""
+        """Make this rank's views show all published slices. Collective."""
         # Wait until all slices are there.
         self._communicator.barrier(label=f"after {self._why}")
         for _, view, pages in self._written:

@@ -4,8 +4,8 @@ Each rank owns a slice of both. It sums this slice of all gradients, and its opt
 parameters (`slice_steps`), so nothing is copied back.
 
 Parameters and `.grad` are views that are copied on write (`common_memory`). When a program clips, scales, loads or
-averages them, each rank does so in its own memory, as without sharing. At the next step the owners publish the new
-values of their slices.
+averages them, each rank does so in its own memory, as without sharing. At the next step the owners publish the written
+parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpistrat.pytorch.shared_parameters.blocks import Block, ParameterPages, Set
 
 
 class SharedParameters:
-    """The parameters of a strategy that lie in memory shared by the ranks of a node. Each rank has one replica."""
+    """The parameters of a strategy in memory that a node's ranks share. Each rank has one replica."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -39,29 +39,26 @@ class SharedParameters:
         self._refused = False
 
     def place_of(self, parameter: torch.Tensor) -> ParameterPages | None:
-        """Return the place of `parameter` in shared memory; None if it is not shared."""
+        """Return the place of `parameter`; None if it is not shared."""
         kept = self._places.get(id(parameter))
         return kept[1] if kept is not None and kept[0]() is parameter else None
 
     def has_moved(self, parameter: torch.Tensor) -> bool:
-        """Whether a shared parameter has got other memory, by `.data = …` or a module's `.to(dtype)`.
-
-        Returns: False for a parameter that is not shared.
-        """
+        """Whether a shared parameter has got other memory, by `.data = …` or a module's `.to(dtype)`."""
         place = self.place_of(parameter)
         if place is None:
             return False
         return parameter.data_ptr() != place.block.value_view.address + place.first
 
     def moved(self, registry: Registry) -> list[tuple[str, torch.Tensor]]:
-        """Return the mirrored parameters that have got other memory (`has_moved`), as pairs of name and parameter."""
+        """Return the names and parameters that have got other memory (`has_moved`)."""
         pairs = zip(registry.slots, registry.parameters(), strict=True)
         return [(slot.name, p) for slot, p in pairs if p is not None and self.has_moved(p)]
 
     def check_unmoved(self, parameters: Iterable[torch.Tensor]) -> None:
         """Check that no parameter has got other memory since the last `run` began.
 
-        Raises: RuntimeError if one has. The other ranks learn of it in their next collective.
+        Raises: RuntimeError if one has. The other ranks hear of it.
         """
         moved = next(filter(self.has_moved, parameters), None)
         if moved is not None:
@@ -74,12 +71,10 @@ class SharedParameters:
             )
 
     def share(self, parameters: Sequence[torch.Tensor], registry: Registry) -> None:
-        """Move `parameters` to shared memory, unless they are there. Collective.
+        """Move `parameters`, equal on all ranks, to shared memory, unless they are there. Collective.
 
-        Afterwards each parameter has the values that the owners of its slices have.
-        Args:
-            parameters: new or moved parameters, equal on all ranks.
-            registry: all mirrored parameters, with `parameters` among them.
+        Afterwards each parameter has the values of its slices' owners.
+        Args: registry: all mirrored parameters, with `parameters` among them.
         """
         mirrored = [p for p in registry.parameters() if p is not None]
         alone = self._alone(registry)
@@ -96,10 +91,7 @@ class SharedParameters:
         _leave(blocks, [p for p in mirrored if self.place_of(p) is None])
 
     def _alone(self, registry: Registry) -> set[int]:
-        """Find the mirrored parameters that share their storage with no other parameter, on any rank. Collective.
-
-        Returns: the ids of these parameters on this rank.
-        """
+        """Return the ids of the mirrored parameters that share a storage with no other on any rank. Collective."""
         parameters = registry.parameters()
         storages = [0 if p is None else _storage(p) for p in parameters]
         in_storage = collections.Counter(storages)
@@ -109,11 +101,10 @@ class SharedParameters:
         return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
 
     def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
-        """Return the parameters that can be shared. All others stay each rank's own, as without sharing.
+        """Return the parameters that can be shared. All others stay each rank's own.
 
         Three kinds cannot be shared: parameters on a GPU; parameters in one storage, since they must stay together; and
         single numbers, because an optimizer's state of a single number looks like one of its counters.
-        Args: alone: the result of `_alone`.
         """
         devices = sorted({parameter.device.type for parameter in parameters} - {"cpu"})
         if devices and not self._warned_of_devices:
@@ -122,10 +113,7 @@ class SharedParameters:
         return [p for p in parameters if id(p) in alone and _is_plain(p)]
 
     def _make_block(self, parameters: list[torch.Tensor]) -> None:
-        """Move `parameters` to a new block of shared memory: each rank copies its slice. Collective.
-
-        If the node has no such memory, a warning says why, and no later parameter is shared.
-        """
+        """Move `parameters` to a new block; each rank copies its slice. Warns if there is no memory. Collective."""
         parameters = sorted(parameters, key=lambda p: str(p.dtype))  # sorted is stable: in each dtype the order stays
         firsts, nbytes = [], 0
         for parameter in parameters:
@@ -163,20 +151,16 @@ class SharedParameters:
         places[key] = (weakref.ref(parameter, forget), place)
 
     def warn(self, what: str) -> None:
-        """Warn on rank 0 that parameters are not shared. Args: what: the rest of the sentence, after "but"."""
         text = f"the ranks of a node are to share parameters, but {what}"
         warn_on_first_rank(self.communicator.rank, text, stacklevel=3)
 
     def blocks(self, parameters: Iterable[torch.Tensor]) -> list[Block]:
-        """Return the blocks, each once, that contain any of `parameters`."""
+        """Return the blocks that contain any of `parameters`, each once."""
         places = (self.place_of(p) for p in parameters)
         return list(dict.fromkeys(place.block for place in places if place is not None))
 
     def settle(self) -> None:
-        """Make the ranks' parameters equal again after ranks wrote into them. Collective.
-
-        Each slice gets the values of its owner.
-        """
+        """Make the ranks' parameters equal again: each slice gets the values of its owner. Collective."""
         blocks = dict.fromkeys(place.block for _, place in self._places.values())
         if self._has_shared:  # `_has_shared` is equal on all ranks; `blocks` may differ
             settling = Settling(self.communicator, "publishing shared parameters")
@@ -196,10 +180,9 @@ class SharedParameters:
         Args:
             parameters: the parameters by slot.
             contributions: this rank's gradients by slot; None counts as zeros.
-            earlier: the gradients of earlier backwards by slot. The used ones are added to the sums and removed from
-                `earlier`.
-            scale: factor of the sums; None leaves them as they are.
-        Returns: the gradients by slot, without parameters that are not shared.
+            earlier: gradients of earlier backwards by slot. The used ones are added to the sums and removed here.
+            scale: factor of the sums, or None.
+        Returns: the sums by slot, without parameters that are not shared.
         """
         by_block: dict[Block, dict[int, ParameterPages]] = {}
         for slot in slots:
@@ -221,12 +204,10 @@ class SharedParameters:
         before: dict[int, torch.Tensor],
         scale: float | None,
     ) -> dict[int, torch.Tensor]:
-        """Sum up the gradients of the parameters `places` of one block. Collective.
+        """Sum up the gradients of the parameters at `places` in `block`. Collective.
 
-        Args:
-            places: the place of each parameter, by slot.
-            before: the gradients of earlier backwards, by slot; they are added to the sums.
-        Returns: the gradients by slot, in the block's memory.
+        Args: before: the gradients of earlier backwards; they are added to the sums.
+        Returns: the sums by slot.
         """
         block.bring(list(places.values()), [contributions[slot] for slot in places])
         grown = _bring_earlier(block, places, before)
@@ -252,8 +233,7 @@ def _bring_earlier(
 ) -> set[int]:
     """Copy the gradients `earlier` into the block's gradients.
 
-    Args: places, earlier: by slot.
-    Returns: the slots of the gradients that lie there already.
+    Returns: the slots of the gradients that lay there already.
     """
     view = block.gradient_view
     grown = {slot for slot, tensor in earlier.items() if places[slot].holds(tensor, view)}
@@ -267,11 +247,10 @@ def _bring_earlier(
 
 
 def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
-    """Give unshared parameters that lie in a block, such as `Parameter(shared.data)`, memory of this rank's own.
+    """Give unshared parameters in a block's memory, such as `Parameter(shared.data)`, memory of this rank's own.
 
-    Each rank steps them whole, and a block's written pages are filled again from the shared values. Parameters that
-    shared a storage go on sharing one.
-    Args: parameters: the mirrored parameters that are not shared.
+    Each rank steps them whole, and a block's written pages get the shared values again. Parameters in one storage stay
+    in one storage.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     for parameter in parameters:
@@ -285,10 +264,7 @@ def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _storage(parameter: torch.Tensor) -> int:
-    """Return the address of the parameter's storage.
-
-    Returns: 0 if the parameter is not on the host, not strided, or of a subclass of tensors.
-    """
+    """Return the address of the parameter's storage; 0 if it is not on the host, strided, and a plain tensor."""
     is_strided = parameter.device.type == "cpu" and parameter.layout is torch.strided
     if is_strided and type(parameter.data) is torch.Tensor:
         return parameter.untyped_storage().data_ptr()
@@ -296,7 +272,6 @@ def _storage(parameter: torch.Tensor) -> int:
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Whether `parameter` can be shared: dense, on the host, of a dtype that ranks can add, with several elements."""
     return (
         _storage(parameter) != 0
         and not parameter.is_inference()
@@ -308,10 +283,9 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 
 def _parts(places: Sequence[tuple[ParameterPages, bool]]) -> list[ByteRange]:
-    """Join `places` to as few parts of a memory as possible. The bytes between them are zeros in all memories.
+    """Join places to few parts of a memory, in ascending order. The bytes between them are zeros in all memories.
 
     Args: places: pairs of a place and whether an earlier gradient is added there.
-    Returns: the parts in ascending order; each has one dtype.
     """
     parts: list[ByteRange] = []
     for place, added in sorted(places, key=lambda pair: pair[0].first):
@@ -325,6 +299,5 @@ def _parts(places: Sequence[tuple[ParameterPages, bool]]) -> list[ByteRange]:
 
 
 def _follows(part: ByteRange, before: ByteRange) -> bool:
-    """Whether `part` begins at the end of `before`, with the same dtype and the same `added`."""
     alike = part.like.dtype is before.like.dtype and part.added == before.added
     return alike and part.first == before.end

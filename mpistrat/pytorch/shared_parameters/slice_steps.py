@@ -1,12 +1,12 @@
-"""Optimizer steps of shared parameters: each rank updates its own slice, and keeps the optimizer's state of this slice.
+"""Optimizer steps of shared parameters: each rank updates its own slice, and keeps the optimizer's state of it.
 
-A twin of the optimizer takes the step. Its parameters are one-dimensional slices of the shared ones. So an exception
-cannot leave the optimizer itself half changed.
+A twin of the optimizer takes the step. Its parameters are one-dimensional slices. So an exception cannot leave the
+optimizer itself half changed.
 
 The state is shared like the parameters: in `optimizer.state` each rank sees all of it, in the parameters' shapes. So
 `state_dict()` is a plain one, on any rank. The next step takes over the state that `load_state_dict` puts there.
 
-Every rank has a slice of every parameter, perhaps an empty one, so step counters are the same on all ranks.
+Every rank has a slice of every parameter, perhaps an empty one, so step counters are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 class SliceSteps:
-    """The steps of all optimizers that have shared parameters of one strategy.
-
-    Attributes: shared: the shared parameters.
-    """
+    """The steps of all optimizers that have parameters of one strategy in `shared`."""
 
     def __init__(self, shared: SharedParameters) -> None:
         self.shared = shared
@@ -39,11 +36,11 @@ class SliceSteps:
         self._whole: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Begin an optimizer step of shared parameters: let a twin step over this rank's slices. Collective.
+        """Begin an optimizer step of shared parameters: publish writes, and let a twin step slices. Collective.
 
-        An optimizer that cannot step slices computes whole steps on every rank, with a warning.
         Args: args, kwargs: the arguments of the step; `args[0]` is the optimizer.
-        Returns: the arguments with the twin; None if the optimizer itself steps.
+        Returns: the arguments with the twin; None if the optimizer itself steps: it has no shared parameter, or needs
+            whole ones.
         """
         parameters = hooks.parameters_of(optimizer)
         if all(self.shared.place_of(p) is None for p in parameters):
@@ -65,10 +62,7 @@ class SliceSteps:
         return (slices.begin(optimizer, parameters), *args[1:]), kwargs
 
     def after(self, optimizer: Optimizer, stepped: Optimizer) -> None:
-        """End an optimizer step of shared parameters. Collective.
-
-        Args: stepped: the optimizer that has stepped: the twin, or `optimizer` itself.
-        """
+        """End a step of shared parameters. Collective. Args: stepped: the twin, or `optimizer` itself."""
         if stepped is not optimizer:
             self._slices[optimizer].end(optimizer, stepped)
             hooks.dismiss_twin(optimizer, stepped)
@@ -77,7 +71,7 @@ class SliceSteps:
 
 
 class _Slice:
-    """This rank's slice of one parameter, with its gradient and its part of the optimizer's state."""
+    """This rank's slice of one parameter."""
 
     def __init__(self, parameter: torch.Tensor, place: ParameterPages) -> None:
         self.parameter, self.place = parameter, place
@@ -88,14 +82,13 @@ class _Slice:
         self._gradient: tuple[View, torch.Tensor] | None = None
 
     def of(self, memory: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's slice of the parameter's place in `memory`, as a tensor of `dtype`."""
+        """Return this rank's slice of the parameter's place in `memory`."""
         start = self.place.first
         size = self.place.dtype.itemsize
         piece = memory[start + self.first * size : start + self.end * size]
         return torch.from_numpy(piece).view(dtype)
 
     def take_gradient(self) -> None:
-        """Make this rank's slice of the parameter's `.grad` the gradient of the slice; None if there is no gradient."""
         gradient = self.parameter.grad
         if gradient is None:
             self.tensor.grad = None
@@ -111,14 +104,14 @@ class _Slice:
             self.tensor.grad = self._gradient[1]
 
     def leave(self, state: dict[str, Any]) -> None:
-        """Replace the shared tensors in `state`, the parameter's, by copies of this rank's own."""
+        """Replace shared tensors in `state`, the parameter's, by this rank's own copies."""
         for name, (_, whole) in self.state.items():
             if state.get(name) is whole:
                 state[name] = whole.clone()
 
 
 class _Slices:
-    """The slices of the parameters of one optimizer. They do not refer to the optimizer, so it can be freed."""
+    """The slices of one optimizer's parameters. They do not refer to the optimizer."""
 
     def __init__(self, shared: SharedParameters) -> None:
         self._shared = shared
@@ -128,10 +121,7 @@ class _Slices:
         self._settling = Settling(shared.communicator, "optimizer.step() of shared parameters")
 
     def begin(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> Optimizer:
-        """Publish the parameters' writes, give each slice its gradient and state, and make the twin. Collective.
-
-        Returns: the twin that is to step.
-        """
+        """Publish writes, fill the slices' gradients and state, and return the twin that steps. Collective."""
         self._find_slices(optimizer, parameters)
         blocks = self._shared.blocks(self._slices)
         self._memories = {key: kept for key, kept in self._memories.items() if key[0] in blocks}
@@ -146,7 +136,6 @@ class _Slices:
         return twin
 
     def _find_slices(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        """Make slices of parameters that are new or have moved, and drop slices of unshared parameters."""
         for parameter in parameters:
             place = self._shared.place_of(parameter)
             part = self._slices.get(parameter)
@@ -180,11 +169,9 @@ class _Slices:
     def _share(
         self, part: _Slice, name: str, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return shared memory for the state `name` of a parameter. Collective if the block has none for this name.
+        """Return shared memory for the state `name` of a parameter: this rank's slice, and the whole. Collective.
 
-        Returns: this rank's slice, and the whole in the parameter's shape.
-        Raises: RuntimeError if `value` and the parameter have elements of different sizes, or there is no shared
-            memory.
+        Raises: RuntimeError if elements of the state and the parameter differ in size, or there is no shared memory.
         """
         kept = part.state.get(name)
         if kept is not None and kept[0].dtype is value.dtype:
@@ -213,7 +200,7 @@ class _Slices:
         return part.state[name]
 
     def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
-        """Copy the twin's options and state to the optimizer after its step, and publish the slices. Collective."""
+        """Copy the twin's options and state to the optimizer, and publish the slices. Collective."""
         for group, stepped in zip(optimizer.param_groups, twin.param_groups, strict=True):
             group.update({**stepped, "params": group["params"]})
         others = {**twin.__dict__}
@@ -233,12 +220,6 @@ class _Slices:
         self._settling.end()
 
     def _give_state(self, part: _Slice, state: dict[str, Any], whole: dict[str, Any]) -> None:
-        """Put the twin's state of one parameter into the optimizer's, as whole tensors.
-
-        Args:
-            state: the twin's state of the slice.
-            whole: the optimizer's state of the parameter.
-        """
         for name in whole.keys() - state.keys():
             del whole[name]
         for name, value in state.items():
