@@ -48,8 +48,8 @@ def replace_backward(replacement: Callable[..., None]) -> None:
 def _keep_backward_out_of_graphs() -> None:
     """Have `torch.compile` break its graph at `loss.backward()`, whatever `trace_autograd_ops` says.
 
-    With that option a graph writes gradients itself, and calls neither `torch.autograd.backward` nor any hook.
-    Called by: Dynamo's import, before anything is compiled.
+    With that option a graph writes gradients itself, and calls neither `torch.autograd.backward` nor any hook. Called
+    when Dynamo is loaded.
     """
     from torch._dynamo import config, exc, reset
     from torch._dynamo.variables.tensor import TensorVariable
@@ -70,9 +70,9 @@ def _keep_backward_out_of_graphs() -> None:
 
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the autograd engine itself runs backwards.
+    """Return a context in which the autograd engine itself runs backwards, and calls hooks when gradients are there.
 
-    Compiled autograd would call hooks before gradients are there. If it is off, the context does nothing.
+    If compiled autograd is off, the context does nothing.
     """
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:

@@ -1,6 +1,7 @@
 """Optimizer steps inside `run`: only of mirrored parameters, once per rank, alike on all ranks.
 
-Torch calls the global hooks of this file before and after each `optimizer.step()`.
+Torch calls the global hooks of this file before and after each `optimizer.step()`. They also warn of ranks that train
+apart, without `run`.
 """
 
 from __future__ import annotations

@@ -199,6 +199,6 @@ def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
         return converted
     for name, child in module.named_children():
         converted = convert_sync_batchnorm(child)
-        if converted is not child:  # an assignment would count as a module that is built in this scope
+        if converted is not child:  # an assignment counts as a new module of the scope
             setattr(module, name, converted)
     return module

@@ -1,4 +1,4 @@
-"""Calls inside a backward() that wait for its end: those of DDP's buckets, if no core of the node is free.
+"""Calls inside a backward() that wait for its end, as DDP's buckets do if no core of the node is free.
 
 Messages in memory do not wait as on a network, so a communication thread would only take the core from backward().
 Instead the thread of backward() makes the calls itself, after backward() and before DDP waits for them.

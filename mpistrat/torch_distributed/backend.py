@@ -44,7 +44,8 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
         give_back = functools.partial(pool.give_back, used)
         watch = communicator.contract.watch
         if watch is not None and watch.revocable_group is not None:
-            native.while_made = nccl_that_outlives_errors  # the program may go on without a lost rank
+            # The program may go on without a lost rank.
+            native.while_made = nccl_that_outlives_errors
             watch.revocable_group.before_telling(native.abort)
     name, cpu_share = options.group_id, here.cpu_share
     group = MpistratProcessGroup(communicator, messages, native, name, give_back, cpu_share)

@@ -37,7 +37,7 @@ class Collectives:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
-        self._combinations: dict[Any, Combination] = {}  # combinations of NumPy arrays, by operation and dtype
+        self._combinations: dict[Any, Combination] = {}  # for NumPy, by (operation, dtype)
         # A list of tensors moves as one: it needs a buffer to send from, and a buffer to receive in.
         self._buffers = RecycledBuffers(kept=2)
 
@@ -83,7 +83,8 @@ class Collectives:
     def all_gather_single(self, out: Tensor, tensor: Tensor) -> None:
         sent = read(tensor)
         with written(out) as buffer:
-            if sent.data_ptr() != buffer.data_ptr() + self._rank * sent.nbytes:  # `tensor` is its part of `out`
+            # Unless `tensor` is this rank's part of `out`.
+            if sent.data_ptr() != buffer.data_ptr() + self._rank * sent.nbytes:
                 sent = apart(sent, buffer)
             self.communicator.all_gather_into(sent, buffer)
 

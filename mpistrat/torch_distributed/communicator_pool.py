@@ -89,14 +89,18 @@ class _Pool:
 
 
 class CommunicatorPools:
-    """The pools of all groups. Args: comm: of the default group's ranks; making the pools is collective over them."""
+    """The pools of all groups of a program. Making them is collective over the ranks of `comm`.
+
+    Args: comm: MPI communicator of the default group's ranks.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
         self._private = comm.Dup()
         self._pools: dict[tuple[int, ...], _Pool] = {}
-        self._all = self._world = tuple(range(comm.size))  # `_world`: ranks in `comm`, by rank of the default group
-        self._numbers = self._private.allgather(MPI.COMM_WORLD.rank)  # ranks in the job, by rank in `comm`
+        # `_world`: ranks in `comm`, by rank of the default group.
+        self._all = self._world = tuple(range(comm.size))
+        self._numbers = self._private.allgather(MPI.COMM_WORLD.rank)  # ranks in the job
         mpi, name = MpiTransport(self._private), self._private.bcast(uuid.uuid4().hex)
         watch = job_end().records.watch_of(self._private, name)
         # The records of meetings, by their members.
@@ -111,7 +115,7 @@ class CommunicatorPools:
         Args:
             rank: this process's rank in the group.
             ranks: the group's ranks in the default group, in order; empty: it is the default group.
-            timeout: as of `meeting`.
+            timeout: most time to wait for the other ranks, a `datetime.timedelta`; None: the settings' limit.
         Returns: the pool to give them back to, and the communicators.
         Raises: ValueError if ranks of the default group have the same `rank`.
         """

@@ -23,9 +23,7 @@ with_every_strategy = False
 
 
 class _Known(NamedTuple):
-    """A rank's knowledge of its default group. `identity` is equal on the ranks of a group; empty if its store keeps
-    nothing.
-    """
+    """A rank's knowledge of its default group. `identity`: equal on its ranks; empty if its store keeps nothing."""
 
     rank: int
     size: int

@@ -59,7 +59,7 @@ class Messages:
     def send(self, tensor: Tensor, rank: int, tag: int, failed: OnFailure) -> Message:
         """Begin to send `tensor` to `rank` of the group. It must not change until the result's `wait` returns.
 
-        Args: failed: as of `UnfinishedWork`.
+        Args: failed: called with the message if it fails, on any thread.
         Raises: ValueError for a wrong tag, TypeError for a tensor that is not dense.
         """
         self._check(tensor, tag)
@@ -72,7 +72,7 @@ class Messages:
     def receive(self, tensor: Tensor, rank: int | None, tag: int, failed: OnFailure) -> Message:
         """Begin to receive into `tensor` from `rank` of the group; None: from any rank.
 
-        Args: failed: as of `UnfinishedWork`.
+        Args: failed: called with the message if it fails, on any thread.
         Raises: ValueError for a wrong tag, TypeError for a tensor that is not dense.
         """
         self._check(tensor, tag)
@@ -123,8 +123,9 @@ class Messages:
         wait_until(arrived, self._watch)
 
     def limit(self, seconds: float = 0.0) -> float:
-        """Return the most seconds of a message, for a caller that allows `seconds` (0: any number); infinity without
-        limit.
+        """Return the most seconds that a message may take; infinity without a limit.
+
+        Args: seconds: the limit of the caller; 0 for none.
         """
         limits = (seconds, self.timeout, self._watch.record.limit_of(self.timeout))
         return min(filter(None, limits), default=math.inf)
@@ -181,7 +182,8 @@ class Message(UnfinishedWork):
         self._messages, self._request, self._buffer = messages, request, buffer
         self._receives, self._status = receives, MPI.Status()
         self._lock = threading.Lock()
-        self._limit, self._asked_for = math.inf, 0.0  # the limit in seconds, and when the future was asked for
+        # The limit for the future, in seconds, and the time when the future was asked for.
+        self._limit, self._asked_for = math.inf, 0.0
         if not self.test():
             messages.begun(self)
 
@@ -198,7 +200,8 @@ class Message(UnfinishedWork):
                 return True
             try:
                 if not self._request.Test(self._status):
-                    if self._limit > time.monotonic() - self._asked_for:  # `get_future` sets the limit last
+                    # `get_future`, on another thread, sets `_limit` last.
+                    if self._limit > time.monotonic() - self._asked_for:
                         return False
                     error = self._messages.stalled(self, self._limit)
                 elif self._receives:

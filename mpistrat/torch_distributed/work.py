@@ -172,7 +172,7 @@ class GroupCalls:
     of a node have no core to spare for such a thread, calls of a backward() wait for its end.
 
     Args:
-        communicator: of the group.
+        communicator: the group's communicator.
         name: torch's name of the group.
         cpu_share: number of CPUs of this rank.
 
@@ -260,8 +260,10 @@ class GroupCalls:
         return work
 
     def check_usable(self) -> None:
-        """Raises: RuntimeError if the group was destroyed, or in a forked child; the error of an earlier call that
-            nobody waited for.
+        """Check that a call can be made.
+
+        Raises: RuntimeError if the group was destroyed, or in a forked child; the error of an earlier call that nobody
+            waited for.
         """
         rank = self._communicator.rank
         if self._is_shut_down:
@@ -307,9 +309,7 @@ class GroupCalls:
             self._thread.end()
 
     def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
-        """Make the call. If it fails on this rank alone, the other ranks hear of it: they are in the call, or will
-        be.
-        """
+        """Make the call. If it fails on this rank alone, the others hear of it: they are in the call, or will be."""
         with self._order:
             try:
                 call(*operands)

@@ -183,7 +183,7 @@ class StepAgreement:
         """Return a line for each parameter: dtype, shape and strides.
 
         The device is added where gradients of GPUs and of the host go different ways.
-        Args: layouts: as of `packing.layouts`.
+        Args: layouts: the parameters' layouts, from `packing.layouts`.
         """
         on_devices, half = self._communicator.takes_device_buffers, len(layouts) // 2
         return "\n".join(

@@ -105,7 +105,7 @@ class Arrivals:
                 break
         self._backwards[step.replica] = step
         try:
-            alone = len(self._backwards) == 1  # `noticing_data` nests, and replicas may leave in another order
+            alone = len(self._backwards) == 1  # replicas may leave in another order
             with hooks.noticing_data() if alone else contextlib.nullcontext(()) as taken:
                 yield functools.partial(self._check, step, unmirrored, watched, taken)
         finally:
@@ -123,7 +123,7 @@ class Arrivals:
         Args:
             unmirrored: parameters of `made_in_run` that had no gradient before.
             watched: parameters that must not change during the backward, each with its version before.
-            taken: `.data` of parameters, as of `hooks.noticing_data`.
+            taken: (parameter's id, tensor, version) of each `.data` that the program took meanwhile.
         Raises:
             RuntimeError: a mirrored parameter was changed or lost its gradient inside backward(), or a parameter made
                 inside `run` got one.

@@ -1,8 +1,8 @@
 """Dense gradients that leave while `backward()` still runs.
 
-Gradients are cut into buckets in reverse order of the parameters, about the order of backward. A bucket leaves once all
-of its gradients are there and all earlier buckets have left. So all ranks send the same buckets in the same order,
-whatever parameters each uses.
+Gradients are cut into buckets in reverse order of the parameters: backward computes them in about this order. A bucket
+leaves once all of its gradients are there and all earlier buckets have left. So all ranks send the same buckets in the
+same order, whatever parameters each rank uses.
 """
 
 from __future__ import annotations

@@ -32,12 +32,15 @@ class DenseSums:
         self._packer, self._wires = packer, wires
         self._communicator, self._options = parts.group.communicator, parts.ops.options
         self._all_reduce_packs = (parts.gradient_sums or parts.ops.over_ranks).all_reduce_packs
-        # Freed all at once, here, they could be the top of the heap. glibc returns that to the system: page faults were
-        # a quarter of a training step.
+        # If these tensors were freed at once, they could be the top of the heap. glibc returns that to the system: page
+        # faults were a quarter of a training step.
         self.spent: list[torch.Tensor] = []
 
     def of(self, slots: list[int], steps: list[ReplicaBackward]) -> dict[int, torch.Tensor]:
-        """Return the sums of the gradients of `slots`, by slot. Collective. Args: steps: of this rank's replicas."""
+        """Return the sums of the gradients of `slots`, by slot. Collective.
+
+        Args: steps: the backwards of this rank's replicas.
+        """
         step, parameters = steps[0], steps[0].parameters
         how = [*map(_GRADIENTS, steps)], functools.partial(self._reduction, step)
         if all(map(_IS_CPU, map(parameters.__getitem__, slots))):

@@ -111,7 +111,7 @@ class DeviceBuckets(Buckets):
             if bucket.flat is not None:
                 for stream in (*bucket.writers, self._side.stream):
                     bucket.flat.record_stream(stream)
-            bucket.flat, bucket.pieces = None, []  # the traceback of the error may keep this object alive
+            bucket.flat, bucket.pieces = None, []  # the error's traceback may keep this object
 
     def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
         """Allocate memory for `bucket`, or use the memory of its only gradient.

@@ -103,7 +103,10 @@ class EarlierGradients:
                 parameter.grad = reduced
 
     def undo(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
-        """After a failed backward, drop the gradients that it added, and restore the earlier ones."""
+        """Restore the earlier gradients after a failed backward.
+
+        The gradient of a parameter without a local one is dropped: only the failed backward can have added it.
+        """
         for slot, parameter in zip(self._registry.slots, parameters, strict=True):
             if parameter is not None and slot not in self._local:
                 parameter.grad = None

@@ -57,13 +57,13 @@ class Overlap:
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
         self._sender: _Sender | None = None
         self._devices: frozenset[torch.device] | None = None  # devices of the expected parameters
-        self._communicates = False  # whether the program has communicated inside a backward()
-        self._differ = False  # whether ranks have used different parameters in a backward()
-        self._expected: tuple[int, ...] | None = None  # slots of the last two backwards; None if these differ
+        self._communicates = False  # the program, in any backward()
+        self._differ = False  # ranks used different parameters in a backward()
+        self._expected: tuple[int, ...] | None = None  # slots; None if two backwards differ
         self._last: tuple[int, ...] = ()
         self._like: dict[int, torch.Tensor] = {}  # parameters of `_expected` on "meta"
         self._buckets: Buckets | None = None  # for the next backward
-        self._made_for: list[Any] = []  # the scale and the layouts of parameters that fit `_buckets`
+        self._made_for: list[Any] = []  # scale and layouts of `_buckets`
         self._seconds: tuple[list[float], list[float]] = ([], [])  # sequential, overlapped
         self._started = 0.0
         self._overlaps: bool | None = None
@@ -138,7 +138,7 @@ class Overlap:
             self._decline(f"the program communicates inside backward(), and {why_not}")
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
-        """Expect gradients of the slots `last` in the next backward; None: of none. Collective."""
+        """Expect gradients of the slots `last` in the next backward; None: expect none. Collective."""
         self._expected = last
         if not last:
             return
@@ -193,9 +193,9 @@ class Overlap:
         (kind,) = kinds or {"cpu"}
         why = _first_that_holds(
             ("as asked for", self._asked),
-            ("a device does both at a time", kind != "cpu"),
+            ("a device computes and communicates at a time", kind != "cpu"),
             # Timing both ways would lose the residuals of the buffers of the slower way.
-            ("as wire formats are better off", self._wires.has_format),
+            ("a trial would lose residuals of the wire format", self._wires.has_format),
         )
         if why:
             self._overlaps, self._why = True, why
@@ -270,7 +270,8 @@ def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str]
         ("MPI was started without MPI_THREAD_MULTIPLE", not min(thread_multiple)),
         ("parameters are on several devices", max(len(kinds), *devices) > 1),
         ("parameters are on an XLA device", "xla" in kinds),
-        ("", None not in asked or not kinds <= {"cpu"}),  # the next reasons hold only on the host, without a choice
+        # The reasons below hold only on the host, and if the program does not choose.
+        ("", None not in asked or not kinds <= {"cpu"}),
         (f"{nbytes[0]} bytes are too few", nbytes[0] < SMALLEST),
         ("no core of the node is free, and memory does not wait", busy),
     )

@@ -170,7 +170,7 @@ class GradientReducer:
     def backward(self, context: AnyReplicaContext, tensors: Any, *arguments: Any) -> None:
         """Run the autograd engine, and reduce the gradients that it has added to `.grad`.
 
-        After an error `.grad` has the gradients from before.
+        After an error `.grad` has the reduced gradients from before.
         Called by: every replica, equally often.
         Args: tensors, arguments: the arguments of `torch.autograd.backward`.
         """
@@ -250,8 +250,9 @@ class GradientReducer:
     def _weight(self, in_block: bool) -> float:
         """Return the factor for this replica's loss, and set `share`.
 
-        With a mean it is the replica's part of the examples in its loader's step, times the number of replicas; 1.0 if
-        no loader tells. So the mean over each replica's own part gives the gradient of the mean over the global batch.
+        With a mean the factor is the replica's part of the examples in its loader's step, times the number of replicas;
+        1.0 if no loader tells. So the mean over each replica's own part gives the gradient of the mean over the global
+        batch.
         Args: in_block: whether the backward runs inside `replica()` and not inside `run`.
         """
         steps, sharded = self._extended.given_steps, self._extended.sharded

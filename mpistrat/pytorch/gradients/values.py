@@ -46,7 +46,8 @@ def sum_sparse(
 ) -> dict[int, torch.Tensor]:
     """Return the sums of row-sparse gradients over all ranks by slot, coalesced. Collective.
 
-    Duplicate rows are added up in the order of replicas. Args: replicas: this rank's.
+    Duplicate rows are added up in the order of replicas.
+    Args: replicas: the backwards of this rank's replicas.
     """
     sums = {}
     for slot in slots:

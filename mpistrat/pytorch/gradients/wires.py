@@ -91,7 +91,7 @@ class Wires:
     def wait_for_host(self, natively: bool) -> bool:
         """Whether the host takes part in sums of buffers on an accelerator.
 
-        Args: natively: as of `reduction`.
+        Args: natively: whether an accelerator's own collectives could sum them up.
         """
         return not natively or not isinstance(self._format, ShortFloats | None)
 

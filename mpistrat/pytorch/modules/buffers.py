@@ -82,7 +82,7 @@ def average(
         slots: the slots of the buffers.
         snapshots: a snapshot for each replica of this rank.
         flags: the result of `to_average`.
-        label: of the call, for reports.
+        label: the call's name in reports.
     """
     copies: _Copies = {
         i: [taken[i][0] for taken in snapshots] for i in np.flatnonzero(flags).tolist()

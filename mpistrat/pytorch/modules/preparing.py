@@ -100,7 +100,7 @@ def check_alike(
 def of_all(communicator: Communicator, lines: list[str], label: str) -> list[list[str]]:
     """Return the lines of all ranks; an empty list if they are equal, as digests tell.
 
-    Called by: every rank.   Args: label: of the call, for reports.
+    Called by: every rank.   Args: label: the call's name in reports.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(communicator.all_gather_object(digest, label=label))) == 1:

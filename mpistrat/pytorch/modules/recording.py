@@ -86,7 +86,8 @@ class Recorder:
     def _check_wrapper(self, parent: Module, module: Module, in_scope: bool) -> None:
         """Check that `parent` is not a wrapper that reduces the gradients of a mirrored module itself.
 
-        Raises: ValueError if it is one, and `module` is in the scope, recorded, or has mirrored parameters.
+        Raises: ValueError if it is one, and `module` is put into it in the scope, is recorded, or has mirrored
+            parameters.
         """
         wrapper, strategy = wrapper_of(parent), self._strategy
         if not wrapper or strategy.num_replicas_in_sync == 1:

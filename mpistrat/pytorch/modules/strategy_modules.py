@@ -18,7 +18,7 @@ from mpistrat.replicas.torch_modules import ModuleParts
 if TYPE_CHECKING:
     from mpistrat.pytorch.gradients.reducer import GradientReducer
 
-all_modules: weakref.WeakSet[StrategyModules] = weakref.WeakSet()  # of all strategies of this process
+all_modules: weakref.WeakSet[StrategyModules] = weakref.WeakSet()  # of all strategies
 
 
 class StrategyModules(abc.ABC):

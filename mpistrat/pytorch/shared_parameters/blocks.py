@@ -62,9 +62,7 @@ class ParameterPages:
         return ((first - self.first) // size, (end - self.first) // size) if first < end else (0, 0)
 
     def in_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements of `tensor` as one dimension, in the parameter's memory order; a copy if strides
-        differ.
-        """
+        """Return the elements of `tensor` as one dimension, in memory order of the parameter; perhaps a copy."""
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
         if tensor.stride() != self.stride:

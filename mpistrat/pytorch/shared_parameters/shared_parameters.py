@@ -114,7 +114,8 @@ class SharedParameters:
 
     def _make_block(self, parameters: list[torch.Tensor]) -> None:
         """Move `parameters` to a new block; each rank copies its slice. Warns if there is no memory. Collective."""
-        parameters = sorted(parameters, key=lambda p: str(p.dtype))  # sorted is stable: in each dtype the order stays
+        # Sort by dtype, in the same order on all ranks.
+        parameters = sorted(parameters, key=lambda p: str(p.dtype))
         firsts, nbytes = [], 0
         for parameter in parameters:
             firsts.append(nbytes)
