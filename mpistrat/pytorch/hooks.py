@@ -386,6 +386,7 @@ def _scheduler_classes() -> list[type]:
 
 def _refuse(cls: type, name: str, call: str) -> None:
     """Have the method `cls.name` raise RuntimeError inside `run` if the rank has several replicas."""
+
     def check(self: Any) -> None:
         context = get_replica_context()
         disabled = isinstance(self, torch.amp.GradScaler) and not self.is_enabled()
