@@ -1,4 +1,4 @@
-"""Replacements of torch's functions, and hooks of all optimizers. Only this file replaces functions of torch.
+"""Replacements of torch's functions, and hooks of all optimizers. Only this file replaces functions of torch itself.
 
 Each replacement happens once per process, however often it is asked for. Nothing is put into a program's own modules
 and optimizers that their copies would have. A module that the program copies, saves, exports or scripts is a plain
@@ -279,7 +279,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether a step is called with a closure. Args: as of torch's step hooks: `args[0]` is the optimizer."""
+    """Whether a step is called with a closure. Args: args, kwargs: from a step hook; `args[0]` is the optimizer."""
     return kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:])
 
 

@@ -42,7 +42,7 @@ class TorchState:
     def begin(self) -> None:
         """Give the other replicas copies of replica 0's tensors that the program has changed since the last run."""
         others = self._away[1:]
-        # A tensor that modules share has one copy per replica, also shared.
+        # Modules that share a tensor share its copies, too.
         clones: dict[int, Sequence[torch.Tensor | None]] = {id(None): [None] * len(others)}
         for slot, tensor in self._registry.own_tensors():
             left, left_version = self._left.get(slot, (None, 0))
@@ -108,7 +108,7 @@ class TorchState:
 
         @contextlib.contextmanager
         def enter() -> Iterator[None]:
-            torch.get_num_threads()  # sets up this thread's OpenMP, else with a thread for each core
+            torch.get_num_threads()  # sets up this thread's OpenMP; else it would use all cores
             with contextlib.ExitStack() as stack:
                 for mode in modes:
                     stack.enter_context(mode())

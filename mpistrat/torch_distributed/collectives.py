@@ -93,9 +93,9 @@ class Collectives:
             self.all_gather_single(out, tensor)
 
     def all_gather(self, lists: Sequence[Tensors], tensors: Tensors) -> None:
-        """Make the r-th tensor of each of `lists` rank r's.
+        """Gather this rank's `tensors` on all ranks: the r-th tensor of each list becomes rank r's.
 
-        Args: tensors: this rank's tensor for each list. Shapes may differ between ranks.
+        The shapes may differ between ranks.
         """
         for outs, tensor in zip(lists, unwritten(tensors, lists), strict=True):
             _check_one_a_rank(self.communicator, "all_gather", outs)
@@ -109,7 +109,7 @@ class Collectives:
                 out.detach().copy_(part)
 
     def gather(self, lists: Sequence[Tensors], tensors: Tensors, root: int) -> None:
-        """Gather tensors on rank `root`: a list for each of `tensors`. Other ranks have empty lists."""
+        """Gather the ranks' `tensors` on rank `root`, in a list for each. The lists of other ranks are empty."""
         here = self._rank == root
         for i, tensor in enumerate(tensors):
             if here:
@@ -124,7 +124,7 @@ class Collectives:
                     out.detach().copy_(part.view(out.shape))
 
     def scatter(self, outs: Tensors, lists: Sequence[Tensors], root: int) -> None:
-        """Give each rank its tensor of rank `root`'s list for each of `outs`. Other ranks have empty lists."""
+        """Copy the r-th tensor of each list of rank `root` to rank r's `outs`. The lists of other ranks are empty."""
         here = self._rank == root
         for i, out in enumerate(outs):
             label = f"scatter of {tuple(out.shape)} from {root}"

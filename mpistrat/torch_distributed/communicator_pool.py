@@ -49,7 +49,10 @@ class GroupCommunicators:
 
     @property
     def on_their_way(self) -> int | None:
-        """Messages sent less messages received; None: calls of the last group go on, so no other can use this."""
+        """Messages sent less messages received on this rank.
+
+        None: calls of the last group go on, so no other group can use these communicators.
+        """
         if self.messages is None or self.collectives.contract.is_abandoned:
             return None
         return self.messages.on_their_way

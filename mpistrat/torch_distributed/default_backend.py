@@ -1,6 +1,6 @@
-"""Gives a program that asks torch for gloo or NCCL, and an address, our backend "mpistrat" and MPI.
+"""Gives a program the backend "mpistrat" over MPI when it asks torch for gloo or NCCL, and an address.
 
-Under `mpistrat run` alone. Only this file replaces a function of torch.distributed.
+This happens only under `mpistrat run`. Only this file replaces a function of torch.distributed.
 """
 
 from __future__ import annotations

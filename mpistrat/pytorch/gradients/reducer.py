@@ -317,8 +317,8 @@ class GradientReducer:
         if some["parameters"] != [slot.name for slot in self.registry.slots]:
             warn_on_first_rank(
                 self._communicator.rank,
-                "what ranks have held back of gradients is lost: this program has mirrored other parameters, "
-                "or in another order, than the program that saved the checkpoint",
+                "the values that the wire format held back of gradients are lost: this program has mirrored other "
+                "parameters, or in another order, than the program that saved the checkpoint",
                 UserWarning,
             )
             return

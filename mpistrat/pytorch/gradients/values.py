@@ -23,7 +23,8 @@ Gradient = torch.Tensor | None  # None if a replica has not used the parameter
 def sum_by_custom_ops(custom: CrossDeviceOps, replicas: Sequence[ReplicaBackward]) -> None:
     """Add up the gradients of this rank's replicas by the program's `cross_device_ops`, into the first replica's.
 
-    `custom` gets all used parameters in one call, like values of `reduce`. The other replicas then have no gradients.
+    `custom` gets the gradients of all used parameters in one call, like values of `reduce`. The other replicas then
+    have no gradients.
     """
     slots, pairs = [], []
     first, *others = replicas

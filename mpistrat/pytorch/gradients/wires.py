@@ -40,8 +40,8 @@ class Wire:
         if len(self.residual) != len(tensor):
             if self.size:
                 warnings.warn(
-                    f"gradients go by another way than they did before the restart: the {self.size} values that rank "
-                    f"{communicator.rank} has held back of a buffer are lost",
+                    f"the {self.size} values that rank {communicator.rank} held back of a buffer of gradients are lost: "
+                    "gradients go another way than before the restart",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -132,8 +132,8 @@ class Wires:
             length = sum(p.numel() for slot in key if (p := slot.reference()) is not None)
             if whole and len(held["residual"]) != length:
                 warnings.warn(
-                    "what ranks have held back of gradients is lost: the number of ranks has changed, and each rank "
-                    "had held back values of a slice",
+                    "the values that the wire format held back of gradients are lost: the number of ranks has changed, "
+                    "and each rank had held back values of a slice",
                     UserWarning,
                     stacklevel=2,
                 )

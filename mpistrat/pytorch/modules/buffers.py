@@ -126,8 +126,9 @@ _MOST_BYTES_AMONG_FLOATS = 2**16
 
 
 class _BytePack:
-    """Integer and boolean buffers of one device, sent as numbers from 0 to 255. The first replica's are added to zeros.
+    """Integer and boolean buffers of one device, sent as numbers from 0 to 255.
 
+    All replicas but the first send zeros, so the sum has the first replica's values.
     Args: groups: the indices of the buffers of each dtype. The widest dtype comes first, so that each is aligned.
     """
 
