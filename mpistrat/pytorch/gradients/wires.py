@@ -40,7 +40,7 @@ class Wire:
         if len(self.residual) != len(tensor):
             if self.size:
                 warnings.warn(
-                    f"the {self.size} values that rank {communicator.rank} held back of a buffer of gradients are lost: "
+                    f"the {self.size} values that rank {communicator.rank} held back of gradients are lost: "
                     "gradients go another way than before the restart",
                     UserWarning,
                     stacklevel=2,
