@@ -1,1 +1,1 @@
-"""PyTorch: what `scope()` mirrors, what `backward()` reduces, and what belongs to a replica."""
+"""PyTorch: modules that `scope()` mirrors, gradients that `backward()` reduces, and the state of each replica."""

@@ -1,6 +1,6 @@
-"""What `torch.compile` leaves alone: where a program communicates it runs as it is written.
+"""Marks the functions of this package that `torch.compile` must not compile: they run as they are written.
 
-Dynamo would else read our functions down to MPI.
+Without the mark Dynamo would trace our functions down to MPI.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ for _function in (ReplicaContext.merge_call, ReplicaContext.all_reduce, ReplicaC
 for _name, _method in vars(Variable).items():
     if _name.startswith(("assign", "scatter_")):
         not_compiled(_method)
-# As torch.compiler.assume_constant_result() does: it is called when it is compiled, and not again.
+# This is the mark of torch.compiler.assume_constant_result(): Dynamo calls the function once, when it compiles.
 vars(choose_sum).update(_dynamo_marked_constant=True)

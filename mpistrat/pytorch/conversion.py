@@ -1,4 +1,4 @@
-"""Batch norm over all replicas."""
+"""`convert_sync_batchnorm`: batch norm over all replicas."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ if TYPE_CHECKING:
 
 
 def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
-    """Replace every `torch.nn.BatchNorm*d` in `module` by one over the batches of all replicas.
+    """Replace every `torch.nn.BatchNorm*d` in `module` by one that normalizes over the batches of all replicas.
 
-    Call it before making the optimizer or after: parameters and running statistics are kept.
+    Call it before or after you make the optimizer: the parameters and running statistics stay the same objects.
     Args:
         module: changed in place, unless it is itself a batch norm.
     Returns:
-        `module`, or its replacement.
+        `module`, or its replacement if it is itself a batch norm.
     Raises:
-        ValueError: a lazy batch norm that has not seen an input yet.
+        ValueError: for a lazy batch norm that has not seen an input yet.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+        >>> model = ms.convert_sync_batchnorm(model)
+        >>> type(model[1]).__name__
+        'SyncBatchNorm'
     """
     from mpistrat.pytorch import sync_batch_norm
 

@@ -1,17 +1,20 @@
-"""Which of torch's optimizers update element by element: any part of a parameter can be stepped without the rest."""
+"""Torch's optimizers that update element by element: any part of a parameter can be stepped without the rest."""
 
 from __future__ import annotations
 
 import torch
 from torch.optim import Optimizer
 
-# In each, an element of the parameter and of its state depends on that element of the gradient alone.
+# Each element of the parameter and of its state depends on the same element of the gradient alone.
 _NAMES = "SGD Adam AdamW NAdam RAdam Adamax RMSprop Rprop Adagrad Adadelta ASGD"
 _ELEMENTWISE = frozenset[type[Optimizer]](getattr(torch.optim, name) for name in _NAMES.split())
 
 
 def why_not_elementwise(optimizer: type[Optimizer]) -> str:
-    """Why parts of a parameter cannot be stepped by themselves; empty if they can."""
+    """Return why parts of a parameter cannot be stepped without the rest; empty if they can.
+
+    A program's own class counts as elementwise if it has the attribute `elementwise = True`.
+    """
     if optimizer in _ELEMENTWISE or getattr(optimizer, "elementwise", False) is True:
         return ""
     return (

@@ -1,7 +1,8 @@
-"""The only file that puts functions of this package in the place of torch's, or has each optimizer call some.
+"""Replacements of torch's functions, and hooks of all optimizers. Only this file replaces functions of torch itself.
 
-All of it happens once per process, however often it is asked for. Nothing is put into a program's own modules and
-optimizers that their copies would have: what it copies, saves, exports or scripts is torch's alone.
+Each replacement happens once per process, however often it is asked for. Nothing is put into a program's own modules
+and optimizers that their copies would have. A module that the program copies, saves, exports or scripts is a plain
+torch module.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ original_sync_batch_norm = torch.nn.SyncBatchNorm.forward
 
 _NOTHING = contextlib.nullcontext()
 _twins: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
-# By module or optimizer: a weak reference to a method.
+# Weak references to methods, by module or optimizer.
 _before_state_dict: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _before_copy: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _state_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -45,14 +46,15 @@ def replace_backward(replacement: Callable[..., None]) -> None:
 
 
 def _keep_backward_out_of_graphs() -> None:
-    """Have `torch.compile` break its graph at `loss.backward()` whatever `trace_autograd_ops` says.
+    """Have `torch.compile` break its graph at `loss.backward()`, whatever `trace_autograd_ops` says.
 
-    With that option a graph writes gradients itself, and calls neither `torch.autograd.backward` nor any hook.
+    With that option a graph writes gradients itself, and calls neither `torch.autograd.backward` nor any hook. Called
+    when Dynamo is loaded.
     """
     from torch._dynamo import config, exc, reset
     from torch._dynamo.variables.tensor import TensorVariable
 
-    if not hasattr(config, "trace_autograd_ops"):  # before torch 2.11 it always does
+    if not hasattr(config, "trace_autograd_ops"):  # before torch 2.11 graphs always break there
         return
 
     def method_backward(self: Any, *_: Any, **__: Any) -> Any:
@@ -64,11 +66,14 @@ def _keep_backward_out_of_graphs() -> None:
         )
 
     TensorVariable.method_backward = method_backward  # type: ignore[method-assign]
-    reset()  # a graph that was made before may have it
+    reset()  # graphs from before may contain a backward()
 
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager[None]:
-    """Have the autograd engine itself do the backwards inside: it calls hooks when gradients are there."""
+    """Return a context in which the autograd engine itself runs backwards, and calls hooks when gradients are there.
+
+    If compiled autograd is off, the context does nothing.
+    """
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
         return _NOTHING
@@ -77,12 +82,15 @@ def without_compiled_autograd() -> contextlib.AbstractContextManager[None]:
 
 
 def replace_sync_batch_norm(replacement: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-    """Have modules of `torch.nn.SyncBatchNorm` call `replacement` as their forward."""
+    """Have all modules of `torch.nn.SyncBatchNorm` call `replacement` as their forward."""
     torch.nn.SyncBatchNorm.forward = replacement  # type: ignore[method-assign, assignment]
 
 
 def before_data_parallel(see: Callable[[torch.nn.Module, str, Any], None]) -> None:
-    """Have a `DistributedDataParallel` call `see` with itself, "module" and its module, before it looks for a group."""
+    """Have each new `DistributedDataParallel` call `see` before it looks for a process group.
+
+    Args: see: gets the wrapper, the name "module", and the wrapped module.
+    """
     cls = torch.nn.parallel.DistributedDataParallel
     original = cls.__init__
 
@@ -94,20 +102,19 @@ def before_data_parallel(see: Callable[[torch.nn.Module, str, Any], None]) -> No
     cls.__init__ = init  # type: ignore[method-assign]
 
 
-# Of the function that gives `.data` of parameters, what `torch.nn.Parameter.data` is to be: what is assigned to it goes
-# to torch.
+# Makes a property for `torch.nn.Parameter.data` from a getter. Its setter is torch's.
 data_given_by: Any = functools.partial(property, fset=torch.Tensor.data.__set__)  # type: ignore
 
 
 def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Have `hook` called when the gradient of `parameter` has grown, before hooks of the program's that it has."""
+    """Have `hook` called when the gradient of `parameter` has grown, before all hooks of the program."""
     required = parameter.requires_grad
-    # Torch takes hooks only then, and the parameter may be unfrozen later.
+    # Torch takes hooks only of parameters that require gradients. A frozen parameter may be unfrozen later.
     parameter.requires_grad_(True)
     handle = parameter.register_post_accumulate_grad_hook(not_compiled(hook))
     parameter.requires_grad_(required)
     others = parameter._post_accumulate_grad_hooks
-    # The engine goes by the order in which the dictionary was filled; `move_to_end` does not change that order.
+    # The engine calls hooks in the order in which the dictionary was filled; `move_to_end` does not change that order.
     kept = [(handle.id, others.pop(handle.id)), *others.items()]
     others.clear()
     others.update(kept)
@@ -115,10 +122,10 @@ def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor
 
 @contextlib.contextmanager
 def noticing_data() -> Iterator[list[tuple[int, torch.Tensor, int]]]:
-    """Inside, on all threads, `.data` of parameters is watched; on one thread at a time.
+    """Record each `.data` of a parameter that any thread takes inside the block. One block at a time.
 
-    Gives: a list that grows with each `.data` that is taken: the parameter's id, the tensor, and its version. Torch
-    counts what is written through a `.data` in that tensor alone, not in the parameter.
+    Torch counts a write through `.data` in the version of the `.data` tensor, not of the parameter.
+    Gives: a list that grows: (id of the parameter, the `.data` tensor, its version).
     """
     taken: list[tuple[int, torch.Tensor, int]] = []
     before: Any = vars(torch.nn.Parameter).get("data")
@@ -144,10 +151,11 @@ def around_calls(
     module: torch.nn.Module,
     around: Callable[[torch.nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
 ) -> None:
-    """Have `module(…)` be what `around` makes of it: the module, what calls it, and its arguments.
+    """Have `module(…)` call `around` with the module, the function to call, its positional and its keyword arguments.
 
-    It is kept in the place of the function that `Module.compile` makes, and `Module.compile` replaces it. Copies, saved
-    and scripted modules do not have it, nor do modules that `torch.compile` returns.
+    `around` is kept in the place of the function that `Module.compile` makes, and `Module.compile` replaces it. Copies,
+    saved and scripted modules do not have it, nor do modules that `torch.compile` returns. If the module is compiled
+    already, nothing happens.
     """
     if module._compiled_call_impl is None:
         reference = weakref.ref(module)
@@ -160,30 +168,35 @@ def around_calls(
 
 
 def before_state_dict(module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:
-    """Have `module.state_dict()` call `call`, a method, with it first: not inside run, nor when its object is freed.
+    """Have `module.state_dict()` first call the method `call` with the module.
 
-    The last call for a module counts. Its copies do not call anything.
+    It is not called inside `run`, nor once its object is freed. A later call for the same module replaces `call`.
+    Copies of the module do not call anything.
     """
     _replace_state_dict()
     _before_state_dict[module] = weakref.WeakMethod(call)
 
 
 def before_copy(module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:
-    """As `before_state_dict`, which it includes; also before `module` is pickled, saved or copied."""
+    """Have `call` called before `module` is pickled, saved or copied, and before its `state_dict()`."""
     before_state_dict(module, call)
     _replace_reductions()
     _before_copy[module] = weakref.WeakMethod(call)
 
 
 def state_of_copies(optimizer: Optimizer, state: Callable[[Optimizer], Any]) -> None:
-    """Let whoever pickles, saves or copies `optimizer` find what `state`, a method, returns in place of its state."""
+    """Replace the state of `optimizer` in its pickles, saved files and copies.
+
+    Args: state: a method; it gets the optimizer and returns the state for the copy. It is not called once its object is
+        freed.
+    """
     _replace_reductions()
     _state_of_copies[optimizer] = weakref.WeakMethod(state)
 
 
 @contextlib.contextmanager
 def copied_as_it_is() -> Iterator[None]:
-    """Inside, on this thread, `before_copy` and `state_of_copies` do nothing."""
+    """Inside the block, on this thread, `before_copy` and `state_of_copies` do nothing."""
     before, _copying.as_it_is = _copying.as_it_is, True
     try:
         yield
@@ -201,7 +214,7 @@ _copying = _Copying()
 def _call_for(calls: WeakIdKeyDictionary, module: torch.nn.Module) -> None:
     reference = calls.get(module)
     call = None if reference is None else reference()
-    # Inside run a replica reads its own.
+    # Inside run a replica reads its own buffers.
     if call is not None and not (has_strategy() and get_replica_context() is not None):
         call(module)
 
@@ -235,7 +248,10 @@ def _replace_reductions() -> None:
 
 @functools.cache
 def before_export(check: Callable[[torch.nn.Module], None]) -> None:
-    """Have `torch.export.export` call `check` with a module first, and `torch.jit.script` with each embedding in it."""
+    """Have `torch.export.export` call `check` with its module first, and `torch.jit.script` with each embedding.
+
+    Args: check: may raise, to refuse the export.
+    """
     original = torch.export.export
 
     @functools.wraps(original)
@@ -253,22 +269,28 @@ def before_export(check: Callable[[torch.nn.Module], None]) -> None:
         cls.__prepare_scriptable__ = prepare
 
 
-# The number of the backward() in one of whose hooks or functions this thread is; -1 outside.
+# Returns the number of the backward() that runs on this thread, inside a hook or a function; -1 outside.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The parameters of all groups, in order."""
+    """Return the parameters of all groups of `optimizer`, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether a step is called with a closure. Args: as a hook of steps gets them: `args` begin with the optimizer."""
+    """Whether a step is called with a closure. Args: args, kwargs: from a step hook; `args[0]` is the optimizer."""
     return kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:])
 
 
 def with_closure(args: Any, kwargs: Any, call: Callable[..., Any]) -> tuple[Any, Any]:
-    """The arguments of a step, as `has_closure` gets them, with `call(closure)` in the place of what the step calls."""
+    """Replace the closure of a step.
+
+    Args:
+        args, kwargs: as step hooks get them; `args[0]` is the optimizer.
+        call: the step is to call `call(closure)` instead of `closure()`.
+    Returns: the new positional and keyword arguments of the step.
+    """
     others = [functools.partial(call, a) if callable(a) else a for a in args[1:]]
     if kwargs.get("closure") is not None:
         kwargs = {**kwargs, "closure": functools.partial(call, kwargs["closure"])}
@@ -278,9 +300,9 @@ def with_closure(args: Any, kwargs: Any, call: Callable[..., Any]) -> tuple[Any,
 def twin_of(
     optimizer: Optimizer, instead: Callable[[list[torch.Tensor]], list[torch.Tensor]]
 ) -> Optimizer:
-    """An optimizer that shares all attributes, but has `instead(parameters)` in each of its groups.
+    """Return a twin of `optimizer`: the same attributes, but the parameters `instead(parameters)` in each group.
 
-    It is the same object at each step, as compiled steps want; `dismiss_twin` after the step.
+    The twin is the same object at each step, because compiled steps need that. Call `dismiss_twin` after the step.
     """
     twin = _twins.get(optimizer)
     if twin is None:
@@ -291,19 +313,22 @@ def twin_of(
 
 
 def is_twin(optimizer: Optimizer) -> bool:
-    """Whether it is a twin, whose class may call a `step` that it inherits."""
+    """Whether `optimizer` was made by `twin_of`."""
     return any(optimizer is twin for twin in _twins.values())
 
 
 def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
-    """Drop what `stepped` shares if it is the optimizer's twin, for that may refer to the optimizer."""
+    """Drop the attributes that a twin shares with its optimizer, since they may refer to the optimizer.
+
+    Args: stepped: the optimizer that took the step: the twin, or `optimizer` itself; then nothing happens.
+    """
     if stepped is not optimizer:
         stepped.__dict__.clear()
 
 
 @functools.cache
 def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | None = None) -> None:
-    """Have every optimizer call `before`, and `after`, around each step, as torch's hooks of steps are called."""
+    """Have every optimizer call `before` and `after` around each step, with the arguments of torch's step hooks."""
     if before is not None:
         register_optimizer_step_pre_hook(not_compiled(before))
     if after is not None:
@@ -311,14 +336,17 @@ def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | N
 
 
 class OptimizerSteps:
-    """Attributes: count: of the steps of all optimizers, since this was asked for first."""
+    """Attributes: count: number of steps of all optimizers since `optimizer_steps` was first called."""
 
     count = 0
 
 
 @functools.cache
 def optimizer_steps() -> OptimizerSteps:
-    """Those of this process, of one rank's strategies, too."""
+    """Return the counter of all optimizer steps of this process, also of steps without a strategy of several ranks.
+
+    Called by: `PreemptionCheckpointHandler`.
+    """
     steps = OptimizerSteps()
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -337,9 +365,10 @@ def watch_other_steps(before: Callable[[Any], None]) -> None:
 
 @functools.cache
 def refuse_steps_of_schedulers() -> None:
-    """Make schedulers, gradient scalers and averaged models refuse to step once for each of several replicas of a rank.
+    """Have schedulers, gradient scalers and averaged models refuse to step once for each replica of a rank.
 
-    A scaler that is disabled does nothing but call the optimizer's step.
+    Inside `run` of several replicas per rank they raise RuntimeError. A disabled scaler is allowed: it only calls the
+    optimizer's step.
     """
     for cls in _scheduler_classes():
         _refuse(cls, "step", "the scheduler's step()")
@@ -356,6 +385,8 @@ def _scheduler_classes() -> list[type]:
 
 
 def _refuse(cls: type, name: str, call: str) -> None:
+    """Have the method `cls.name` raise RuntimeError inside `run` if the rank has several replicas."""
+
     def check(self: Any) -> None:
         context = get_replica_context()
         disabled = isinstance(self, torch.amp.GradScaler) and not self.is_enabled()
@@ -370,7 +401,7 @@ def _refuse(cls: type, name: str, call: str) -> None:
 
 
 def _replace_method(cls: type, name: str, before: Callable[[Any], None]) -> None:
-    """Have the method, if `cls` itself has it, call `before` with its object first."""
+    """Have the method first call `before` with its object. If `cls` only inherits the method, nothing happens."""
     original = cls.__dict__.get(name)
     if original is None:
         return

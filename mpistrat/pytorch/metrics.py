@@ -1,7 +1,7 @@
-"""The one warning of a metric of torchmetrics that is computed of one rank's examples alone.
+"""A warning for metrics of torchmetrics that see only one rank's examples.
 
-torchmetrics adds up over the ranks of torch's default group; without one, each rank computes a value of its own, and
-says nothing. It is not loaded here.
+torchmetrics adds up over the ranks of torch's default group. Without one, each rank computes its own value, and says
+nothing. The warning comes once. This file does not load torchmetrics.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from mpistrat.context import AnyStrategy, get_strategy
 from mpistrat.liveness.call_site import outside
 from mpistrat.machine.imports import when_loaded
 
-_METRIC = "torchmetrics.metric"  # the module that defines Metric
+_METRIC = "torchmetrics.metric"  # the module of torchmetrics that defines Metric
 _strategies: weakref.WeakValueDictionary[int, AnyStrategy] = weakref.WeakValueDictionary()
-_numbers = itertools.count()  # of strategies, in the order in which they were made
+_numbers = itertools.count()  # of strategies, in the order of their creation
 _has_warned = False
 
 
 def warn_of_metrics_of(strategy: AnyStrategy) -> None:
-    """Have metrics warn while `strategy`, of several ranks, is alive and there is no default group."""
+    """Have metrics warn while `strategy` is alive and torch has no default group.
+
+    Called by: each new strategy of several ranks.
+    """
     _strategies[next(_numbers)] = strategy
     _see_metrics()
 
@@ -35,7 +38,7 @@ def _see_metrics() -> None:
 
 
 def _replace_sync() -> None:
-    """Have `Metric.sync`, which each `compute` calls, look first."""
+    """Have `Metric.sync` warn first if it combines nothing. Each `Metric.compute` calls it."""
     metric: Any = sys.modules[_METRIC].Metric
     original = metric.sync
 
@@ -57,7 +60,10 @@ def _replace_sync() -> None:
 
 
 def _warn(metric: str) -> None:
-    """Once, on rank 0 of the strategy that is in force, else of the one that was made last."""
+    """Warn once that the metric combines nothing, on rank 0 of the strategy in force, else of the latest strategy.
+
+    Args: metric: the class name of the metric.
+    """
     global _has_warned
     alive = sorted(_strategies.items())
     if not alive:
@@ -71,8 +77,8 @@ def _warn(metric: str) -> None:
         warnings.warn_explicit(
             f"{metric}.compute() of torchmetrics combines nothing over the {communicator.size} ranks, for torch has no "
             "default group: each rank gets the value of the examples that it has seen. Make the strategy with "
-            "torch_distributed=True, or combine the metric's states yourself, as strategy.reduce('SUM', "
-            "metric.metric_state, axis=None) does those that are sums, and strategy.gather(…, axis=0) lists",
+            "torch_distributed=True, or combine the metric's states yourself: sums by strategy.reduce('SUM', "
+            "metric.metric_state, axis=None), and lists by strategy.gather(…, axis=0)",
             UserWarning,
             frame.f_code.co_filename,
             frame.f_lineno,

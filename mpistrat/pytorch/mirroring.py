@@ -34,7 +34,7 @@ _BYTES_PER_BROADCAST = 1 << 27
 
 
 class Mirroring(StrategyModules):
-    """Modules whose parameters and buffers are equal on all replicas.
+    """The modules of a strategy with parameters and buffers that are equal on all replicas.
 
     Args:
         shared_parameters: whether the ranks of a node keep one copy of the parameters.
@@ -60,7 +60,11 @@ class Mirroring(StrategyModules):
             virtual_replicas.install(parts.replicas, registry, self.recorder.roots)
 
     def mirror_new(self) -> NewTensors:
-        """Mirror what is pending: new modules, materialized lazy ones, replaced parameters."""
+        """Mirror the tensors of new modules, materialized lazy modules, and replaced or moved parameters.
+
+        Called by: every rank, at the end of `scope()` and before each `run`. Collective if there are any.
+        Returns: the tensors that were mirrored.
+        """
         new = NewTensors([] if self._shared is None else self._shared.moved(self.registry), [])
         if self.recorder.changed:
             self.recorder.changed = False
@@ -81,6 +85,13 @@ class Mirroring(StrategyModules):
             self.mirror_new()
 
     def mirror(self, module: Any) -> NewTensors:
+        """Do the work of `Strategy.mirror`. Collective.
+
+        Args: module: a module, a parameter, or an iterable of them.
+        Returns: the tensors that were mirrored.
+        Raises: TypeError for other values; ValueError for the result of an operation, or for torch's own data
+            parallelism.
+        """
         require_cross_replica(self.parts.strategy, "mirror")
         values = list(_flatten(module))
         modules = [value for value in values if isinstance(value, Module)]
@@ -101,7 +112,7 @@ class Mirroring(StrategyModules):
     def average_written_buffers(self, module: Module) -> None:
         """Average the buffers of `module` itself that a replica has written since the last reduction of gradients.
 
-        Called by: every rank.   Context: cross-replica or top level.
+        Called by: every rank, by `state_dict()`.   Context: cross-replica or top level.
         """
         found = (self.registry.buffer(module, key) for key in module._buffers)
         slots = [slot for slot in found if slot is not None]
@@ -113,7 +124,7 @@ class Mirroring(StrategyModules):
             buffers.average(self.parts, slots, snapshots, present, label)
 
     def after_loader(self) -> None:
-        """Average the buffers that forwards have written since the last backward: `state_dict()` then has them."""
+        """Average the buffers that forwards have written since the last backward, for `state_dict()`. Collective."""
         slots = self.registry.buffers
         if self._is_alone or not slots:
             return
@@ -123,9 +134,10 @@ class Mirroring(StrategyModules):
         buffers.average(self.parts, slots, snapshots, buffers.to_average(flags), label)
 
     def _place(self, modules: Sequence[Module], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Move `modules`, and `tensors` that are in none, to the device that the strategy names, if it names one.
+        """Move `modules`, and the parameters `tensors`, to the device that the strategy names, if any.
 
-        Raises: NotImplementedError, RuntimeError: on all ranks.
+        Raises: on all ranks, NotImplementedError if this rank has several devices, and RuntimeError if a parameter
+            cannot move.
         """
         name = self.parts.replicas.device_of_modules
         if name is None:
@@ -149,7 +161,7 @@ class Mirroring(StrategyModules):
             raise NotImplementedError(
                 f"torch modules take one rank per device, and rank {self._communicator.rank} has {len(devices)} "
                 f"devices, {list(devices)}: start a rank for each, mpirun -n {group.num_replicas_in_sync} python "
-                "train.py (or srun, with --ntasks-per-node), and give the strategy no devices, or one. Arrays and "
+                "train.py (or srun, with --ntasks-per-node), and give the strategy no devices, or one. Only arrays and "
                 "mpistrat.Variables may have several devices in one rank"
             )
 
@@ -159,7 +171,7 @@ class Mirroring(StrategyModules):
         tensors_of: Callable[[Module], NewTensors],
         new: NewTensors,
     ) -> None:
-        """Add to `new` the `tensors_of` each root; those that are pending come later."""
+        """Add to `new` the `tensors_of` each root, except pending ones, without a shape or values so far."""
         for root in roots:
             _reshard(root)
             found = tensors_of(root)
@@ -167,11 +179,14 @@ class Mirroring(StrategyModules):
             known = [entry for entry in found.buffers if not _is_pending(entry[-1])]
             new.parameters.extend(parameters)
             new.buffers.extend(known)
-            # Look again at each run until all are known.
+            # The next run looks again, until no tensor is pending.
             self.recorder.changed |= (parameters, known) != found
 
     def _mirror_tensors(self, new: NewTensors) -> None:
-        """Agree on names, shapes and dtypes, broadcast rank 0's values, and register the tensors."""
+        """Compare the tensors over the ranks, broadcast rank 0's values, and register the tensors. Collective.
+
+        Raises: CollectiveMismatchError on all ranks if names, shapes or dtypes differ.
+        """
         with spans.current.range("mirror"):
             tensors = [*new.parameters, *((name, buffer) for name, _, _, buffer in new.buffers)]
             if self._communicator.size > 1:
@@ -205,7 +220,7 @@ class Mirroring(StrategyModules):
             )
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Rank 0's values to all, packed into as few messages as fit in `_BYTES_PER_BROADCAST`."""
+        """Copy rank 0's values into `tensors` on all ranks, in few messages of about `_BYTES_PER_BROADCAST`."""
         is_root = self._communicator.rank == 0
         as_bytes = [torch.empty(t.nbytes, dtype=torch.uint8, device="meta") for t in tensors]
         rest = iter(tensors)
@@ -222,7 +237,7 @@ class Mirroring(StrategyModules):
                         tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def _drop_dead(self) -> None:
-        """Forget what no rank has any more."""
+        """Forget the parameters and buffers that the program has dropped on every rank. Collective."""
         alive = np.array(self.registry.alive(), np.uint8)
         if alive.size:
             self._communicator.all_reduce(alive, reducing("max", "parameters still in use"))
@@ -247,7 +262,7 @@ def _flatten(value: Any) -> Iterator[Module | torch.Tensor]:
 
 
 def _reshard(root: Module) -> None:
-    """Have modules of `fully_shard` show their shards: after a forward some show whole parameters, as plain ones."""
+    """Have modules of `fully_shard` show their shards: after a forward some show whole, plain parameters."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for module in root.modules():
@@ -260,7 +275,7 @@ def _has_tensors(module: Module) -> bool:
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:
-    """Whether shape or values come later: of lazy modules with the first forward, of meta ones by to_empty."""
+    """Whether shape or values come later: with a lazy module's first forward, or from "meta" by `to_empty`."""
     return is_lazy(tensor) or tensor.is_meta
 
 

@@ -1,6 +1,7 @@
-"""Optimizer steps inside `run`: only of mirrored parameters, once per rank, alike on all. And who steps without `run`.
+"""Optimizer steps inside `run`: only of mirrored parameters, once per rank, alike on all ranks.
 
-Torch calls global hooks before and after each `optimizer.step()`.
+Torch calls the global hooks of this file before and after each `optimizer.step()`. They also warn of ranks that train
+apart, without `run`.
 """
 
 from __future__ import annotations
@@ -24,20 +25,26 @@ from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
 from mpistrat.pytorch.modules.preparing import check_alike, compared
 from mpistrat.pytorch.modules.strategy_modules import all_modules, strategy_of
 
-# The parameters (by id, and whether frozen) of optimizers when all were found to be mirrored, and by which reducer.
+# The parameters (id, and whether frozen) of each optimizer at its last check, after the key of the reducer that checked
+# them.
 _checked: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 _has_warned = False
 _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
 
 def install() -> None:
-    """Have the steps of all optimizers, and of schedulers and gradient scalers, checked."""
+    """Check the steps of all optimizers, schedulers and gradient scalers from now on."""
     hooks.watch_steps(_before_step, _after_step)
     hooks.watch_other_steps(_before_other_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """What to call `step` with instead, or None."""
+    """Check a step inside `run`, or warn of ranks that train apart. Called by: torch, before each `optimizer.step()`.
+
+    Returns: other arguments for `step`, or None.
+    Raises: RuntimeError inside backward(), for a parameter that is not mirrored, or for a closure if replicas share
+        parameters.
+    """
     here = replica_here()
     if here is None:
         _warn_of_lone_ranks(optimizer)
@@ -52,7 +59,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if context.strategy.extended.replicas.count > 1:
         _let_first_step(optimizer, context, hooks.has_closure(args, kwargs))
     instead = None
-    if isinstance(optimizer, torch.optim.LBFGS):  # decides by what its closure returns
+    if isinstance(optimizer, torch.optim.LBFGS):  # LBFGS decides by the loss of its closure
         loss_of_all = functools.partial(_loss_of_all, reducer, context.strategy.extended)
         instead = args, kwargs = hooks.with_closure(args, kwargs, loss_of_all)
     if reducer.slice_steps is not None:
@@ -61,10 +68,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _let_first_step(optimizer: Optimizer, context: AnyReplicaContext, has_closure: bool) -> None:
-    """The parameters are one storage: all replicas arrive, the first steps, the others find no gradients."""
+    """Let only the first replica of this rank step, because the replicas share their parameters.
+
+    All replicas wait here. Then the other replicas find no gradients.
+    Raises: RuntimeError for a step with a closure.
+    """
     if has_closure:
         raise RuntimeError(
-            "optimizer.step(closure) inside run would step once for each replica of this rank, which "
+            "optimizer.step(closure) inside run would step once for each replica of this rank, and these "
             "share their parameters; call backward() and then step(), or start one rank per replica"
         )
     context.strategy.extended.replicas.meet(context.local_index, _nothing, ())
@@ -75,13 +86,15 @@ def _let_first_step(optimizer: Optimizer, context: AnyReplicaContext, has_closur
 
 
 def _nothing(replicas: Any) -> None:
-    """The replicas of this rank have met."""
+    """Do nothing: the replicas of this rank have only met."""
 
 
 def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], Any]) -> Any:
-    """What `closure` returns on all ranks together: each rank's loss counts as the gradient of its last backward did.
+    """Call `closure`, and return the loss of all ranks together. Collective.
 
-    Losses that are equal on all ranks, to the bit, stay: the program has combined them itself. Collective.
+    Each rank's loss has the weight of its last backward (`GradientReducer.share`). Losses that are equal on all ranks,
+    to the bit, stay: the program has combined them itself.
+    Raises: CollectiveMismatchError if the losses are of different kinds, or are not single numbers.
     """
     loss = closure()
     of_rank = (*_kind_and_value(loss), reducer.share)
@@ -92,16 +105,16 @@ def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], 
         returned = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
         raise CollectiveMismatchError(
             f"optimizer.step(closure) on rank {extended.communicator.rank}: LBFGS decides by the loss that its closure "
-            f"returns, and those of the ranks cannot be combined ({returned}). Have the closure call backward() on the "
-            "loss of this rank's part, and return that, a tensor of one number; or return the same on all ranks"
+            f"returns, and the losses of the ranks cannot be combined ({returned}). Have the closure call backward() "
+            "on the loss of this rank's part and return it, a tensor of one number; or return the same on all ranks"
         )
-    # A part without examples counts nothing: its mean is NaN.
+    # A part without examples has no weight: its mean is NaN.
     total = sum(share * part for share, part in zip(shares, values, strict=True) if share)
     return torch.full_like(loss.detach(), total) if arrays.is_torch(loss) else total
 
 
 def _kind_and_value(loss: Any) -> tuple[str, float | None]:
-    """In words, and as a number, if it is one."""
+    """Return the kind of `loss` in words, and its value; None if it is not one real number."""
     if isinstance(loss, numbers.Real):
         return "a number", float(loss)
     if not arrays.is_torch(loss):
@@ -126,17 +139,18 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _before_other_step(value: torch.amp.GradScaler | LRScheduler) -> None:
     here = replica_here()
-    # A scheduler may be one rank's alone: it prints rates, or decides by a metric and broadcasts the rate.
+    # A scheduler may belong to one rank alone: it prints rates, or it decides by a metric and broadcasts the rate.
     is_shared = not isinstance(value, LRScheduler) or value.optimizer in _checked
     if here is not None and is_shared and not isinstance(value, ReduceLROnPlateau):
         _compare(value, *here)
 
 
 def _compare(value: Any, context: AnyReplicaContext, reducer: GradientReducer) -> None:
-    """Raise ValueError on all ranks where `value`, which is used in a step for the first time, differs between them.
+    """Compare `value`, an optimizer, scheduler or scaler, over the ranks in its first step.
 
-    Before the first reduction of gradients ranks may be in different steps, which it tells better. A twin has slices of
-    shared parameters, of which each rank has others.
+    Before the first reduction of gradients nothing is compared: the reduction reports ranks in different steps better.
+    Twins are not compared: each rank's has other slices of shared parameters.
+    Raises: ValueError on all ranks if `value` differs.
     """
     if reducer.has_reduced and value not in compared and not hooks.is_twin(value):
         check_alike(context.strategy.extended, {"in a step": value})
@@ -145,11 +159,11 @@ def _compare(value: Any, context: AnyReplicaContext, reducer: GradientReducer) -
 def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
     """Warn once when a program seems to have forgotten both `scope()` and `run`: its ranks train apart.
 
-    Who steps mirrored parameters inside run knows of both, and has a reason to step others elsewhere.
+    A program that steps mirrored parameters inside `run` has a reason to step others elsewhere.
     """
     global _has_warned
     if _has_warned or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return  # DistributedDataParallel may look after the parameters
+        return  # DistributedDataParallel may keep the parameters equal
     strategy, context, _ = current_mode()
     inside_run = context is not None and not strategy.is_default
     together = [m for m in all_modules if m.parts.group.communicator.size > 1]
@@ -162,8 +176,8 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
             communicator.rank,
             f"optimizer.step() outside run, of parameters that no strategy mirrors: each of the "
             f"{communicator.size} ranks of {together[0].parts.strategy} trains a model of its own. Build the model "
-            "in strategy.scope(), and have strategy.run call the function that makes a step. (Where that is "
-            "meant, or gradients are combined otherwise, there is nothing to do; this is said once.)",
+            "in strategy.scope(), and have strategy.run call the function that makes a step. (If this is intended, or "
+            "gradients are combined otherwise, there is nothing to do; this warning comes once.)",
             stacklevel=4,
         )
 
@@ -171,10 +185,11 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
 def _check_parameters(
     optimizer: Optimizer, context: AnyReplicaContext, reducer: GradientReducer
 ) -> None:
-    """
+    """Check the optimizer, unless its parameters are the same as at the last check.
+
     Raises:
         RuntimeError: the step would change a parameter that is neither mirrored nor sharded by torch.
-        ValueError: on all ranks, where the optimizers of ranks differ that have not stepped these parameters yet.
+        ValueError: on all ranks, if their optimizers differ when they first step these parameters.
     """
     parameters = hooks.parameters_of(optimizer)
     key = id(reducer), reducer.has_reduced
@@ -185,7 +200,7 @@ def _check_parameters(
     _check_mirrored(optimizer, reducer)
     if before is not None and [key for key, _ in before[1:]] != list(map(id, parameters)):
         compared.discard(optimizer)
-    # Of the replicas of each rank the first is here: the others will find that this is done.
+    # Only the first replica of each rank gets here: the others find the check done.
     _compare(optimizer, context, reducer)
     if optimizer not in reducer.optimizers.values():
         reducer.optimizers[next(reducer.numbers)] = optimizer
@@ -204,6 +219,6 @@ def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
                     f"optimizer.step() inside run: parameter {name}, of shape {list(parameter.shape)}, "
                     "was never mirrored, so its replicas would drift apart. Build the module inside "
                     "strategy.scope(), or call strategy.mirror(module) after building, copying or "
-                    "unpickling it; a lazy module needs one run of its forward before the first step. (scope() "
+                    "unpickling it. A lazy module needs one run of its forward before the first step. (scope() "
                     "sees no modules if torch was not imported before it.)"
                 )

@@ -1,4 +1,4 @@
-"""Batch norm whose statistics are those of the batches of all replicas together."""
+"""Batch norm with the statistics of the batches of all replicas together."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from mpistrat.replicas import differentiable
 
 
 def install() -> None:
-    """Have `torch.nn.SyncBatchNorm` normalize over the replicas where some run together."""
+    """Have `torch.nn.SyncBatchNorm` normalize over all replicas where several run together."""
     hooks.replace_sync_batch_norm(_forward)
 
 
 @functools.wraps(hooks.original_sync_batch_norm)
 def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """Over the examples of all replicas, each counted once, however many a replica has.
+    """Normalize over the examples of all replicas, each example counted once, however many a replica has.
 
-    Inside `run` and in training, every replica calls it equally often, with an empty batch if it has no examples.
-    Elsewhere, and with a process group of torch's of its own, it is torch's. The input is [examples, channels, ...].
-    Raises: ValueError, where all replicas together have one value per channel; on XLA devices the result is NaN.
+    Inside `run`, in training, every replica calls it equally often, with an empty batch if it has no examples.
+    Elsewhere, and with a process group in the module, torch's own forward runs.
+    Args: input: of shape [examples, channels, ...].
+    Raises: ValueError if all replicas together have one value per channel. On XLA devices the result is NaN instead.
     """
     context = get_replica_context() if has_strategy() else None
     batch_statistics = self.training or self.running_mean is None
@@ -39,7 +40,7 @@ def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     self._check_input_dim(input)
     with torch.no_grad():
         mean, variance, count = _statistics(context, input)
-        # A replica with more than 1 value knows without a look that all have: reading the device waits for it.
+        # A replica with more than 1 value per channel need not read `count`: a read would wait for the device.
         if not is_on_xla(input) and input.numel() <= input.shape[1] and count <= 1:
             raise ValueError(
                 "SyncBatchNorm needs more than 1 value per channel over all replicas to train, got "
@@ -53,10 +54,12 @@ def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
 def _statistics(
     context: Any, input: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean and variance of each channel over all replicas, and of how many values. One collective.
+    """Return mean and variance of each channel over all replicas, and the number of values per channel. Collective.
 
-    Each replica gives its own mean and variance; Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm
-    for computing sample variances" (1979), combine them without the cancellation of a mean of squares.
+    Each replica gives its own mean and variance in one message. Chan, Golub and LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances" (1979), combine them without the cancellation of a mean of
+    squares.
+    Returns: mean and variance of shape [channels], in float32 or wider; and the count, a tensor of one number.
     """
     x = input.to(torch.promote_types(input.dtype, torch.float32))
     axes = _axes(x)
@@ -79,7 +82,12 @@ def _statistics(
 def _statistics_of_sums(
     context: Any, x: torch.Tensor, axes: list[int], elements: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_statistics`, in two sums, which XLA devices do without the host."""
+    """Return the same as `_statistics`, by two sums, because XLA devices compute sums without the host. Collective.
+
+    Args:
+        axes: all axes of `x` but the channels'.
+        elements: number of values per channel in `x`.
+    """
     sums = context.all_reduce(ReduceOp.SUM, torch.cat([x.sum(axes), x.new_full((1,), elements)]))
     mean, count = sums[:-1] / sums[-1], sums[-1]
     squares = (x - mean.view(_shape(x))).square().sum(axes)
@@ -87,10 +95,10 @@ def _statistics_of_sums(
 
 
 class _Normalized(torch.autograd.Function):
-    """(input - mean) · rate · weight + bias, where mean and rate are those of the inputs of all replicas.
+    """(input - mean) · rate · weight + bias, with mean and rate of the inputs of all replicas.
 
-    Its gradient is the whole one: the input of each replica is in the statistics of all. One collective; and two more
-    with `create_graph=True`, for a gradient that has one in turn.
+    The gradient is complete: it includes the effect of each replica's input on the statistics of all. The backward
+    makes one collective call. With `create_graph=True` it makes two more, so that the gradient has a gradient.
     """
 
     @staticmethod
@@ -128,7 +136,7 @@ class _Normalized(torch.autograd.Function):
             return all_reduce(ctx.context, ReduceOp.SUM, [sums], None, label)[0] / count
 
         x = input.to(mean.dtype)
-        if has_graph:  # the statistics are functions of the input, too
+        if has_graph:  # the graph must contain the statistics, as functions of the input
             mean = mean_of_all(x.sum(axes))
             variance = mean_of_all((x - mean.view(shape)).square().sum(axes))
             rate = torch.rsqrt(variance + ctx.eps)
@@ -153,18 +161,18 @@ def _normalized(*operands: Any) -> torch.Tensor:
 
 
 def _axes(x: torch.Tensor) -> list[int]:
-    """All but that of the channels."""
+    """Return all axes of `x` but the channels' axis, 1."""
     return [0, *range(2, x.dim())]
 
 
 def _shape(x: torch.Tensor) -> list[int]:
-    """In which a value per channel goes with `x`."""
+    """Return the shape that makes a vector of one value per channel broadcast against `x`."""
     return [1, -1, *[1] * (x.dim() - 2)]
 
 
 @torch.no_grad()
 def _update_statistics(self: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """Move the running statistics towards this batch's, as torch's batch norm does."""
+    """Move the running statistics towards this batch's, as torch's batch norm does. Only in training."""
     if not self.training or not self.track_running_stats:
         return
     self.num_batches_tracked.add_(1)
@@ -176,7 +184,11 @@ def _update_statistics(self: Any, mean: torch.Tensor, variance: torch.Tensor) ->
 
 
 def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
-    """The work of `mpistrat.convert_sync_batchnorm`."""
+    """Do the work of `mpistrat.convert_sync_batchnorm`.
+
+    Returns: `module`, or a `SyncBatchNorm` if it is a batch norm.
+    Raises: ValueError for a lazy batch norm without channels so far.
+    """
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         if isinstance(module, LazyModuleMixin):
             raise ValueError(
@@ -187,6 +199,6 @@ def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
         return converted
     for name, child in module.named_children():
         converted = convert_sync_batchnorm(child)
-        if converted is not child:  # what is set is seen as built here
+        if converted is not child:  # an assignment counts as a new module of the scope
             setattr(module, name, converted)
     return module

@@ -1,7 +1,6 @@
-"""Several replicas of a torch module in one rank: one storage of parameters, the rest swapped.
+"""Several replicas of a torch module in one rank: they share the parameters, and take turns.
 
-`.grad`, buffers and the state of the random generator belong to a replica; they are put away and
-brought out where replicas take turns.
+Each replica has its own `.grad`, buffers and random generator states. They are swapped between turns.
 """
 
 from __future__ import annotations
@@ -24,24 +23,26 @@ if TYPE_CHECKING:
 
 
 class TorchState:
-    """A `ReplicaState` for PyTorch.
+    """The `ReplicaState` for PyTorch.
 
-    Between runs replica 0's state is out, and the program may change it: set gradients to None, load
-    buffers, seed. What the program has changed it has changed for all replicas.
+    Between runs replica 0's state is in place, and the program may change it: set gradients to None, load buffers,
+    seed. Such a change holds for all replicas.
+    Args: writes: finds parameters that replicas have written themselves.
     """
 
     def __init__(self, registry: Registry, count: int, writes: WritesByHand) -> None:
         self._registry, self.writes = registry, writes
-        # Each replica's gradients and buffers while another's are out.
+        # Each replica's gradients and buffers, as they were when its turn ended.
         self._away: list[dict[Slot, torch.Tensor | None]] = [{} for _ in range(count)]
         self._generators: list[list[torch.Tensor]] = []
         self._seed = torch.initial_seed()
-        # What replica 0's gradients and buffers were, with their versions, when the last run ended.
+        # Replica 0's gradients and buffers, with their versions, when the last run ended.
         self._left: dict[Slot, tuple[torch.Tensor | None, int]] = {}
 
     def begin(self) -> None:
+        """Give the other replicas copies of replica 0's tensors that the program has changed since the last run."""
         others = self._away[1:]
-        # What modules share, their copies share.
+        # Modules that share a tensor share its copies, too.
         clones: dict[int, Sequence[torch.Tensor | None]] = {id(None): [None] * len(others)}
         for slot, tensor in self._registry.own_tensors():
             left, left_version = self._left.get(slot, (None, 0))
@@ -61,10 +62,11 @@ class TorchState:
         self._seed = torch.initial_seed()
 
     def generators(self) -> list[list[torch.Tensor]]:
-        """The states of each replica's generators with which the next run begins.
+        """Return the generator states of each replica for the next run.
 
-        Replicas whose generators were in step stay so; otherwise the program's is replica 0's.
-        So one seed gives each replica the numbers that it would draw on a rank of its own.
+        All replicas get the program's states if it has seeded, or if their states were equal after the last run.
+        Otherwise only replica 0 does. So one seed gives each replica the numbers that it would draw on a rank of its
+        own.
         """
         now = _generators()
         others = self._generators[1:]
@@ -74,7 +76,7 @@ class TorchState:
         return [now, *others]
 
     def set_generators(self, states: list[list[torch.Tensor]]) -> None:
-        """Let the next run begin with `states`, one for each replica."""
+        """Let the next run begin with `states`, one list for each replica."""
         _set_generators(states[0])
         self._generators = [_generators(), *states[1:]]
         self._seed = torch.initial_seed()
@@ -86,6 +88,10 @@ class TorchState:
         self._seed = torch.initial_seed()
 
     def inherit(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """Return a function that sets up this thread's torch modes on a replica's thread.
+
+        The modes are inference mode, gradients, default device, autocast, and the accelerator's stream.
+        """
         device, module = arrays.default_device(), _accelerator_in_use()
         modes: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
@@ -102,7 +108,7 @@ class TorchState:
 
         @contextlib.contextmanager
         def enter() -> Iterator[None]:
-            torch.get_num_threads()  # has torch set up this thread's OpenMP, which knows all cores else
+            torch.get_num_threads()  # sets up this thread's OpenMP; else it would use all cores
             with contextlib.ExitStack() as stack:
                 for mode in modes:
                     stack.enter_context(mode())
@@ -118,7 +124,7 @@ class TorchState:
         _set_generators(self._generators[entering])
 
     def copies(self, slots: Sequence[BufferSlot]) -> list[list[torch.Tensor | None]]:
-        """Each replica's copy of the buffers `slots`, with replica 0's in the modules."""
+        """Return each replica's copies of the buffers `slots`, while replica 0's are in the modules."""
         copies = [[slot.tensor() for slot in slots]]
         for away in self._away[1:]:
             kept = zip(map(away.get, slots), copies[0], strict=True)
@@ -127,14 +133,14 @@ class TorchState:
 
 
 def _accelerator_in_use() -> Any:
-    """torch's module of this process's accelerator; None where there is none, or nothing has used it yet."""
+    """Return torch's module of this process's accelerator; None without one, or if nothing has used it."""
     kind = torch_accelerator()
     module: Any = torch.get_device_module(kind) if kind else None
     return module if module is not None and module.is_initialized() else None
 
 
 def _generators() -> list[torch.Tensor]:
-    """The state of the CPU's generator and, where an accelerator is in use, of the current one's."""
+    """Return the state of the CPU's generator and, if an accelerator is in use, of its current device's."""
     states, module = [torch.get_rng_state()], _accelerator_in_use()
     if module is not None:
         states.append(module.get_rng_state())
@@ -150,7 +156,7 @@ def _set_generators(states: list[torch.Tensor]) -> None:
 def install(
     replicas: Replicas, registry: Registry, modules: Callable[[], Iterable[torch.nn.Module]]
 ) -> None:
-    """Swap the state of torch modules when `replicas` take turns. Args: modules: gives the strategy's."""
+    """Swap the state of torch modules when `replicas` take turns. Args: modules: returns the strategy's modules."""
     writes = WritesByHand(registry, replicas.count, modules)
     replicas.states.append(TorchState(registry, replicas.count, writes))
     replicas.at_turn_end.append(writes.end_turn)
@@ -158,7 +164,7 @@ def install(
 
 
 def stepped(replicas: Replicas) -> None:
-    """An optimizer's step has changed parameters. Called by: local replica 0, inside run."""
+    """Note that an optimizer's step has changed parameters. Called by: local replica 0, inside `run`."""
     state = _state_of(replicas)
     if state is not None:
         state.writes.stepped()
@@ -169,13 +175,13 @@ def _state_of(replicas: Replicas) -> TorchState | None:
 
 
 def generators_of(replicas: Replicas, num_local_replicas: int) -> list[list[torch.Tensor]]:
-    """The states of the generators of each local replica: the CPU's and, where it is in use, the accelerator's."""
+    """Return the generator states of each local replica: the CPU's and, if in use, the accelerator's."""
     state = _state_of(replicas)
     return [_generators()] * num_local_replicas if state is None else state.generators()
 
 
 def set_generators_of(replicas: Replicas, states: list[list[torch.Tensor]]) -> None:
-    """Let the generators of each local replica go on from `states`; those of accelerators only where there are some."""
+    """Set the generator states of each local replica, of accelerators only where there are some."""
     if not torch_accelerator():
         states = [of_replica[:1] for of_replica in states]
     state = _state_of(replicas)
@@ -186,7 +192,7 @@ def set_generators_of(replicas: Replicas, states: list[list[torch.Tensor]]) -> N
 
 
 def seeded_generators(seed: int) -> list[torch.Tensor]:
-    """The states of generators as `torch.manual_seed(seed)` leaves them."""
+    """Return the generator states as `torch.manual_seed(seed)` would leave them."""
     states = [torch.Generator().manual_seed(seed).get_state()]
     if _accelerator_in_use() is not None:
         states.append(torch.Generator(torch_accelerator()).manual_seed(seed).get_state())
@@ -196,6 +202,6 @@ def seeded_generators(seed: int) -> list[torch.Tensor]:
 def copies_of_buffers(
     replicas: Replicas, slots: Sequence[BufferSlot]
 ) -> list[list[torch.Tensor | None]]:
-    """Each local replica's copy of the buffers `slots`. Context: cross-replica."""
+    """Return each local replica's copies of the buffers `slots`. Context: cross-replica."""
     state = _state_of(replicas)
     return [[slot.tensor() for slot in slots]] if state is None else state.copies(slots)

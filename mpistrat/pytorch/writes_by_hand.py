@@ -1,8 +1,8 @@
-"""Parameters that a program writes itself inside `run`, where several replicas of a rank have one copy of them.
+"""Writes of a program to parameters inside `run`, where several replicas of a rank share one copy of them.
 
-Each replica would do it, so the change would count once for each of them: that is an error, found when a turn ends.
-Torch counts the writes to a parameter in its version. It counts a write through `.data` in the tensor that `.data`
-gave, not in the parameter. Here the writes through all `.data` of a parameter count together.
+Each replica would write, so the change would count once for each: an error, found when a turn ends. Torch counts the
+writes to a parameter in its version. It counts a write through `.data` in the `.data` tensor. Here the writes through
+all `.data` of a parameter count together.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.modules.registry import ParameterSlot, Registry, version
 
-_memory_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter: its `_ParameterData`
+_memory_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the `_ParameterData` of each parameter
 
 
 class _ParameterData:
-    """What all `.data` of a parameter are, which torch counts as one tensor then."""
+    """The one tensor behind all `.data` of a parameter, so that torch counts their writes together."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.tensor = hooks.original_data(parameter)
@@ -35,10 +35,10 @@ class _ParameterData:
 
 
 class WritesByHand:
-    """Which parameters replicas have written. Between two meetings each of them has one turn, in order.
+    """Finds parameters that replicas have written themselves. Between two meetings each replica has one turn, in order.
 
     Args:
-        modules: gives the strategy's modules.
+        modules: returns the strategy's modules.
     """
 
     def __init__(
@@ -48,20 +48,24 @@ class WritesByHand:
         self._registry, self._count, self._modules = registry, count, modules
         self._memories = weakref.WeakValueDictionary[ParameterSlot, _ParameterData]()
         self._seen: dict[ParameterSlot, Any] = {}
-        # What the parameters are that replicas have written since the last meeting; None: an optimizer has.
+        # The bytes of the parameters that replicas have written since the last meeting; None if an optimizer has
+        # written.
         self._written: dict[ParameterSlot, bytes | None] = {}
 
     def begin(self) -> None:
-        """A run begins."""
+        """Forget earlier writes, since a run begins."""
         self._written.clear()
         self._look()
 
     def stepped(self) -> None:
-        """An optimizer has written, once for all replicas."""
+        """Note that an optimizer has written parameters, once for all replicas."""
         self._written.update((slot, None) for slot, _ in self._look())
 
     def end_turn(self, replica: int) -> None:
-        """The turn of this local replica ends. Raises: RuntimeError: it has changed what another has written."""
+        """Check the parameters that the local replica `replica` has written in its turn.
+
+        Raises: RuntimeError if it has changed a parameter that another replica, or an optimizer, has written.
+        """
         for slot, parameter in self._look():
             now = _bits(parameter)
             if replica == 0:
@@ -77,7 +81,7 @@ class WritesByHand:
             self._written.clear()
 
     def _look(self) -> list[tuple[ParameterSlot, torch.Tensor]]:
-        """The parameters that were written since the last look."""
+        """Return the slots and parameters that were written since the last look."""
         before, self._seen = self._seen, {}
         written = []
         for slot in self._registry.slots:
@@ -89,9 +93,9 @@ class WritesByHand:
         return written
 
     def _mark(self, slot: ParameterSlot, parameter: torch.Tensor) -> Any:
-        """What differs after `parameter` was written."""
+        """Return a value that differs after `parameter` was written: versions, or the parameter's bytes."""
         if not isinstance(parameter, torch.nn.Parameter):
-            return _bits(parameter)  # whose `.data` is torch's own
+            return _bits(parameter)  # only `Parameter.data` is replaced
         memory = self._memories.get(slot)
         if memory is None:
             if parameter.layout is not torch.strided or type(parameter.data) is not torch.Tensor:
@@ -102,7 +106,7 @@ class WritesByHand:
         return version(parameter), version(tensor), memory.replaced
 
     def _is_renormalized(self, parameter: torch.Tensor) -> bool:
-        """Whether forwards write it: the rows that they look up, of an embedding with `max_norm`."""
+        """Whether forwards write `parameter`: an embedding with `max_norm` rescales the rows that it looks up."""
         return any(
             getattr(module, "max_norm", None) is not None
             and any(p is parameter for p in module._parameters.values())
@@ -112,7 +116,7 @@ class WritesByHand:
 
 
 def _data(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """`parameter.data`."""
+    """Return `parameter.data`: the getter that replaces torch's."""
     memory: _ParameterData | None = _memory_of.get(parameter)
     return hooks.original_data(parameter) if memory is None else memory.of(parameter).detach()
 

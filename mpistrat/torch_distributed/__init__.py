@@ -1,1 +1,1 @@
-"""The backend "mpistrat" of `torch.distributed`: PyTorch's programs under `mpirun`, by our communicators."""
+"""The backend "mpistrat" of `torch.distributed`: it runs PyTorch programs under `mpirun`, by our communicators."""

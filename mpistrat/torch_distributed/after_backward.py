@@ -1,7 +1,7 @@
-"""Calls of a backward() that wait for its end, as those of DDP's buckets do where no core of the node is free.
+"""Calls inside a backward() that wait for its end, as DDP's buckets do if no core of the node is free.
 
-Memory does not wait, as a network does: there a communication thread only takes the core from backward(). So the thread
-of backward() makes the calls itself, when it has ended and before DDP waits for them.
+Messages in memory do not wait as on a network, so a communication thread would only take the core from backward().
+Instead the thread of backward() makes the calls itself, after backward() and before DDP waits for them.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from mpistrat.liveness.call_site import SourceLine
 
 
 def inside_backward() -> bool:
-    """Whether the autograd engine has called what this thread does."""
+    """Whether the autograd engine is running on this thread, in a hook or a function."""
     return torch._C._current_graph_task_id() != -1
 
 
 class CallsAfterBackward:
-    """The calls of one group that wait. They are made in the order in which they came.
+    """The calls of one group that wait for the end of a backward(). They are made in the order of their arrival.
 
     Attributes:
-        is_worth_it: False once backward() has not come to its end in time: then it had better not be waited for.
+        is_worth_it: whether later calls should wait, too; False once a backward() has not ended in time.
     """
 
     def __init__(self) -> None:
         self.is_worth_it = True
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._thread: CommunicationThread | None = None
-        # Of the calls since one that found none waiting: the thread has made what it got before; they are made.
+        # Two events for the calls that wait now: the thread has made all earlier calls; the waiting calls are made.
         self._batch = threading.Event(), threading.Event()
         self._order = threading.RLock()
-        self._maker = 0  # the thread that makes the calls
+        self._maker = 0  # id of the thread that makes the calls; 0 for none
 
     def add(
         self, call: Callable[[], None], thread: CommunicationThread, frame: FrameType | SourceLine
     ) -> None:
-        """Have `call` made at the end of the backward() that this is called in; by `thread`, if that takes long.
+        """Keep `call` until the end of the current backward(). If that takes too long, `thread` makes it.
 
-        Args: frame: where the program called, for reports.
+        Args: frame: the line of the program that made the call, for reports.
         """
         with self._order:
             self._calls.append(call)
@@ -57,7 +57,7 @@ class CallsAfterBackward:
                 thread.submit(late, frame)
 
     def make(self) -> None:
-        """Make all calls that wait, on this thread."""
+        """Make all calls that wait, on this thread, after the calls that the communication thread got before."""
         earlier, made = self._batch
         if self._thread is not None and not self._thread.is_current():
             earlier.wait()
@@ -71,18 +71,19 @@ class CallsAfterBackward:
             made.set()
 
     def leave(self) -> None:
-        """Make none of the calls that wait."""
+        """Drop all calls that wait."""
         self._calls.clear()
         for event in self._batch:
             event.set()
 
     def is_making(self) -> bool:
-        """Whether this thread makes the calls: what a future's callback calls meanwhile cannot wait."""
+        """Whether this thread makes the calls now: then a call from a future's callback must not wait."""
         return self._maker == threading.get_ident()
 
     def _make_late(self, earlier: threading.Event, made: threading.Event) -> None:
+        """Make the calls on the communication thread if backward() has not ended in time."""
         earlier.set()
-        # A thread that makes them makes all.
+        # If another thread holds the lock, it is making all of the calls.
         if not made.wait(deadlines.COMMUNICATION_THREAD_WAITS_FOR_BACKWARD) and self._order.acquire(
             blocking=False
         ):

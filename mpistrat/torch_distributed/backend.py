@@ -1,4 +1,4 @@
-"""What torch calls to make a group of the backend "mpistrat", and for `init_method="mpi://"`.
+"""The functions that torch calls to make a group of the backend "mpistrat", and for `init_method="mpi://"`.
 
 `mpistrat_torch` registers both, by torch's entry point, before this file is imported.
 """
@@ -23,7 +23,10 @@ from mpistrat.torch_distributed.rendezvous import base
 
 
 def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
-    """The group of `options`, as torch's `_DistributedBackendOptions`. Collective over its ranks."""
+    """Make the process group of `options`, torch's `_DistributedBackendOptions`. Collective over its ranks.
+
+    Raises: RuntimeError if the default group is to have another number of ranks than MPI.
+    """
     rank, size = options.group_rank, options.group_size
     ranks = list(options.global_ranks_in_group)
     native = NativeGroups(options.store, rank, size, options.timeout, options.group_id)
@@ -41,7 +44,8 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
         give_back = functools.partial(pool.give_back, used)
         watch = communicator.contract.watch
         if watch is not None and watch.revocable_group is not None:
-            native.while_made = nccl_that_outlives_errors  # as the program goes on
+            # The program may go on without a lost rank.
+            native.while_made = nccl_that_outlives_errors
             watch.revocable_group.before_telling(native.abort)
     name, cpu_share = options.group_id, here.cpu_share
     group = MpistratProcessGroup(communicator, messages, native, name, give_back, cpu_share)
@@ -51,7 +55,7 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
 
 
 def rendezvous(url: str, timeout: Any = None, **_: Any) -> Iterator[tuple[c10d.Store, int, int]]:
-    """For `init_method="mpi://"`: a store, this process's rank and the number of ranks, all from MPI."""
+    """Yield a store, this process's rank and the number of ranks, all from MPI, for `init_method="mpi://"`."""
     here = base()
     pools = here.pools
     with pools.meeting(timeout, "init_process_group") if pools else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""The collectives of `torch.distributed` on CPU tensors of any strides, each of which returns when it has ended."""
+"""The collectives of `torch.distributed` on CPU tensors of any strides. Each call returns when it has ended."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from mpistrat.torch_distributed.tensors import (
 
 
 class Collectives:
-    """Every method is collective over the ranks of `communicator`. Tensors, and `op`, are as in `torch.distributed`.
+    """The collectives of one process group. Tensors, and `op`, are as in `torch.distributed`.
 
-    Raises: CollectiveMismatchError on all ranks where they call different collectives, or with tensors that differ.
-        TypeError or ValueError on one rank for what it alone finds wrong: the caller has the other ranks hear of it.
+    A list with another length than the number of ranks is a ValueError.
+    Called by: every rank of `communicator`, for every method.
+    Raises: CollectiveMismatchError on all ranks, if they make different calls or give different tensors. TypeError or
+        ValueError on one rank for its own arguments: the caller tells the other ranks.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
-        self._combinations: dict[Any, Combination] = {}  # those of NumPy, by operation and dtype
-        # For lists of tensors, which move as one: a buffer to send from, and a buffer to receive in.
+        self._combinations: dict[Any, Combination] = {}  # for NumPy, by (operation, dtype)
+        # A list of tensors moves as one: it needs a buffer to send from, and a buffer to receive in.
         self._buffers = RecycledBuffers(kept=2)
 
     def all_reduce(self, tensors: Tensors, op: Any) -> None:
@@ -59,7 +61,7 @@ class Collectives:
                 self.communicator.all_reduce(buffer, how.reduction)
 
     def all_reduce_coalesced(self, tensors: Tensors, op: Any) -> None:
-        """One message for all tensors of a dtype."""
+        """Reduce all tensors in place, with one message per dtype."""
         for alike in by_dtype(tensors):
             buffer = flat(alike, self._buffers)
             self.all_reduce([buffer], op)
@@ -69,7 +71,7 @@ class Collectives:
         for tensor in tensors:
             how = combination_of(op, tensor.dtype, self._size)
             if self._rank != root and (how.factor is not None or how.divisor is not None):
-                tensor = tensor.detach().clone()  # the program's stays as it is
+                tensor = tensor.detach().clone()  # the program's tensor stays as it is
             with operand(tensor, how) as buffer:
                 self.communicator.reduce(buffer, root, how.reduction)
 
@@ -81,7 +83,8 @@ class Collectives:
     def all_gather_single(self, out: Tensor, tensor: Tensor) -> None:
         sent = read(tensor)
         with written(out) as buffer:
-            if sent.data_ptr() != buffer.data_ptr() + self._rank * sent.nbytes:  # its part of `out`
+            # Unless `tensor` is this rank's part of `out`.
+            if sent.data_ptr() != buffer.data_ptr() + self._rank * sent.nbytes:
                 sent = apart(sent, buffer)
             self.communicator.all_gather_into(sent, buffer)
 
@@ -90,7 +93,10 @@ class Collectives:
             self.all_gather_single(out, tensor)
 
     def all_gather(self, lists: Sequence[Tensors], tensors: Tensors) -> None:
-        """The r-th tensor of each list becomes rank r's; shapes may differ between ranks."""
+        """Gather this rank's `tensors` on all ranks: the r-th tensor of each list becomes rank r's.
+
+        The shapes may differ between ranks.
+        """
         for outs, tensor in zip(lists, unwritten(tensors, lists), strict=True):
             _check_one_a_rank(self.communicator, "all_gather", outs)
             if {(out.shape, out.dtype) for out in outs} == {(tensor.shape, tensor.dtype)}:
@@ -103,7 +109,7 @@ class Collectives:
                 out.detach().copy_(part)
 
     def gather(self, lists: Sequence[Tensors], tensors: Tensors, root: int) -> None:
-        """The lists are empty but on rank `root`."""
+        """Gather the ranks' `tensors` on rank `root`, in a list for each. The lists of other ranks are empty."""
         here = self._rank == root
         for i, tensor in enumerate(tensors):
             if here:
@@ -118,7 +124,7 @@ class Collectives:
                     out.detach().copy_(part.view(out.shape))
 
     def scatter(self, outs: Tensors, lists: Sequence[Tensors], root: int) -> None:
-        """The lists are empty but on rank `root`."""
+        """Copy the r-th tensor of each list of rank `root` to rank r's `outs`. The lists of other ranks are empty."""
         here = self._rank == root
         for i, out in enumerate(outs):
             label = f"scatter of {tuple(out.shape)} from {root}"
@@ -150,7 +156,7 @@ class Collectives:
             self.reduce_scatter_single(out, tensor, op)
 
     def reduce_scatter(self, outs: Tensors, lists: Sequence[Tensors], op: Any) -> None:
-        """Rank r's `out` is the combination of the r-th tensors of all ranks' lists."""
+        """Combine the r-th tensors of all ranks' lists into rank r's `out`. Shapes may differ in a list."""
         for out, parts in zip(outs, lists, strict=True):
             _check_one_a_rank(self.communicator, "reduce_scatter", parts)
             whole = flat(parts, self._buffers)
@@ -163,7 +169,11 @@ class Collectives:
     def all_to_all_single(
         self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
-        """Rows of `tensor` go to ranks as `sent` says; without numbers, equal parts."""
+        """Send rows of `tensor` to the ranks, and receive rows in `out`.
+
+        Args: received, sent: number of rows from, and to, each rank; empty: equal parts.
+        Raises: ValueError if there are no equal parts.
+        """
         with written(out) as buffer:
             sent = sent or _equal_parts(tensor, self._size, "input")
             received = received or _equal_parts(out, self._size, "output")
@@ -171,7 +181,7 @@ class Collectives:
             self.communicator.all_to_all(rows, buffer, list(sent), list(received))
 
     def all_to_all(self, outs: Tensors, tensors: Tensors) -> None:
-        """The r-th tensor goes to rank r; the shapes may differ."""
+        """Send the r-th tensor to rank r, and receive rank r's in the r-th of `outs`. Shapes may differ."""
         _check_one_a_rank(self.communicator, "all_to_all", outs)
         _check_one_a_rank(self.communicator, "all_to_all", tensors)
         sent, received = lengths(tensors), lengths(outs)
@@ -192,11 +202,11 @@ def _all_reduce_sparse(communicator: Communicator, tensor: Tensor, op: Any) -> N
     if name == "AVG":
         total = total / communicator.size
     with torch.no_grad():
-        tensor.copy_(total)  # not into detach(): that would have indices of its own
+        tensor.copy_(total)  # not into detach(): its result has its own indices
 
 
 def _one_row_to(root: int, communicator: Communicator) -> tuple[list[int], list[int]]:
-    """How many rows this rank sends to each rank, and receives, where each sends one to `root`."""
+    """Return how many rows this rank sends to, and receives from, each rank, if each sends one to `root`."""
     sent = [int(rank == root) for rank in range(communicator.size)]
     return sent, [int(communicator.rank == root)] * communicator.size
 
@@ -210,7 +220,7 @@ def _check_one_a_rank(communicator: Communicator, call: str, tensors: Tensors) -
 
 
 def _equal_parts(tensor: Tensor, size: int, which: str) -> list[int]:
-    rows = math.prod(tensor.shape[:1])  # a number is one
+    rows = math.prod(tensor.shape[:1])  # a tensor without dimensions is one row
     if rows % size:
         raise ValueError(
             f"all_to_all_single without {which}_split_sizes needs an {which} whose rows can be shared out among {size} "

@@ -1,7 +1,7 @@
-"""The communicators of process groups. A group that is destroyed leaves its own to the next over the same ranks.
+"""The communicators of process groups. A destroyed group leaves them to the next group over the same ranks.
 
 Freeing a communicator is collective, and `destroy_process_group` is not: a rank may call it late, or never. So a
-communicator is kept, and used again once all of its ranks have given it back; MPICH ends after 2,046 of them.
+communicator is kept, and used again once all of its ranks have given it back. MPICH fails after 2,046 communicators.
 
 mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
 """
@@ -30,17 +30,17 @@ from mpistrat.liveness.waiting import wait_until
 from mpistrat.torch_distributed.messages import Messages
 from mpistrat.torch_distributed.work import seconds_of
 
-_LARGEST_TAG = 32767  # that every MPI has
+_LARGEST_TAG = 32767  # every MPI allows tags up to this one
 
 
 @dataclass(eq=False)
 class GroupCommunicators:
-    """What one process group at a time uses.
+    """The communicators of one process group at a time.
 
     Attributes:
-        number: among those of the same ranks; equal on all of them.
-        collectives: for its collectives.
-        messages: for its messages; None where there are no others.
+        number: number among the communicators of the same ranks; equal on all of them.
+        collectives: communicator for the group's collectives.
+        messages: the group's point-to-point messages; None for a group of one rank.
     """
 
     number: int
@@ -49,7 +49,10 @@ class GroupCommunicators:
 
     @property
     def on_their_way(self) -> int | None:
-        """Messages sent less messages received; None: calls of the last group go on, so another cannot use this."""
+        """Messages sent less messages received on this rank.
+
+        None: calls of the last group go on, so no other group can use these communicators.
+        """
         if self.messages is None or self.collectives.contract.is_abandoned:
             return None
         return self.messages.on_their_way
@@ -57,20 +60,25 @@ class GroupCommunicators:
 
 @dataclass(eq=False)
 class _Pool:
-    """Of all groups with the same ranks in the same order."""
+    """The communicators of all groups with the same ranks in the same order.
+
+    Attributes:
+        made: number of communicators that were made.
+        free: unused communicators by number, on this rank.
+    """
 
     comm: MPI.Intracomm
     made: int = 0
     free: dict[int, GroupCommunicators] = field(default_factory=dict)
 
     def take(self) -> GroupCommunicators:
-        """Collective over the ranks."""
+        """Return communicators that are free on all ranks, or new ones. Collective over the ranks."""
         if self.comm.size == 1:
             return GroupCommunicators(0, LocalCommunicator())
         free = {n: sent for n, used in self.free.items() if (sent := used.on_their_way) is not None}
         free_on_ranks = self.comm.allgather(free)
         for number in sorted(set.intersection(*map(set, free_on_ranks))):
-            # A message of one group must not reach the next.
+            # Skip communicators with messages on their way: these must not reach the next group.
             if not sum(each[number] for each in free_on_ranks):
                 return self.free.pop(number)
         self.made += 1
@@ -79,34 +87,40 @@ class _Pool:
         return GroupCommunicators(self.made, collectives, messages)
 
     def give_back(self, used: GroupCommunicators) -> None:
-        """Not collective."""
+        """Mark `used` as free on this rank. Not collective."""
         self.free[used.number] = used
 
 
 class CommunicatorPools:
-    """All groups of a program, whose default group is over the ranks of `comm`. Collective over them."""
+    """The pools of all groups of a program. Making them is collective over the ranks of `comm`.
+
+    Args: comm: MPI communicator of the default group's ranks.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
         self._private = comm.Dup()
         self._pools: dict[tuple[int, ...], _Pool] = {}
-        self._all = self._world = tuple(range(comm.size))  # `_world`: by rank of the default group
-        self._numbers = self._private.allgather(MPI.COMM_WORLD.rank)  # in the job
+        # `_world`: ranks in `comm`, by rank of the default group.
+        self._all = self._world = tuple(range(comm.size))
+        self._numbers = self._private.allgather(MPI.COMM_WORLD.rank)  # ranks in the job
         mpi, name = MpiTransport(self._private), self._private.bcast(uuid.uuid4().hex)
         watch = job_end().records.watch_of(self._private, name)
-        # Of meetings, by the members.
+        # The records of meetings, by their members.
         self._contracts = {self._all: Contract(mpi, name, watch, "never")}
         job_end().watch(self._contracts[self._all], self._private)
 
     def take(
         self, rank: int, ranks: Sequence[int], timeout: Any
     ) -> tuple[_Pool, GroupCommunicators]:
-        """What a group uses; collective over its ranks.
+        """Take communicators for a new group. Collective over its ranks.
 
         Args:
-            rank: this process's in the group.
-            ranks: those of the default group that are in it, in its order; none: it is the default group.
-            timeout: of the group, as of `meeting`.
+            rank: this process's rank in the group.
+            ranks: the group's ranks in the default group, in order; empty: it is the default group.
+            timeout: most time to wait for the other ranks, a `datetime.timedelta`; None: the settings' limit.
+        Returns: the pool to give them back to, and the communicators.
+        Raises: ValueError if ranks of the default group have the same `rank`.
         """
         members = tuple(self._world[each] for each in ranks)
         with self.meeting(timeout, "new_group" if ranks else "init_process_group", members):
@@ -124,13 +138,14 @@ class CommunicatorPools:
 
     @contextlib.contextmanager
     def meeting(self, timeout: Any, call: str, members: tuple[int, ...] = ()) -> Iterator[None]:
-        """Collective over `members`. The block begins when all have come; it is recorded as a collective is, so that
-        the observer reports a member that does not come.
+        """Run the block once all members have come. Collective over `members`.
 
+        The meeting is recorded like a collective, so that the observer reports a member that does not come.
         Args:
-            timeout: a `datetime.timedelta`. Ranks that have waited so long raise StallError. None: the settings' limit.
+            timeout: a `datetime.timedelta`; None: the settings' limit.
             call: the program's call, for the report.
-            members: their ranks in `comm`; none: all.
+            members: their ranks in `comm`; empty for all.
+        Raises: StallError on ranks that have waited longer than `timeout`.
         """
         contract = self._contract_of(members if 0 < len(members) < self.comm.size else self._all)
         signature = signature_of((call, str(list(members)) if members else ""))
@@ -139,7 +154,7 @@ class CommunicatorPools:
             yield
 
     def _contract_of(self, members: tuple[int, ...]) -> Contract:
-        """The record of meetings of `members`, who may have no communicator yet. Not collective."""
+        """Return the record of meetings of `members`. They may have no communicator yet. Not collective."""
         if members not in self._contracts:
             of_all, numbers = self._contracts[self._all], [self._numbers[each] for each in members]
             name = f"{of_all.name}/{members}"
@@ -160,7 +175,7 @@ class CommunicatorPools:
 def _come_together(comm: MPI.Intracomm, members: Sequence[int], watch: CommunicatorWatch) -> None:
     """Return once all `members` have called this.
 
-    Each sends the first member a message. The first member answers when it has all messages.
+    Each member sends the first one a message. The first member answers when it has all messages.
     """
     steps: list[Callable[..., MPI.Request]] = [comm.Isend, comm.Irecv]
     first, *partners = members

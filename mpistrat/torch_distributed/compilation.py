@@ -1,8 +1,8 @@
-"""Functions that `torch.compile` is to leave alone.
+"""A mark for functions that `torch.compile` must leave alone.
 
-The decorator of torch's own, `torch.compiler.disable`, loads Dynamo, the part of torch that reads what it compiles, and
-stands in the way of each call. Here functions get only the mark that Dynamo looks for; when Dynamo is loaded, by
-whomever, it is told to skip their code and all that it calls. So calls cost nothing, and torch is not imported here.
+torch's own decorator, `torch.compiler.disable`, loads Dynamo, torch's tracer of functions, and slows each call. Here a
+function gets only the mark that Dynamo looks for. When Dynamo is loaded, it is told to skip the function's code and all
+that this code calls. So calls cost nothing, and this file does not import torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ _skipped: set[CodeType] = set()
 
 
 def when_dynamo_loads(action: Callable[[], None]) -> None:
-    """Call `action` before anything is compiled: now, if Dynamo is loaded."""
+    """Call `action` when Dynamo is loaded, before it compiles anything; now if it is loaded already."""
     when_loaded("torch._dynamo", action)
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Have `torch.compile` break its graph at calls of `function`, and compile nothing that it calls. A decorator."""
-    # What torch.compiler.disable() sets.
+    """Have `torch.compile` break its graph at calls of `function`, and compile nothing that it calls. A decorator.
+
+    Returns: `function` itself, marked.
+    """
+    # torch.compiler.disable() sets the same attributes.
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)
     assert isinstance(function, FunctionType)
     code = function.__code__

@@ -1,6 +1,6 @@
-"""A program that asks torch for gloo, or NCCL, and an address, is given the backend "mpistrat" and MPI.
+"""Gives a program the backend "mpistrat" over MPI when it asks torch for gloo or NCCL, and an address.
 
-Under `mpistrat run` alone. The only file that replaces a function of torch.distributed.
+This happens only under `mpistrat run`. Only this file replaces a function of torch.distributed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from mpistrat.torch_distributed.process_group import NAME
 from mpistrat.torch_distributed.rendezvous import base
 
 INIT_METHOD = "mpi://"
-# What the process group does as well, or leaves to torch's own group: for tensors of accelerators.
+# Backends that our process group replaces. It leaves tensors of accelerators to torch's own groups.
 REPLACED = frozenset(("gloo", "mpi", "nccl", "rccl", "xccl", NAME))
 
 
 def is_replaced(backend: str | None) -> bool:
-    """Whether `backend`, as `init_process_group` takes it, is all of what we replace: "gloo", "cpu:gloo,cuda:nccl"."""
+    """Whether our backend replaces all of the backends in `backend`.
+
+    Args: backend: as in `init_process_group`: "gloo", "cpu:gloo,cuda:nccl", or None.
+    """
     if backend is None:
         return True
     names = (part.rpartition(":")[2].strip().lower() for part in str(backend).split(","))
@@ -29,10 +32,10 @@ def is_replaced(backend: str | None) -> bool:
 
 
 def replace_default_backend() -> None:
-    """From now on `init_process_group` makes the default group on our backend, whichever of ours and torch's was named.
+    """Have `init_process_group` make the default group on our backend, if it names a replaced backend or none.
 
-    Another backend (such as "ucc", "fake" or "xla") is the program's own choice, and stays. So do a store that the
-    program gives, `timeout`, `device_id` and the other arguments, and all of `new_group`.
+    Another backend (such as "ucc", "fake" or "xla") is the program's own choice, and stays. A store that the program
+    gives, `timeout`, `device_id` and other arguments stay, too, and `new_group` is left alone.
 
     Called by: every rank, once, before the program imports `init_process_group`.
     """
@@ -56,7 +59,10 @@ def replace_default_backend() -> None:
 
 
 def _check(arguments: dict[str, Any]) -> None:
-    """Raises: ValueError where the program has another rank, or number of ranks, than MPI; -1 and None are any."""
+    """Check the program's rank and number of ranks against MPI's. -1 and None are accepted.
+
+    Raises: ValueError if either differs.
+    """
     rank, size = base().rank, base().size
     for name, of_mpi in (("rank", rank), ("world_size", size)):
         value = arguments.get(name)

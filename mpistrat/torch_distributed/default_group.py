@@ -1,6 +1,6 @@
 """torch's default group beside a strategy: over the same ranks, made by the strategy or by the program.
 
-torch is imported when a group is asked for, and not with this file, which comes with every strategy.
+Every strategy imports this file, so it imports torch only when a group is asked for.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.torch_distributed import next_group
 from mpistrat.torch_distributed.next_group import has_default_group
 
-# The key in the store of a default group by which its ranks know that they are in the same one.
+# The key in a default group's store with a random identity: ranks with equal identities are in the same group.
 _KEY = "mpistrat/default group"
 
-# Whether strategies make a default group without being asked: `mpistrat run` sets it.
+# Whether every strategy makes a default group, also without torch_distributed=True: `mpistrat run` sets it.
 with_every_strategy = False
 
 
 class _Known(NamedTuple):
-    """What a rank knows of the default group that it is in."""
+    """A rank's knowledge of its default group. `identity`: equal on its ranks; empty if its store keeps nothing."""
 
     rank: int
     size: int
@@ -34,13 +34,13 @@ _NO_GROUP = _Known(-1, 0, "")
 
 
 def share_default_group(what: str, comm: Any, communicator: Communicator) -> None:
-    """Make torch's default group over the ranks of a strategy, or use the one that the program has made.
+    """Make torch's default group over the ranks of a strategy, or check the group that the program has made.
 
-    Called by: every rank of `communicator`.
+    Called by: every rank of `communicator`, when the strategy is made.
     Args:
         what: the class of the strategy.
-        comm: mpi4py's communicator of the same ranks; None for one rank without MPI.
-    Raises: RuntimeError on all ranks, when the program's group has other ranks, or in another order.
+        comm: the mpi4py communicator of the same ranks; None for one rank without MPI.
+    Raises: RuntimeError on all ranks, if the program's group has other ranks, or in another order.
     """
     groups = communicator.all_gather_object(_known(), label="torch's default groups")
     if set(groups) == {_NO_GROUP}:
@@ -59,14 +59,14 @@ def share_default_group(what: str, comm: Any, communicator: Communicator) -> Non
 
 
 def is_wanted() -> bool:
-    """Whether a strategy that is not asked makes a default group: under `mpistrat run`, where there is none yet."""
+    """Whether a strategy makes a default group unasked: under `mpistrat run`, where there is none yet."""
     return with_every_strategy and not has_default_group()
 
 
 def move_default_group(comm: Any, *, again: bool) -> None:
-    """From now on `init_method="mpi://"` is over the ranks of `comm`.
+    """Let `init_method="mpi://"` mean the ranks of `comm` from now on.
 
-    Args: again: a default group is made over them now, in place of the one that there is, or was; collective then.
+    Args: again: whether to make a default group over them now, in place of an earlier one. Then the call is collective.
     """
     next_group.comm = comm
     if again:
@@ -76,20 +76,20 @@ def move_default_group(comm: Any, *, again: bool) -> None:
 
 
 def leave_default_group() -> None:
-    """Abort torch's default group, if there is one, and all others: calls on their way are left. Not collective."""
+    """Abort all of torch's groups, if there is a default group. Calls on their way are left. Not collective."""
     if has_default_group():
         sys.modules["torch.distributed"].distributed_c10d._abort_process_group()
 
 
 def make_known_to_torch() -> None:
-    """Register our backend and `mpi://`. torch does that itself where mpistrat is installed, but not for a checkout."""
+    """Register our backend and `mpi://`. An installed mpistrat is registered by torch itself, a checkout is not."""
     import mpistrat_torch
 
     mpistrat_torch.register()
 
 
 def make_default_group() -> None:
-    """Collective over the ranks of `next_group.comm`."""
+    """Make torch's default group. Collective over the ranks of `next_group.comm`."""
     import torch.distributed as dist
 
     make_known_to_torch()
@@ -97,22 +97,23 @@ def make_default_group() -> None:
 
 
 def _known() -> _Known:
-    """Not collective."""
+    """Return this rank's knowledge of its default group; `_NO_GROUP` without one. Not collective."""
     if not has_default_group():
         return _NO_GROUP
     import torch.distributed as dist
 
     identity = ""
-    with contextlib.suppress(Exception):  # a store that keeps nothing, as of torch's own MPI
+    with contextlib.suppress(Exception):  # the store of torch's own MPI backend keeps nothing
         store = dist.distributed_c10d._get_default_store()
         identity = store.compare_set(_KEY, "", os.urandom(16).hex()).decode()
     return _Known(dist.get_rank(), dist.get_world_size(), identity)
 
 
 def _difference(groups: Sequence[_Known]) -> str:
-    """In what the default groups that the ranks of a strategy are in are not one over these ranks; "" if they are.
+    """Say how the default groups of a strategy's ranks differ from one group over these ranks in their order.
 
-    Args: groups: by rank of the strategy.
+    Args: groups: each rank's knowledge, by rank of the strategy.
+    Returns: a text for the error; empty if there is no difference.
     """
     size = len(groups)
     wrong = [

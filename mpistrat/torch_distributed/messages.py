@@ -1,7 +1,7 @@
-"""Point-to-point messages between the ranks of a group, over an MPI communicator that nobody else uses.
+"""Point-to-point messages between the ranks of a group, over an MPI communicator that only they use.
 
-A message of some size moves only while both ranks are in calls of MPI. So a thread makes progress with the messages
-that are on their way, while the program computes or waits for other ranks in shared memory.
+A large message moves only while both ranks are in calls of MPI. So a thread moves the messages on their way, while the
+program computes, or waits for other ranks in shared memory.
 
 mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
 """
@@ -32,15 +32,15 @@ from mpistrat.torch_distributed.work import OnFailure, UnfinishedWork
 
 
 class Messages:
-    """What the ranks of a group send each other.
+    """The messages that the ranks of a group send each other.
 
     Args:
-        comm: of the group's ranks, in its order. Messages of other groups do not mix with those of this one.
-        watch: of the group.
+        comm: MPI communicator of the group's ranks, in their order. No other group uses it.
+        watch: the watch of the group.
 
     Attributes:
-        timeout: the most seconds that a message may take; 0: as MPISTRAT_STALL_SECONDS says, which may be less.
-        on_their_way: messages sent since `comm` was made, less messages received; None while a call goes on.
+        timeout: most seconds of a message; 0: as MPISTRAT_STALL_SECONDS says. The smaller limit holds.
+        on_their_way: messages sent since `comm` was made, less messages received; None while a message is on its way.
         unfinished: the messages on their way.
     """
 
@@ -57,9 +57,10 @@ class Messages:
         return None if unfinished else self._sent_less_received
 
     def send(self, tensor: Tensor, rank: int, tag: int, failed: OnFailure) -> Message:
-        """Begin to send `tensor` to `rank` of the group. It must not be changed until the result's `wait` returns.
+        """Begin to send `tensor` to `rank` of the group. It must not change until the result's `wait` returns.
 
-        Args: failed: as of `UnfinishedWork`.
+        Args: failed: called with the message if it fails, on any thread.
+        Raises: ValueError for a wrong tag, TypeError for a tensor that is not dense.
         """
         self._check(tensor, tag)
         buffer = read(tensor)
@@ -69,7 +70,11 @@ class Messages:
         return Message(self, request, tensor, buffer, what, failed, peer=rank)
 
     def receive(self, tensor: Tensor, rank: int | None, tag: int, failed: OnFailure) -> Message:
-        """Begin to receive into `tensor` from `rank` of the group, or, with None, from any rank."""
+        """Begin to receive into `tensor` from `rank` of the group; None: from any rank.
+
+        Args: failed: called with the message if it fails, on any thread.
+        Raises: ValueError for a wrong tag, TypeError for a tensor that is not dense.
+        """
         self._check(tensor, tag)
         buffer = room_for(tensor)
         source, whom = (MPI.ANY_SOURCE, "any rank") if rank is None else (rank, f"rank {rank}")
@@ -82,14 +87,17 @@ class Messages:
         self.unfinished.add(message)
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             _progress.add(message)
-        else:  # messages move while the program waits for them, or begins others
+        else:
             for earlier in list(self.unfinished):
                 earlier.test()
 
     def wait_for(self, message: Message, seconds: float) -> None:
-        """Raises: StallError if the message does not come through in time; 0 `seconds`: the usual one.
+        """Wait until `message` has come through.
 
-        RuntimeError if the other rank has come to the end of its program.
+        Args: seconds: most seconds for the message; 0: the group's limit.
+        Raises:
+            StallError: if it does not come through in time.
+            RuntimeError: if the other rank has come to the end of its program.
         """
         limit = self.limit(seconds)
         started = time.monotonic()
@@ -115,19 +123,22 @@ class Messages:
         wait_until(arrived, self._watch)
 
     def limit(self, seconds: float = 0.0) -> float:
-        """The most seconds that a message may take, where somebody waits who allows `seconds`; 0: any number."""
+        """Return the most seconds that a message may take; infinity without a limit.
+
+        Args: seconds: the limit of the caller; 0 for none.
+        """
         limits = (seconds, self.timeout, self._watch.record.limit_of(self.timeout))
         return min(filter(None, limits), default=math.inf)
 
     def stalled(self, message: Message, limit: float) -> StallError:
-        """The error for a message that has taken longer."""
+        """Return the error for a message that has taken longer than `limit` seconds."""
         return StallError(
             f"rank {self._comm.rank} waited {limit:g} s in {message.what}, at {message.called_at}. Does the "
             "other rank make the matching call, with this tag and group? It may be stuck, or have sent it elsewhere"
         )
 
     def _has_left(self, peer: int | None) -> bool:
-        """Whether `peer`, or with None every other rank, is at its end, as far as is seen from this node."""
+        """Whether `peer`, or every other rank for None, has reached its program's end, as far as this node sees."""
         seen = self._watch.peers
         if seen is None:
             return False
@@ -148,9 +159,9 @@ class Message(UnfinishedWork):
     """A message on its way.
 
     Attributes:
-        what: the call, in words.
-        called_at: where the program made it.
-        peer: the other rank; None: any.
+        what: the call in words, for errors.
+        called_at: the line of the program that made the call.
+        peer: the other rank of the group; None for any.
     """
 
     def __init__(
@@ -171,12 +182,16 @@ class Message(UnfinishedWork):
         self._messages, self._request, self._buffer = messages, request, buffer
         self._receives, self._status = receives, MPI.Status()
         self._lock = threading.Lock()
-        self._limit, self._asked_for = math.inf, 0.0  # in seconds, and when: of who has the future
+        # The limit for the future, in seconds, and the time when the future was asked for.
+        self._limit, self._asked_for = math.inf, 0.0
         if not self.test():
             messages.begun(self)
 
     def test(self) -> bool:
-        """Whether the message has come through, or failed. Any thread may call this."""
+        """Whether the message has come through or failed. Any thread may call this.
+
+        A message that takes longer than its future's limit fails.
+        """
         if self._done.done():
             return True
         error: Exception | None = None
@@ -185,7 +200,8 @@ class Message(UnfinishedWork):
                 return True
             try:
                 if not self._request.Test(self._status):
-                    if self._limit > time.monotonic() - self._asked_for:  # the limit is set last
+                    # `get_future`, on another thread, sets `_limit` last.
+                    if self._limit > time.monotonic() - self._asked_for:
                         return False
                     error = self._messages.stalled(self, self._limit)
                 elif self._receives:
@@ -203,8 +219,8 @@ class Message(UnfinishedWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-            self.wait()  # nobody else would make progress
-        # Whoever waits for a future of torch's has no limit.
+            self.wait()  # no thread would move the message
+        # A wait for a future of torch has no limit of its own.
         self._asked_for, self._limit = time.monotonic(), self._messages.limit()
         return super().get_future()
 
@@ -218,7 +234,7 @@ class Message(UnfinishedWork):
             self._messages.wait_for(self, seconds)
 
     def _take(self) -> None:
-        """Raises: ValueError if another number of bytes has come than fits."""
+        """Copy the received bytes to the tensor. Raises: ValueError if their number is not the tensor's."""
         nbytes = self._status.Get_elements(MPI.BYTE)
         if nbytes != self._buffer.nbytes:
             raise self._misfit(f"{nbytes} bytes")
@@ -239,7 +255,7 @@ class Message(UnfinishedWork):
 
 
 class _ProgressThread:
-    """A thread that tests the messages on their way; it sleeps while there are none."""
+    """The thread that moves the messages on their way. It sleeps while there are none."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -259,7 +275,7 @@ class _ProgressThread:
             self._added.notify()
 
     def _stop(self, thread: threading.Thread) -> None:
-        """Before MPI_Finalize, which a thread inside MPI may keep from returning."""
+        """Stop the thread at exit, before MPI_Finalize: a thread inside MPI may keep MPI_Finalize from returning."""
         with self._added:
             self._stopped = True
             self._added.notify()
@@ -288,5 +304,5 @@ _progress = _ProgressThread()
 
 
 def describe(tensor: Tensor) -> str:
-    """The dtype and the shape: "float32, (2, 3)"."""
+    """Return the dtype and the shape of `tensor` for messages: "float32, (2, 3)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')}, {tuple(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""The groups of torch's own that move the memory of accelerators within a process group of ours."""
+"""torch's own groups: they move the memory of accelerators for a process group of ours."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from mpistrat.communicators.transports.accelerator.torch_groups import abort_gro
 
 
 class NativeGroups:
-    """torch's own groups over the same ranks, each made when the first tensor of its device comes; that is collective.
+    """torch's own groups over the ranks of a process group, one for each kind of device.
+
+    Each is made when the first tensor of its device comes; this is collective.
 
     Attributes:
-        store: of this group alone.
-        while_made: the context in which torch makes them.
+        store: the store of this process group alone.
+        while_made: makes the context for the creation of torch's groups.
     """
 
     while_made: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -31,7 +33,7 @@ class NativeGroups:
         self._groups: dict[str, Any] = {}
 
     def of(self, device: torch.device) -> Any:
-        """The group that moves tensors of `device`. Raises: RuntimeError where this torch has none."""
+        """Return the group that moves tensors of `device`. Raises: RuntimeError if this torch has none."""
         group = self._groups.get(device.type)
         if group is None:
             with self.while_made():
@@ -44,7 +46,7 @@ class NativeGroups:
         self._groups.clear()
 
     def abort(self) -> None:
-        """Have what the groups do end at once. Called by any thread, before it is told that a rank is lost."""
+        """Abort all calls of torch's groups at once. Called by: any thread, before it is told that a rank is lost."""
         for group in list(self._groups.values()):
             abort_group(group)
         self._groups.clear()

@@ -1,8 +1,8 @@
-"""A process group of `torch.distributed` over one of our communicators.
+"""The process group of `torch.distributed` over one of our communicators.
 
-torch calls the methods by the names that its own groups have: from Python, and from C++, as DDP and functional
-collectives do, through trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp). A few names differ between torch
-2.9 and 2.13; both are here.
+torch calls its methods by the names of its own groups: from Python, and from C++, as DDP and functional collectives do,
+through trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp). A few names differ between torch 2.9 and 2.13;
+both are here.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _SUM = c10d.AllreduceOptions()
 
 
 class Collective(NamedTuple):
-    """How a collective of torch's is made. The first operand is the result, or is changed in place.
+    """How a collective of torch is made. Its first operand is the result, or is changed in place.
 
     Attributes:
         make: makes it with tensors in CPU memory.
         native: the method of torch's own groups that makes it with tensors of an accelerator.
         options: the class of its options.
-        fields: of the options, that `make` takes after the operands.
-        is_of_lists: operands are lists; a program that calls the group's own method may give one tensor for each.
-        gathers: the first operand has a list for each tensor of the second one, or nothing on some ranks.
-        is_coalesced: `native` is for a pair of tensors, and `make` for several pairs.
+        fields: names of the options that `make` takes after the operands.
+        is_of_lists: whether operands are lists. A program that calls the group's own method may give a tensor instead.
+        gathers: whether the first operand has a list for each tensor of the second one, or is empty on some ranks.
+        is_coalesced: whether `native` takes one pair of tensors, and `make` several pairs.
     """
 
     make: Callable[..., None]
@@ -59,7 +59,7 @@ class Collective(NamedTuple):
     is_coalesced: bool = False
 
     def options_of(self, *values: Any) -> Any:
-        """Options with these values of the fields; None is the default."""
+        """Return options with `values` for the fields; None leaves a field's default."""
         options = self.options()
         for field, value in zip(self.fields, values, strict=False):
             if value is not None:
@@ -67,7 +67,7 @@ class Collective(NamedTuple):
         return options
 
     def by_native(self, group: Any, operands: Sequence[Any], opts: Any) -> Work:
-        """Make it by one of torch's own groups. Calls for several pairs of tensors are submitted together."""
+        """Make the collective by `group`, one of torch's own. Several pairs of tensors are submitted together."""
         call = getattr(group, self.native)
         if not self.is_coalesced:
             return call(*operands, opts)
@@ -109,19 +109,19 @@ _ALL_TO_ALL_SINGLE = Collective(
 
 
 class MpistratProcessGroup(dist.ProcessGroup):
-    """Moves tensors in CPU memory by `communicator`, and those of accelerators by torch's own groups.
+    """A process group: tensors in CPU memory move by `communicator`, and tensors of accelerators by torch's own groups.
 
     Args:
-        communicator: nobody else uses it.
-        messages: what `send` and `recv` go by; None for a group of one rank.
-        native: for accelerators.
+        communicator: for this group's collectives only.
+        messages: for `send` and `recv`; None for a group of one rank.
+        native: torch's own groups, for accelerators.
         name: torch's name of the group.
         give_back: called once, when the group is destroyed and its calls have ended.
-        cpu_share: the CPUs that this rank has, as `machine.cpu_share` shares them out.
+        cpu_share: number of CPUs that this rank has, as `machine.cpu_share` counts them.
 
     Attributes:
-        communicator: as given.
-        options: as of torch's own backends.
+        communicator: the argument `communicator`.
+        options: options with the attributes of torch's own backends: timeout, name, global ranks.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._collectives = Collectives(communicator)
         self._calls = GroupCalls(communicator, name, cpu_share)
 
-    # What torch asks of a group. Without the properties, DeviceMesh and functional collectives find no group.
+    # Questions of torch. Without the properties, DeviceMesh and functional collectives find no group.
 
     @property
     def group_name(self) -> str:
@@ -172,7 +172,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         return self.communicator.contract.calls
 
     def _set_sequence_number_for_group(self) -> None:
-        """The ranks' numbers are equal."""
+        """Do nothing: the ranks' numbers are equal."""
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
@@ -181,7 +181,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
     use_pg_for_symm_mem_rendezvous = False
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """How long a call waits for the other ranks."""
+        """Set how long each call waits for the other ranks; zero or less: no limit of the group's own."""
         seconds, before = seconds_of(timeout), self.options
         self.options = c10d.Backend.Options(NAME, timeout)
         self.options.group_name = before.group_name
@@ -195,11 +195,14 @@ class MpistratProcessGroup(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Not collective. Calls on their way end first. Called by `destroy_process_group`."""
+        """End the group once its calls have ended. Not collective.
+
+        Called by: `destroy_process_group`.   Raises: the error of a call that nobody has waited for.
+        """
         self._calls.shut_down(self._native.shut_down, self._give_back)
 
     def abort(self) -> None:
-        """Not collective. Calls on their way are left, and so are the communicator and errors nobody has asked for."""
+        """End the group: leave its calls, communicator, and errors that nobody has asked for. Not collective."""
         self._calls.abort(self._native.abort)
 
     # Collectives
@@ -207,7 +210,12 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def _collective(
         self, collective: Collective, opts: Any, *operands: Any, op: Any = None
     ) -> Work:
-        """Args: opts: torch's options; of a program that calls the group's own method the root or operation alone."""
+        """Make a collective of CPU tensors by `communicator`, and of others by torch's own group for their device.
+
+        Args:
+            opts: torch's options; the root or the operation alone if a program calls the group's own method.
+            op: the operation, if `opts` is the root.
+        """
         if not hasattr(opts, "asyncOp"):
             with self.communicator.raising_together():
                 opts = collective.options_of(opts, op)
@@ -240,7 +248,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         return self._collective(_ALL_GATHER, opts, lists, tensors)
 
     def allgather_coalesced(self, lists: Any, tensors: Tensors, opts: Any = None) -> Work:
-        """`lists` has a list for each rank, with the results of the rank's tensors."""
+        """Gather several tensors. Args: lists: for each rank, a list with the results of its tensors."""
         return self.allgather(list(zip(*lists, strict=True)), tensors, opts)
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> Work:
@@ -267,7 +275,10 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, out: Tensor, tensor: Tensor, received: Any = (), sent: Any = (), opts: Any = None
     ) -> Work:
-        """Args: received, sent: how many rows come from, and go to, each rank; none: equally many."""
+        """Send rows of `tensor` to the ranks, and receive their rows in `out`.
+
+        Args: received, sent: number of rows from, and to, each rank; empty: equal parts.
+        """
         return self._collective(_ALL_TO_ALL_SINGLE, opts, out, tensor, received, sent)
 
     def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
@@ -280,11 +291,11 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """The report of a stall says which ranks are missing."""
+        """Wait for all ranks. If one stays away, the report of the stall names the missing ranks."""
         self.barrier(timeout=timeout).wait()
 
     def _barrier(self, seconds: float) -> None:
-        """Args: seconds: the most that it may take; 0: as all calls of the group."""
+        """Wait for all ranks. Args: seconds: the most that it may take; 0: the limit of all calls of the group."""
         watch = self.communicator.contract.watch
         with watch.waiting(seconds) if watch and seconds else contextlib.nullcontext():
             self.communicator.barrier()

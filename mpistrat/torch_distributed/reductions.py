@@ -1,4 +1,4 @@
-"""How `torch.distributed.ReduceOp` combines tensors, in the words of our communicators."""
+"""Translates `torch.distributed.ReduceOp` into the reductions of our communicators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPS = {
     **_BITWISE,
     **{"SUM": "sum", "PREMUL_SUM": "sum", "PRODUCT": "prod", "MAX": "max", "MIN": "min"},
 }
-# Of booleans, which are combined as bytes of 0 and 1.
+# Booleans are combined as bytes of 0 and 1.
 _OPS_OF_BOOLEANS = {**_BITWISE, "SUM": "bor", "PRODUCT": "band", "MAX": "bor", "MIN": "band"}
 
 
@@ -27,10 +27,11 @@ class Combination(NamedTuple):
     """How the tensors of all ranks are combined.
 
     Attributes:
-        reduction: of the buffers.
-        factor: what each rank's tensor is multiplied by before; None: it is taken as it is.
-        divisor: what the result is divided by, towards zero; None: it is taken as it is.
-        of_numpy: the tensors' own memory is combined, as arrays of NumPy, whose calls take a third of the time.
+        reduction: the reduction of the buffers.
+        factor: each rank's tensor is multiplied by it before the reduction; None: it is not.
+        divisor: the result is divided by it, rounded towards zero; None: it is not.
+        of_numpy: whether the tensors' own memory can be combined as NumPy arrays. NumPy's calls take a third of the
+            time.
     """
 
     reduction: Reduction
@@ -40,9 +41,12 @@ class Combination(NamedTuple):
 
 
 def combination_of(op: Any, dtype: torch.dtype, ranks: int) -> Combination:
-    """How `op`, a `ReduceOp` or one of its constants, combines tensors of `dtype` of so many ranks.
+    """Return how `op` combines tensors of `dtype`.
 
-    Raises: TypeError if it cannot.
+    Args:
+        op: a `ReduceOp` or one of its constants.
+        ranks: number of ranks, the divisor of AVG.
+    Raises: TypeError if `op` cannot combine tensors of `dtype`.
     """
     name = getattr(op, "op", op).name
     if name == "PREMUL_SUM":
@@ -73,9 +77,10 @@ def _combination(name: str, dtype: torch.dtype, ranks: int) -> Combination:
 
 @contextlib.contextmanager
 def operand(tensor: Tensor, how: Combination) -> Iterator[Tensor]:
-    """A contiguous buffer of `tensor`, multiplied by the factor of `how`, as elements that can be combined.
+    """Give a contiguous buffer of `tensor`, times the factor of `how`, with a dtype that can be combined.
 
-    After the block `tensor` is what the block made of the buffer, divided by the divisor of `how`.
+    Booleans are given as uint8. After the block, `tensor` has the contents of the buffer, divided by the divisor of
+    `how`.
     """
     with written(tensor) as buffer:
         if how.factor is not None:

@@ -1,4 +1,4 @@
-"""Over which ranks the default group is made, and a store for programs that look for one: both from MPI."""
+"""The ranks of the default group, and a store for programs that look for one: both from MPI."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Base(Ranks):
     """The ranks of the default group.
 
     Attributes:
-        pools: the communicators of groups; None for one rank.
-        cpu_share: the CPUs that this rank has, those that it shares with others in part.
+        pools: the communicators of process groups; None for one rank.
+        cpu_share: number of CPUs that this rank has. A CPU that ranks share counts in part. Infinity for one rank.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -50,9 +50,9 @@ _base: Base | None = None
 
 
 def base() -> Base:
-    """The ranks of the default group of this backend, else of the next one: see `next_group.comm`.
+    """Return the ranks of the default group; without a default group of this backend, the ranks of `next_group.comm`.
 
-    Collective over them when they are not those of the last one.
+    Collective over the ranks if these are others than in the last call.
     """
     global _base
     if _base is None or not next_group.has_default_group("mpistrat"):
@@ -63,10 +63,10 @@ def base() -> Base:
 
 
 class _AgentStore:
-    """Listens, and becomes a store once somebody connects.
+    """Listens at the store's address, and opens a store there once somebody connects.
 
-    Not before, for torch looks up the name of an address that it connects to, as each store does to itself, and waits
-    5 s for a name server that does not answer.
+    A store opened at once would delay each start. A store connects to itself; torch then looks up the name of the
+    address, and waits 5 s for a name server that does not answer.
     """
 
     def __init__(self, listener: socket.socket, size: int) -> None:
@@ -82,15 +82,15 @@ class _AgentStore:
         self._store = store_at(self._listener, self._size)
 
     def _end(self) -> None:
-        if self._is_asked:  # Python must not end while its thread is in torch
+        if self._is_asked:  # Python must not end while this thread is in torch
             self._thread.join()
 
 
 @start_deadline("the start of `mpistrat run`")
 def start_agent_store(base: Base) -> tuple[tuple[str, int], str]:
-    """The address and port of a store for whoever asks for MASTER_ADDR and MASTER_PORT, and a name for this run.
+    """Start a store for programs that ask for MASTER_ADDR and MASTER_PORT. Collective.
 
-    Collective over the ranks.
+    Returns: (address, port) of the store on rank 0's node, and a random name for this run.
     """
     address, port, run_id = base.address, 0, secrets.token_hex(8)
     if base.rank == 0:

@@ -1,4 +1,4 @@
-"""`mpistrat run`: a program written for torchrun, or for one process, as ranks of MPI."""
+"""`mpistrat run`: runs a program that was written for torchrun, or for one process, on ranks of MPI."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ def run_program(
 ) -> NoReturn:
     """Run a script, or a module as `python -m` does, as `__main__`, with torchrun's environment.
 
+    Called by: every rank, from `mpistrat run`.
     Args:
-        keeps_backend: whether its groups stay on the backends that it names.
-    Called by: every rank.
-    Raises: SystemExit when the program has come to its end, and what the program raises.
+        program: path of the script, or name of the module.
+        arguments: the program's command-line arguments.
+        is_module: whether `program` is the name of a module.
+        keeps_backend: whether the program's groups use the backends that it names, not ours.
+    Raises: SystemExit when the program has ended; otherwise the program's own exception.
     """
     _share_cores()
-    # Only here, for torch reads OMP_NUM_THREADS when it is imported.
+    # After _share_cores, because torch reads OMP_NUM_THREADS when it is imported.
     import torch
 
     from mpistrat.torch_distributed.default_backend import replace_default_backend
@@ -42,7 +45,7 @@ def run_program(
     default_group.make_known_to_torch()
     ranks = base()
     set_torchrun_environment(ranks.topology, *start_agent_store(ranks))
-    # Asked without starting it: the program may still choose by CUDA_VISIBLE_DEVICES, or fork.
+    # Ask without starting the accelerator: the program may still set CUDA_VISIBLE_DEVICES, or fork.
     built_for = torch.accelerator.current_accelerator()
     if built_for is None or not torch.get_device_module(built_for).device_count():
         have_accelerate_use_cpus()
@@ -60,11 +63,14 @@ def run_program(
     except BaseException as error:
         _show_only_the_program(error.__traceback__)
         raise
-    raise SystemExit  # not by sys.exit, which would be taken for the program's
+    raise SystemExit  # sys.exit would count as a call of the program's
 
 
 def _run_as_main(program: str, is_module: bool) -> None:
-    """As `python` does: `__main__` stays the program's, for exit handlers and threads that outlive its last line."""
+    """Run the program as `python` does.
+
+    `__main__` stays the program's module, for exit handlers and threads that run after its last line.
+    """
     path = os.path.join(os.getcwd(), program)
     if is_module:
         _search_first(os.getcwd())
@@ -72,21 +78,21 @@ def _run_as_main(program: str, is_module: bool) -> None:
         sys.argv[0] = main.__spec__.origin
     elif pkgutil.get_importer(path) is not None:  # an archive, or a folder
         _search_first(path, although_safe=True)
-        del sys.modules["__main__"]  # the importer would take it for the program's
+        del sys.modules["__main__"]  # the importer would take this module for the program's
         main, code = _module("__main__")
     else:
         _search_first(os.path.dirname(os.path.realpath(path)))
         main, code = _script(path)
     main.__name__ = "__main__"
-    # Processes that the program spawns know its classes by the second name.
+    # Processes that the program spawns look for its classes in `__mp_main__`.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(code, vars(main))
 
 
 def _search_first(place: str, *, although_safe: bool = False) -> None:
-    """Have modules be found at `place` first, and not where the command `mpistrat` is.
+    """Put `place` first in `sys.path`, in place of the folder of the command `mpistrat`.
 
-    Args: although_safe: also with -P or PYTHONSAFEPATH of Python 3.11: then Python itself puts no folder first.
+    Args: although_safe: do so also with -P or PYTHONSAFEPATH (Python 3.11). Then Python itself has put no folder first.
     """
     safe = bool(getattr(sys.flags, "safe_path", False))
     if although_safe or not safe:
@@ -94,13 +100,13 @@ def _search_first(place: str, *, although_safe: bool = False) -> None:
 
 
 def _module(name: str) -> tuple[Any, types.CodeType]:
-    """The module that a module of this name is run as, and its code."""
+    """Return a new module object for running the module `name`, and the module's code."""
     _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
     return importlib.util.module_from_spec(spec), code
 
 
 def _script(path: str) -> tuple[types.ModuleType, types.CodeType]:
-    """The module that a file is run as, and its code. The file may be a .pyc."""
+    """Return a new module object for running the file `path`, and its code. The file may be a .pyc."""
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     source = loader.get_data(path)
     code = pkgutil.read_code(io.BytesIO(source)) or compile(source, path, "exec", dont_inherit=True)
@@ -111,7 +117,7 @@ def _script(path: str) -> tuple[types.ModuleType, types.CodeType]:
 
 @start_deadline("the start of `mpistrat run`")
 def _share_cores() -> None:
-    """Give this rank its share of the node's cores, unless the user has set how many threads it is to compute with."""
+    """Set OMP_NUM_THREADS to this rank's share of the node's cores, unless the user has set it. Collective."""
     comm = MPIClusterResolver().comm
     if comm is None or comm.Get_size() == 1:
         return
@@ -124,7 +130,10 @@ def _share_cores() -> None:
 
 
 def _show_only_the_program(part: types.TracebackType | None) -> None:
-    """Have the exception that ends this process be shown without our frames, and those of runpy, of its traceback."""
+    """Have Python report the exception that ends this process without the first frames: ours and runpy's.
+
+    Args: part: the traceback of the exception.
+    """
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while part is not None and part.tb_frame.f_code.co_filename in ours:
         part = part.tb_next

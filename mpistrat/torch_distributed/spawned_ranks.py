@@ -19,20 +19,23 @@ from mpistrat.machine.notices import tell
 from mpistrat.settings import stall_seconds
 from mpistrat.torch_distributed.next_group import has_default_group
 
-_IDLE = 0.1  # of a core, all of the processes together
+_IDLE = 0.1  # of a core, for all processes together
 
 
 def look_for_spawned_ranks() -> None:
-    """Start the thread that gives the notice. Called by: rank 0."""
+    """Start the thread that gives the notice, unless there is no stall limit. Called by: rank 0."""
     if seconds := stall_seconds():
         threading.Thread(target=_look, args=(seconds,), name="mpistrat spawn", daemon=True).start()
 
 
 def _look(seconds: float) -> None:
-    """Ends when this process is in a group, or has waited so long for idle processes, and has given the notice."""
+    """Give the notice once the main thread has waited `seconds` for its own processes, and these are idle.
+
+    It returns then, or when this process is in a default group.
+    """
     from torch.multiprocessing.spawn import ProcessContext
 
-    # They wait for a program's processes.
+    # These functions wait for a program's own processes.
     joins = {BaseProcess.join.__code__, ProcessContext.join.__code__}
     since, used, pause = time.monotonic(), 0.0, seconds / 4
     while not has_default_group():
@@ -52,7 +55,7 @@ def _look(seconds: float) -> None:
 
 
 def _used_by_children() -> float:
-    """CPU seconds of the processes that the main thread has started; not of those that have ended."""
+    """Return the CPU seconds of the live processes that the main thread has started."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
         return sum(map(cpu_seconds, map(int, file.read().split())))
     return 0.0

@@ -1,4 +1,4 @@
-"""Tensors of a program as buffers of a communicator: contiguous, and of dtypes that can be combined."""
+"""Turns a program's tensors into buffers of a communicator: contiguous, and of dtypes that can be combined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Tensors = Sequence[Tensor]
 
 @contextlib.contextmanager
 def written(tensor: Tensor) -> Iterator[Tensor]:
-    """A contiguous buffer with the elements of `tensor`; what the block writes into it is in `tensor` afterwards."""
+    """Give a contiguous buffer with the elements of `tensor`. After the block the buffer's contents are in `tensor`.
+
+    The buffer is the tensor's own memory if that is contiguous.
+    """
     detached = tensor.detach()
     buffer = _plain(detached)
     yield buffer
@@ -24,21 +27,26 @@ def written(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def read(tensor: Tensor) -> Tensor:
-    """A contiguous buffer with the elements of `tensor`, to read: the tensor's own memory where that is contiguous."""
+    """Return a contiguous buffer with the elements of `tensor`, for reading: its own memory if that is contiguous."""
     return _plain(tensor.detach())
 
 
 def apart(buffer: Tensor, written: Tensor) -> Tensor:
-    """`buffer`, to read; a copy where it has memory in common with another buffer, `written`, as MPI forbids."""
+    """Return `buffer`, for reading, or a copy of it if it overlaps the memory of `written`.
+
+    MPI forbids overlapping buffers in one call.
+    """
     first, other = buffer.data_ptr(), written.data_ptr()
     overlap = first < other + written.nbytes and other < first + buffer.nbytes
     return buffer.clone() if overlap else buffer
 
 
 def unwritten(tensors: Tensors, outs: Sequence[Tensors]) -> list[Tensor]:
-    """The inputs of calls that are made one after another; copies of inputs that `outs` of earlier calls may overwrite.
+    """Return the inputs of calls that follow each other, with copies of inputs that an earlier call overwrites.
 
-    Args: outs: of each call.
+    Args:
+        tensors: the input of each call.
+        outs: the outputs of each call.
     """
     storages: set[int] = set()
     kept = []
@@ -49,7 +57,7 @@ def unwritten(tensors: Tensors, outs: Sequence[Tensors]) -> list[Tensor]:
 
 
 def room_for(tensor: Tensor) -> Tensor:
-    """A contiguous buffer for other elements of `tensor`: its own memory, or else new."""
+    """Return a contiguous buffer of the shape of `tensor`, for other contents: its own memory, or new memory."""
     detached = tensor.detach()
     if is_plain(detached):
         return detached
@@ -61,12 +69,12 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its memory holds its elements in order, as that of a transposed or conjugated view does not."""
+    """Whether the tensor's memory holds its elements in order. A transposed or conjugated view does not."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def by_dtype(tensors: Tensors) -> list[list[Tensor]]:
-    """The tensors of each dtype, in the order in which the dtypes come."""
+    """Return the tensors of each dtype. The dtypes are in the order of their first tensors."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault(tensor.dtype, []).append(tensor)
@@ -74,18 +82,18 @@ def by_dtype(tensors: Tensors) -> list[list[Tensor]]:
 
 
 def lengths(tensors: Tensors) -> list[int]:
-    """How many elements each has."""
+    """Return the number of elements of each tensor."""
     return [tensor.numel() for tensor in tensors]
 
 
 def flat(tensors: Tensors, buffers: RecycledBuffers) -> Tensor:
-    """The elements of all, which have one dtype, one after the other, in one of `buffers`."""
+    """Copy the elements of `tensors`, of one dtype, one after the other, into one of `buffers`, and return it."""
     flattened = [tensor.detach().reshape(-1) for tensor in tensors]
     buffer = buffers.empty((sum(lengths(tensors)),), tensors[0].dtype)
     return torch.cat(flattened, out=buffer)
 
 
 def unflatten(buffer: Tensor, tensors: Tensors) -> None:
-    """Copy what `flat` put one after the other into `tensors`."""
+    """Copy the elements of `buffer`, in the order of `flat`, into `tensors`."""
     for tensor, part in zip(tensors, buffer.split(lengths(tensors)), strict=True):
         tensor.detach().copy_(part.view(tensor.shape))

@@ -1,4 +1,4 @@
-"""The calls of a process group, and what a call returns before, or after, its tensors have moved."""
+"""The calls of a process group, and the works that calls return: before, or after, their tensors have moved."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from mpistrat.torch_distributed.after_backward import CallsAfterBackward, inside
 
 
 class DoneWork(dist.Work):
-    """Of a call that has ended.
+    """The work of a call that has ended.
 
-    Args: result: its tensors.
+    Args: result: the output tensors of the call.
     """
 
     def __init__(self, result: Sequence[Tensor] = ()) -> None:
@@ -63,7 +63,7 @@ class DoneWork(dist.Work):
 
 
 def seconds_of(timeout: datetime.timedelta | None) -> float:
-    """0: no limit."""
+    """Return `timeout` in seconds; 0 for None or a negative timeout: no limit."""
     return max(0.0, timeout.total_seconds()) if timeout else 0.0
 
 
@@ -71,22 +71,22 @@ def _nothing() -> None:
     pass
 
 
-# Called with a work whose call has failed.
+# Called with the work of a failed call.
 OnFailure = Callable[["UnfinishedWork"], None]
 
 
 class UnfinishedWork(DoneWork):
-    """Of a call that goes on while the program does.
+    """The work of a call that goes on while the program does.
 
-    The error of the call, if any, is raised by `wait`. Where only a future was asked for, as by DDP's buckets, it ends
-    the job: torch does not raise errors of such futures. An error that nobody has asked for goes to `failed`.
+    `wait` raises the error of the call, if any. If only a future was asked for, as by DDP's buckets, the error ends the
+    job: torch does not raise errors of such futures. An error that nobody has asked for goes to `failed`.
 
     Args:
         failed: called with this work if its call has failed, on any thread.
 
     Attributes:
         observed: whether somebody has got the error, or will.
-        make: called before somebody waits: it makes a call that does not go on by itself.
+        make: called before a wait: it makes a call that does not begin by itself.
     """
 
     def __init__(self, result: Sequence[Tensor], failed: OnFailure) -> None:
@@ -97,7 +97,7 @@ class UnfinishedWork(DoneWork):
         self._done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def end(self, error: BaseException | None) -> None:
-        """The call has ended, with `error` if it failed."""
+        """Mark the call as ended, by `error` if it failed."""
         if error is None:
             self._done.set_result(None)
         else:
@@ -142,7 +142,7 @@ class UnfinishedWork(DoneWork):
 
 
 class Steps(DoneWork):
-    """Several works as one, which has ended when all have."""
+    """Several works as one. It has ended when all of them have."""
 
     def __init__(self, works: Sequence[DoneWork]) -> None:
         super().__init__([tensor for work in works for tensor in work.result()])
@@ -165,43 +165,48 @@ class Steps(DoneWork):
 
 
 class GroupCalls:
-    """Makes the calls of a group in the program's order, which is the same on all ranks.
+    """Makes the calls of a group in the program's order. This order is the same on all ranks.
 
-    A call that the program waits for runs on its own thread. One that it does not wait for (`async_op=True`, DDP's
-    buckets) runs on a communication thread, after those before it; a call that the program waits for lets these end
-    first. Where the ranks of a node have no core to spare for such a thread, calls of a backward() wait for its end.
+    A call that the program waits for runs on the program's thread. Any other call (`async_op=True`, DDP's buckets) runs
+    on a communication thread, after earlier ones. A call that the program waits for lets these end first. If the ranks
+    of a node have no core to spare for such a thread, calls of a backward() wait for its end.
 
     Args:
-        communicator: of the group.
+        communicator: the group's communicator.
         name: torch's name of the group.
-        cpu_share: the CPUs that this rank has.
+        cpu_share: number of CPUs of this rank.
 
     Attributes:
-        coalesced: the works of calls that the program makes as one; None outside of them.
-        failed: works whose errors nobody has asked for so far.
+        coalesced: works of the calls that the program makes as one; None outside of them.
+        failed: works with errors that nobody has asked for so far.
     """
 
     def __init__(self, communicator: Communicator, name: str, cpu_share: float) -> None:
         self._communicator, self._name, self._cpu_share = communicator, name, cpu_share
         self.coalesced: list[DoneWork] | None = None
         self.failed: list[UnfinishedWork] = []
-        self._order = threading.RLock()  # of the calls of several threads of the program
+        self._order = threading.RLock()  # orders the calls of several threads of the program
         self._thread: CommunicationThread | None = None
         self._after_backward = CallsAfterBackward()
         self._is_shut_down = False
         self._pid = os.getpid()
-        # Before a thread registers its own: so it runs after what is under way has ended, or failed.
+        # Registered before the communication thread's handler, so it runs after it: all calls have ended then.
         atexit.register(self._end_job_if_unobserved)
 
     def run(
         self, is_async: bool, result: Sequence[Tensor], call: Callable[..., None], *operands: Any
     ) -> DoneWork:
-        """Make a call here, or on the communication thread if the program does not wait for it."""
+        """Make a call on this thread, or on the communication thread if the program does not wait for it.
+
+        Args: result: the output tensors of the call.
+        Returns: the work of the call; a `DoneWork` if this thread has made it.
+        Raises: RuntimeError if no call can be made; the error of the call, or of an earlier one that nobody waited for.
+        """
         self.check_usable()
         thread = self._thread
-        # This thread may just have made a call, and be in a callback of the call's future. The calls of the callback
-        # come next, on all ranks: whether the communication thread or the thread of backward() makes the calls, is each
-        # rank's own choice. They must not wait for calls that this thread has yet to make.
+        # This thread may be in a callback of the future of a call that it has just made. The callback's calls come next
+        # on all ranks. Each rank chooses by itself whether the communication thread or the thread of backward() makes
+        # the calls. They must not wait for calls that this thread has yet to make.
         if thread is not None and (self._after_backward.is_making() or thread.is_current()):
             self._make(call, operands)
             self._stay_inside(True)
@@ -217,6 +222,7 @@ class GroupCalls:
     def _begin(
         self, result: Sequence[Tensor], call: Callable[..., None], operands: Sequence[Any]
     ) -> UnfinishedWork:
+        """Submit a call to the communication thread, or keep it until the end of the running backward()."""
         with self._order:
             if self._thread is None:
                 self._thread = CommunicationThread(
@@ -233,7 +239,7 @@ class GroupCalls:
             except BaseException as error:
                 work.end(error)
                 return
-            # Callbacks of the work's future run here.
+            # Callbacks of the work's future run inside `work.end`.
             self._stay_inside(True)
             try:
                 work.end(None)
@@ -254,24 +260,29 @@ class GroupCalls:
         return work
 
     def check_usable(self) -> None:
-        """Raises: RuntimeError where no call can be made; the error of an earlier call that nobody waited for."""
+        """Check that a call can be made.
+
+        Raises: RuntimeError if the group was destroyed, or in a forked child; the error of an earlier call that nobody
+            waited for.
+        """
         rank = self._communicator.rank
         if self._is_shut_down:
             raise RuntimeError(f"rank {rank}: the process group {self._name!r} was destroyed")
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"the process group {self._name!r} was used in a forked child of rank {rank}; MPI belongs to the "
-                "parent: return what the child computed, and communicate there"
+                "parent: return the child's results, and communicate there"
             )
         if self.failed:
             self._raise_unobserved()
 
     def shut_down(self, native: Callable[[], None], give_back: Callable[[], None]) -> None:
-        """Not collective. Calls on their way end first.
+        """End the group once its calls have ended. Not collective.
 
         Args:
             native: shuts down torch's own groups, once no call can begin any more.
-            give_back: is called last.
+            give_back: called last.
+        Raises: the error of a call that nobody has waited for.
         """
         if self._is_shut_down:
             return
@@ -286,7 +297,7 @@ class GroupCalls:
         atexit.unregister(self._end_job_if_unobserved)
 
     def abort(self, native: Callable[[], None]) -> None:
-        """Not collective. Calls on their way are left, and so are errors nobody has asked for.
+        """End the group: leave its calls, and errors that nobody has asked for. Not collective.
 
         Args: native: aborts torch's own groups, once no call can begin any more.
         """
@@ -298,7 +309,7 @@ class GroupCalls:
             self._thread.end()
 
     def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
-        """The other ranks hear of an error of this rank alone: they are in the call, or will be."""
+        """Make the call. If it fails on this rank alone, the others hear of it: they are in the call, or will be."""
         with self._order:
             try:
                 call(*operands)
@@ -313,14 +324,14 @@ class GroupCalls:
             watch.stay_inside(stays)
 
     def _raise_unobserved(self) -> None:
-        """Raise the error of an earlier call that nobody waited for."""
+        """Raise the error of an earlier call that nobody has waited for."""
         while self.failed:
             work = self.failed.pop(0)
             if not work.observed:
                 work.wait()
 
     def _end_job_if_unobserved(self) -> None:
-        """At exit."""
+        """At exit, end the job for an error that nobody has asked for."""
         try:
             self._raise_unobserved()
         except Exception as error:
@@ -328,5 +339,5 @@ class GroupCalls:
 
 
 def end_job_for(error: BaseException) -> None:
-    """End the job for an error that nobody would see, with its traceback."""
+    """End the job for an error that nobody would see, and report it with its traceback."""
     rank_end().end_job_for(error, "".join(traceback.format_exception(error)), 1)

@@ -1,1 +1,1 @@
-"""From the hook of a parameter to the reduced gradient in .grad."""
+"""The way of a gradient, from the hook of its parameter to the reduced gradient in `.grad`."""

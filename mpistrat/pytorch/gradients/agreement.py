@@ -1,4 +1,4 @@
-"""What the ranks agree on before they reduce gradients: one MAX, of a word for each parameter and a few more."""
+"""The agreement of the ranks before they reduce gradients: one MAX of a word for each parameter, and a few more."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from mpistrat.replicas.torch_modules import ModuleParts
 if TYPE_CHECKING:
     from mpistrat.pytorch.gradients.buckets import Buckets
 
-# How a gradient is laid out. The MAX over all replicas wins: what is dense anywhere is dense.
+# How a gradient is laid out. The MAX over all replicas wins: a gradient that is dense on any replica is dense on all.
 _SPARSE, _DENSE = 1, 2
-# Dense, and accumulated once more after its bucket had left.
+# Dense, and the parameter got another gradient after its bucket had left.
 _AGAIN = 3
-_NAMED = 5  # parameters that a message names
+_NAMED = 5  # number of parameters that a message names
 
 
 class Piggyback(Protocol):
-    """Adds words of this rank to the agreement, which so need no message of their own; gets their maxima."""
+    """Adds words of this rank to the agreement, and gets their maxima over all ranks."""
 
     def words(self) -> np.ndarray:
-        """This rank's words, int32; every rank gives as many. Called at each reduction of gradients."""
+        """Return this rank's int32 words; every rank gives equally many. Called by: each reduction of gradients."""
         ...
 
     def received(self, greatest: np.ndarray) -> None:
-        """Takes the maxima, on all ranks, at the end of the reduction. It may be collective, and may raise."""
+        """Take the maxima over all ranks, at the end of the reduction. It may be collective, and may raise."""
         ...
 
 
@@ -45,19 +45,20 @@ class ReplicaBackward:
     """A backward of one replica.
 
     Attributes:
-        replica: its number among those of this rank.
-        parameters: by slot; None where the program has dropped one.
-        in_block: inside `replica()`, and not inside `run`.
-        synchronizes: whether gradients are reduced: not inside `no_sync()`.
-        scale: multiplied to the sums, or None.
-        weight: what the loss is multiplied by.
-        earlier: by slot, the reduced gradients of earlier backwards.
-        buckets: take gradients while the engine computes others; None: they are reduced afterwards.
-        came: parameters that may not change any more, because their gradients have come; each with its version then.
-        sent: the slots of which something has left in `buckets`.
-        communicated: the program has, inside backward(); until that has ended: perhaps.
-        gradients: by slot, what the replica contributes beside what was sent.
-        buffers: those that the replica's forward has left.
+        replica: number of the replica among this rank's.
+        parameters: the parameters by slot; None for a dropped one.
+        in_block: whether it runs inside `replica()` and not inside `run`.
+        synchronizes: whether gradients are reduced; False inside `no_sync()`.
+        scale: factor of the sums of gradients, or None.
+        weight: factor of the loss.
+        earlier: reduced gradients of earlier backwards, by slot.
+        buckets: take gradients while the engine computes others; None: gradients are reduced after backward().
+        came: parameters that have got a gradient, each with its version then. They must not change before the
+            reduction.
+        sent: slots of the gradients that `buckets` has taken.
+        communicated: whether the program made collective calls inside backward(); True until it has ended.
+        gradients: gradients that are not in `buckets`, by slot; None for a parameter without one.
+        buffers: the replica's buffers after its forward, as of `buffers.snapshot`.
     """
 
     replica: int
@@ -76,16 +77,18 @@ class ReplicaBackward:
 
 
 class AgreedGradients(NamedTuple):
-    """Equal on all ranks.
+    """The result of the agreement; equal on all ranks.
 
     Attributes:
-        dense, sparse: the slots whose gradients are reduced so, in ascending order.
-        again: the dense slots that have got something after their buckets had left.
-        communicates: the program of some rank has communicated inside backward().
-        alike: all replicas have used the same parameters.
-        may_follow: they have, and the MPI of every rank allows several threads: sums need no agreement of their own.
-        buffers: the flags of those that are written, for `buffers.to_average`.
-        maxima: the piggybacks, and the words that each gets.
+        dense: slots of the gradients that are reduced as dense tensors, ascending.
+        sparse: slots of the gradients that are reduced as sparse tensors, ascending.
+        again: the dense slots that got another gradient after their buckets had left.
+        communicates: whether the program of any rank has communicated inside backward().
+        alike: whether all ranks have used the same parameters.
+        may_follow: whether `alike` holds and the MPI of every rank allows several threads: the sums need no further
+            agreement.
+        buffers: flags of the buffers that replicas have written, for `buffers.to_average`.
+        maxima: pairs of a piggyback and the maxima of its words.
     """
 
     dense: list[int]
@@ -99,33 +102,35 @@ class AgreedGradients(NamedTuple):
 
 
 class StepAgreement:
-    """Has the ranks agree at the end of each backward.
+    """Lets the ranks agree at the end of each backward.
 
     Args:
-        registry: of the mirrored parameters.
+        registry: the mirrored parameters and buffers.
     """
 
     def __init__(self, parts: ModuleParts, registry: Registry) -> None:
         self._parts, self._registry = parts, registry
         self._communicator = parts.group.communicator
-        self._layouts: list[Any] = []  # of the parameters that were used last
-        self._digest = 0  # of these
+        self._layouts: list[Any] = []  # of the parameters that the last backward used
+        self._digest = 0  # checksum of `_layouts`
 
     def agree(
         self, replicas: Sequence[ReplicaBackward], extended: Any, optimizer_steps: int
     ) -> AgreedGradients:
-        """Agree on what all replicas of all ranks have used and written. Called by: every rank.
+        """Let the ranks agree on the parameters that they have used and the buffers that they have written.
 
-        Compared are calls of `run` (inside `replica()` steps of distributed datasets), steps of optimizers, calls of
-        `Strategy.shard` inside `replica()` while gradients were on, the first arrays that these were given, and the
-        layouts of the parameters that were used.
+        The ranks also compare their progress: calls of `run` (inside `replica()`: steps of distributed datasets),
+        optimizer steps, and calls of `Strategy.shard` inside `replica()` while gradients were on. They compare the
+        first arrays that `shard` got, and the layouts of the used parameters.
 
+        Called by: every rank.
         Args:
             replicas: the backwards of this rank's replicas.
-            extended: the strategy's.
+            extended: the strategy's `StrategyExtended`.
+            optimizer_steps: steps that this rank has taken inside `run`.
         Raises:
-            CollectiveMismatchError: the ranks are not in the same step, or their parameters have different layouts.
-            RuntimeError: this rank has frozen parameters that others train; they hear of it.
+            CollectiveMismatchError: the ranks are in different steps, or their parameters have different layouts.
+            RuntimeError: this rank has frozen parameters that other ranks train. The other ranks hear of it.
         """
         piggybacks, sharded = list(self._parts.piggybacks), extended.sharded
         counts = self._parts.strategy.runs, optimizer_steps, sharded.count
@@ -151,7 +156,7 @@ class StepAgreement:
         (communicates, single_threaded), equal, opposite, used, written, *maxima = np.split(
             flags, ends[:-1]
         )
-        # Of equal numbers the greatest is the opposite of the greatest opposite.
+        # If all ranks have the same number, MAX(n) equals -MAX(-n).
         *others_differ, batches_differ, layouts_differ, uses_differ = (equal != -opposite).tolist()
         if True in others_differ:
             raise CollectiveMismatchError(self._ranks_apart(counts))
@@ -175,7 +180,11 @@ class StepAgreement:
         )
 
     def _described(self, layouts: Sequence[Any]) -> str:
-        """A line for each parameter. The device counts where it decides about the way of a gradient."""
+        """Return a line for each parameter: dtype, shape and strides.
+
+        The device is added where gradients of GPUs and of the host go different ways.
+        Args: layouts: the parameters' layouts, from `packing.layouts`.
+        """
         on_devices, half = self._communicator.takes_device_buffers, len(layouts) // 2
         return "\n".join(
             f"{dtype}{list(shape)} with strides {strides}{f' on {device.type}' * on_devices}"
@@ -183,18 +192,22 @@ class StepAgreement:
         )
 
     def _layouts_apart(self, layouts: Sequence[Any]) -> str:
-        """The first parameter that differs. Collective."""
+        """Return the message that names the first parameter with different layouts. Collective."""
         of_ranks = self._communicator.all_gather_object(self._described(layouts).split("\n"))
         lines = next(rows for rows in zip(*of_ranks, strict=True) if len(set(rows)) > 1)
         described = ", ".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
         return (
-            f"backward() on rank {self._communicator.rank}: a parameter differs between the ranks ({described}): its "
-            "gradients cannot be added up. Change dtypes, shapes and memory formats of mirrored parameters on every "
-            "rank alike"
+            f"backward() on rank {self._communicator.rank}: a parameter differs between the ranks ({described}), so "
+            "its gradients cannot be added up. Change dtypes, shapes and memory formats of mirrored parameters on "
+            "every rank alike"
         )
 
     def _check_not_frozen(self, numbers: Sequence[int]) -> None:
-        """Raises: RuntimeError: a parameter that other ranks have used is frozen here. Args: numbers: of slots."""
+        """Check the slots `numbers`: other ranks have used them, and this rank has not.
+
+        Raises: RuntimeError if a parameter has `requires_grad=False` here. The other ranks hear of it in their next
+            collective.
+        """
         slots = [self._registry.slots[number] for number in numbers]
         # A parameter that the program has dropped is not frozen.
         frozen = [s.name for s in slots if not getattr(s.reference(), "requires_grad", True)]
@@ -208,7 +221,7 @@ class StepAgreement:
             )
 
     def _ranks_apart(self, counts: tuple[int, int, int]) -> str:
-        """Where each rank is. Collective."""
+        """Return the message that lists the counts of ranks in different steps. Collective."""
         places = enumerate(self._communicator.all_gather_object(counts))
         lines = [
             f"rank {r}: run {runs}, {steps} steps, shard {n}" for r, (runs, steps, n) in places
@@ -216,13 +229,13 @@ class StepAgreement:
         return (
             f"backward() on rank {self._communicator.rank}: the ranks are not in the same step, counting calls of run "
             "(inside replica() the batches of distributed datasets), optimizer steps, and calls of shard while "
-            f"gradients are on ({', '.join(lines)}); a rank has skipped a backward. Every rank must call run, shard "
-            "and backward() as often as the others; a loss of zero contributes nothing"
+            f"gradients are on ({', '.join(lines)}); a rank has skipped a backward. Call run, shard and backward() on "
+            "every rank equally often; a loss of zero contributes nothing"
         )
 
 
 def _kinds(replicas: Sequence[ReplicaBackward]) -> list[int]:
-    """By slot, how the gradient of this rank's replicas is laid out; 0 where none of them has used the parameter."""
+    """Return by slot how this rank's gradient is laid out (`_DENSE`, …); 0 if no replica used the parameter."""
     kinds = [0] * len(replicas[0].parameters)
     for backward in replicas:
         for slot, gradient in enumerate(backward.gradients):

@@ -1,4 +1,4 @@
-"""Gradients on their way from the autograd engine: which come, and which the program uses before they are reduced."""
+"""Gradients that arrive from the autograd engine, and parameters that change before these are reduced."""
 
 from __future__ import annotations
 
@@ -24,24 +24,21 @@ _IS_THERE = functools.partial(operator.is_not, None)
 
 
 class Arrivals:
-    """The gradients that a strategy's replicas get.
-
-    Args:
-        registry: of the mirrored parameters.
+    """Watches the gradients that a strategy's replicas get.
 
     Attributes:
-        made_in_run: names of the parameters that replicas have made inside `run`.
+        made_in_run: names of the parameters that replicas have made inside `run`, by parameter.
     """
 
     def __init__(self, registry: Registry) -> None:
         self.made_in_run: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._registry = registry
-        # By local replica, those that the engine computes now.
+        # The backwards that the engine computes now, by local replica.
         self._backwards: dict[int, ReplicaBackward] = {}
         reference = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
-            """Its gradient has grown."""
+            """Fill the bucket of `parameter`: the engine has added to its `.grad`."""
             arrivals = reference()
             if arrivals is None:
                 return
@@ -55,9 +52,9 @@ class Arrivals:
                 return
             bucket = buckets.places.get(id(parameter))
             if bucket is None or not bucket.missing:
-                return  # once its bucket has left, what comes stays in `.grad`
+                return  # its bucket has left: the gradient stays in `.grad`
             if len(parameter._post_accumulate_grad_hooks) > 1:
-                # The program has a hook, too, which will look at the gradient.
+                # A hook of the program will look at the gradient, too.
                 gradient: Any = parameter.grad
                 buckets.shown.setdefault(id(parameter), (parameter, gradient, gradient._version))
             if buckets.stream is not None:
@@ -69,37 +66,39 @@ class Arrivals:
         self._hook = hook
 
     def guard(self, parameter: torch.Tensor) -> None:
-        """Have the hook called with gradients of the parameter: it fills buckets, and refuses gradients outside run."""
+        """Register the hook of `parameter`: it fills buckets, and refuses gradients outside `run`."""
         if is_inexact(parameter):
             hooks.first_when_accumulated(parameter, self._hook)
 
     def _backward(self) -> ReplicaBackward:
-        """The one that calls a hook, of several: on the host the engine does so on the replica's thread."""
+        """Return the backward of the replica on this thread: on the host the engine calls hooks there.
+
+        Raises: RuntimeError if no replica is in a backward: the gradient would not be reduced.
+        """
         if self._backwards:
             return self._backwards[current_local_replica() or 0]
         in_scope = has_strategy() and in_cross_replica_context()
         where = " (in scope(), where no replica computes)" if in_scope else ""
         raise RuntimeError(
             f"backward() outside run{where} reached a mirrored parameter, where its gradient is not reduced "
-            "over replicas; call loss.backward() inside strategy.run(step), or inside "
-            "strategy.replica(), on the thread that has entered it; or use torch.autograd.grad, which leaves "
-            ".grad alone"
+            "over replicas; call loss.backward() inside strategy.run(step), or inside strategy.replica() on the thread "
+            "that has entered it; or use torch.autograd.grad: it leaves .grad alone"
         )
 
     def _has_no_gradient(self, parameter: torch.Tensor) -> bool:
-        """Neither a gradient so far, nor a strategy that would reduce it."""
+        """Whether `parameter` has no gradient so far, and no strategy that would reduce one."""
         return parameter.grad is None and parameter not in self._registry
 
     @contextlib.contextmanager
     def watched(self, step: ReplicaBackward) -> Iterator[Callable[[], None]]:
-        """Inside, the engine computes `step`.
+        """Inside the block the engine computes `step`, and hooks fill its buckets.
 
-        Gives: `_check`, to be called when the engine has ended, and before gradients are reduced.
+        Gives: `_check`, to be called when the engine has ended, before gradients are reduced.
         """
         watched = list[tuple[torch.Tensor, int]]()
         unmirrored = list(filter(self._has_no_gradient, self.made_in_run))
         for p in filter(_IS_THERE, step.parameters):
-            # By a hook beside ours the program may write any parameter.
+            # A hook of the program may write any parameter.
             if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1:
                 there = filter(_IS_THERE, step.parameters)
                 watched = [(p, p._version) for p in there if not p.is_inference()]
@@ -119,14 +118,15 @@ class Arrivals:
         watched: Sequence[tuple[torch.Tensor, int]],
         taken: Sequence[tuple[int, torch.Tensor, int]],
     ) -> None:
-        """Refuse a backward after which the ranks' parameters would differ.
+        """Refuse a backward that would make the ranks' parameters differ.
 
         Args:
-            unmirrored: parameters of `made_in_run` that had no gradient.
-            watched: parameters that may not change in all of the backward, each with its version before.
-            taken: `.data` of parameters, as of `hooks.noticing_data`.
+            unmirrored: parameters of `made_in_run` that had no gradient before.
+            watched: parameters that must not change during the backward, each with its version before.
+            taken: (parameter's id, tensor, version) of each `.data` that the program took meanwhile.
         Raises:
-            RuntimeError: a parameter was updated, or its gradient is gone, or no strategy keeps it equal.
+            RuntimeError: a mirrored parameter was changed or lost its gradient inside backward(), or a parameter made
+                inside `run` got one.
         """
         in_buckets = {} if step.buckets is None else step.buckets.taken
         for parameter, _ in step.came:
@@ -140,13 +140,13 @@ class Arrivals:
             if parameter._version != version or id(parameter) in written:
                 self._raise_changed(parameter, "was changed")
         for parameter in unmirrored:
-            # Inside `replica()` whole programs live.
+            # Inside `replica()` a whole program runs: it may have models that are not mirrored.
             if parameter.grad is not None and not step.in_block:
                 raise RuntimeError(
                     f"backward() inside run reached {self.made_in_run[parameter]}, of a module that was made inside "
                     "run: it is no variable of the strategy, so nothing keeps it equal on all ranks. Build the module "
-                    "before run, in strategy.scope(); or use torch.autograd.grad where each replica is to have a "
-                    "module of its own"
+                    "before run, in strategy.scope(). If each replica is to have a module of its own, use "
+                    "torch.autograd.grad"
                 )
 
     def _raise_changed(self, parameter: torch.Tensor, happened: str) -> NoReturn:

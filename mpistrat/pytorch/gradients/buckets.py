@@ -1,8 +1,8 @@
 """Dense gradients that leave while `backward()` still runs.
 
-They are cut into buckets in reverse order of the parameters, which is about the order in which backward makes them. A
-bucket leaves once the gradients of all of its parameters are there and those before it have left; so all ranks send the
-same buckets in the same order, whatever each of them uses.
+Gradients are cut into buckets in reverse order of the parameters: backward computes them in about this order. A bucket
+leaves once all of its gradients are there and all earlier buckets have left. So all ranks send the same buckets in the
+same order, whatever parameters each rank uses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpistrat.cross_device_ops import packing
 from mpistrat.liveness.call_site import SourceLine, instead, outside
 from mpistrat.pytorch.gradients.wires import Wires
 
-# Of float32 over 1 Gbit/s 32 ms: long beside what a message costs, short beside a backward that takes longer.
+# 4 MiB take 32 ms over 1 Gbit/s: long beside the cost of a message, short beside a backward that takes longer.
 DEFAULT_BYTES = 1 << 22
 
 _GRAD = operator.attrgetter("grad")
@@ -31,18 +31,18 @@ _GRAD = operator.attrgetter("grad")
 
 @dataclasses.dataclass(eq=False)
 class Bucket:
-    """A part of the gradients, of one dtype and device, side by side.
+    """A buffer for some of the gradients, side by side, of one dtype and device.
 
     Attributes:
-        slots: whose gradients it has room for.
-        like: their parameters on "meta".
+        slots: slots of its parameters.
+        like: its parameters on "meta".
         reduction: how it is summed up.
-        parameters: of `slots`, while a backward runs.
-        missing: the ids of those whose gradients have not come yet; empty once the bucket has taken all.
-        flat: its memory, of shape [elements]; None: not allocated yet.
-        pieces: views of `flat`, in the shapes of the parameters.
-        writers: of a bucket on a device: the streams on which its gradients have come.
-        ready: of a bucket on a device: the events after which it may leave.
+        parameters: its parameters while a backward runs, else empty.
+        missing: ids of its parameters without a gradient so far; empty once the bucket has taken its gradients.
+        flat: its memory, of shape [elements]; None until it is allocated.
+        pieces: views of `flat` in the shapes of the parameters.
+        writers: on a device, the streams that computed its gradients.
+        ready: on a device, the events that the reduction waits for.
     """
 
     slots: list[int]
@@ -60,9 +60,13 @@ class Bucket:
 
 
 def cut(slots: Sequence[int], like: Any, nbytes: int) -> list[list[int]]:
-    """The slots of each bucket, in the order in which buckets are full if gradients come in the order of `slots`.
+    """Cut gradients into buckets of one dtype and device.
 
-    A bucket is of one dtype and device, and has at most `nbytes`; a gradient that is larger has one of its own.
+    Args:
+        slots: the slots in the expected order of gradients.
+        like: the parameters by slot.
+        nbytes: most bytes of a bucket. A larger gradient gets a bucket of its own.
+    Returns: the slots of each bucket, in the order of full buckets.
     """
     buckets = [part for group in packing.alike(like, slots) for part in _parts(group, like, nbytes)]
     position = {slot: i for i, slot in enumerate(slots)}
@@ -86,18 +90,19 @@ class Buckets:
 
     Args:
         wires: how buckets cross a network.
-        like: the parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
-        scale: multiplied to the sums, or None.
-        nbytes: of a bucket, at most.
-        all_reduce: sums up a bucket: its memory, how, and the events that come first.
-        thread: calls `all_reduce`; None: whoever has filled the bucket.
+        like: parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
+        scale: factor of the sums, or None.
+        nbytes: most bytes of a bucket.
+        all_reduce: sums up a bucket, given its memory, its reduction and the events that it waits for.
+        thread: calls `all_reduce`; None if the thread that fills a bucket does.
 
     Attributes:
-        places: by the id of a parameter, the bucket that takes its gradient.
-        taken: by the id of a parameter whose gradient is in a bucket, its slot.
-        shown: by the id of a parameter whose gradient stays where it is: that parameter, the gradient, its version.
-        stream: gives the stream on which gradients come; None on the host.
-        calls: how many buckets have left in collectives of the strategy's own communicator.
+        places: the bucket of a parameter, by the parameter's id.
+        taken: slots of the parameters with gradients in buckets, by id.
+        shown: gradients that stay in `.grad` for a hook of the program: (parameter, gradient, version), by the
+            parameter's id.
+        stream: returns the stream of the running backward; None on the host.
+        calls: number of buckets that left in collectives of the strategy's own communicator.
     """
 
     stream: Callable[[], Any] | None = None
@@ -118,7 +123,7 @@ class Buckets:
         self._submit = self._call if thread is None else thread.submit
 
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """A backward begins. Args: parameters: by slot; those that this rank has dropped are on "meta"."""
+        """Begin a backward. Args: parameters: by slot; parameters that this rank has dropped are on "meta"."""
         frame = outside(sys._getframe())
         self._place = SourceLine(frame.f_code, frame.f_lineno)
         self._done: list[Future[None] | None] = []
@@ -139,9 +144,9 @@ class Buckets:
                 )
 
     def filled(self, bucket: Bucket) -> None:
-        """`bucket` takes the gradients of its parameters, and leaves once those before it have left.
+        """Take the bucket's gradients, and submit all buckets that are next in order and full.
 
-        What is accumulated after that (reentrant checkpointing of shared parameters) stays in `.grad`.
+        Gradients that come later (by reentrant checkpointing of shared parameters) stay in `.grad`.
         """
         gradients: list[Any] = list(map(_GRAD, bucket.parameters))
         bucket.missing.clear()
@@ -155,7 +160,7 @@ class Buckets:
             if gradients[i].is_sparse:
                 gradients[i] = gradients[i].to_dense()
             if id(parameter) not in self.shown:
-                parameter.grad = None  # its memory serves the gradients that come next
+                parameter.grad = None  # frees its memory for later gradients
         if bucket.pieces is not gradients:
             torch._foreach_copy_(bucket.pieces, gradients)
         if self.stream is not None:
@@ -167,7 +172,7 @@ class Buckets:
             self._done.append(self._submit(work, self._place))
 
     def _call(self, work: Callable[[], None], place: SourceLine) -> None:
-        """As `CommunicationThread.submit`, on this thread."""
+        """Do `work` on this thread, as `CommunicationThread.submit` does on its own."""
         self.calls += 1
         before, instead.place = instead.place, place
         try:
@@ -176,21 +181,23 @@ class Buckets:
             instead.place = before
 
     def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
-        """Find memory for `bucket`, which has none, and gets `gradients`."""
+        """Find memory for `bucket`. On the host it has memory since `begin`."""
 
     def finish(self) -> frozenset[int]:
-        """Send the rest, with zeros for what has not come. Returns the slots that got something on this rank.
+        """Send the remaining buckets, with zeros for missing gradients.
 
-        Raises: RuntimeError when a gradient has changed that a hook of the program was to see.
+        Called by: a replica, when the engine has ended.
+        Returns: slots of the parameters that got a gradient in a bucket on this rank.
+        Raises: RuntimeError if a gradient that was kept for a hook has changed since its bucket took it.
         """
         for bucket in self._buckets:
-            if bucket.missing:  # backwards in no_sync() may have left gradients
+            if bucket.missing:  # some of its gradients may come from backwards in no_sync()
                 self.filled(bucket)
         for parameter, gradient, version in self.shown.values():
             if parameter.grad is not gradient or gradient._version != version:
                 raise RuntimeError(
-                    f"the gradient of a parameter of shape {list(parameter.shape)} changed after it was sent: it has a "
-                    "post-accumulate hook, for which it was kept, and grew once more or was written to. Use "
+                    f"the gradient of a parameter of shape {list(parameter.shape)} changed after it was sent: it was "
+                    "kept in .grad for a post-accumulate hook, and then grew once more or was written to. Use "
                     "CommunicationOptions(overlap=False)"
                 )
             parameter.grad = None
@@ -198,27 +205,29 @@ class Buckets:
         return frozenset(self.taken.values())
 
     def wait(self) -> dict[int, torch.Tensor]:
-        """The sums by slot, once all buckets are back. Raises: what a collective has raised meanwhile."""
+        """Wait for all buckets, and return the sums by slot, as views of the buckets.
+
+        Raises: the error of a bucket's collective.
+        """
         for done in filter(None, self._done):
             done.result()
         sums: dict[int, torch.Tensor] = {}
         for bucket in self._buckets:
             sums.update(zip(bucket.slots, bucket.pieces, strict=True))
-            # Nothing but the program refers to its parameters and to their gradients.
+            # From here on only the program refers to its parameters and their gradients.
             bucket.parameters, bucket.flat, bucket.pieces = [], None, []
         return sums
 
     def leave(self) -> None:
-        """The backward has failed: what is under way is of no use. The thread keeps the memory as long as it needs."""
+        """Give up the buckets of a failed backward. The thread keeps their memory until its collectives have ended."""
 
 
 class HostBuckets(Buckets):
-    """Buckets in packs of the host, whose memory is there when a backward begins.
+    """Buckets in packs in host memory. The memory is there when a backward begins.
 
     Args:
-        thread: carries them.
-        packer: makes the packs.
-        nbytes: 0 is `DEFAULT_BYTES`.
+        thread: carries the buckets.
+        nbytes: most bytes of a bucket; 0 for `DEFAULT_BYTES`.
     """
 
     def __init__(
@@ -236,7 +245,7 @@ class HostBuckets(Buckets):
 
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
         super().begin(parameters)
-        # Not collective: the ranks have shared the window before.
+        # Not collective: `Overlap` has had the ranks share the window before.
         slots = list(self._like)[::-1]
         for pack in self._packer.packs(self._like, slots, self._communicator, asks=False):
             start = first = 0

@@ -1,4 +1,4 @@
-"""The sums of the dense gradients that have not left while `backward()` ran: in packs, one after the other."""
+"""Sums of the dense gradients that did not leave while `backward()` ran, in one pack after the other."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ _GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
 class DenseSums:
     """Sums up gradients over all replicas of all ranks.
 
-    Args:
-        packer: makes the packs, in which the sums lie.
-        wires: how packs cross a network.
-
     Attributes:
-        spent: the last contributions on the host, until the next backward drops them and takes their memory again.
+        spent: this rank's last contributions on the host. The next backward drops them and takes their memory again.
     """
 
     def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires) -> None:
         self._packer, self._wires = packer, wires
         self._communicator, self._options = parts.group.communicator, parts.ops.options
         self._all_reduce_packs = (parts.gradient_sums or parts.ops.over_ranks).all_reduce_packs
-        # Freed before that, all at once, they may be the top of the heap, which glibc returns to the system: page
+        # If these tensors were freed at once, they could be the top of the heap. glibc returns that to the system: page
         # faults were a quarter of a training step.
         self.spent: list[torch.Tensor] = []
 
     def of(self, slots: list[int], steps: list[ReplicaBackward]) -> dict[int, torch.Tensor]:
-        """The sums of the gradients of `slots`, by slot. Collective. Args: steps: of this rank's replicas."""
+        """Return the sums of the gradients of `slots`, by slot. Collective.
+
+        Args: steps: the backwards of this rank's replicas.
+        """
         step, parameters = steps[0], steps[0].parameters
         how = [*map(_GRADIENTS, steps)], functools.partial(self._reduction, step)
         if all(map(_IS_CPU, map(parameters.__getitem__, slots))):
@@ -52,7 +51,10 @@ class DenseSums:
     def _on_device(
         self, slots: list[int], steps: list[ReplicaBackward], *how: Any
     ) -> dict[int, torch.Tensor]:
-        """As `of`, one pack after the other."""
+        """Do the work of `of` for parameters outside the host, one pack after the other.
+
+        A rank of one replica frees a GPU's gradients after the sum of their pack.
+        """
         step, parameters = steps[0], steps[0].parameters
         parts = [slots]
         if any(is_on_gpu(parameters[slot]) for slot in slots):
@@ -62,7 +64,7 @@ class DenseSums:
         for part in parts:
             sums |= self._all_reduce_packs(self._packer, parameters, part, *how)
             if len(steps) == 1 and is_on_gpu(parameters[part[0]]):
-                # The memory of these gradients serves the packs that come next.
+                # The next packs use the memory of these gradients.
                 let_go(map(step.gradients.__getitem__, part))
                 for slot in part:
                     step.gradients[slot] = parameters[slot].grad = None

@@ -1,8 +1,8 @@
-"""Buckets on an accelerator, which sums them up while it computes further gradients.
+"""Buckets on an accelerator. The accelerator sums them up while it computes further gradients.
 
-Three streams take part. The program's holds the backward, and the optimizer's step after it; the autograd engine may
-run parts of the backward on others, on which forwards ran. A side stream holds the sums. Each waits for the others by
-events; where collectives are ordered by streams, the host waits for none of them.
+Three kinds of streams take part. The program's stream runs the backward, and the optimizer step after it. The autograd
+engine runs parts of the backward on the streams of their forwards. A side stream sums up buckets. The streams wait for
+each other by events. Where collectives are ordered by streams, the host waits for no stream.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from mpistrat.cross_device_ops import packing
 from mpistrat.pytorch.gradients.buckets import Bucket, Buckets
 from mpistrat.pytorch.gradients.wires import Wires
 
-# The ranks' hosts meet at each bucket, and its copy as float32 is not to count: not too many, and not too large.
+# The ranks' hosts meet at each bucket, so buckets are few. A bucket may be copied as float32, so buckets are not too
+# large.
 _PARTS = 16
 _SMALLEST, _LARGEST = 1 << 20, 25 << 20
 
 
 def bucket_bytes(like: Iterable[torch.Tensor]) -> int:
-    """So many bytes a bucket of the gradients of the parameters `like` has at most, where the program asks for none."""
+    """Return the most bytes of a bucket, if the program sets none, for the gradients of the parameters `like`."""
     total = sum(parameter.nbytes for parameter in like)
     return min(max(total // _PARTS, _SMALLEST), _LARGEST)
 
 
 def let_go(gradients: Iterable[torch.Tensor | None]) -> None:
-    """The current stream was the last to read `gradients`, which the backward may have allocated on another."""
+    """Let the allocator reuse the memory of `gradients` once the current stream has read them.
+
+    The backward may have allocated them on another stream. None and sparse gradients are skipped.
+    """
     for gradient in gradients:
         if gradient is not None and not gradient.is_sparse:
             module = torch.get_device_module(gradient.device)
@@ -40,12 +44,12 @@ def let_go(gradients: Iterable[torch.Tensor | None]) -> None:
 
 
 class SideStream:
-    """A stream of an accelerator on which buckets are summed up, and who makes the calls.
+    """The stream of an accelerator on which buckets are summed up.
 
     Args:
-        device: of all gradients.
-        communicator: whose collectives are ordered by streams: the calls are made by whoever has filled a bucket.
-            Otherwise the communicator of `thread`, which makes them and waits for the device.
+        device: the device of all gradients.
+        communicator: sums up the buckets. Without `thread`, its collectives are ordered by streams.
+        thread: makes the calls, and waits for the device; None if the thread that fills a bucket makes them.
     """
 
     def __init__(
@@ -59,7 +63,10 @@ class SideStream:
         self.stream = self.module.Stream(device)
 
     def all_reduce(self, flat: torch.Tensor, reduction: Reduction, ready: Any) -> None:
-        """Sum up `flat` after the event `ready`. Collective."""
+        """Sum up `flat` in place, on the side stream, after the event `ready`. Collective.
+
+        A communicator that takes no device buffers gets a copy in host memory.
+        """
         self.stream.wait_event(ready)
         with self.module.stream(self.stream):
             if self.communicator.takes_device_buffers:
@@ -71,11 +78,11 @@ class SideStream:
 
 
 class DeviceBuckets(Buckets):
-    """The memory of a bucket is allocated, on the program's stream, when its gradients have come, which then go.
+    """Buckets in device memory. The memory of a bucket is allocated when its gradients are there; then these are freed.
 
     Args:
-        side: sums them up.
-        nbytes: 0: as of `bucket_bytes`.
+        side: the stream that sums up the buckets.
+        nbytes: most bytes of a bucket; 0 for `bucket_bytes`.
     """
 
     stream: Callable[[], Any]
@@ -94,7 +101,7 @@ class DeviceBuckets(Buckets):
         self.stream = functools.partial(side.module.current_stream, side.device)
 
     def wait(self) -> dict[int, torch.Tensor]:
-        """As of `Buckets`; it is the program's stream that waits for the sums."""
+        """Return the sums by slot, as `Buckets.wait`. The program's stream waits for the device, not the host."""
         sums = super().wait()
         self._program.wait_stream(self._side.stream)
         return sums
@@ -104,13 +111,16 @@ class DeviceBuckets(Buckets):
             if bucket.flat is not None:
                 for stream in (*bucket.writers, self._side.stream):
                     bucket.flat.record_stream(stream)
-            bucket.flat, bucket.pieces = None, []  # whoever keeps the error keeps this object
+            bucket.flat, bucket.pieces = None, []  # the error's traceback may keep this object
 
     def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
-        """Allocate memory for `bucket`, or take that of its only gradient. What was written elsewhere comes first."""
+        """Allocate memory for `bucket`, or use the memory of its only gradient.
+
+        The current stream first waits for the streams that wrote the gradients.
+        """
         here = self.stream()
         bucket.writers.add(here)
-        # The program's may still use what the memory held before.
+        # The program's stream may still use the earlier contents of the memory.
         for stream in {*bucket.writers, self._program} - {here}:
             here.wait_stream(stream)
         let_go(gradients)

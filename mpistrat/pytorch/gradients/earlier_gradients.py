@@ -1,6 +1,6 @@
-"""The gradients in `.grad` before a backward.
+"""The gradients that are in `.grad` before a backward.
 
-Reduced gradients are set aside. Those of backwards inside `no_sync()` are not reduced yet, and stay.
+Reduced gradients are set aside. Gradients of backwards inside `no_sync()` are not reduced yet ("local"), and stay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mpistrat.pytorch.modules.registry import ParameterSlot, Registry
 
 
 class _Split(NamedTuple):
-    """A `.grad` that is the sum of a reduced and a local part."""
+    """A `.grad` tensor, `combined`, that is the sum of a reduced and a local gradient, and its version then."""
 
     combined: torch.Tensor
     version: int
@@ -23,7 +23,7 @@ class _Split(NamedTuple):
 
 
 class EarlierGradients:
-    """The gradients that one replica has before a backward, reduced and not."""
+    """The gradients of one replica before a backward, reduced and local ones."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -31,7 +31,10 @@ class EarlierGradients:
         self._splits: dict[ParameterSlot, _Split] = {}
 
     def set_aside(self, parameters: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Take what is reduced out of every `.grad`; returns it by position in `parameters`."""
+        """Move the reduced gradients out of `.grad`, and return them by position in `parameters`. Local gradients stay.
+
+        Raises: RuntimeError if the program has changed a `.grad` that is the sum of a reduced and a local gradient.
+        """
         earlier = {}
         for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
             gradient = None if parameter is None else parameter.grad
@@ -59,7 +62,12 @@ class EarlierGradients:
         earlier: dict[int, torch.Tensor],
         reduced: dict[int, torch.Tensor] | None,
     ) -> None:
-        """Put what was set aside, and what was `reduced` since, into `.grad`. None: nothing was."""
+        """Add the new gradients to the earlier ones, and put the sums into `.grad`.
+
+        Args:
+            earlier: the result of `set_aside`; emptied of the slots in `reduced`.
+            reduced: this backward's reduced gradients by slot; None inside `no_sync()`: `.grad` becomes local.
+        """
         if reduced is None:
             self._keep(parameters, earlier)
             return
@@ -80,7 +88,7 @@ class EarlierGradients:
                 addends.append(added)
         if totals:
             torch._foreach_add_(totals, addends)
-        for slot, before in earlier.items():  # that no replica has used
+        for slot, before in earlier.items():  # no replica has used these parameters
             parameters[slot].grad = before
 
     def _keep(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
@@ -95,7 +103,10 @@ class EarlierGradients:
                 parameter.grad = reduced
 
     def undo(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
-        """After a backward that failed: forget what it added where nothing is waiting to be reduced."""
+        """Restore the earlier gradients after a failed backward.
+
+        The gradient of a parameter without a local one is dropped: only the failed backward can have added it.
+        """
         for slot, parameter in zip(self._registry.slots, parameters, strict=True):
             if parameter is not None and slot not in self._local:
                 parameter.grad = None

@@ -1,8 +1,8 @@
-"""Whether gradients leave while `backward()` runs: as asked for, else as measured.
+"""Whether gradients leave while `backward()` runs: as the program chooses, else as measured.
 
-On a device they do: it sums up some gradients while it computes others. On the host overlap gains where a message waits
-(a network), and may lose where a reduction is work for the cores that backward needs. So both ways are timed there over
-the first steps, and the faster one stays.
+A device gains by overlap: it sums up some gradients while it computes others. The host gains where messages wait for a
+network. It may lose where a reduction takes cores from backward(). So on the host both ways are timed over the first
+steps, and the faster one stays.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from mpistrat.replicas.torch_modules import ModuleParts
 if TYPE_CHECKING:
     from mpistrat.pytorch.gradients.agreement import AgreedGradients, ReplicaBackward
 
-_Parameters = Sequence[torch.Tensor | None]  # by slot
+_Parameters = Sequence[torch.Tensor | None]  # by slot; None for a dropped parameter
 _Sender = CommunicationThread | SideStream
 
-# Below, in bytes of all gradients, there is nothing to hide.
+# With fewer bytes of gradients than this, overlap has nothing to hide.
 SMALLEST = 1 << 20
-# Of each way, five backwards are timed, after two that are not.
+# For each way, five backwards are timed, after two that are not timed.
 _TIMED, _UNTIMED = 5, 2
-# Overlap stays if it takes less than this part of the time of reducing afterwards.
+# Overlap stays if its time is less than this fraction of the time without it.
 _GAIN = 0.97
 
 
 class Overlap:
-    """Decides for each backward, the same on all ranks.
+    """Decides for each backward whether its gradients leave while it runs. All ranks decide alike.
 
-    Called by: one replica per rank, equally often on all.
+    Called by: one replica per rank, equally often on all ranks.
     Args:
         shares: whether the ranks of a node share parameters.
 
     Attributes:
-        may_come: it is not decided yet, or decided for.
+        may_come: whether overlap is on, or not decided yet.
     """
 
     def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires, *, shares: bool) -> None:
@@ -56,14 +56,14 @@ class Overlap:
         options = parts.ops.options
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
         self._sender: _Sender | None = None
-        self._devices: frozenset[torch.device] | None = None  # of what is expected
-        self._communicates = False  # the program, inside some backward()
-        self._differ = False  # ranks have used different parameters in some backward()
-        self._expected: tuple[int, ...] | None = None  # slots, if the last two backwards agreed
+        self._devices: frozenset[torch.device] | None = None  # devices of the expected parameters
+        self._communicates = False  # the program, in any backward()
+        self._differ = False  # ranks used different parameters in a backward()
+        self._expected: tuple[int, ...] | None = None  # slots; None if two backwards differ
         self._last: tuple[int, ...] = ()
-        self._like: dict[int, torch.Tensor] = {}  # those slots' parameters, without memory
-        self._buckets: Buckets | None = None  # of the next backward
-        self._made_for: list[Any] = []  # the scale, and the layouts of parameters
+        self._like: dict[int, torch.Tensor] = {}  # parameters of `_expected` on "meta"
+        self._buckets: Buckets | None = None  # for the next backward
+        self._made_for: list[Any] = []  # scale and layouts of `_buckets`
         self._seconds: tuple[list[float], list[float]] = ([], [])  # sequential, overlapped
         self._started = 0.0
         self._overlaps: bool | None = None
@@ -74,30 +74,30 @@ class Overlap:
             self._decline(why_not)
 
     def forget(self) -> None:
-        """Slots have got other numbers. Called by: all ranks."""
+        """Forget the expected slots: slots have new numbers. Called by: every rank."""
         self._expected, self._last, self._like, self._buckets = None, (), {}, None
 
     def begin(self, parameters: _Parameters, scale: float | None) -> Buckets | None:
-        """The buckets of the backward that begins; None if its gradients are reduced afterwards.
+        """Return the buckets for a backward that begins; None if its gradients are reduced afterwards.
 
-        Not collective: a rank that skips this backward is found out at its end.
+        Not collective: if a rank skips this backward, the agreement at its end finds out.
         """
         if self._sender is None or not self._expected:
             return None
         turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
         buckets = None
         if self._overlaps or turn:
-            # A model that the program has dropped goes when Python collects it, on each rank at another time.
+            # Python collects a dropped model at another time on each rank, so its parameters are still sent.
             sent = {
                 s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()
             }
             made_for = [scale, *map(LAYOUT, sent.values())]
             if self._buckets is None or self._made_for != made_for:
                 if not _devices_of(parameters, self._expected).issubset(self._devices or ()):
-                    return None  # they were moved
+                    return None  # the parameters were moved
                 self._buckets = self._make_buckets(self._sender, _without_memory(sent), scale)
                 self._made_for = made_for
-            # Those of a backward that fails do not come back: what is under way uses them.
+            # If the backward fails, the buckets do not come back: their collectives may still use them.
             buckets, self._buckets = self._buckets, None
             buckets.begin(sent)
         self._started = time.perf_counter()
@@ -112,19 +112,22 @@ class Overlap:
         return HostBuckets(sender, self._packer, *how)
 
     def end(self, step: ReplicaBackward, agreed: AgreedGradients) -> None:
-        """The backward `step` has ended, in which the slots `agreed.dense` got gradients on some rank. Collective."""
+        """Learn from a backward that has ended: its time, its slots, and calls of the program inside it. Collective.
+
+        Args: agreed: the slots `agreed.dense` got gradients on some rank.
+        """
         if self._overlaps is None and self._started:
             self._seconds[step.buckets is not None].append(time.perf_counter() - self._started)
             self._decide()
         self._started = 0.0
         self._buckets = step.buckets or self._buckets
         last, self._last = self._last, tuple(agreed.dense)
-        # Where parameters take turns, those of the other turn would be sent for nothing.
+        # Where two models take turns, buckets of the other model would be sent for nothing.
         self._expect(last if last == self._last else None, step.parameters)
         self._communicates |= agreed.communicates
         self._differ |= not agreed.alike
         if self._communicates and isinstance(self._sender, SideStream):
-            # Buckets on a device cannot leave beside the program's own calls then.
+            # Then buckets on a device must not interleave with the program's calls.
             if self._sender.thread is not None:
                 why_not = "two threads must not use a device's groups and MPI at a time"
             elif self._differ:
@@ -135,12 +138,12 @@ class Overlap:
             self._decline(f"the program communicates inside backward(), and {why_not}")
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
-        """Collective."""
+        """Expect gradients of the slots `last` in the next backward; None: expect none. Collective."""
         self._expected = last
         if not last:
             return
         devices = _devices_of(parameters, last)
-        # A rank may have dropped all that is expected.
+        # A rank may have dropped all of the expected parameters.
         moved = self._devices is None or bool(devices - self._devices)
         if not moved and self._like.keys() == set(last):
             return
@@ -150,15 +153,15 @@ class Overlap:
             self._devices = devices
             self._agree_on_sender(devices)
         if isinstance(self._sender, CommunicationThread):
-            # Has the ranks share the window, which is collective, now that all of them are here.
+            # Share the window now: this is collective, and all ranks are here.
             self._sender.communicator.memory.window_buffer(_nbytes(self._like.values()))
 
     def state(self) -> dict[str, Any]:
-        """Which gradients leave in the next backward, for `load`; the same on all ranks."""
+        """Return the slots that leave in the next backward, for `load`; the same on all ranks."""
         return {"last": self._last, "expected": self._expected}
 
     def load(self, state: Mapping[str, Any], parameters: _Parameters) -> None:
-        """Collective."""
+        """Go on with a `state` from a checkpoint. Collective."""
         if self.may_come:
             self._last = state["last"]
             self._expect(state["expected"], parameters)
@@ -168,7 +171,7 @@ class Overlap:
         return f"gradients are reduced {how}: {self._why}"
 
     def _agree_on_sender(self, devices: frozenset[torch.device]) -> None:
-        """Find who sends buckets; nobody, for ever, if gradients are to be reduced afterwards. Collective."""
+        """Choose the thread or stream that sends buckets, or decline overlap for good. Collective."""
         communicator = self._communicator
         facts = (
             self._asked,
@@ -190,16 +193,16 @@ class Overlap:
         (kind,) = kinds or {"cpu"}
         why = _first_that_holds(
             ("as asked for", self._asked),
-            ("a device does both at a time", kind != "cpu"),
-            # A trial would lose what is held back of the buffers that are given up.
-            ("as wire formats are better off", self._wires.has_format),
+            ("a device computes and communicates at a time", kind != "cpu"),
+            # Timing both ways would lose the residuals of the buffers of the slower way.
+            ("a trial would lose residuals of the wire format", self._wires.has_format),
         )
         if why:
             self._overlaps, self._why = True, why
         self._sender = self._make_sender(next(iter(devices), torch.device(kind)))
 
     def _make_sender(self, device: torch.device) -> _Sender:
-        """Collective."""
+        """Make the thread or stream that sends buckets of `device`. Collective."""
         communicator = self._communicator
         is_host = device.type == "cpu"
         if not (is_host or self._wires.wait_for_host(communicator.ordered_by_streams)):
@@ -213,7 +216,10 @@ class Overlap:
         return SideStream(device, thread.communicator, thread)
 
     def _decline(self, why: str) -> None:
-        """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
+        """Reduce all gradients after backward() from now on, and warn on rank 0 if the program asked for overlap.
+
+        Called by: all ranks, if by any.
+        """
         self.may_come, self._overlaps, self._why, self._buckets = False, False, why, None
         if self._asked:
             warn_on_first_rank(
@@ -234,12 +240,12 @@ class Overlap:
 
 
 def _why_never(parts: ModuleParts, shares: bool) -> str:
-    """Why gradients of this strategy cannot leave while backward runs; empty if they may."""
+    """Return why gradients of this strategy cannot leave while backward() runs; empty if they can."""
     return _first_that_holds(
         ("parameters are shared", shares),
         ("a step is recorded first, and then computed", parts.replicas.records_steps),
         ("several replicas of a rank take turns", parts.replicas.count > 1),
-        # What is accumulated once more after its bucket has left would be added in another order.
+        # A gradient that grows after its bucket has left would be added in another order.
         ("deterministic=True", parts.group.deterministic),
         (
             "a cross_device_ops of the program's own sees all gradients first",
@@ -249,7 +255,10 @@ def _why_never(parts: ModuleParts, shares: bool) -> str:
 
 
 def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str], str]:
-    """The kinds of all devices; and why gradients cannot, or had better not, leave while backward runs, or nothing."""
+    """Return the kinds of all devices, and why gradients should not leave while backward() runs; empty if they may.
+
+    Args: of_ranks: the facts of each rank, from `Overlap._agree_on_sender`.
+    """
     asked, thread_multiple, of_rank, devices, nbytes, masks, threads = zip(*of_ranks, strict=True)
     kinds: frozenset[str] = frozenset().union(*of_rank)
     busy = any(
@@ -261,7 +270,8 @@ def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str]
         ("MPI was started without MPI_THREAD_MULTIPLE", not min(thread_multiple)),
         ("parameters are on several devices", max(len(kinds), *devices) > 1),
         ("parameters are on an XLA device", "xla" in kinds),
-        ("", None not in asked or not kinds <= {"cpu"}),  # nothing below speaks against it then
+        # The reasons below hold only on the host, and if the program does not choose.
+        ("", None not in asked or not kinds <= {"cpu"}),
         (f"{nbytes[0]} bytes are too few", nbytes[0] < SMALLEST),
         ("no core of the node is free, and memory does not wait", busy),
     )
@@ -276,10 +286,10 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _without_memory(parameters: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
-    """The parameters on "meta", by slot, without those that the program has dropped."""
+    """Return the parameters on "meta", by slot, without dropped ones."""
     return {s: p.detach().to("meta") for s, p in parameters.items() if p is not None}
 
 
 def _devices_of(parameters: _Parameters, slots: Sequence[int]) -> frozenset[torch.device]:
-    """On which those of `slots` are that the program still has."""
+    """Return the devices of the parameters of `slots`, without dropped ones."""
     return frozenset([p.device for slot in slots if (p := parameters[slot]) is not None])

@@ -1,16 +1,16 @@
-"""What `backward()` reduces: each adds the reduction of its own contribution to `.grad`, once.
+"""`backward()` inside `run`: it reduces its gradients over all replicas, and adds the result to `.grad`.
 
-`reducing_backward` stands in the place of `torch.autograd.backward`. Its end, unlike the callbacks of the autograd
-engine, is a place where a replica may wait for another: it is outside the engine, on the thread of the replica, and
-after reentrant checkpointing, too.
+`reducing_backward` replaces `torch.autograd.backward`. At its end a replica may wait for others: it is outside the
+autograd engine and on its own thread, also after reentrant checkpointing. A callback of the engine could not wait.
 
-Before the backward, every `.grad` that is already reduced is set aside; so what is in `.grad` afterwards is this
-replica's contribution. The ranks agree on which parameters were used anywhere (`agreement`). The contributions of those
-are packed by dtype (`cross_device_ops.packing`), and all-reduced. `.grad` then is a view of the pack: nothing is copied
-out. Where something was set aside, `.grad` is that again, and the sum is added to it. A `cross_device_ops` of the
-program's own adds up the contributions of this rank's replicas first. With overlap, contributions leave in buckets
-while the backward runs; the agreement says which of them count. On a device packs are as large as buckets, and a
-gradient's memory goes when it is in one: the gradients, and little more, is what memory has to hold.
+A backward sets reduced gradients aside, so that `.grad` collects only this replica's contribution. If the program has
+its own `cross_device_ops`, it adds up the contributions of this rank's replicas. The ranks agree on the parameters that
+any replica used (`agreement`). The contributions are packed by dtype (`cross_device_ops.packing`) and all-reduced.
+`.grad` becomes a view of the pack, so nothing is copied out. If a gradient was set aside, the sum is added to it
+instead.
+
+With overlap, contributions leave in buckets while the engine runs. On a device a pack is as large as a bucket, and a
+gradient is freed once it is in a pack, so memory holds the gradients and little more.
 """
 
 from __future__ import annotations
@@ -49,27 +49,31 @@ from mpistrat.wire_formats import ShortFloats
 if TYPE_CHECKING:
     from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
 
-# Ids of the reducers inside whose `no_sync()` this replica is; its thread inherits the program's.
+# Ids of the reducers with a `no_sync()` block around this replica. The replica's thread inherits them from the
+# program's.
 _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "not_synchronizing", default=frozenset()
 )
 
 
-_PARAMETER = operator.methodcaller("reference")  # of a slot
+_PARAMETER = operator.methodcaller("reference")  # of a `ParameterSlot`
 _IS_THERE = functools.partial(operator.is_not, None)
-# None also of a parameter that is gone.
+# The default None stands for a parameter that was garbage-collected.
 _GRADIENT = itertools.repeat("grad"), itertools.repeat(None)
 
 _MAY_INTERLEAVE = (
-    "Gradients left while backward() ran: if the program communicates inside backward(), and its ranks use different "
-    "parameters, have them reduced when it has ended, with CommunicationOptions(overlap=False)"
+    "Gradients were sent while backward() ran. If the program communicates inside backward(), and its ranks use "
+    "different parameters, reduce gradients after backward(): CommunicationOptions(overlap=False)"
 )
 
 
 def replica_here() -> tuple[AnyReplicaContext, GradientReducer] | None:
-    """The replica that runs here, and the reducer of its strategy; None outside run, or if there is one replica."""
+    """Return the context of the replica on this thread, and its strategy's gradient reducer.
+
+    Returns: None outside `run` and `replica()`, for a strategy without torch modules, or with one replica.
+    """
     if not per_thread.modes or (context := per_thread.modes[-1].replica_context) is None:
-        return None  # below all modes is the default strategy, of one replica
+        return None  # without a mode, the default strategy is in force: it has one replica
     modules = per_thread.modes[-1].strategy.extended.modules.made
     if modules is None or modules.reducer.count == 1:
         return None
@@ -93,9 +97,9 @@ def reducing_backward(
         return
     if create_graph:
         raise RuntimeError(
-            "backward(create_graph=True) inside run is not supported: the graph of a reduction over "
-            "replicas cannot be built into .grad. Use torch.autograd.grad(..., create_graph=True) for "
-            "the inner derivative, and call backward() on the loss that contains it"
+            "backward(create_graph=True) inside run is not supported: .grad cannot hold the graph of a reduction "
+            "over replicas. Use torch.autograd.grad(..., create_graph=True) for the inner derivative, and call "
+            "backward() on the loss that contains it"
         )
     context, reducer = here
     with spans.current.range("backward"), hooks.without_compiled_autograd():
@@ -112,17 +116,18 @@ class GradientReducer:
     """Reduces the gradients of a strategy's mirrored parameters.
 
     Args:
-        slice_steps: of parameters that the ranks of a node share; None without `shared_parameters=True`.
+        slice_steps: the optimizer steps of parameters that a node's ranks share; None without `shared_parameters=True`.
 
     Attributes:
-        count: of replicas, on all ranks.
-        steps: optimizer steps taken inside `run`; a rank whose count differs has skipped a backward.
+        count: number of replicas on all ranks.
+        steps: optimizer steps taken inside `run`. A rank with another count has skipped a backward.
         has_reduced: whether all ranks have come to the end of a backward.
-        share: what this replica's loss counts in that of all, by the last backward; None before the first.
-        optimizers: those that have stepped inside `run` and are still alive, by number in the order of first steps.
-        numbers: those of the next ones; equal on all ranks.
-        slice_steps: as given.
-        arrivals: watches the gradients that come.
+        share: this replica's weight in the global loss in the last backward; None before the first. With a mean the
+            shares of all replicas add up to 1; with a sum each is 1.
+        optimizers: live optimizers that have stepped inside `run`, by the number of their first step.
+        numbers: counts first steps of optimizers; equal on all ranks.
+        slice_steps: the argument `slice_steps`.
+        arrivals: watches the gradients that the autograd engine accumulates.
         packer: makes the packs of gradients.
     """
 
@@ -150,12 +155,12 @@ class GradientReducer:
         self.numbers = itertools.count()
 
     @functools.cached_property
-    def _extended(self) -> Any:  # which this is a part of
+    def _extended(self) -> Any:  # the strategy's `StrategyExtended`
         return self._parts.strategy.extended
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The work of `Strategy.no_sync`."""
+        """Do the work of `Strategy.no_sync`."""
         token = _not_synchronizing.set(_not_synchronizing.get() | {id(self)})
         try:
             yield
@@ -163,12 +168,11 @@ class GradientReducer:
             _not_synchronizing.reset(token)
 
     def backward(self, context: AnyReplicaContext, tensors: Any, *arguments: Any) -> None:
-        """Call the autograd engine, and reduce what it has added to `.grad`.
+        """Run the autograd engine, and reduce the gradients that it has added to `.grad`.
 
+        After an error `.grad` has the reduced gradients from before.
         Called by: every replica, equally often.
-        Args:
-            context: of the replica.
-            tensors, arguments: of torch's `backward`.
+        Args: tensors, arguments: the arguments of `torch.autograd.backward`.
         """
         step, reduced = self._set_aside(context.local_index), None
         replicas, replica = self._parts.replicas, step.replica
@@ -184,7 +188,11 @@ class GradientReducer:
         self._earlier[replica].put_back(step.parameters, step.earlier, reduced)
 
     def _set_aside(self, replica: int) -> ReplicaBackward:
-        """Take what is reduced already out of every `.grad`."""
+        """Begin a backward: move reduced gradients out of `.grad`, so that `.grad` collects only this backward's.
+
+        Returns: the record of the backward, with the moved gradients and the buckets to fill.
+        Raises: RuntimeError if nothing is mirrored inside `replica()`, or if a graph of the device is captured.
+        """
         rule, call = self._parts.rule, f"backward() over {self.count} replicas"
         parameters = [*map(_PARAMETER, self.registry.slots)]
         in_block, scale = per_thread.modes[-1].in_block, None
@@ -193,7 +201,7 @@ class GradientReducer:
             _check_mirrors(parameters, call)
             rule.default_to_mean(call)
         some = next(filter(_IS_THERE, parameters), None)
-        if synchronizes and some is not None:  # what torch has sharded leaves nothing to decide
+        if synchronizes and some is not None:  # a model of sharded parameters alone needs no rule
             scale = 1.0 / self.count if (rule.chosen or rule.decided(call)) == "mean" else None
             if not some.is_cpu:
                 _check_not_captured(some)
@@ -206,7 +214,7 @@ class GradientReducer:
         )
 
     def _run(self, step: ReplicaBackward, tensors: Any, *arguments: Any) -> None:
-        """Have the engine compute what the replica contributes."""
+        """Have the engine compute the replica's gradients, and record them in `step`."""
         contract, buckets = self._communicator.contract, step.buckets
         calls = contract.calls
         with self.arrivals.watched(step) as check:
@@ -221,7 +229,11 @@ class GradientReducer:
             step.buffers = buffers.snapshot(self.registry) if self.registry.buffers else []
 
     def _agree_and_reduce(self, steps: list[ReplicaBackward]) -> list[dict[int, torch.Tensor]]:
-        """For each replica of this rank by slot the reduced gradients, without those that no replica has used."""
+        """Reduce the gradients of this rank's replicas. Collective.
+
+        Returns: a dict for each replica, from a parameter's slot to its reduced gradient; parameters that no replica
+            used are absent.
+        """
         with spans.current.range("reduce gradients"):
             if self._parts.ops.custom is not None:
                 with self._raising_together:
@@ -236,9 +248,12 @@ class GradientReducer:
             return reduced
 
     def _weight(self, in_block: bool) -> float:
-        """What this replica's loss counts in the mean of all: as much as it has of the examples of its loader's step.
+        """Return the factor for this replica's loss, and set `share`.
 
-        So the gradient of the mean over a replica's own part becomes that of the mean over the global batch.
+        With a mean the factor is the replica's part of the examples in its loader's step, times the number of replicas;
+        1.0 if no loader tells. So the mean over each replica's own part gives the gradient of the mean over the global
+        batch.
+        Args: in_block: whether the backward runs inside `replica()` and not inside `run`.
         """
         steps, sharded = self._extended.given_steps, self._extended.sharded
         is_mean, weight = self._parts.rule.chosen == "mean", 1.0
@@ -254,16 +269,18 @@ class GradientReducer:
         return weight
 
     def check_may_be_sharded(self, name: str) -> None:
-        """Warn if the gradient of parameter `name`, a DTensor, may be scaled otherwise than those of mirrored ones.
+        """Check an optimizer step of parameter `name`, a DTensor.
 
-        Raises: RuntimeError if this strategy cannot leave it to torch.
+        Warns once, on rank 0, if the strategy scales mirrored gradients for a global loss: `fully_shard` averages
+        instead.
+        Raises: RuntimeError with `shared_parameters=True`, or if this rank has several replicas.
         """
         rule = self._parts.rule
         if rule.is_of_loss and not self._warned_of_scale:
             self._warned_of_scale = True
             warn_on_first_rank(
                 self._communicator.rank,
-                f"{rule}, but fully_shard leaves the mean of those of parameter {name}, which is sharded. Make the "
+                f"{rule}, but fully_shard averages the gradient of parameter {name}, which is sharded. Make the "
                 'strategy with gradients="mean", and call backward() on the mean over this replica\'s own batch; '
                 'or with gradients="sum", and call set_gradient_divide_factor(1.0) of each fully sharded module',
             )
@@ -278,7 +295,10 @@ class GradientReducer:
         )
 
     def held_back(self) -> dict[str, Any]:
-        """What the wire format has held back on this rank, for `hold_back`."""
+        """Return this rank's residuals of the wire format for a checkpoint, for `hold_back`.
+
+        The dict also has the number of ranks, the names of the mirrored parameters, and the state of overlap.
+        """
         return {
             "ranks": self._communicator.size,
             "parameters": [slot.name for slot in self.registry.slots],
@@ -287,15 +307,18 @@ class GradientReducer:
         }
 
     def hold_back(self, some: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with the sum of `states`, any number, that ranks have held back; `some` is any rank's.
+        """Go on with the sum of saved residuals. Rank 0 warns if they are lost, because other parameters are mirrored.
 
-        Called by: every rank.
+        Called by: every rank, when a checkpoint is restored.
+        Args:
+            some: the state of any rank, from `held_back`.
+            states: the states for this rank; any number.
         """
         if some["parameters"] != [slot.name for slot in self.registry.slots]:
             warn_on_first_rank(
                 self._communicator.rank,
-                "what ranks have held back of gradients is lost: this program has mirrored other parameters, "
-                "or in another order",
+                "the values that the wire format held back of gradients are lost: this program has mirrored other "
+                "parameters, or in another order, than the program that saved the checkpoint",
                 UserWarning,
             )
             return
@@ -303,14 +326,17 @@ class GradientReducer:
         self.overlap.load(some["overlap"], self.registry.parameters())
 
     def explain(self) -> str:
-        """How gradients are reduced, for people."""
+        """Return lines for people: how gradients are reduced."""
         lines = [str(self._parts.rule), self.overlap.explain(), self.wires.explain()]
         return "\n".join(filter(None, lines))
 
     def _reduce(
         self, steps: list[ReplicaBackward], agreed: AgreedGradients
     ) -> dict[int, torch.Tensor]:
-        """Sum up the gradients that some replica has used, by slot, and average buffers."""
+        """Sum up the gradients that any replica has used, average buffers, and serve the piggybacks. Collective.
+
+        Returns: the reduced gradients of this rank's first replica, by slot.
+        """
         step, buckets = steps[0], steps[0].buckets
         reduced: dict[int, torch.Tensor] = {}
         if self.slice_steps is not None:  # parameters are shared by ranks of one replica each
@@ -318,7 +344,7 @@ class GradientReducer:
                 agreed.dense, step.parameters, step.gradients, step.earlier, step.scale
             )
         early = {} if buckets is None else buckets.wait()
-        # All that has not left in a bucket; and what has got something after it had left.
+        # Gradients that have not left in a bucket, and parameters that got more after their bucket had left.
         slots = sorted({*agreed.dense} - ({*reduced, *early} - agreed.again))
         if slots:
             following = self._communicator.contract.following
@@ -342,7 +368,10 @@ class GradientReducer:
         return reduced
 
     def _undo(self, step: ReplicaBackward, error: BaseException) -> None:
-        """The backward has failed for `error`."""
+        """Restore `.grad` and drop the buckets of a backward that failed by `error`.
+
+        A `CollectiveMismatchError` gets a hint if calls of the program may have interleaved with buckets.
+        """
         self._earlier[step.replica].undo(step.parameters, step.earlier)
         buckets, step.buckets = step.buckets, None  # the error keeps the step
         if buckets is None:
@@ -353,13 +382,13 @@ class GradientReducer:
 
 
 def _check_mirrors(parameters: Sequence[Any], call: str) -> None:
-    """Raises: RuntimeError where nothing is mirrored, and torch has no group by which the program may do so itself."""
+    """Raises: RuntimeError if no module is mirrored, and torch has no default group to combine gradients with."""
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not parameters and not has_group:
         raise RuntimeError(
             f"{call} inside replica(), where no module is mirrored: each rank would train a model of its own. Call "
-            "strategy.prepare(model) once the model is built, on every rank; or torch.autograd.grad, if no gradients "
-            "are to be combined"
+            "strategy.prepare(model) on every rank once the model is built. If no gradients are to be combined, call "
+            "torch.autograd.grad"
         )
 
 
@@ -368,12 +397,12 @@ def _check_not_captured(parameter: torch.Tensor) -> None:
     if is_capturing(parameter):
         raise RuntimeError(
             "backward() inside run was called while a graph of the device is captured: the ranks agree on the host on "
-            "what they reduce, which a replay would leave out. Capture the model alone, by "
+            "the gradients that they reduce, and a replay would leave that out. Capture the model alone, by "
             'torch.cuda.make_graphed_callables or torch.compile(mode="reduce-overhead"), and call backward() outside; '
             "or capture backward() inside strategy.no_sync(), and give the gradients to all_reduce after each replay"
         )
 
 
 def install() -> None:
-    """Have backwards inside `run` reduce gradients."""
+    """Replace `torch.autograd.backward`, so that backwards inside `run` reduce gradients."""
     hooks.replace_backward(reducing_backward)

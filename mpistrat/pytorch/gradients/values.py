@@ -1,4 +1,4 @@
-"""Gradients as values that replicas reduce: sparse ones are `IndexedSlices`, which no pack takes."""
+"""Gradients as the values that replicas reduce. Sparse gradients are `IndexedSlices`, which packs do not take."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
     from mpistrat.pytorch.gradients.agreement import ReplicaBackward
 
-Gradient = torch.Tensor | None  # None where a replica has not used the parameter
+Gradient = torch.Tensor | None  # None if a replica has not used the parameter
 
 
 def sum_by_custom_ops(custom: CrossDeviceOps, replicas: Sequence[ReplicaBackward]) -> None:
-    """Have the first replica of this rank contribute what all of them do, added up by the program's `cross_device_ops`.
+    """Add up the gradients of this rank's replicas by the program's `cross_device_ops`, into the first replica's.
 
-    It gets the gradients of all parameters that a replica has used in one call, as it gets values of `reduce`.
+    `custom` gets the gradients of all used parameters in one call, like values of `reduce`. The other replicas then
+    have no gradients.
     """
     slots, pairs = [], []
     first, *others = replicas
@@ -44,9 +45,10 @@ def sum_by_custom_ops(custom: CrossDeviceOps, replicas: Sequence[ReplicaBackward
 def sum_sparse(
     over_ranks: MpiAllReduce, slots: Iterable[int], replicas: Sequence[ReplicaBackward]
 ) -> dict[int, torch.Tensor]:
-    """By slot, the sums of row-sparse gradients over all ranks, duplicates added up in the order of replicas.
+    """Return the sums of row-sparse gradients over all ranks by slot, coalesced. Collective.
 
-    Collective. Args: replicas: of this rank.
+    Duplicate rows are added up in the order of replicas.
+    Args: replicas: the backwards of this rank's replicas.
     """
     sums = {}
     for slot in slots:
@@ -61,7 +63,7 @@ def sum_sparse(
 def _components(
     parameter: torch.Tensor, gradients: Sequence[Gradient]
 ) -> list[torch.Tensor | IndexedSlices]:
-    """One for each replica: rows if all are row-sparse, else dense. A replica without a gradient contributes zeros."""
+    """Return each replica's gradient, zeros for None: `IndexedSlices` if all are row-sparse, else dense."""
     if all(g is not None and g.is_sparse and g.sparse_dim() == 1 for g in gradients):
         return [_rows(parameter, g) for g in gradients]
     return [torch.zeros_like(parameter) if g is None else g.to_dense() for g in gradients]
@@ -81,6 +83,6 @@ def _rows(parameter: torch.Tensor, gradient: Gradient) -> IndexedSlices:
 def as_sparse(
     indices: torch.Tensor, values: torch.Tensor, shape: Any, is_coalesced: bool | None = None
 ) -> torch.Tensor:
-    """A tensor of `shape` whose rows at `indices` are `values`, on their device."""
+    """Return a sparse COO tensor of `shape` with the rows `values` at `indices`, on the device of `values`."""
     how: Any = {"is_coalesced": is_coalesced, "check_invariants": False}
     return torch.sparse_coo_tensor(indices[None], values, shape, device=values.device, **how)

@@ -1,4 +1,4 @@
-"""What the wire format has held back of each buffer of gradients."""
+"""The residuals of the wire format: the values that it holds back of each buffer of gradients."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.pytorch.modules.registry import ParameterSlot, Registry
 from mpistrat.wire_formats import ShortFloats, WireFormat, name_of
 
-# Of parameters that take turns, such as a generator's and a discriminator's, each turn keeps its residuals: in all so
-# many times what the largest backward has.
+# Parameters may take turns, as a generator's and a discriminator's, and each turn keeps its residuals. All residuals
+# together have at most this many times the largest backward's values.
 _TURNS = 4
 
 
 class Wire:
-    """A format and what it has held back of one buffer; called by communicators where messages go."""
+    """A wire format and the residual of one buffer. Communicators call it where messages cross the network."""
 
     def __init__(self, wire_format: WireFormat) -> None:
         self._format = wire_format
@@ -28,17 +28,20 @@ class Wire:
 
     @property
     def size(self) -> int:
-        """Values held back."""
+        """Number of values in the residual."""
         return len(self.residual)
 
     def __call__(self, communicator: Communicator, values: Any) -> None:
-        """`values`: a NumPy array or tensor, float32, of this rank."""
+        """Combine `values`, this rank's float32 array or tensor, over the ranks in place.
+
+        Warns that the residual is lost if its length differs: gradients go another way than before a restart.
+        """
         tensor = arrays.as_tensor(values)
         if len(self.residual) != len(tensor):
             if self.size:
                 warnings.warn(
-                    f"gradients go by another way than they did before the restart: the {self.size} values that rank "
-                    f"{communicator.rank} has held back of a buffer are lost",
+                    f"the {self.size} values that rank {communicator.rank} held back of gradients are lost: "
+                    "gradients go another way than before the restart",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -47,13 +50,13 @@ class Wire:
 
 
 class Wires:
-    """Those of a strategy's buffers of gradients.
+    """The wires of all buffers of a strategy's gradients.
 
     Args:
-        wire_format: None leaves everything as it is.
-        registry: of the parameters, whose slots change their numbers when others are dropped.
+        wire_format: None leaves gradients as they are.
+        registry: its `ParameterSlot`s are the keys, since slot numbers change.
 
-    Attributes: has_format: whether gradients are sent otherwise than they are.
+    Attributes: has_format: whether there is a wire format.
     """
 
     def __init__(self, wire_format: WireFormat | None, registry: Registry) -> None:
@@ -64,7 +67,7 @@ class Wires:
         self._most = 0
 
     def of(self, slots: Sequence[int]) -> Wire | None:
-        """That of the buffer of the gradients of `slots`, whose residual it keeps."""
+        """Return the wire of the buffer with the gradients of `slots`; None without a format."""
         if self._format is None:
             return None
         key = tuple(self._registry.slots[slot] for slot in slots)
@@ -76,9 +79,9 @@ class Wires:
     def reduction(
         self, label: str, scale: float | None, slots: Sequence[int], *, natively: bool = False
     ) -> Reduction:
-        """The sum, times `scale`, of a buffer of the gradients of `slots`.
+        """Return the reduction of a buffer with the gradients of `slots`: the sum, times `scale`.
 
-        Args: natively: by an accelerator's own collectives, in which short floats are added as such.
+        Args: natively: whether an accelerator's own collectives sum it up. These add short floats as such.
         """
         label = f"{label}{self}"
         if natively and isinstance(self._format, ShortFloats):
@@ -86,14 +89,17 @@ class Wires:
         return reducing("sum", label, scale).compressed_by(self.of(slots))
 
     def wait_for_host(self, natively: bool) -> bool:
-        """Whether the host takes part in sums of buffers on an accelerator. Args: natively: as of `reduction`."""
+        """Whether the host takes part in sums of buffers on an accelerator.
+
+        Args: natively: whether an accelerator's own collectives could sum them up.
+        """
         return not natively or not isinstance(self._format, ShortFloats | None)
 
     def end_backward(self) -> None:
-        """Forget the buffers that were not used for longest, where there are too many."""
+        """Forget the least recently used buffers if their residuals hold too many values."""
         self._most = max(self._most, sum(self._wires[key].size for key in self._used))
         self._used.clear()
-        # One that no message was given to holds nothing back: another may take its place.
+        # A wire without a message holds nothing back, so its buffer need not be kept.
         self._wires = {key: wire for key, wire in self._wires.items() if wire.size}
         total = sum(wire.size for wire in self._wires.values())
         while total > _TURNS * self._most:
@@ -101,7 +107,7 @@ class Wires:
             total -= self._wires.pop(key).size
 
     def state(self) -> dict[str, Any]:
-        """What this rank holds back, for `load`; tensors are shared. Between backwards."""
+        """Return this rank's residuals for `load`, not copied. Called by: a checkpoint, between backwards."""
         index = {slot: i for i, slot in enumerate(self._registry.slots)}
         held = [
             {"slots": [index[slot] for slot in key], "residual": wire.residual}
@@ -111,11 +117,11 @@ class Wires:
         return {"held_back": held, "most": self._most}
 
     def load(self, states: Sequence[Mapping[str, Any]], whole: bool) -> None:
-        """Hold back the sum of what ranks held back, of parameters with the same slots.
+        """Replace the residuals by sums of saved ones, of buffers of parameters with the same slots.
 
         Args:
-            states: any number.
-            whole: take only what is of whole buffers, and warn of slices.
+            states: results of `state` of any number of ranks.
+            whole: take only residuals of whole buffers; warn and drop all if a rank carried a slice.
         """
         if self._format is None:  # this program sends gradients as they are
             return
@@ -126,8 +132,8 @@ class Wires:
             length = sum(p.numel() for slot in key if (p := slot.reference()) is not None)
             if whole and len(held["residual"]) != length:
                 warnings.warn(
-                    "what ranks have held back of gradients is lost: their number has changed, and each carries a "
-                    "slice",
+                    "the values that the wire format held back of gradients are lost: the number of ranks has changed, "
+                    "and each rank had held back values of a slice",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -138,7 +144,7 @@ class Wires:
             wire.residual = wire.residual + residual if wire.size else residual.clone()
 
     def explain(self) -> str:
-        """For people; empty without a format."""
+        """Return a line for people about the wire format; empty without one."""
         if self._format is None:
             return ""
         crossed = f"up to {self._most:,} values of a backward()" if self._most else "none has yet"

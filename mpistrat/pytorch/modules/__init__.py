@@ -1,1 +1,1 @@
-"""The torch modules that scope() sees: recorded, placed, mirrored, and their buffers averaged."""
+"""The torch modules of a strategy: they are recorded in `scope()`, placed, and mirrored; their buffers are averaged."""

@@ -1,7 +1,7 @@
-"""Buffers that a forward writes (batch norm's statistics): each replica's own, averaged for readers.
+"""Buffers that a forward writes (batch norm's statistics): each replica has its own, and readers get the average.
 
-Each reduction of gradients also averages buffers, so reading a `state_dict` on one rank, as everybody's script does,
-needs no communication. Integer buffers take replica 0's value.
+Each reduction of gradients also averages buffers. So one rank can read a `state_dict` without communication, as most
+scripts do. Integer buffers get replica 0's value.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.torch_modules import ModuleParts
 
 Snapshot = list["tuple[torch.Tensor | None, bool]"]
-_Copies = dict[int, list[Any]]  # by index of a buffer, each replica's
+_Copies = dict[int, list[Any]]  # each replica's copies of a buffer, by the buffer's index
 
 
 def snapshot(registry: Registry) -> Snapshot:
-    """Each buffer of the replica that runs here, and whether it may have been written since the last average.
+    """Return each buffer of the replica that runs here, and whether it may have been written since the last average.
 
-    Torch's batch norm writes its statistics without counting that as a write, but counts its batches in another buffer:
-    if one buffer of a module was written, the others may be, too.
+    Torch's batch norm writes its statistics without counting the writes, but it counts its batches in another buffer.
+    So one written buffer of a module marks all of its buffers as written.
     """
-    # The modules themselves: a reference to a module that is gone has no hash.
+    # Keep the modules alive meanwhile: a weak reference to a freed module has no hash.
     found = [(slot, slot.module(), slot.tensor()) for slot in registry.buffers]
     written = {id(module) for slot, module, tensor in found if slot.changed(tensor)}
     return [(tensor, id(module) in written) for _, module, tensor in found]
@@ -40,15 +40,16 @@ _LIMITS = np.iinfo(np.int32)
 
 
 def flags_of(snapshots: Sequence[Snapshot]) -> np.ndarray:
-    """Of the buffers that a local replica has written. The ranks then take the MAX of all flags.
+    """Return the flags of buffers that this rank's replicas have written. The ranks then take the MAX of all flags.
 
-    Returns: int32, for each buffer: written, and the shape's checksum and its negative.
+    Args: snapshots: a snapshot for each replica of this rank.
+    Returns: int32, three per buffer: whether it was written, the checksum of its shape, and the checksum's negative.
     """
     flags = np.array([(0, _LIMITS.min, _LIMITS.min)] * len(snapshots[0]), np.int32)
     for taken in snapshots:
         for row, (tensor, written) in zip(flags, taken, strict=True):
             if tensor is None:
-                row[1] = _LIMITS.max  # a rank without it has no part in an average
+                row[1] = _LIMITS.max  # if a replica lacks the buffer, it is not averaged
             else:
                 checksum = zlib.crc32(repr(tuple(tensor.shape)).encode()) >> 1
                 np.maximum(row, (written, checksum, -checksum), out=row)
@@ -56,9 +57,11 @@ def flags_of(snapshots: Sequence[Snapshot]) -> np.ndarray:
 
 
 def to_average(flags: np.ndarray) -> np.ndarray:
-    """Which buffers were written on some replica, and have one shape on all of them.
+    """Return a boolean array of the buffers that any replica has written, and that have the same shape on all replicas.
 
-    A forward may replace a buffer by one of its batch's length, such as a cache of positions: that is left alone.
+    A forward may replace a buffer by one of its batch's length, such as a cache of positions. Such a buffer is left
+    alone.
+    Args: flags: the MAX of `flags_of` over all ranks.
     """
     rows = flags.reshape(-1, 3)
     return (rows[:, 0] == 1) & (rows[:, 1] == -rows[:, 2])
@@ -71,9 +74,15 @@ def average(
     flags: np.ndarray,
     label: str = "buffers",
 ) -> None:
-    """Average the flagged buffers over all replicas of all ranks, in place. One collective for each dtype of floats.
+    """Average the flagged buffers over all replicas of all ranks, in place.
 
-    Called by: every rank. Integers travel with the floats. The host waits for no device.
+    There is one collective for each dtype of floats. Integers travel with the floats. The host waits for no device.
+    Called by: every rank.
+    Args:
+        slots: the slots of the buffers.
+        snapshots: a snapshot for each replica of this rank.
+        flags: the result of `to_average`.
+        label: the call's name in reports.
     """
     copies: _Copies = {
         i: [taken[i][0] for taken in snapshots] for i in np.flatnonzero(flags).tolist()
@@ -90,9 +99,9 @@ def average(
 def _values_of_all(
     parts: ModuleParts, copies: _Copies, floats: list[int], integers: list[int], label: str
 ) -> dict[int, torch.Tensor]:
-    """The mean of each of the buffers `floats`, and the first replica's of `integers`."""
+    """Return the means of the buffers `floats`, and the first replica's buffers `integers`, by index. Collective."""
     packs: list[_BytePack] = []
-    if parts.replicas.records_steps:  # of all replicas that share a name
+    if parts.replicas.records_steps:  # the sum covers all replicas that run one program
         sums_of_rank = [parts.replicas.sum_of_rank(copies[i][0].detach()) for i in floats]
         contributions = [[total] for total in sums_of_rank]
     else:
@@ -112,14 +121,15 @@ def _values_of_all(
     return values
 
 
-# As bytes in floats of 32 bits integers take four times their memory.
+# A byte in a 32-bit float takes four times its memory, so a larger pack is sent as bytes.
 _MOST_BYTES_AMONG_FLOATS = 2**16
 
 
 class _BytePack:
-    """Integers and booleans of one device as numbers from 0 to 255, to which the other replicas add zeros.
+    """Integer and boolean buffers of one device, sent as numbers from 0 to 255.
 
-    Args: groups: the indices of those of one dtype, the widest first, so that each is aligned.
+    All replicas but the first send zeros, so the sum has the first replica's values.
+    Args: groups: the indices of the buffers of each dtype. The widest dtype comes first, so that each is aligned.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], copies: _Copies) -> None:
@@ -129,17 +139,20 @@ class _BytePack:
         self._others = len(copies[groups[0][0]]) - 1
 
     def send_as(self, dtype: torch.dtype) -> None:
-        """Every float of at least 16 bits keeps the numbers exactly. Many are sent as they are."""
+        """Send the bytes as floats of `dtype`, of 16 bits or more: they hold them exactly. Large packs stay bytes."""
         if len(self._bytes) <= _MOST_BYTES_AMONG_FLOATS:
             self._bytes = self._bytes.to(dtype)
 
     def components(self, is_first: bool) -> list[torch.Tensor]:
-        """The contributions of this rank's replicas. Args: is_first: they are the first of all replicas."""
+        """Return the contribution of each replica of this rank: the bytes or zeros.
+
+        Args: is_first: whether this rank has the first replica of all. Only this replica contributes the bytes.
+        """
         zeros = torch.zeros_like(self._bytes)
         return [self._bytes if is_first else zeros, *[zeros] * self._others]
 
     def values_of(self, total: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The first replica's buffers by index, from the sum of all contributions."""
+        """Yield the first replica's buffers by index. Args: total: the sum of all contributions."""
         left = total.to(torch.uint8)
         for group, like in self._groups:
             size = sum([tensor.nbytes for tensor in like])
@@ -149,7 +162,7 @@ class _BytePack:
 
 
 def _byte_packs(copies: _Copies, floats: Sequence[int], integers: Sequence[int]) -> list[_BytePack]:
-    """The `integers`, one pack for each device, in the dtype of the widest `floats` there."""
+    """Return a pack of the buffers `integers` for each device, in the dtype of the widest buffer of `floats` there."""
     like = {i: tensors[0] for i, tensors in copies.items()}
     groups: dict[torch.device, list[list[int]]] = {}
     for group in sorted(packing.alike(like, integers), key=lambda group: -like[group[0]].itemsize):
@@ -164,14 +177,14 @@ def _byte_packs(copies: _Copies, floats: Sequence[int], integers: Sequence[int])
 def _broadcast(
     parts: ModuleParts, copies: _Copies, indices: Sequence[int], label: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rank 0's buffers, through the host."""
+    """Yield rank 0's buffers by index, through the host. Collective."""
     like = {i: tensors[0].detach() for i, tensors in copies.items()}
     for group in packing.alike(like, indices):
         tensors = [like[i] for i in group]
         flat = arrays.to_host(packing.concatenated(tensors))
         parts.group.communicator.broadcast(flat, label=label)
         if parts.replicas.device_of_modules is not None:
-            # All at once: XLA makes a scalar that a host tensor sets a part of the graph if it is 0 or 1.
+            # Move all at once: a scalar 0 or 1 from the host would become a constant of XLA's graph.
             flat = arrays.to_device(flat, parts.replicas.device_of_modules)
         yield from zip(group, packing.unpack(flat, tensors), strict=True)
 
@@ -179,10 +192,10 @@ def _broadcast(
 def _write(
     slots: Sequence[BufferSlot], copies: _Copies, values: Mapping[int, torch.Tensor]
 ) -> None:
-    """Write each replica's buffers so that torch counts it only if it counted the forward's own write.
+    """Write `values` into each replica's buffers. Torch counts the write only if it has counted the forward's write.
 
-    A graph that still waits for its backward may hold a buffer: torch lets batch norm write it in the next forward
-    meanwhile, and refuses what an in-place operation has changed.
+    A graph that waits for its backward may hold a buffer. Torch lets the next batch norm forward write it meanwhile,
+    but refuses a buffer that a counted in-place operation has changed.
     """
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []

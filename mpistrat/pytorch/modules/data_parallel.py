@@ -1,4 +1,4 @@
-"""torch's own data parallelism around a module that a strategy mirrors, whose gradients would be reduced twice."""
+"""Refuses torch's own data parallelism around a module that a strategy mirrors: gradients would be reduced twice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-# By module: the class that it defines. They are loaded by torch, or by the program.
+# The classes by the modules that define them. Only torch or the program imports these modules.
 _WRAPPERS = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
@@ -14,7 +14,7 @@ _WRAPPERS = {
 
 
 def wrapper_of(module: torch.nn.Module) -> str:
-    """The name of the class of torch's by which `module` reduces gradients itself; "" if it does not."""
+    """Return the name of torch's class by which `module` reduces gradients itself; "" if it does not."""
     for loaded, name in _WRAPPERS.items():
         cls = getattr(sys.modules.get(loaded), name, None)
         if cls is not None and isinstance(module, cls):
@@ -23,17 +23,27 @@ def wrapper_of(module: torch.nn.Module) -> str:
 
 
 def check_not_wrapped(root: torch.nn.Module, rank: int) -> None:
-    """Raises: ValueError when `root`, which is to be mirrored, is or has a module that reduces gradients itself."""
+    """Check a module that is to be mirrored.
+
+    Args: rank: this rank, for the message.
+    Raises: ValueError if `root` is, or contains, a module that reduces gradients itself.
+    """
     for module in root.modules():
         if wrapper := wrapper_of(module):
             refuse_wrapping(wrapper, next(module.children(), module), rank)
 
 
 def refuse_wrapping(wrapper: str, module: torch.nn.Module, rank: int) -> None:
-    """Raises: ValueError: a `wrapper`, the name of a class, is around `module`, which is mirrored, or is to be."""
+    """Raise ValueError for a `wrapper` around a module that is mirrored, or is to be mirrored.
+
+    Args:
+        wrapper: the class name of the wrapper.
+        module: the wrapped module.
+        rank: this rank, for the message.
+    """
     sharded = ""
     if wrapper != "DistributedDataParallel":
-        sharded = ". To shard a model, use torch.distributed.fsdp.fully_shard, whose parameters a strategy leaves alone"
+        sharded = ". To shard a model, use torch.distributed.fsdp.fully_shard: a strategy leaves its parameters alone"
     raise ValueError(
         f"rank {rank}: {wrapper} is put around a {type(module).__name__} that the strategy mirrors: gradients would be "
         f"reduced twice, by it and by backward() of the strategy. Leave {wrapper} out, and call the module itself; "

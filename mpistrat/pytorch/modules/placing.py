@@ -1,4 +1,4 @@
-"""Modules on the device of their strategy: the same parameters, so that optimizers that have them go on."""
+"""Moves modules to the device of their strategy. Parameters stay the same objects, so optimizers keep them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from mpistrat.pytorch import hooks
 
 
 def place(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """Move what `module` has to `device`: parameters with their gradients, and buffers. Shared ones stay shared.
+    """Move the parameters of `module`, with their gradients, and its buffers to `device`. Shared tensors stay shared.
 
-    Those whose shape comes later will be made there; those whose values come later are left for later. DTensors stay
-    where their mesh is.
-    Returns: the parameters that were elsewhere.
-    Raises: RuntimeError: something keeps a weak reference to a parameter, which would lead to what is no longer one.
+    Lazy tensors will be made on `device`. Tensors on "meta" and DTensors stay where they are.
+    Returns: the parameters that were moved.
+    Raises: RuntimeError if something keeps a weak reference to a parameter that must be swapped: the reference would
+        lead to another tensor.
     """
     parameters: list[torch.Tensor] = []
     buffers: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for name, child in module.named_modules():
             if isinstance(child, torch.nn.RNNBase):
-                child._flat_weight_refs = []  # weak ones; what they lead to is to be another
+                child._flat_weight_refs = []  # torch does not swap tensors with weak references
             for key, parameter in child._parameters.items():
                 if _is_elsewhere(parameter, device):
                     path = f"{name}.{key}".lstrip(".")
@@ -55,7 +55,10 @@ def _is_elsewhere(tensor: torch.Tensor | None, device: torch.device) -> TypeGuar
 
 
 def place_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """As `place`, of parameters that are in no module."""
+    """Move parameters that are in no module to `device`, as `place` does.
+
+    Returns: the tensors that were moved.
+    """
     elsewhere = [tensor for tensor in tensors if _is_elsewhere(tensor, device)]
     with torch.no_grad():
         for tensor in elsewhere:
@@ -64,7 +67,11 @@ def place_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> list
 
 
 def _move(parameter: torch.Tensor, device: torch.device, name: str) -> None:
-    """As a module's `to` does, but `parameter` goes on being the same object for devices of all kinds."""
+    """Move `parameter` and its gradient to `device`. It stays the same object, for devices of all kinds.
+
+    Args: name: for the message.
+    Raises: RuntimeError if something refers weakly to a parameter that must be swapped.
+    """
     kind: Any = type(parameter)
     if is_lazy(parameter):
         there = kind(parameter.requires_grad, device, parameter.dtype)
@@ -80,23 +87,23 @@ def _move(parameter: torch.Tensor, device: torch.device, name: str) -> None:
         there.requires_grad_(parameter.requires_grad)
         if gradient is not None:
             there.grad = gradient.to(device)
-    # The tensors of XLA, and of some other kinds, are of another kind than the host's, so setting .data is refused.
+    # Tensors of XLA and some other devices have another C++ type than host tensors, so torch refuses to set .data.
     try:
         torch.utils.swap_tensors(parameter, there)
     except RuntimeError as error:
         raise RuntimeError(
-            f"parameter {name} cannot be brought to {device} at the scope's end ({error}): have the module there "
-            f"before anything refers to it, with .to({str(device)!r}) in the scope"
+            f"parameter {name} cannot be brought to {device} at the scope's end ({error}). Move the module before "
+            f"anything refers to the parameter: call .to({str(device)!r}) in the scope"
         ) from error
 
 
 def bring_states(parameters: Collection[torch.Tensor]) -> None:
-    """Let the state that optimizers already have of `parameters` be where these are now.
+    """Move the state that optimizers have of `parameters` to the devices of these.
 
-    As after a `load_state_dict`, counts of steps stay on the host unless the optimizer computes with them.
+    Step counts stay on the host, as after `load_state_dict`, unless the optimizer is capturable or fused.
     """
     moved = set(map(id, parameters))
-    # Nothing else knows of all optimizers: they may have been made outside the scope, and restored inside.
+    # Only the garbage collector knows all optimizers: a program may make one outside the scope, and restore it inside.
     optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)] if moved else []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -109,11 +116,11 @@ def bring_states(parameters: Collection[torch.Tensor]) -> None:
 
 
 def compute_there(module: torch.nn.Module, device: torch.device) -> None:
-    """Let calls of `module` with tensors that are elsewhere compute on `device`, as long as its parameters are there.
+    """Let `module(…)` take tensors on other devices, as long as its parameters are on `device`.
 
-    The results are brought to where the arguments were: so a program that evaluates outside `run`, where nothing
-    brings batches to the device, is the same for devices of all kinds. What is called with a tensor on `device`, as
-    inside `run`, is called as it is.
+    A call moves the tensors in its arguments to `device`, and the results to the device of the first one. So a program
+    that evaluates outside `run`, where nothing moves batches, is the same for devices of all kinds. A call with a
+    tensor on `device`, as inside `run`, is left as it is.
     """
 
     def around(
@@ -136,14 +143,14 @@ def compute_there(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def _on(device: torch.device, values: Any) -> Any:
-    """`values`, a structure, with its tensors on `device`."""
+    """Return `values`, a structure, with its tensors on `device`."""
     return pytree.tree_map(
         lambda x: x.to(device) if _can_move(x) else x, values, is_leaf=_is_packed
     )
 
 
 def _is_packed(value: Any) -> bool:
-    """A tuple of tensors of which one is the host's."""
+    """Whether `value` is a `PackedSequence`, a tuple with one tensor that must stay on the host."""
     return isinstance(value, PackedSequence)
 
 

@@ -1,4 +1,4 @@
-"""Modules and optimizers that a program prepares together."""
+"""Checks of modules, optimizers and schedulers that a program prepares together."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from mpistrat.replicas.strategy_extended import StrategyExtended
 
 Purpose = Literal["use", "save", "restore"]
-# Those that ranks have found to be alike; they are not compared once more when they step.
+# Optimizers, schedulers and scalers that are known to be alike on all ranks. A step does not compare them again.
 compared: weakref.WeakSet[Any] = weakref.WeakSet()
 _OF_EVERY_SCHEDULER = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
 def not_mirrored(owner: StrategyModules, modules: Iterable[Module]) -> list[Module]:
-    """Those of `modules` that have something which is not mirrored yet, each once."""
+    """Return the modules, each once, that were made outside the scope or have a tensor that is not mirrored."""
     return [
         module
         for module in dict.fromkeys(modules)
@@ -44,7 +44,11 @@ def check_optimizers(
     optimizers: Iterable[Optimizer],
     modules: Sequence[Module],
 ) -> None:
-    """Raises: ValueError: an optimizer updates what nobody keeps equal, or nothing of the modules that it came with."""
+    """Check the optimizers against the modules that are prepared with them.
+
+    Raises: ValueError if an optimizer has a trainable parameter that is neither mirrored, prepared nor sharded, or none
+        of `modules`.
+    """
     prepared = set(itertools.chain.from_iterable(module.parameters() for module in modules))
     for optimizer in optimizers:
         trained = [p for p in hooks.parameters_of(optimizer) if p.requires_grad]
@@ -56,22 +60,21 @@ def check_optimizers(
                 f"the {kind} has {len(trained)} parameters, {len(trained) - len(others)} of them in modules that "
                 f"are prepared with it ({', '.join(sorted(names)) or 'none'}), and {len(unknown)} in none that is "
                 f"mirrored. Make the {kind} of the parameters of the module that is trained, after copy.deepcopy, "
-                "convert_sync_batchnorm and whatever else makes others, and give prepare that module, too"
+                "convert_sync_batchnorm and other calls that make new parameters, and give prepare that module, too"
             )
 
 
 def check_alike(
     extended: StrategyExtended, objects: Mapping[str, Any], purpose: Purpose = "use"
 ) -> None:
-    """Compare the optimizers, schedulers and gradient scalers among `objects`: each rank has made its own.
+    """Compare the ranks' optimizers, schedulers and gradient scalers: each rank has made its own.
 
     Called by: every rank. Nothing is read from an accelerator but the state of a gradient scaler.
     Args:
-        objects: by name.
-        purpose: what comes next. To "restore" gives states back by the positions of parameters, and replaces all else:
-            only parameters are compared. To "use" optimizers, no parameter may be in those of two ranks, either:
-            `ZeroRedundancyOptimizer` deals them out.
-    Raises: ValueError on all ranks, where they differ.
+        objects: by name; other kinds are skipped.
+        purpose: "restore" compares only parameters, because a restore replaces all other state. "use" allows different
+            optimizers without a common parameter (`ZeroRedundancyOptimizer`). "save" compares everything.
+    Raises: ValueError on all ranks, if they differ.
     """
     kinds = Optimizer if purpose == "restore" else (Optimizer, LRScheduler, torch.amp.GradScaler)
     found = {f"{type(v).__name__} ({n})": v for n, v in objects.items() if isinstance(v, kinds)}
@@ -95,7 +98,10 @@ def check_alike(
 
 
 def of_all(communicator: Communicator, lines: list[str], label: str) -> list[list[str]]:
-    """The lines of all ranks; nothing where they are equal, which digests tell. Called by: every rank."""
+    """Return the lines of all ranks; an empty list if they are equal, as digests tell.
+
+    Called by: every rank.   Args: label: the call's name in reports.
+    """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(communicator.all_gather_object(digest, label=label))) == 1:
         return []
@@ -103,7 +109,10 @@ def of_all(communicator: Communicator, lines: list[str], label: str) -> list[lis
 
 
 def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
-    """The number of the first line that differs, and how the first rank with another line than rank 0 has it."""
+    """Return the number of the first line that differs, and a text with rank 0's line and another rank's.
+
+    Raises: ValueError if all ranks have the same lines.
+    """
     for number, lines in enumerate(itertools.zip_longest(*of_ranks, fillvalue="nothing")):
         for rank, line in enumerate(lines):
             if line != lines[0]:
@@ -112,7 +121,7 @@ def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
 
 
 def _are_dealt_out(of_ranks: list[list[str]]) -> bool:
-    """Whether no parameter is in the optimizers of two ranks, as `ZeroRedundancyOptimizer` has it."""
+    """Whether no parameter is in the optimizers of two ranks, as with `ZeroRedundancyOptimizer`."""
     owned = [{s.split(" is ")[1] for s in rank if s.startswith("parameter ")} for rank in of_ranks]
     return 0 < len(set().union(*owned)) == sum(map(len, owned))
 
@@ -120,7 +129,7 @@ def _are_dealt_out(of_ranks: list[list[str]]) -> bool:
 def _described(
     name: str, value: Any, extended: StrategyExtended, purpose: Purpose
 ) -> Iterator[str]:
-    """Lines that must be equal on all ranks."""
+    """Yield lines about `value` that must be equal on all ranks."""
     if not isinstance(value, Optimizer):
         yield from _plain(name, _simple(value))
         return
@@ -128,7 +137,7 @@ def _described(
     slots = [] if modules is None else modules.registry.slots
     names = {id(slot.reference()): f"{slot.name} (number {i})" for i, slot in enumerate(slots)}
     for g, group in enumerate(value.param_groups):
-        # Torch may have sharded some over a part of the ranks: others have none of them.
+        # Torch may have sharded a parameter over some of the ranks: the other ranks do not have it.
         whole = [p for p in group["params"] if not is_sharded(p) or p.device_mesh.size() == size]
         for i, p in enumerate(whole):
             yield f"parameter {i} of group {g} of {name} is {names.get(id(p)) or _kind_of(p)}"
@@ -142,7 +151,10 @@ def _kind_of(parameter: torch.Tensor) -> str:
 
 
 def _plain(owner: str, state: Mapping[str, Any]) -> Iterator[str]:
-    """The strings of `state`, and its numbers to six digits: the last bits of a cosine depend on the processor."""
+    """Yield a line for each string and number in `state`.
+
+    Numbers have six digits, because the last bits of a cosine depend on the processor.
+    """
     for key, value in state.items():
         text = json.dumps(value, default=_simple, skipkeys=True)
         short = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}"))
@@ -150,11 +162,11 @@ def _plain(owner: str, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _simple(value: Any) -> Any:
-    """`value` as JSON may have it; None for what may differ, such as a function or another object."""
+    """Return `value` as JSON can hold it; None for values that may differ, such as functions."""
     if isinstance(value, torch.amp.GradScaler):
         return value.state_dict()
     if isinstance(value, LRScheduler):
-        # One of the program's own may keep its rank. The last bits of a metric depend on the GPU.
+        # A scheduler of the program may keep its rank. The last bits of `best`, a metric, depend on the GPU.
         is_of_torch = type(value).__module__.startswith("torch.")
         kept = vars(value).keys() - {"best"} if is_of_torch else _OF_EVERY_SCHEDULER
         return {key: state for key, state in vars(value).items() if key in kept}

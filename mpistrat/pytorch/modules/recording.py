@@ -1,7 +1,7 @@
 """Records the torch modules that are built inside `scope()`, and the parameters and buffers that they get later.
 
-All three registration hooks are needed: the parameter hook alone misses modules that are deep-copied, such as the
-layers of `nn.TransformerEncoder`.
+It needs all three registration hooks of torch. The parameter hook alone misses modules that are deep-copied, such as
+the layers of `nn.TransformerEncoder`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 @functools.cache
 def _watch_registrations() -> None:
-    """Have the recorders see what any module gets.
+    """Tell all recorders of each parameter, buffer and submodule that any module gets.
 
-    Torch goes through its hooks as they are, so none may leave when Python collects a strategy meanwhile.
+    The hooks are never removed: torch iterates over them, and Python may collect a strategy meanwhile.
     """
     hooks.register_module_parameter_registration_hook(_see)
     hooks.register_module_buffer_registration_hook(_see)
@@ -40,16 +40,16 @@ def _see(module: Module, name: str, value: Any) -> None:
 
 
 class Recorder:
-    """Keeps weak references to modules, in the order in which they were first seen.
+    """Keeps weak references to modules, in the order of their first registration.
 
     Args:
-        strategy: in whose scope modules are recorded.
-        is_mirrored: whether a parameter is.
+        strategy: modules are recorded in the scope of this strategy.
+        is_mirrored: tells whether a parameter is mirrored.
         made_in_run: gets the name of each parameter that a replica makes inside `run`.
 
     Attributes:
-        changed: a recorded module got a parameter, buffer or submodule, or has one whose shape or values are not known
-            yet.
+        changed: whether there may be something to mirror: a recorded module got a parameter, buffer or submodule, or
+            has a tensor without a shape or values so far.
     """
 
     def __init__(
@@ -59,13 +59,17 @@ class Recorder:
         made_in_run: MutableMapping[torch.Tensor, str],
     ) -> None:
         self._strategy, self._is_mirrored, self._made_in_run = strategy, is_mirrored, made_in_run
-        self._modules: dict[int, weakref.ref[Module]] = {}  # by id
+        self._modules: dict[int, weakref.ref[Module]] = {}  # by the module's id
         self.changed = False
         _recorders.add(self)
         _watch_registrations()
 
     def see(self, module: Module, name: str, value: Any) -> None:
-        """`module` gets `value`. In the scope any module counts; elsewhere, also in run, the recorded ones."""
+        """Note that `module` gets `value`, a parameter, buffer or submodule, as its `name`.
+
+        In the scope all modules are recorded. Elsewhere, also inside `run`, only changes of recorded modules count.
+        Raises: ValueError if `module` is a wrapper that reduces gradients, and the strategy mirrors `value`.
+        """
         mode: Any = per_thread.modes[-1] if per_thread.modes else None
         is_current = mode is not None and mode.strategy is self._strategy
         in_scope = is_current and mode.replica_context is None
@@ -80,7 +84,11 @@ class Recorder:
             self._made_in_run[value] = f"{type(module).__name__}.{name}"
 
     def _check_wrapper(self, parent: Module, module: Module, in_scope: bool) -> None:
-        """`parent` gets `module`. Raises: ValueError: it reduces gradients of a module that is mirrored."""
+        """Check that `parent` is not a wrapper that reduces the gradients of a mirrored module itself.
+
+        Raises: ValueError if it is one, and `module` is put into it in the scope, is recorded, or has mirrored
+            parameters.
+        """
         wrapper, strategy = wrapper_of(parent), self._strategy
         if not wrapper or strategy.num_replicas_in_sync == 1:
             return
@@ -89,7 +97,7 @@ class Recorder:
 
     def record(self, module: Module) -> None:
         if not self.knows(module):
-            # Of one that is freed: the order is that of the new.
+            # A freed module may have had the same id: its place in the order must go.
             self._modules.pop(id(module), None)
             self._modules[id(module)] = weakref.ref(module)
 
@@ -98,7 +106,7 @@ class Recorder:
         return reference is not None and reference() is module
 
     def roots(self) -> list[Module]:
-        """The recorded modules that are inside no other recorded one, in recorded order."""
+        """Return the recorded modules that no other recorded module contains, in recorded order."""
         alive = [m for reference in self._modules.values() if (m := reference()) is not None]
         self._modules = {id(module): weakref.ref(module) for module in alive}
         inside = {id(child) for m in alive for child in m.modules() if child is not m}

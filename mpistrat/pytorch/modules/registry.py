@@ -1,4 +1,4 @@
-"""The parameters and buffers that are mirrored, in an order that is the same on all ranks."""
+"""The parameters and buffers that a strategy mirrors, in an order that is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpistrat import arrays
 
 @dataclasses.dataclass(eq=False)
 class ParameterSlot:
-    """One parameter: what a strategy remembers about it is kept by its slot."""
+    """The slot of one parameter: a strategy keeps its data about the parameter by slot."""
 
     name: str
     reference: weakref.ref[torch.Tensor]
 
     def put(self, gradient: torch.Tensor | None) -> None:
-        """Let `gradient` be the parameter's."""
+        """Set the parameter's `.grad` to `gradient`."""
         parameter = self.reference()
         if parameter is not None:
             parameter.grad = gradient
@@ -30,32 +30,32 @@ class ParameterSlot:
 
 @dataclasses.dataclass(eq=False)
 class BufferSlot:
-    """One buffer: found again by its module and name, since a forward may replace the tensor."""
+    """The slot of one buffer: its module and its key there, since a forward may replace the tensor."""
 
     name: str
     module: weakref.ref[torch.nn.Module]
     key: str
-    # Identity and version of the tensors, one per replica of this rank, when they were last equal.
+    # The id and version of the tensor of each replica of this rank, when they were last equal.
     settled: frozenset[tuple[int, int]] = frozenset()
 
     def tensor(self) -> torch.Tensor | None:
-        """None also for one that torch has made a DTensor of: it is left to torch."""
+        """Return the buffer; None if it is gone, or is a DTensor that torch looks after."""
         module = self.module()
         tensor = None if module is None else module._buffers.get(self.key)
         return None if arrays.is_sharded(tensor) else tensor
 
     def put(self, tensor: torch.Tensor | None) -> None:
-        """Let `tensor` be the buffer. None changes nothing."""
+        """Make `tensor` the module's buffer. None changes nothing."""
         module = self.module()
         if module is not None and tensor is not None:
             module._buffers[self.key] = tensor
 
     def changed(self, tensor: torch.Tensor | None) -> bool:
-        """Whether `tensor`, a replica's, has been written or put here since `settle`."""
+        """Whether `tensor`, a replica's copy, has been written, or put here, since the last `settle`."""
         return tensor is not None and (id(tensor), version(tensor)) not in self.settled
 
     def settle(self, copies: Iterable[torch.Tensor | None]) -> None:
-        """Remember that `copies`, one per replica of this rank, are equal on all replicas now."""
+        """Remember that the replicas' copies are equal now. Args: copies: one per replica of this rank."""
         self.settled = frozenset((id(c), version(c)) for c in copies if c is not None)
 
 
@@ -63,7 +63,7 @@ Slot = ParameterSlot | BufferSlot
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often `tensor` has been written in place, as far as torch counts that."""
+    """Return how often `tensor` has been written in place, as torch counts; 0 for an inference tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -71,8 +71,8 @@ class NewTensors(NamedTuple):
     """Tensors that are mirrored together.
 
     Attributes:
-        parameters: (name, parameter).
-        buffers: (name, module, its name in the module, buffer).
+        parameters: tuples (path, parameter).
+        buffers: tuples (path, module, name in the module, buffer).
     """
 
     parameters: list[tuple[str, torch.Tensor]]
@@ -80,7 +80,7 @@ class NewTensors(NamedTuple):
 
 
 def tensors_in(root: torch.nn.Module) -> NewTensors:
-    """All in `root` except for the tensors that torch has sharded: it looks after these."""
+    """Return all parameters and buffers in `root`, except tensors that torch has sharded and looks after itself."""
     kind = type(root).__name__
     buffers = (
         (f"{path}.{key}", module, key, buffer)
@@ -95,12 +95,12 @@ def tensors_in(root: torch.nn.Module) -> NewTensors:
 
 
 def is_inexact(tensor: torch.Tensor) -> bool:
-    """Whether it has a gradient, or a mean."""
+    """Whether the tensor can have a gradient and a mean: floats and complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 class Registry:
-    """Weak references only: a model that the program drops is freed."""
+    """The slots of mirrored parameters and buffers. Weak references: a model that the program drops is freed."""
 
     def __init__(self) -> None:
         self.slots: list[ParameterSlot] = []
@@ -112,17 +112,17 @@ class Registry:
         return parameter in self._slot_of
 
     def parameters(self) -> list[torch.Tensor | None]:
-        """All parameters by slot; None where the program has dropped one."""
+        """Return all parameters by slot; None for a parameter that the program has dropped."""
         return [slot.reference() for slot in self.slots]
 
     def own_tensors(self) -> list[tuple[Slot, torch.Tensor | None]]:
-        """What a replica has of its own: the gradient of each parameter, and each buffer."""
+        """Return each parameter's gradient and each buffer of the current replica, with their slots."""
         pairs = zip(self.slots, self.parameters(), strict=True)
         gradients = [(slot, None if p is None else p.grad) for slot, p in pairs]
         return [*gradients, *((slot, slot.tensor()) for slot in self.buffers)]
 
     def new_in(self, root: torch.nn.Module) -> NewTensors:
-        """The tensors in `root` that are not here yet."""
+        """Return the tensors in `root` that are not registered yet."""
         parameters, buffers = tensors_in(root)
         return NewTensors(
             [(name, parameter) for name, parameter in parameters if parameter not in self],
@@ -135,7 +135,7 @@ class Registry:
         self.slots.append(slot)
 
     def buffer(self, module: torch.nn.Module, key: str) -> BufferSlot | None:
-        """The slot of `module`'s buffer `key`; None if it is not mirrored."""
+        """Return the slot of the buffer `key` of `module`; None if it is not mirrored."""
         slot = self._buffer_of.get((id(module), key))
         return slot if slot is not None and slot.module() is module else None
 
@@ -145,21 +145,21 @@ class Registry:
         return slot
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all parameters and buffers."""
         self.slots.clear()
         self.buffers.clear()
         self._slot_of.clear()
         self._buffer_of.clear()
 
     def alive(self) -> list[bool]:
-        """Which parameters, then which buffers, the program still has on this rank."""
+        """Return whether the program still has each parameter, then each buffer, on this rank."""
         return [
             *(slot.reference() is not None for slot in self.slots),
             *(slot.module() is not None for slot in self.buffers),
         ]
 
     def keep(self, alive_somewhere: Sequence[bool]) -> None:
-        """Forget what is False in `alive_somewhere`, `alive()` of all ranks combined."""
+        """Forget tensors that are False in `alive_somewhere`, the `alive()` of all ranks. Slot numbers change."""
         buffers_alive = alive_somewhere[len(self.slots) :]
         self.slots = list(itertools.compress(self.slots, alive_somewhere))
         self.buffers = list(itertools.compress(self.buffers, buffers_alive))

@@ -1,4 +1,4 @@
-"""`StrategyModules`: what a strategy needs to be done about torch modules."""
+"""`StrategyModules`: the interface through which a strategy treats torch modules."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StrategyModules(abc.ABC):
     """The torch modules of a strategy on this rank.
 
     Attributes:
-        parts: of the strategy.
-        registry: their parameters and buffers.
+        parts: the parts of the strategy that modules use.
+        registry: the parameters and buffers of the modules.
         reducer: reduces gradients over the replicas.
     """
 
@@ -38,42 +38,58 @@ class StrategyModules(abc.ABC):
 
     @abc.abstractmethod
     def before_run(self) -> Any:
-        """A run begins: parameters and buffers get the values that they are to have in it."""
+        """Give parameters and buffers the values that they are to have in a run.
+
+        Called by: every rank, before each `run`.
+        """
 
     def has_made(self, module: torch.nn.Module) -> bool:
-        """Whether `module` was made in the strategy's scope on this rank, as far as that is known."""
+        """Whether this rank is known to have made `module` in the strategy's scope."""
         return False
 
     def after_run(self) -> None:  # noqa: B027
-        """A run has ended well."""
+        """Do the work that follows a run without an error. Called by: the strategy."""
 
     def after_loader(self) -> None:  # noqa: B027
-        """All ranks are here: a loader has ended inside `Strategy.replica()`."""
+        """Do the work that follows a loader inside `Strategy.replica()`.
+
+        Called by: every rank.
+        """
 
     @abc.abstractmethod
     def mirror(self, module: Any) -> Any:
-        """The work of `Strategy.mirror`: a module, a parameter, or an iterable of them."""
+        """Do the work of `Strategy.mirror`.
+
+        Args: module: a module, a parameter, or an iterable of them.
+        """
 
     @abc.abstractmethod
     def stop_recording(self, failed: bool) -> None:
-        """The outermost `scope()` is left. After an error nothing is sent: other ranks may not be here."""
+        """End the outermost `scope()`.
+
+        Args: failed: whether it ends by an error. Then nothing is sent: other ranks may not be here.
+        """
 
     def after_restore(self, objects: Iterable[Any]) -> None:  # noqa: B027
-        """These, of all kinds, have been given the states of a checkpoint."""
+        """Take note that `objects` have got their states from a checkpoint.
+
+        Called by: `CheckpointManager` and `followers`. Args: objects: of all kinds, not only modules.
+        """
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """The work of `Strategy.no_sync`."""
+        """Do the work of `Strategy.no_sync`."""
         return self.reducer.no_sync()
 
     def explain(self) -> str:
-        """How gradients are reduced, for people."""
+        """Return lines for people: how gradients are reduced."""
         return self.reducer.explain()
 
 
 def strategy_of(value: Any) -> AnyStrategy | None:
-    """The strategy that has the parameters of `value`, a module or an optimizer; None if there is none.
+    """Return the strategy that mirrors a parameter of `value`, or has made one of its modules in its scope.
 
-    Of a module that torch has sharded it is the one in whose scope it was made.
+    Args: value: a module or an optimizer. A module that torch has sharded is found by its scope.
+    Returns: None if no strategy has it, or for other values.
     """
     parameters, modules = list[torch.Tensor](), list[torch.nn.Module]()
     if isinstance(value, torch.nn.Module):

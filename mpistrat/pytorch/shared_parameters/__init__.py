@@ -1,1 +1,1 @@
-"""One copy of the parameters per node, of which each rank updates a slice."""
+"""One copy of the parameters per node. Each rank updates a slice of it."""

@@ -1,4 +1,4 @@
-"""Where shared parameters and their gradients lie, and how what ranks wrote there is made one again."""
+"""Places of shared parameters and gradients in a node's memory, and the publication of writes there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from mpistrat.communicators.node.common_memory import PAGE, CommonMemory, View
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ParameterPages:
-    """Where a parameter lies in the memories of its block: pages of its own."""
+    """The pages of one parameter in each memory of its block. No other parameter lies in them.
+
+    Attributes:
+        first: the parameter's first byte in the memory.
+        nbytes: the parameter's size in bytes.
+    """
 
     block: Block
     first: int
@@ -33,15 +38,15 @@ class ParameterPages:
         return slice(self.first // PAGE, -(-self.end // PAGE))
 
     def flat(self, memory: np.ndarray) -> torch.Tensor:
-        """What `memory` holds at this place, one-dimensional, in its order there. It is a storage of its own."""
+        """Return the parameter's bytes in `memory` as a one-dimensional view, in memory order, with its own storage."""
         return torch.from_numpy(memory[self.first : self.end]).view(self.dtype)
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
-        """Shaped and strided as the parameter is."""
+        """Return a view of `flat` in the parameter's shape and strides."""
         return flat.as_strided(self.shape, self.stride)
 
     def holds(self, tensor: torch.Tensor, view: View) -> bool:
-        """Whether `tensor` is this place of `view`."""
+        """Whether `tensor` lies exactly at this place of `view`."""
         return (
             tensor.layout is torch.strided
             and tensor.dtype is self.dtype
@@ -51,13 +56,13 @@ class ParameterPages:
         )
 
     def own(self, memory: CommonMemory) -> tuple[int, int]:
-        """The part of the place that this rank owns, as elements of the parameter."""
+        """Return the first and the end element of this rank's slice of the parameter; (0, 0) if it is empty."""
         first, end = max(self.first, memory.first), min(self.end, memory.end)
         size = self.dtype.itemsize
         return ((first - self.first) // size, (end - self.first) // size) if first < end else (0, 0)
 
     def in_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of a tensor of the parameter's shape, one-dimensional, in the order of the place."""
+        """Return the elements of `tensor` as one dimension, in memory order of the parameter; perhaps a copy."""
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
         if tensor.stride() != self.stride:
@@ -66,7 +71,7 @@ class ParameterPages:
 
 
 class Block:
-    """Parameters that were mirrored together, with their gradients.
+    """Parameters that were mirrored together, with their gradients, in memory of the node.
 
     Args: contribution: this rank's contributions to `gradients`.
     """
@@ -76,15 +81,15 @@ class Block:
     ) -> None:
         self.values, self.gradients, self._contribution = values, gradients, contribution
         self.value_view, self.gradient_view = values.view(), gradients.view()
-        # By where a place begins: a block does not refer to its places, which refer to it.
+        # Keys are the first bytes of places, because places refer to their block, and a cycle would keep both alive.
         self._contributions: dict[int, torch.Tensor] = {}
-        # The memory of each `.grad` that was handed out: alive as long as anything refers to it.
+        # Weak references to the memory of each `.grad` that was lent: alive while the program refers to it.
         self._lent: dict[int, weakref.ref[np.ndarray]] = {}
 
     def bring(
         self, places: Sequence[ParameterPages], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Put this rank's gradients, None for zero, where they are summed from."""
+        """Copy this rank's `gradients` of `places` into its contribution. None counts as zeros."""
         targets, sources, absent = [], [], []
         for place, gradient in zip(places, gradients, strict=True):
             target = self._contributions.get(place.first)
@@ -102,9 +107,9 @@ class Block:
             torch._foreach_copy_(targets, sources)
 
     def make_way(self, places: Iterable[ParameterPages]) -> None:
-        """The gradients at `places` are about to be overwritten: leave to the program those it still holds.
+        """Prepare to overwrite the gradients at `places`, and keep tensors that the program still holds.
 
-        They stay where they are, in a view that changes no more; others are handed out in a new one.
+        These stay in a view that no longer changes. Later gradients are lent from a new view.
         """
         lent = {
             first: memory for first, kept in self._lent.items() if (memory := kept()) is not None
@@ -123,23 +128,23 @@ class Block:
 
 
 class Settling:
-    """The owners publish what ranks wrote into views of memories. Between `begin` and `end` only owners write."""
+    """Lets owners publish the ranks' writes to their slices. Between `begin` and `end` only owners write."""
 
     def __init__(self, communicator: Communicator, why: str) -> None:
         self._communicator, self._why = communicator, why
         self._written: list[tuple[CommonMemory, View, np.ndarray]] = []
 
     def begin(self, memories: Iterable[tuple[CommonMemory, View]]) -> None:
-        """Collective."""
+        """Publish this rank's writes to its slices. Collective."""
         self._written = [(memory, view, view.written()) for memory, view in memories]
-        # A rank that reads parameters has not come here yet.
+        # Wait for all ranks: another rank may still read parameters.
         self._communicator.barrier(label=f"before {self._why}")
         for memory, view, pages in self._written:
             memory.publish(view, pages)
 
     def end(self) -> None:
-        """Collective."""
-        # Nobody goes on before all slices are there.
+        """Make this rank's views show all published slices. Collective."""
+        # Wait until all slices are there.
         self._communicator.barrier(label=f"after {self._why}")
         for _, view, pages in self._written:
             view.renew(pages)

@@ -1,9 +1,11 @@
 """`shared_parameters=True`: the ranks of a node keep one copy of the parameters, and one of their gradients.
 
-Each rank owns a slice of both: it sums that slice of all gradients, and its optimizer steps update that slice of the
-parameters (`slice_steps`); so nothing is copied back. Parameters and `.grad` are views that are copied on write
-(`common_memory`): whatever else a program does to them, clipping, scaling, loading, averaging weights, each rank does
-to memory of its own, as it would without sharing. At the next step owners publish what was written to parameters.
+Each rank owns a slice of both. It sums this slice of all gradients, and its optimizer steps update this slice of the
+parameters (`slice_steps`), so nothing is copied back.
+
+Parameters and `.grad` are views that are copied on write (`common_memory`). When a program clips, scales, loads or
+averages them, each rank does so in its own memory, as without sharing. At the next step the owners publish the written
+parameters.
 """
 
 from __future__ import annotations
@@ -26,50 +28,53 @@ from mpistrat.pytorch.shared_parameters.blocks import Block, ParameterPages, Set
 
 
 class SharedParameters:
-    """Which parameters of a strategy lie in memory that the ranks of a node share. One replica per rank."""
+    """The parameters of a strategy in memory that a node's ranks share. Each rank has one replica."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        # By id, because torch's own dictionaries of weak keys take a microsecond for each of them.
+        # Keys are ids of parameters: torch's own dictionaries with weak keys take a microsecond for each of them.
         self._places: dict[int, tuple[weakref.ref[torch.Tensor], ParameterPages]] = {}
         self._has_shared = False
         self._warned_of_devices = False
         self._refused = False
 
     def place_of(self, parameter: torch.Tensor) -> ParameterPages | None:
-        """None where it is not shared."""
+        """Return the place of `parameter`; None if it is not shared."""
         kept = self._places.get(id(parameter))
         return kept[1] if kept is not None and kept[0]() is parameter else None
 
     def has_moved(self, parameter: torch.Tensor) -> bool:
-        """Whether a shared parameter has been given other memory: by `.data = …`, or a module's `.to(dtype)`."""
+        """Whether a shared parameter has got other memory, by `.data = …` or a module's `.to(dtype)`."""
         place = self.place_of(parameter)
         if place is None:
             return False
         return parameter.data_ptr() != place.block.value_view.address + place.first
 
     def moved(self, registry: Registry) -> list[tuple[str, torch.Tensor]]:
-        """The mirrored parameters that `has_moved` is true of, with their names."""
+        """Return the names and parameters that have got other memory (`has_moved`)."""
         pairs = zip(registry.slots, registry.parameters(), strict=True)
         return [(slot.name, p) for slot, p in pairs if p is not None and self.has_moved(p)]
 
     def check_unmoved(self, parameters: Iterable[torch.Tensor]) -> None:
-        """RuntimeError on all ranks if one of them has been given other memory since the last `run` began."""
+        """Check that no parameter has got other memory since the last `run` began.
+
+        Raises: RuntimeError if one has. The other ranks hear of it.
+        """
         moved = next(filter(self.has_moved, parameters), None)
         if moved is not None:
             self.communicator.raise_together(
                 RuntimeError(
                     f"a shared parameter of shape {list(moved.shape)} was given other memory inside run, by "
-                    "`.data = …` or a module's .to(); do it outside run, where the next run shares it again, or "
+                    "`.data = …` or a module's .to(). Do this outside run: the next run shares the parameter again. Or "
                     "write in place: parameter.copy_(…)"
                 )
             )
 
     def share(self, parameters: Sequence[torch.Tensor], registry: Registry) -> None:
-        """Move `parameters`, equal on all ranks, to shared memory where they are not there yet.
+        """Move `parameters`, equal on all ranks, to shared memory, unless they are there. Collective.
 
-        Collective. Then all parameters are equal to what the owners of their slices have.
-        Args: registry: of all mirrored parameters, these among them.
+        Afterwards each parameter has the values of its slices' owners.
+        Args: registry: all mirrored parameters, with `parameters` among them.
         """
         mirrored = [p for p in registry.parameters() if p is not None]
         alone = self._alone(registry)
@@ -86,20 +91,20 @@ class SharedParameters:
         _leave(blocks, [p for p in mirrored if self.place_of(p) is None])
 
     def _alone(self, registry: Registry) -> set[int]:
-        """Ids of the mirrored parameters that lie in one storage with no other on any rank. Collective."""
+        """Return the ids of the mirrored parameters that share a storage with no other on any rank. Collective."""
         parameters = registry.parameters()
         storages = [0 if p is None else _storage(p) for p in parameters]
         in_storage = collections.Counter(storages)
         flags = np.array([not s or in_storage[s] == 1 for s in storages], np.uint8)
-        if flags.size:  # a rank may have freed a parameter that others still have
+        if flags.size:  # a rank may have freed a parameter that other ranks still have
             self.communicator.all_reduce(flags, reducing("min", "storages of parameters"))
         return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
 
     def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
-        """The parameters that can be shared. Each rank keeps the others for itself, as without sharing.
+        """Return the parameters that can be shared. All others stay each rank's own.
 
-        Three kinds cannot be shared: parameters on a GPU; parameters that lie in one storage, where they must stay; and
-        single numbers, because the state that an optimizer keeps for a single number looks like one of its counters.
+        Three kinds cannot be shared: parameters on a GPU; parameters in one storage, since they must stay together; and
+        single numbers, because an optimizer's state of a single number looks like one of its counters.
         """
         devices = sorted({parameter.device.type for parameter in parameters} - {"cpu"})
         if devices and not self._warned_of_devices:
@@ -108,7 +113,9 @@ class SharedParameters:
         return [p for p in parameters if id(p) in alone and _is_plain(p)]
 
     def _make_block(self, parameters: list[torch.Tensor]) -> None:
-        parameters = sorted(parameters, key=lambda p: str(p.dtype))  # a stable order of dtypes
+        """Move `parameters` to a new block; each rank copies its slice. Warns if there is no memory. Collective."""
+        # Sort by dtype, in the same order on all ranks.
+        parameters = sorted(parameters, key=lambda p: str(p.dtype))
         firsts, nbytes = [], 0
         for parameter in parameters:
             firsts.append(nbytes)
@@ -130,7 +137,7 @@ class SharedParameters:
             start, end = place.own(values)
             place.flat(values.shared)[start:end] = place.in_order(parameter.detach())[start:end]
             places.append(place)
-        self.communicator.barrier(label="shared parameters")  # all slices are there
+        self.communicator.barrier(label="shared parameters")  # wait for all slices
         for parameter, place in zip(parameters, places, strict=True):
             self._keep(parameter, place)
             parameter.data = place.in_shape(place.flat(block.value_view.memory))
@@ -149,14 +156,14 @@ class SharedParameters:
         warn_on_first_rank(self.communicator.rank, text, stacklevel=3)
 
     def blocks(self, parameters: Iterable[torch.Tensor]) -> list[Block]:
-        """Those that `parameters` lie in."""
+        """Return the blocks that contain any of `parameters`, each once."""
         places = (self.place_of(p) for p in parameters)
         return list(dict.fromkeys(place.block for place in places if place is not None))
 
     def settle(self) -> None:
-        """Make one copy again of what ranks wrote into parameters: what the owners of the slices wrote. Collective."""
+        """Make the ranks' parameters equal again: each slice gets the values of its owner. Collective."""
         blocks = dict.fromkeys(place.block for _, place in self._places.values())
-        if self._has_shared:  # the same on all ranks, which blocks still live is not
+        if self._has_shared:  # `_has_shared` is equal on all ranks; `blocks` may differ
             settling = Settling(self.communicator, "publishing shared parameters")
             settling.begin((block.values, block.value_view) for block in blocks)
             settling.end()
@@ -169,14 +176,14 @@ class SharedParameters:
         earlier: dict[int, torch.Tensor],
         scale: float | None,
     ) -> dict[int, torch.Tensor]:
-        """By slot, the reduced gradients of the shared parameters among `slots`.
-
-        A gradient of an earlier backward is taken out of `earlier`, and is in the sum.
+        """Sum up the gradients of the shared parameters among `slots`. Collective.
 
         Args:
-            parameters, contributions: by slot; None of the latter counts as zero.
-            earlier: by slot, the gradients of earlier backwards.
-            scale: multiplied to the sums, or None.
+            parameters: the parameters by slot.
+            contributions: this rank's gradients by slot; None counts as zeros.
+            earlier: gradients of earlier backwards by slot. The used ones are added to the sums and removed here.
+            scale: factor of the sums, or None.
+        Returns: the sums by slot, without parameters that are not shared.
         """
         by_block: dict[Block, dict[int, ParameterPages]] = {}
         for slot in slots:
@@ -198,6 +205,11 @@ class SharedParameters:
         before: dict[int, torch.Tensor],
         scale: float | None,
     ) -> dict[int, torch.Tensor]:
+        """Sum up the gradients of the parameters at `places` in `block`. Collective.
+
+        Args: before: the gradients of earlier backwards; they are added to the sums.
+        Returns: the sums by slot.
+        """
         block.bring(list(places.values()), [contributions[slot] for slot in places])
         grown = _bring_earlier(block, places, before)
         view = block.gradient_view
@@ -220,23 +232,26 @@ class SharedParameters:
 def _bring_earlier(
     block: Block, places: dict[int, ParameterPages], earlier: dict[int, torch.Tensor]
 ) -> set[int]:
-    """Let the block's gradients hold `earlier`, by slot. Returns the slots whose tensors lie there already."""
+    """Copy the gradients `earlier` into the block's gradients.
+
+    Returns: the slots of the gradients that lay there already.
+    """
     view = block.gradient_view
     grown = {slot for slot, tensor in earlier.items() if places[slot].holds(tensor, view)}
     block.make_way(place for slot, place in places.items() if slot not in grown)
     if block.gradient_view is not view:
         grown = set()
-    for slot in earlier.keys() - grown:  # these lie elsewhere: the program put them there
+    for slot in earlier.keys() - grown:  # the program has put these gradients elsewhere
         flat = places[slot].flat(block.gradient_view.memory)
         flat.copy_(places[slot].in_order(earlier[slot].detach()))
     return grown
 
 
 def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
-    """Give those of `parameters`, which are not shared, memory of this rank's own if they lie in one of `blocks`.
+    """Give unshared parameters in a block's memory, such as `Parameter(shared.data)`, memory of this rank's own.
 
-    Made of a shared parameter's memory (`Parameter(shared.data)`), they are stepped whole, by each rank; a block's
-    pages that were written are filled again from what is shared. What lay in one storage goes on doing so.
+    Each rank steps them whole, and a block's written pages get the shared values again. Parameters in one storage stay
+    in one storage.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     for parameter in parameters:
@@ -250,7 +265,7 @@ def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _storage(parameter: torch.Tensor) -> int:
-    """The address of what `parameter` lies in; 0 for one that lies nowhere on the host, or in a way of its own."""
+    """Return the address of the parameter's storage; 0 if it is not on the host, strided, and a plain tensor."""
     is_strided = parameter.device.type == "cpu" and parameter.layout is torch.strided
     if is_strided and type(parameter.data) is torch.Tensor:
         return parameter.untyped_storage().data_ptr()
@@ -269,7 +284,10 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 
 def _parts(places: Sequence[tuple[ParameterPages, bool]]) -> list[ByteRange]:
-    """As few parts as `places`, in ascending order, allow. The bytes between them are zeros in all memories."""
+    """Join places to few parts of a memory, in ascending order. The bytes between them are zeros in all memories.
+
+    Args: places: pairs of a place and whether an earlier gradient is added there.
+    """
     parts: list[ByteRange] = []
     for place, added in sorted(places, key=lambda pair: pair[0].first):
         end = place.pages.stop * PAGE

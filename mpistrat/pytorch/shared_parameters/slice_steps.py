@@ -1,11 +1,12 @@
 """Optimizer steps of shared parameters: each rank updates its own slice, and keeps the optimizer's state of it.
 
-A step is taken by a twin of the optimizer, whose parameters are one-dimensional slices of the shared ones; so an
-exception cannot leave the optimizer itself in between. Its state is shared as parameters are: in `optimizer.state`
-each rank sees all of it, in the parameters' shapes. So `state_dict()` is a plain one, on any rank, and what
-`load_state_dict` puts there is taken over by the next step.
+A twin of the optimizer takes the step. Its parameters are one-dimensional slices. So an exception cannot leave the
+optimizer itself half changed.
 
-Every rank has a slice of every parameter, be it empty: counters of steps are then the same on all.
+The state is shared like the parameters: in `optimizer.state` each rank sees all of it, in the parameters' shapes. So
+`state_dict()` is a plain one, on any rank. The next step takes over the state that `load_state_dict` puts there.
+
+Every rank has a slice of every parameter, perhaps an empty one, so step counters are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SliceSteps:
-    """The steps of all optimizers over parameters of one strategy, `shared`."""
+    """The steps of all optimizers that have parameters of one strategy in `shared`."""
 
     def __init__(self, shared: SharedParameters) -> None:
         self.shared = shared
@@ -35,7 +36,12 @@ class SliceSteps:
         self._whole: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """What `step` is called with instead, or None. Collective; `args` begin with the optimizer."""
+        """Begin an optimizer step of shared parameters: publish writes, and let a twin step slices. Collective.
+
+        Args: args, kwargs: the arguments of the step; `args[0]` is the optimizer.
+        Returns: the arguments with the twin; None if the optimizer itself steps: it has no shared parameter, or needs
+            whole ones.
+        """
         parameters = hooks.parameters_of(optimizer)
         if all(self.shared.place_of(p) is None for p in parameters):
             return None
@@ -44,7 +50,7 @@ class SliceSteps:
         if hooks.has_closure(args, kwargs):
             why = "step(closure) reads whole parameters"
         if why:
-            # Each rank updates what it sees, which is its own as soon as it writes it; then it is made one again.
+            # Each rank updates its own view, copied on write; `after` makes the views equal again.
             if optimizer not in self._whole:
                 self._whole.add(optimizer)
                 self.shared.warn(
@@ -56,7 +62,7 @@ class SliceSteps:
         return (slices.begin(optimizer, parameters), *args[1:]), kwargs
 
     def after(self, optimizer: Optimizer, stepped: Optimizer) -> None:
-        """`step` was called on `stepped`. Collective."""
+        """End a step of shared parameters. Collective. Args: stepped: the twin, or `optimizer` itself."""
         if stepped is not optimizer:
             self._slices[optimizer].end(optimizer, stepped)
             hooks.dismiss_twin(optimizer, stepped)
@@ -71,12 +77,12 @@ class _Slice:
         self.parameter, self.place = parameter, place
         self.first, self.end = place.own(place.block.values)
         self.tensor = self.of(place.block.values.shared, place.dtype)
-        # What is shared of the parameter's state: this rank's slice, and the whole as this rank sees it.
+        # The shared state of the parameter by name: this rank's slice, and the whole as this rank sees it.
         self.state: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._gradient: tuple[View, torch.Tensor] | None = None
 
     def of(self, memory: Any, dtype: torch.dtype) -> torch.Tensor:
-        """The slice of what `memory`, a block's, holds at the parameter's place."""
+        """Return this rank's slice of the parameter's place in `memory`."""
         start = self.place.first
         size = self.place.dtype.itemsize
         piece = memory[start + self.first * size : start + self.end * size]
@@ -88,7 +94,7 @@ class _Slice:
             self.tensor.grad = None
             return
         view = self.place.block.gradient_view
-        if not self.place.holds(gradient, view):  # the program put it there
+        if not self.place.holds(gradient, view):  # the program has put the gradient elsewhere
             self._gradient = None
             self.tensor.grad = self.place.in_order(gradient.detach())[self.first : self.end]
             return
@@ -98,14 +104,14 @@ class _Slice:
             self.tensor.grad = self._gradient[1]
 
     def leave(self, state: dict[str, Any]) -> None:
-        """Let what is shared of `state`, the parameter's, be this rank's own from now on."""
+        """Replace shared tensors in `state`, the parameter's, by this rank's own copies."""
         for name, (_, whole) in self.state.items():
             if state.get(name) is whole:
                 state[name] = whole.clone()
 
 
 class _Slices:
-    """Of the parameters of part optimizer. It does not refer to the optimizer."""
+    """The slices of one optimizer's parameters. They do not refer to the optimizer."""
 
     def __init__(self, shared: SharedParameters) -> None:
         self._shared = shared
@@ -115,7 +121,7 @@ class _Slices:
         self._settling = Settling(shared.communicator, "optimizer.step() of shared parameters")
 
     def begin(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> Optimizer:
-        """The twin that steps."""
+        """Publish writes, fill the slices' gradients and state, and return the twin that steps. Collective."""
         self._find_slices(optimizer, parameters)
         blocks = self._shared.blocks(self._slices)
         self._memories = {key: kept for key, kept in self._memories.items() if key[0] in blocks}
@@ -134,14 +140,14 @@ class _Slices:
             place = self._shared.place_of(parameter)
             part = self._slices.get(parameter)
             if place is None:
-                if part is not None:  # shared no more
+                if part is not None:  # no longer shared
                     part.leave(optimizer.state[parameter])
                     del self._slices[parameter]
             elif part is None or part.place is not place:
                 self._slices[parameter] = _Slice(parameter, place)
 
     def _take_state(self, optimizer: Optimizer) -> None:
-        """Take over what the program has changed in `optimizer.state` since the last step."""
+        """Take over the program's changes of `optimizer.state` since the last step."""
         self._state.clear()
         for parameter, whole in optimizer.state.items():
             part = self._slices.get(parameter)
@@ -163,7 +169,10 @@ class _Slices:
     def _share(
         self, part: _Slice, name: str, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shared memory for the state `name` of a parameter: the slice, and the whole. Collective."""
+        """Return shared memory for the state `name` of a parameter: this rank's slice, and the whole. Collective.
+
+        Raises: RuntimeError if elements of the state and the parameter differ in size, or there is no shared memory.
+        """
         kept = part.state.get(name)
         if kept is not None and kept[0].dtype is value.dtype:
             return kept
@@ -191,14 +200,14 @@ class _Slices:
         return part.state[name]
 
     def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
-        """Give the optimizer what the step of its twin has changed."""
+        """Copy the twin's options and state to the optimizer, and publish the slices. Collective."""
         for group, stepped in zip(optimizer.param_groups, twin.param_groups, strict=True):
             group.update({**stepped, "params": group["params"]})
         others = {**twin.__dict__}
         del others["state"], others["param_groups"]
         optimizer.__dict__.update(others)
         by_tensor: dict[Any, _Slice] = {part.tensor: part for part in self._slices.values()}
-        # To torch the parameters were not written; a graph that still needs what they were must hear of it.
+        # Torch has not seen the writes to the parameters. A graph that still needs their old values must fail.
         torch.autograd.graph.increment_version(
             [part.parameter for part in self._slices.values() if part.tensor.grad is not None]
         )
