@@ -1,4 +1,4 @@
-"""The work of `Strategy.prepare`: what is done with each kind of object that a training program has."""
+"""The work of `Strategy.prepare`: mirror modules, check optimizers, distribute datasets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from mpistrat.options import InputOptions
 
 
 def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) -> list[Any]:
-    """As `Strategy.prepare`, in the cross-replica context."""
+    """Return `objects`, with iterables of batches distributed and modules mirrored.
+
+    Called by: every rank, in `Strategy.prepare`.
+    Args:
+        local_batches: whether iterables give this rank's part already, in batches of a replica's size.
+    Raises: TypeError or ValueError, on all ranks, for an object that cannot be prepared.
+    """
     extended = strategy.extended
     with extended.communicator.raising_together():
         are_batches = [_are_batches(value, strategy) for value in objects]
@@ -40,7 +46,10 @@ def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) 
 
 
 def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
-    """The modules that are to be mirrored. Raises: ValueError: an optimizer has parameters of none."""
+    """Return the modules in `objects` that are not mirrored yet.
+
+    Raises: ValueError if an optimizer has parameters of no mirrored module, or none of the given modules' parameters.
+    """
     torch = sys.modules.get("torch")
     if torch is None:
         return []
@@ -56,7 +65,12 @@ def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
 
 
 def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
-    """Whether `value` is to be distributed. Raises: TypeError, ValueError: it cannot be prepared."""
+    """Whether `value` is an iterable of batches to distribute. False for modules, optimizers and distributed datasets.
+
+    Raises:
+        TypeError: `value` is an array, a list of modules or optimizers, or of no kind that can be prepared.
+        ValueError: another strategy has distributed `value`.
+    """
     if isinstance(value, DistributedDataset):
         if value.strategy is not strategy:
             raise ValueError(
@@ -83,7 +97,7 @@ def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether it is a module, or what has a `step` and a state: an optimizer, a scheduler, a gradient scaler."""
+    """Whether `value` stays as it is: a torch module, or an object with `step` and `state_dict` like an optimizer."""
     torch = sys.modules.get("torch")
     is_module = torch is not None and isinstance(value, torch.nn.Module)
     return is_module or (hasattr(value, "step") and hasattr(value, "state_dict"))
