@@ -1,4 +1,4 @@
-"""Values that are equal on all replicas: reducing them takes no communication."""
+"""Reduces values that are equal on all replicas, without communication."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import DistributedValues, Mirrored
 from mpistrat.variables.variable import SyncOnReadVariable, Variable
 
-# The value that changes no result, of the reductions that a copy for each replica would change
+# For reductions where copies count: the value for which their number does not matter.
 _NEUTRAL = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1}
 
 
 def is_copy_per_replica(value: DistributedValues) -> bool:
-    """Whether the components are equal."""
+    """Whether the components of `value` are equal: a mirrored value, or any variable but a SyncOnReadVariable."""
     if isinstance(value, Variable):
         return not isinstance(value, SyncOnReadVariable)
     return isinstance(value, Mirrored)
 
 
 def first_component(value: Any) -> Any:
-    """The first replica's component; a plain value itself."""
+    """Return the first replica's component of a distributed value, or a plain value itself."""
     return value.values[0] if isinstance(value, DistributedValues) else value
 
 
 def reduce_equal(op: ReduceOp, value: Any) -> Any:
-    """The reduction over several replicas of a mirrored value, or of a plain value of their only rank."""
+    """Return the reduction of a mirrored value, or of a plain value on the only rank, over several replicas.
+
+    Raises:
+        AssertionError: SUM or PRODUCT of a mirrored value.
+        ValueError: SUM or PRODUCT of a plain value that is not all 0 or 1, respectively.
+    """
     if op not in _NEUTRAL:
         return value
     if isinstance(value, DistributedValues):
