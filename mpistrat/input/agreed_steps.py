@@ -36,10 +36,10 @@ class IteratorProgress:
 
     Attributes:
         epoch: number of the epoch.
-        steps: number of steps of the epoch that the program has got.
+        steps: number of its steps that the program has got.
         position: where the program's last step has left the reader (`Reader.position`); None before the first step.
         unread: the state from before `DistributedIterator.peek` read a step; None once the program has got that step.
-        ended: whether the program has got all steps of the epoch.
+        ended: whether the program has got all steps.
     """
 
     epoch: int
@@ -49,26 +49,23 @@ class IteratorProgress:
     ended: bool = False
 
     def begin(self, epoch: int, steps: int) -> None:
-        """Go back to the state after `steps` steps of `epoch`, before the next step is read."""
+        """Begin `epoch` after its first `steps` steps."""
         self.epoch, self.steps = epoch, steps
         self.position = self.unread = None
         self.ended = False
 
 
 class AgreedSteps(Iterator[ReplicaPieces]):
-    """The steps of one epoch on this rank: an iterator that gives all ranks the same number of steps.
+    """An iterator over the steps of one epoch on this rank. It gives all ranks the same number of steps.
 
     With `partial`, the epoch goes on as long as any rank has data, and a replica without data gets a batch of no
     examples. Otherwise the epoch ends as soon as one rank has no data.
 
-    If `Reader.ends_together` is true, or there is one rank, no rank asks another. Otherwise the ranks ask each other at
-    the first step. They ask again when no rank is known to have a further step, unless all ranks know the epoch's
-    number of steps.
+    If `Reader.ends_together` is true, no rank asks another. Otherwise the ranks ask each other at the first step. They
+    ask again when no rank is known to have a further step, unless all ranks know the epoch's number of steps.
 
     Called by: every rank, inside `raising_together`.
-    Args:
-        partial: whether the epoch goes on as long as any rank has data.
-        progress: the epoch, and the number of its steps to skip.
+    Args: progress: the epoch, and the number of its steps to skip.
     """
 
     def __init__(
@@ -110,7 +107,6 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return step
 
     def _read(self) -> ReplicaPieces | None:
-        """Read the rank's next step. Returns: None if the rank's data has ended."""
         step = next(self._source, None)
         if step is None:
             return None
@@ -126,7 +122,7 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         """Return the batch of a step's entry; a batch of no examples if the entry is EMPTY or MISSING.
 
         Raises: ValueError if the batch has another structure than earlier batches, or if the dataset has no example to
-            copy the structure of an empty batch from.
+            copy the structure from.
         """
         if _has_examples(entry):
             self._template = entry
@@ -163,10 +159,8 @@ class AgreedSteps(Iterator[ReplicaPieces]):
     def _goes_on(self, step: ReplicaPieces | None, error: Exception | None) -> bool:
         """Whether all ranks make this step. Called by: every rank, for each step.
 
-        Args:
-            step: this rank's step; None if its data has ended.
-            error: this rank's error in reading the step, or None.
-        Raises: the error, on all ranks, if a rank has one.
+        Args: step: this rank's step; None if its data has ended, or with an `error`.
+        Raises: on all ranks, if a rank has an error or its dataset's length is wrong.
         """
         if self._steps_left is not None:
             error = error or self._wrong_length(step)
@@ -183,7 +177,6 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return goes_on
 
     def _wrong_length(self, step: ReplicaPieces | None) -> ValueError | None:
-        """Return an error if the rank's data ends earlier or later than `num_steps` says, else None."""
         length = self._reader.num_steps()
         if length is None or (step is None) == (self._steps_done >= length):
             return None
@@ -207,8 +200,7 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return sure > 0
 
     def _words(self, step: ReplicaPieces | None, error: Exception | None) -> list[int]:
-        """Return two numbers for the ranks to compare: this rank's certain steps, and minus the certain steps before a
-        failure.
+        """Return this rank's two numbers: its sure steps, and minus the number of steps before a known failure.
 
         The ranks take the maximum of each number. With `partial`, the ranks make as many steps as the rank with the
         most. Otherwise they make as many as the rank with the fewest, so the first number is negative. A rank without a
@@ -224,12 +216,12 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return [count if self._partial else -count, -(count if fails else _NEVER)]
 
     def _ask_first(self, words: list[int], step: ReplicaPieces | None) -> tuple[int, int]:
-        """Return the maximum of each of the ranks' two `words`, at the first step of an epoch. Called by: every rank.
+        """Return the ranks' largest `words`, at the first step of an epoch. Called by: every rank.
 
-        Also learns the structure of the ranks' batches and, where the ranks know it, the epoch's number of steps.
+        Also learns the structure of the batches, and the epoch's number of steps if the ranks know it.
 
-        Raises: ValueError on all ranks, if their batches differ in structure or dtype, or, without `partial`, if some
-            ranks have no data at all and others have.
+        Raises: ValueError on all ranks, if their batches differ in structure or dtype, or, without `partial`, if only
+            some ranks have data.
         """
         batch = next(filter(_has_examples, step or ()), None)
         answers = self._communicator.all_gather_object(
@@ -247,7 +239,7 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return max(steps), max(failures)
 
     def _learn_template(self, specs: Sequence[Any]) -> None:
-        """Keep an empty batch with the structure of the ranks' batches as the template for batches of no examples.
+        """Keep an empty batch like the ranks' batches as the template for batches of no examples.
 
         Args: specs: the spec of each rank's first batch, in rank order; None of a rank without a batch.
         Raises: ValueError if the specs differ in structure or dtype.
@@ -266,7 +258,7 @@ def _has_examples(entry: Any) -> bool:
 
 
 def _is_batched(step: ReplicaPieces) -> bool:
-    """Whether the step's elements are batches. Plain numbers are not batches, and cannot be made empty."""
+    """Whether the step's elements are batches, and not plain numbers. Numbers cannot be made empty."""
     entry = next(filter(_has_examples, step), None)
     return not all(map(_is_number, nest.flatten(entry)))
 

@@ -49,8 +49,8 @@ def _first_dimension(leaf: Any) -> int:
 def collate(examples: list[Any]) -> Any:
     """Make one batch of several examples: stack torch tensors as tensors, and everything else as NumPy arrays.
 
-    Raises: ValueError if the examples differ in structure, or their arrays in shape. RuntimeError from torch if their
-        tensors differ in shape.
+    Raises: ValueError if the examples differ in structure, or arrays in shape; RuntimeError if torch tensors differ in
+        shape.
     """
     return nest.pack_like(examples[0], [_stack(column) for column in _columns(examples)])
 
@@ -84,10 +84,9 @@ def _stack(column: tuple[Any, ...]) -> Any:
 
 
 def without_examples(batch: Any) -> Any:
-    """Return `batch` with no examples in its arrays. Numbers, None and arrays without dimensions stay: they have no
-    batch dimension.
+    """Return `batch` with no examples in its arrays. Numbers, None and arrays without dimensions stay as they are.
 
-    Raises: ValueError if a leaf is neither an array nor a number, for example a string in a list.
+    Raises: ValueError if a leaf is neither an array nor a number, for example a string.
     """
     return nest.map_structure(_without_examples, batch)
 
@@ -114,10 +113,8 @@ def spec_of(batch: Any) -> Any:
 def explain_empty_batch(error: Exception, arguments: Any) -> None:
     """Add a hint about `drop_last=True` to `error`, if an array in `arguments` has no examples.
 
-    Called by: `Strategy.run`, on the rank that raises `error`.
-    Args:
-        error: the exception that a replica's function raised.
-        arguments: the function's arguments; distributed values in them count with each component.
+    Called by: `Strategy.run`, if a replica's function raises `error`.
+    Args: arguments: the function's arguments; distributed values count with each component.
     """
     values = itertools.chain.from_iterable(
         leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
@@ -126,8 +123,8 @@ def explain_empty_batch(error: Exception, arguments: Any) -> None:
     if 0 not in [value.shape[0] for value in values if arrays.is_array(value) and value.ndim]:
         return
     note = (
-        "A replica has no examples in this step, because the global batch is short. If this is the cause, leave short "
-        "batches out: drop_last=True, with a global batch that divides by the number of replicas"
+        "An argument is an array of no examples. If the last global batch is short, and leaves a replica without "
+        "examples, leave short batches out: drop_last=True, with a global batch that divides by the number of replicas"
     )
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(note)

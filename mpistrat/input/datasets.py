@@ -67,15 +67,13 @@ class BatchedDataset(_Batching):
     Args:
         dataset: an array; or a tuple or dict of arrays with equal first dimensions; or an object with `__len__` and
             `__getitem__`. An object with `__getitems__` gets the indices of a whole batch. A strategy reads such an
-            object on a thread of its own, so let the object draw random numbers from a generator of its own.
+            object on another thread, so let the object draw random numbers from a generator of its own.
         batch_size: number of examples in a GLOBAL batch.
         drop_last: leave out the last batch if it is short.
-        shuffle: read the examples in a new order in each epoch, by `numpy.random.default_rng([seed, epoch])`. The order
-            is the same on all ranks.
-        seed: an integer that chooses the orders of `shuffle`.
+        shuffle: read in a new order in each epoch, by `numpy.random.default_rng([seed, epoch])`, the same on all ranks.
         collate_fn: makes a batch of a list of examples; None stacks them. Unused for arrays.
     Raises:
-        TypeError: `dataset` is a list, or neither arrays nor an object with `__len__` and `__getitem__`.
+        TypeError: `dataset` is a list, or of none of these kinds; or `batch_size` or `seed` is not an integer.
         ValueError: `batch_size` is not positive, or arrays differ in their first dimension.
 
     Example:
@@ -167,16 +165,15 @@ class FileDataset(_Batching):
 
     Args:
         files: a sequence of the files' names or paths, in the same order on all ranks: sort a directory's list.
-        reader: `reader(file)` returns an iterable of the file's examples. A strategy calls it on a thread of its own,
-            so let it draw random numbers from a generator of its own.
+        reader: `reader(file)` returns an iterable of the file's examples. A strategy calls it on another thread, so let
+            it draw random numbers from a generator of its own.
         batch_size: number of examples in a GLOBAL batch.
         drop_last: leave out the last examples of an epoch if they do not fill a batch.
-        shuffle: read the files in a new order in each epoch, by `numpy.random.default_rng([seed, epoch])`. The order is
-            the same on all ranks.
-        seed: an integer that chooses the orders of `shuffle`.
+        shuffle: read the files in a new order in each epoch, by `numpy.random.default_rng([seed, epoch])`, the same on
+            all ranks.
         collate_fn: makes a batch of a list of examples; None stacks them.
     Raises:
-        TypeError: `files` is a text or no sequence, or `reader` cannot be called.
+        TypeError: `files` is a text or no sequence, `reader` cannot be called, or a number is not an integer.
         ValueError: `batch_size` is not positive.
 
     Example:
@@ -209,7 +206,7 @@ class FileDataset(_Batching):
     def summary(self) -> str:
         """Describe the dataset in a text that must be equal on all ranks.
 
-        The text has the files' names without their folders, because each node may keep its files elsewhere.
+        It counts the files' names without their folders, because each node may keep its files elsewhere.
 
         Example:
             >>> ms.input.FileDataset(["a.npy", "b.npy"], np.load, batch_size=4).summary()
@@ -220,7 +217,7 @@ class FileDataset(_Batching):
         return self._summary(f"FileDataset({len(self.files)} files, {checksum}")
 
     def order(self, epoch: int) -> list[int]:
-        """Return the numbers of the files in the order in which an epoch reads them.
+        """Return the numbers of the files in an epoch's reading order.
 
         Example:
             >>> dataset = ms.input.FileDataset(["a.npy", "b.npy", "c.npy"], np.load, batch_size=4, shuffle=True)
@@ -242,10 +239,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def fetch(dataset: Any, indices: list[Any]) -> list[Any]:
-    """Return the examples at `indices` of a map-style dataset, as a DataLoader asks for them.
-
-    Uses one call of `__getitems__` if the dataset has it, else one `__getitem__` for each index.
-    """
+    """Return the examples at `indices` of a map-style dataset, by one call of `__getitems__` if it has that method."""
     if getattr(dataset, "__getitems__", None):
         return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]

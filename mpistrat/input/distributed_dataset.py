@@ -37,8 +37,7 @@ class IterationState:
         epoch: number of the epoch that the next iterator begins.
         start: number of steps that the next iterator skips.
         spec: the dataset's `element_spec`; None until a step was read.
-        steps_ahead: number of steps that are copied to devices while earlier steps are computed; -1 until the ranks
-            agree.
+        steps_ahead: number of steps on their way to devices while earlier steps are computed; -1 until the ranks agree.
         is_under_way: whether, inside `Strategy.replica()`, the program still works on the step that it got last.
     """
 
@@ -53,18 +52,18 @@ class DistributedDataset(Iterable[Any]):
     """An iterable over steps of per-replica batches. A strategy makes it.
 
     Each iteration over it is an epoch, and every rank must iterate. With one replica per rank, a step is that replica's
-    batch. With several replicas per rank, a step is a structure of `PerReplica` batches.
+    batch. With several, a step is a structure of `PerReplica` batches.
 
     Other attributes come from the dataset that the program has distributed. For a DataLoader these are `dataset`,
     `batch_size` (of the global batch; with `local_batches`, of a replica's batch), `sampler`, `batch_sampler`,
-    `drop_last`, `num_workers`, `collate_fn`, and attributes of the DataLoader's subclass.
+    `drop_last`, `num_workers`, `collate_fn`, and attributes of its subclass.
 
     Attributes:
         strategy: the strategy of the replicas that get the batches.
-        after_steps: methods that run inside `Strategy.replica()` when the program asks for the next step, and so is
-            done with the step before. Every rank runs them, and `state_dict` then gives the state after that step.
-        partial: whether an epoch goes on as long as any replica of any rank has data. Replicas without data then get
-            batches of no examples. If False, an epoch ends where a replica has no data.
+        after_steps: methods that every rank calls inside `Strategy.replica()` when the program asks for the next step,
+            and so is done with the step before. `state_dict` then gives the state after that step.
+        partial: whether an epoch goes on as long as any replica of any rank has data; replicas without data get batches
+            of no examples. If False, an epoch ends where a replica has no data.
 
     Example:
         >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -115,7 +114,7 @@ class DistributedDataset(Iterable[Any]):
         return iterator
 
     def _has_begun(self, iterator: DistributedIterator) -> None:
-        """Record `iterator` as the iterator begun last. The next iterator begins with the epoch after its epoch."""
+        """Record `iterator` as begun last. The next iterator begins with the epoch after its epoch."""
         self._shared.epoch = max(self._shared.epoch, iterator.progress.epoch) + 1
         self._shared.start = 0
         self._last, self._progress, self._peeked = weakref.ref(iterator), iterator.progress, None
@@ -185,9 +184,9 @@ class DistributedDataset(Iterable[Any]):
             return self._state_at(self._progress)
 
     def _state_at(self, progress: IteratorProgress) -> dict[str, Any]:
-        """Return the state of an iterator with this progress. Called by: every rank.
+        """Return the state of an iterator with this progress; after an epoch's end, the state before the next epoch.
 
-        A state from the end of an epoch is the state before the next epoch.
+        Called by: every rank.
         """
         if progress.unread is not None:
             return progress.unread
@@ -205,10 +204,9 @@ class DistributedDataset(Iterable[Any]):
         }
 
     def state_schema(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the form that a state must have, for `checkpoint.schema`. Not collective.
+        """Return the form that `state` must have, for `checkpoint.schema`. Not collective.
 
-        Args: state: the state to check; the reader's part of the schema is left out if another kind of input has saved
-            it.
+        The reader's part of the form is left out if another kind of input has saved `state`.
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -230,8 +228,8 @@ class DistributedDataset(Iterable[Any]):
         """Let the next iteration go on where `state` was taken. Later iterations are the epochs after it.
 
         Called by: every rank.
-        Raises: ValueError if another kind of input or another batch size has saved `state`; or if another number of
-            ranks has, and each rank reads data of its own (a dataset function, AutoShardPolicy.OFF).
+        Raises: ValueError if `state` is of another kind of input or batch size; or of another number of ranks, where
+            each rank reads data of its own (a dataset function, AutoShardPolicy.OFF).
         """
         reader, size = self._reader, self._extended.communicator.size
         saved = {name: state.get(name) for name in ("source", "batch_size")}
@@ -250,7 +248,7 @@ class DistributedDataset(Iterable[Any]):
 
 
 def _no_iterator() -> None:
-    """Stand in for a weak reference while no iterator was begun: it returns None."""
+    """Return None, in place of a weak reference, while no iterator was begun."""
 
 
 class Optional:
@@ -273,8 +271,7 @@ class DistributedIterator(Iterator[Any]):
     """The steps of one epoch; `iter(distributed_dataset)` makes it. Every rank must go through it.
 
     Attributes:
-        strategy: the strategy of the replicas that get the batches.
-        after_steps: the dataset's list of methods to call after each step inside `Strategy.replica()`.
+        strategy, after_steps: the dataset's attributes of these names.
         progress: how far the program has come in the epoch.
         divides: whether all steps surely have the same number of examples, divisible by the number of replicas.
 
@@ -327,7 +324,7 @@ class DistributedIterator(Iterator[Any]):
 
     @not_compiled
     def __next__(self) -> Any:
-        """Return the next step, for all replicas of this rank: a batch, or `PerReplica` batches with several replicas.
+        """Return this rank's next step: a batch, or `PerReplica` batches with several replicas. Called by: every rank.
 
         Raises:
             StopIteration: after the last step.
@@ -372,9 +369,10 @@ class DistributedIterator(Iterator[Any]):
     def peek(self) -> None:
         """Read the epoch's first step, unless a step was read, so that the element spec is known.
 
-        The next call of `next` gives that step. Raises: the error of reading it.
+        `next` gives that step then.
 
         Called by: every rank.
+        Raises: the error of reading it.
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -390,7 +388,7 @@ class DistributedIterator(Iterator[Any]):
                 raise self._failure
 
     def _read_ahead(self, depth: int) -> None:
-        """Read steps until more than `depth` steps are there, or the epoch has ended. Called by: every rank.
+        """Read steps until more than `depth` are there, or the epoch has ended. Called by: every rank.
 
         An error in reading is raised once the program has got all earlier steps, and again at each further `next`. The
         source's data is lost then, so no later step may follow.
@@ -404,7 +402,7 @@ class DistributedIterator(Iterator[Any]):
             self._failure = failure
 
     def _read(self) -> None:
-        """Read one step of the epoch and begin to copy it to the devices. Called by: every rank."""
+        """Read one step and begin to copy it to the devices. Called by: every rank."""
         dataset, progress = self._dataset, self.progress
         with self._together:
             if self._steps is None:
@@ -458,10 +456,7 @@ class DistributedIterator(Iterator[Any]):
         return self._dataset._state_at(self.progress)
 
     def state_schema(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the form that a state must have, for `checkpoint.schema`. Not collective.
-
-        Args: state: the state to check; the reader's part of the schema is left out if another kind of input has saved
-            it.
+        """Return the form that `state` must have, for `checkpoint.schema`. Not collective.
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -474,8 +469,7 @@ class DistributedIterator(Iterator[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken: no example is repeated or skipped. Called by: every rank.
 
-        Raises: ValueError if `state` is of another input, or of another number of ranks where each rank reads data of
-            its own.
+        Raises: ValueError if `DistributedDataset.load_state_dict` refuses `state`.
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -493,9 +487,7 @@ class DistributedIterator(Iterator[Any]):
 def _agreed_depth(copies: DeviceCopies, extended: StrategyExtended, options: InputOptions) -> int:
     """Return the number of steps that all ranks read ahead: 0 if no rank copies batches to a device.
 
-    All ranks need the same depth, because reading has collectives.
-
-    Called by: every rank.
+    The ranks need the same depth, because reading has collectives. Called by: every rank.
     """
     needed = extended.communicator.all_gather_object(
         copies.needed, label="devices of the distributed dataset: every rank must call next()"
@@ -506,7 +498,7 @@ def _agreed_depth(copies: DeviceCopies, extended: StrategyExtended, options: Inp
 def _spec_of_step(batch: Any, reader: Reader, extended: StrategyExtended) -> Any:
     """Return the element spec of a step. The batch dimension is None, unless all batches surely have the same size.
 
-    Args: batch: the step's batch of this rank's first replica.
+    Args: batch: the batch of this rank's first replica.
     """
     n = extended.num_replicas_in_sync
     size: int | None = None

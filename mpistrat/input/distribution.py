@@ -27,9 +27,8 @@ def distribute(
 
     Raises:
         ValueError: `dataset` is not iterable.
-        InvalidArgumentError: the policy shares out files, and there are fewer files than workers.
-        NotFoundError: the policy is FILE, with several workers, and the dataset is not a `FileDataset`.
-        CollectiveMismatchError: the ranks' `BatchedDataset` or `FileDataset` differ in their `summary`. On all ranks.
+        CollectiveMismatchError: on all ranks, if their `BatchedDataset` or `FileDataset` differ in their `summary`.
+        InvalidArgumentError, NotFoundError: the reader cannot follow the auto-shard policy.
     """
     if not isinstance(dataset, Iterable):
         raise ValueError(
@@ -48,12 +47,11 @@ def distribute(
 def distribute_from_function(
     datasets: list[Any], extended: StrategyExtended, options: InputOptions, *, partial: bool = True
 ) -> DistributedDataset:
-    """Return a dataset that gives this rank's replicas the batches of the dataset function's results. Called by: every
-    rank.
+    """Return a dataset that gives this rank's replicas the batches of a dataset function. Called by: every rank.
 
     Args:
-        datasets: the results of the dataset function on this rank: one for all replicas, or one for each.
-        partial: whether an epoch goes on as long as any replica has data, if the strategy's input plan allows it.
+        datasets: the function's results on this rank: one for all replicas, or one for each.
+        partial: whether an epoch may go on as long as any replica has data.
     Raises: ValueError if a result is not iterable.
     """
     for dataset in datasets:
@@ -70,9 +68,7 @@ def distribute_from_function(
 
 
 def distribute_local(batches: Any, extended: StrategyExtended) -> DistributedDataset:
-    """Return a dataset that gives this rank's replicas the batches of this rank's `batches`, in turn. Called by: every
-    rank.
-    """
+    """Return a dataset that gives this rank's replicas the batches of `batches`, in turn. Called by: every rank."""
     safe = safe_dataset(batches, seed_id=extended.input.share.pieces[0])
     reader = LocalReader(safe, extended.num_local_replicas, extended.communicator)
     return DistributedDataset(reader, extended, InputOptions(), batches, partial=False)
@@ -106,9 +102,9 @@ def _reader_of(
 
 
 def safe_dataset(dataset: Any, whole_on: Communicator | None = None, seed_id: int = 0) -> Any:
-    """Return `dataset`, or, for a torch DataLoader, a loader with worker processes that can live beside MPI.
+    """Return `dataset`; for a torch DataLoader, a loader whose worker processes can live beside MPI.
 
-    Args: whole_on, seed_id: the arguments of `WholeLoader`; used for a DataLoader only.
+    Args: whole_on, seed_id: the arguments of `WholeLoader`.
     """
     if "torch" in sys.modules:
         from torch.utils.data import DataLoader

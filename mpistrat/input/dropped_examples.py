@@ -57,11 +57,12 @@ class DroppedExamples:
     ) -> None:
         """Replace the entries of `step` by their batches, and set `step.examples` to the numbers of examples that came.
 
-        An entry becomes EMPTY if none of its examples came. Called by: every rank, for each step.
+        An entry becomes EMPTY if none of its examples came.
 
+        Called by: every rank, for each step.
         Args:
             step: its entries are `Collated`, or batches already.
-            expected: the step's numbers of examples, with those that did not come.
+            expected: the numbers of examples, also of examples that did not come.
         Raises: the error of `collate_fn`, if no example of the step came on any rank.
         """
         came = expected[:-1] - [e.dropped if isinstance(e, Collated) else 0 for e in step]
@@ -98,8 +99,8 @@ class DroppedExamples:
 def _rows(batch: Any, count: int) -> int:
     """Return the number of rows of a batch: the first dimension that its arrays share.
 
-    Returns `count`, the number of examples that came, where the rows cannot be told: the batch may be a list of
-    examples, or have the examples in another dimension.
+    Returns: `count`, the number of examples that came, if the batch may be a list of examples, or may have the examples
+        in another dimension.
     """
     leaves = [leaf for leaf in nest.flatten(batch) if arrays.is_array(leaf) and leaf.ndim]
     firsts = {int(leaf.shape[0]) for leaf in leaves}

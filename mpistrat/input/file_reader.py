@@ -37,13 +37,10 @@ class _Restart:
 
 @dataclass
 class _FilePosition:
-    """Where a worker is in its files of an epoch.
+    """Where a worker is in its `files` of an epoch.
 
-    Attributes:
-        restart: how far the files had been read before.
-        files: numbers of the worker's files, in reading order.
-        finished: number of `files` that are read whole.
-        count: number of examples that are read of the next file.
+    It has read `finished` files whole, and `count` examples of the next file. `restart` says how far earlier runs had
+    read.
     """
 
     restart: _Restart
@@ -52,16 +49,16 @@ class _FilePosition:
     count: int = 0
 
     def progress(self) -> tuple[list[int], dict[int, int], list[int]] | None:
-        """Return the files read whole, the number of examples read of the next file, and the files not read whole.
+        """Return the files read whole, the examples read of the next file, and the files not read whole.
 
-        The second is a dict of at most one file, and the third includes that file. `_NothingRead` returns None.
+        The second is a dict from at most one file to its number of examples. `_NothingRead` returns None.
         """
         left = self.files[self.finished :]
         return self.files[: self.finished], {left[0]: self.count} if self.count else {}, left
 
 
 class _NothingRead(_FilePosition):
-    """The position before the first step of an epoch, or before the first step since a restart."""
+    """The position before the first step of an epoch, or since a restart."""
 
     def progress(self) -> None:
         return None
@@ -73,7 +70,7 @@ class FileReader(Reader):
     Under FILE and AUTO, worker w reads the files w, w + workers, … of the epoch's order. Under DATA every worker reads
     all files and keeps its pieces. Under OFF every worker uses all examples.
 
-    Raises: InvalidArgumentError if the policy is FILE or AUTO, and there are fewer files than workers.
+    Raises: InvalidArgumentError if each worker reads files of its own, and there are fewer files than workers.
     """
 
     reads_ahead = True
@@ -123,7 +120,7 @@ class FileReader(Reader):
             yield step.replace_pieces(collate, replace(place))
 
     def _examples(self, place: _FilePosition) -> Iterator[Any]:
-        """Yield the examples of the worker's files, except those read before the restart. Keeps `place` up to date."""
+        """Yield the examples of the worker's files, but not examples read before the restart. Updates `place`."""
         for i, number in enumerate(place.files):
             examples = self._dataset.reader(self._dataset.files[number])
             skipped = place.restart.partly.get(number, 0)
@@ -135,7 +132,7 @@ class FileReader(Reader):
             place.finished, place.count = i + 1, 0
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        """Return how far each file is read, so that other numbers of ranks can go on. Called by: every rank.
+        """Return how far each file is read, so that any number of ranks can go on. Called by: every rank.
 
         Returns: the numbers of the finished files, the examples read of other files, and the files left by worker; {}
             under DATA and OFF.

@@ -1,7 +1,7 @@
 """Checks of the states of random generators, for `checkpoint.schema`.
 
-Each function raises an exception if its argument is no such state. It lets the library check the state, on a generator
-made for that; the program's generators do not change.
+Each function raises an exception if its argument is no such state. The library checks the state in a generator made for
+it, so the program's generators do not change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def of_python(state: Any) -> None:
-    """Check a state of `random.getstate`. Raises: TypeError, ValueError or another error of `random` if it is none."""
+    """Check a state of `random.getstate`. Raises: an exception of `random`, or TypeError, if it is none."""
     _, _, gauss = state
     if not isinstance(gauss, (float, type(None))):
         raise TypeError(f"its third part is a {type(gauss).__name__}")
@@ -23,7 +23,7 @@ def of_python(state: Any) -> None:
 def of_numpy(state: Any) -> None:
     """Check a state of `numpy.random.get_state`; lists may stand for the tuple and the array.
 
-    Raises: ValueError if the position lies beyond the words; the exceptions of NumPy for other faults.
+    Raises: an exception of NumPy, or ValueError if the position lies beyond the words.
     """
     _, words, position, _, _ = state
     np.random.RandomState().set_state(tuple(state))
@@ -32,7 +32,7 @@ def of_numpy(state: Any) -> None:
 
 
 def of_torch(state: Any) -> None:
-    """Check a state of `torch.get_rng_state`. Raises: TypeError or RuntimeError from torch if it is none."""
+    """Check a state of `torch.get_rng_state`. Raises: an exception of torch if it is none."""
     import torch
 
     torch.Generator().set_state(state)

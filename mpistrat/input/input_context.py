@@ -13,9 +13,7 @@ class InputContext:
         num_input_pipelines: number of pipelines on all ranks.
         input_pipeline_id: number of this pipeline, 0 <= id < num_input_pipelines.
         num_replicas_in_sync: number of replicas on all ranks.
-    Raises:
-        TypeError: an argument is not an integer.
-        ValueError: an argument is out of range.
+    Raises: ValueError if an argument is out of range.   TypeError if it is no integer.
 
     Example:
         >>> context = ms.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
@@ -43,8 +41,7 @@ class InputContext:
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return one replica's number of examples in a global batch.
 
-        Raises: ValueError if `global_batch_size` does not divide by the number of replicas. TypeError if it is not an
-            integer.
+        Raises: ValueError if `global_batch_size` does not divide by the number of replicas.
         """
         _check_integer("global_batch_size", global_batch_size)
         if global_batch_size % self.num_replicas_in_sync != 0:

@@ -17,9 +17,6 @@ class LocalReader(readers.FunctionReader):
 
     Made by: every rank. The ranks tell each other their numbers of steps. If one rank does not know its number, the
         ranks ask each other at each step.
-    Args:
-        batches: this rank's batches; each step takes one for each replica.
-        num_replicas: number of replicas of this rank.
     Raises: ValueError if some ranks have no data for a step, and others have.
     """
 
@@ -50,11 +47,10 @@ class LocalReader(readers.FunctionReader):
             self._tell(by_rank, "", "rank {}")
 
     def _tell(self, amounts: list[Any], steps: str, name: str) -> None:
-        """Let rank 0 say, if some ranks have more data than the shortest rank, that the rest of their data is left out.
+        """Let rank 0 say that ranks with more data than the shortest rank do not use all of it, if there are any.
 
         Args:
-            amounts: number of steps of each rank, or whether the rank has more.
-            steps: the number of steps in words, or "".
+            amounts: number of steps of each rank, or whether it has more.
             name: a format of a rank and its amount.
         """
         least = min(amounts)

@@ -14,11 +14,10 @@ from mpistrat.options import InputOptions
 
 
 def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) -> list[Any]:
-    """Return `objects`, with iterables of batches distributed and modules mirrored.
+    """Return `objects` for `Strategy.prepare`, with modules mirrored and iterables of batches distributed.
 
-    Called by: every rank, in `Strategy.prepare`.
-    Args:
-        local_batches: whether iterables give this rank's part already, in batches of a replica's size.
+    Called by: every rank.
+    Args: local_batches: whether iterables give this rank's part already.
     Raises: TypeError or ValueError, on all ranks, for an object that cannot be prepared.
     """
     extended = strategy.extended
@@ -48,7 +47,7 @@ def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) 
 def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
     """Return the modules in `objects` that are not mirrored yet.
 
-    Raises: ValueError if an optimizer has parameters of no mirrored module, or none of the given modules' parameters.
+    Raises: ValueError if an optimizer has parameters of no mirrored module, or none of the given modules.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -65,11 +64,9 @@ def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
 
 
 def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
-    """Whether `value` is an iterable of batches to distribute. False for modules, optimizers and distributed datasets.
+    """Whether `value` is an iterable to distribute. False for modules, optimizers and distributed datasets.
 
-    Raises:
-        TypeError: `value` is an array, a list of modules or optimizers, or of no kind that can be prepared.
-        ValueError: another strategy has distributed `value`.
+    Raises: TypeError if `value` cannot be prepared.   ValueError if another strategy has distributed it.
     """
     if isinstance(value, DistributedDataset):
         if value.strategy is not strategy:

@@ -56,14 +56,14 @@ class RandomState:
         return len(state.get("devices", ())) == len(self._devices)
 
     def begin_at(self, state: dict[str, Any] | None) -> None:
-        """Let the next epoch begin with the generators in `state`, a value of `began`; None leaves them as they are."""
+        """Let the next epoch begin with the generators in `state`, a value of `began`. None leaves them as they are."""
         self._begin_at = state
 
     @contextmanager
     def of_epoch(self) -> Iterator[None]:
         """A context around the beginning of an epoch, where samplers draw their order. It sets `began`.
 
-        After `begin_at` it sets the generators to that state, and at its end puts the global generators back. The
+        After `begin_at` it sets the generators to that state, and puts the global generators back at its end. The
         samplers' own generators go on from the epoch's state.
         """
         if self._begin_at is None:

@@ -61,16 +61,14 @@ class Reader(abc.ABC):
 
     Attributes:
         ends_together: whether all ranks make the same number of steps without asking each other.
-        steps_agreed: whether `num_steps` is the same on all ranks, and each rank makes that many steps.
-        same_for_any_ranks: whether, after a number of steps, the same examples have been read on any number of ranks.
-        batch_size: number of examples of a global batch, or None if unknown. Of a `FunctionReader`, of a replica's
-            batch.
+        steps_agreed: whether `num_steps` is equal on all ranks, and each rank makes that many steps.
+        same_for_any_ranks: whether the same steps read the same examples on any number of ranks.
+        batch_size: examples of a global batch (of a `FunctionReader`: of a replica's batch); None if unknown.
         drop_last: whether every batch is full.
-        reads_ahead: whether a thread of its own reads.
+        reads_ahead: whether another thread reads.
         dropped: counts examples that did not come, for a dataset with the program's `collate_fn`; None on all ranks or
             on none.
-        compares_ends: whether all ranks read the same data and each finds the end for itself; the ends are then
-            compared.
+        compares_ends: whether all ranks read the same data and find its end themselves, and then compare the ends.
     """
 
     reads_ahead = False
@@ -95,7 +93,7 @@ class Reader(abc.ABC):
         return UNKNOWN_CARDINALITY
 
     def end(self, communicator: Communicator, has_more: bool) -> None:  # noqa: B027
-        """Hear that the epoch ends because one rank has no more steps. Called by: every rank, at the end of an epoch.
+        """React to the end of an epoch: one rank has no more steps. Called by: every rank.
 
         Args: has_more: whether this rank has a further step.
         """
@@ -115,12 +113,12 @@ class Reader(abc.ABC):
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
         """Return the state to save beside the epoch and the step. Called by: every rank.
 
-        Args: position: the reader's position after the last step that the program got.
+        Args: position: the reader's position after the program's last step.
         """
         return {}
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
-        """Let the next epoch go on from `state`, a result of `state`, possibly from another number of ranks.
+        """Let the next epoch go on from `state`, even if another number of ranks has saved it.
 
         Called by: every rank.
         """
@@ -199,9 +197,9 @@ class GlobalReader(Reader):
         return self._random.now()
 
     def _steps_of(self, batches: Iterable[Any], kind: Kind, start: int) -> Iterator[ReplicaPieces]:
-        """Yield the steps of this rank from step `start` on: global `batches`, cut into its replicas' pieces.
+        """Yield the steps of this rank from step `start` on, cut from global `batches` by a rule of `splitting`.
 
-        A rule of `splitting` cuts them. A piece is MISSING where the data ends before the step is full.
+        A piece is MISSING where the data ends before the step is full.
         """
         share, n = self._share, self._share.num_replicas
         if self._policy in SHARED or self.batch_size is None or n == 1:
@@ -247,12 +245,12 @@ class IndexReader(GlobalReader):
 class BatchReader(GlobalReader):
     """Reads an iterable of global batches whole on every rank, and keeps the pieces of this rank's replicas.
 
-    The iterable may have attributes `batch_size`, `drop_last` and `cardinality` (-1 if it never ends), and a length.
+    The iterable may have `batch_size`, `drop_last`, a length, and `cardinality` (-1 if it never ends).
 
     Args:
         compared_over: the ranks that compare the first batch of each epoch, and their lengths; None compares nothing.
-            The comparison finds iterables that each rank shuffles differently. Later batches are not compared, because
-            that would cost another pass over them.
+            The comparison finds iterables that each rank shuffles differently. Later batches are not compared: it would
+            cost another pass over them.
     Raises: ValueError, in the first step, if the compared batches or lengths differ.
     """
 
@@ -369,10 +367,7 @@ def check_all_have_some(steps: Sequence[int]) -> None:
 class FunctionReader(Reader):
     """Reads the results of a dataset function: batches of one replica, already sharded.
 
-    Args:
-        datasets: one dataset for all replicas of this rank, from which they take batches in turn, or one for each
-            replica.
-        num_replicas: number of replicas of this rank.
+    Args: datasets: one dataset for all replicas of this rank, in turn, or one for each replica.
     """
 
     ends_together = False

@@ -14,11 +14,9 @@ _SAMPLED = 256  # elements of an array, at most
 
 
 def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
-    """Return this replica's part of each array in `values`, a nest, cut along dimension `dim`. See `Strategy.shard`.
+    """Return this replica's part of each array in the nest `values`, cut along `dim`. Called by: `Strategy.shard`.
 
-    Raises:
-        ValueError: a leaf is not an array, or has no dimension `dim`.
-        RuntimeError: this rank has several replicas, and the call is not for one of them.
+    Raises: ValueError if a leaf is no array with a dimension `dim`. RuntimeError if the replica is not known.
     """
     extended = strategy.extended
     share = extended.input.share
@@ -33,10 +31,7 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
 
 
 def _remember(strategy: AnyStrategy, values: Any, parts: Any, dim: int) -> None:
-    """Record the cuts in `ShardedArrays`, because a loss may be computed from the parts.
-
-    Called by: `shard`, with gradients on.
-    """
+    """Record the cuts in `ShardedArrays`, because a loss may be computed from the parts."""
     sharded = strategy.extended.sharded
     if in_replica_block(strategy):
         sharded.count += 1
@@ -64,7 +59,7 @@ def _checksum(values: Any) -> int:
 def _local_replica(strategy: AnyStrategy) -> int:
     """Return the local index of the replica that calls `shard`.
 
-    Raises: RuntimeError if the rank has several replicas, and the call is outside `run`, or for all of them at once.
+    Raises: RuntimeError if the rank has several replicas, and the call is not for one of them.
     """
     extended, mode = strategy.extended, current_mode()
     context = mode.replica_context if mode.strategy is strategy else None

@@ -38,10 +38,7 @@ class CheckpointRole:
         return contextlib.nullcontext()
 
     def completed(self, path: str, restored: bool = False) -> None:
-        """Hear that the checkpoint at `path` is complete, or, with `restored`, that this rank has read it.
-
-        Called by: any thread.
-        """
+        """React to a complete checkpoint at `path`; with `restored`, this rank has read it. Called by: any thread."""
 
     def tell_followers(self, what: str, value: Any) -> None:
         """Send `value`, the outcome of the action `what` ("restored"), to the ranks that wait in `follow`."""

@@ -49,7 +49,8 @@ class CentralStorageStrategy(Strategy):
         >>> strategy = ms.CentralStorageStrategy(["cpu:0"])
         >>> with strategy.scope():
         ...     v = ms.Variable(1.0)
-        >>> v.assign_add(2.0).numpy()
+        ...     _ = v.assign_add(2.0)
+        >>> v.numpy()
         array(3., dtype=float32)
     """
 
