@@ -38,7 +38,7 @@ class DeviceCopies:
         return [*map(self._start, self._devices, batches)]
 
     def arrived(self, batches: list[Any]) -> list[Any]:
-        """Return the batches of `start` on their devices. The devices' streams wait for the copies, the host does not."""
+        """Return the batches of `start` on their devices. The device's stream waits for the copy, the host does not."""
         return [*map(self._arrived, self._devices, batches)]
 
     def _start(self, device: str, batch: Any) -> Any:

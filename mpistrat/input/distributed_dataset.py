@@ -238,8 +238,8 @@ class DistributedDataset(Iterable[Any]):
             raise ValueError(f"the state is of another input: {saved} has saved it, this is {here}")
         if not reader.same_for_any_ranks and state.get("ranks") != size:
             raise ValueError(
-                f"the input was saved on {state.get('ranks')} ranks, this is {size}: where each rank reads data of "
-                "its own (a dataset function, or AutoShardPolicy.OFF), only as many ranks can go on"
+                f"the input was saved on {state.get('ranks')} ranks, this is {size}. Start as many ranks as before: "
+                "each rank reads data of its own (a dataset function, or AutoShardPolicy.OFF)"
             )
         reader.load_state(self._extended.communicator, state)
         self._shared.epoch, self._shared.start = state["epoch"], state["steps"]

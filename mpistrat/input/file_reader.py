@@ -87,8 +87,8 @@ class FileReader(Reader):
         if self._by_file and len(dataset.files) < share.workers:
             raise InvalidArgumentError(
                 f"AutoShardPolicy.{policy.name} gives each of the {share.workers} workers files of its own, but there "
-                f"are {len(dataset.files)}: split them further, use fewer ranks, or set "
-                "InputOptions(experimental_auto_shard_policy=AutoShardPolicy.DATA), with which every rank reads all"
+                f"are {len(dataset.files)} files. Split the files further, use fewer ranks, or let every rank read all "
+                "files: InputOptions(experimental_auto_shard_policy=AutoShardPolicy.DATA)"
             )
         self._first_example: Any = None
         self._restart = _Restart()

@@ -78,8 +78,8 @@ def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
         return False
     if arrays.is_array(value):
         raise TypeError(
-            f"prepare takes loaders, not one array, of shape {list(value.shape)}: strategy.shard(array) is this "
-            "replica's part, strategy.mirror(parameter) makes a parameter equal on all ranks"
+            f"prepare takes loaders, not one array, of shape {list(value.shape)}. For this replica's part of it, use "
+            "strategy.shard(array); to make a parameter equal on all ranks, use strategy.mirror(parameter)"
         )
     if isinstance(value, (list, tuple)) and any(map(_is_kept, value)):
         raise TypeError(

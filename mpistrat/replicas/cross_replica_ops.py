@@ -281,8 +281,8 @@ class CrossReplicaOps:
         if aggregation is VariableAggregation.SUM and arrays.is_number(components[0]):
             self.communicator.raise_together(
                 ValueError(
-                    f"{label}: aggregation SUM of {self.num_replicas} replicas needs arrays; whether the "
-                    f"Python number {components[0]!r} counts once or once per replica is not clear"
+                    f"{label}: aggregation SUM of {self.num_replicas} replicas needs arrays; the Python "
+                    f"number {components[0]!r} might be meant to count once, or once per replica"
                 )
             )
         op = ReduceOp.from_variable_aggregation(aggregation)

@@ -9,7 +9,7 @@ from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import DistributedValues, Mirrored
 from mpistrat.variables.variable import SyncOnReadVariable, Variable
 
-# For reductions where copies count: the value for which their number does not matter.
+# Reductions that change with the number of copies, and the value that they leave unchanged for any number of copies.
 _NEUTRAL = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1}
 
 
@@ -26,11 +26,12 @@ def first_component(value: Any) -> Any:
 
 
 def reduce_equal(op: ReduceOp, value: Any) -> Any:
-    """Return the reduction of a mirrored value, or of a plain value on the only rank, over several replicas.
+    """Return the reduction over several replicas of a mirrored value, or of a plain value of the only rank.
 
+    Returns: `value` itself.
     Raises:
         AssertionError: SUM or PRODUCT of a mirrored value.
-        ValueError: SUM or PRODUCT of a plain value that is not all 0 or 1, respectively.
+        ValueError: SUM of a plain value that is not all 0, or PRODUCT of one that is not all 1.
     """
     if op not in _NEUTRAL:
         return value

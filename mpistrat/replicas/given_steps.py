@@ -15,14 +15,14 @@ from mpistrat.replicas.input_plan import StepExamples
 class _Iteration:
     """The steps of one iterator.
 
-    "With gradients" means: given while gradients were on.
+    "With gradients" means: given while gradients were on, and with a known number of examples.
 
     Attributes:
         iterator: the iterator, weakly referenced.
         examples: numbers of examples of its last step; None if not known.
-        training: numbers of examples of its last step with gradients; None if not known.
-        order: number of its last step with gradients, counted over all iterators; 0 if there is none.
-        sizes: examples over all replicas of its steps with gradients.
+        training: numbers of examples of its last step while gradients were on; None if not known.
+        order: number of its last step while gradients were on, counted over all iterators; 0 if there is none.
+        sizes: sizes of its steps with gradients, each the number of examples over all replicas.
         recent: the part of `sizes` since the last backward.
         since: number of steps with gradients since the last backward.
         ahead: number of steps with gradients, minus one, before the first backward; None before that backward.
@@ -158,7 +158,8 @@ class GivenSteps:
             weighs: whether losses count by examples at all.
         Returns: None if all replicas count alike.
         Raises:
-            RuntimeError: losses count by examples, and steps of several sizes came before the backward. On all ranks.
+            RuntimeError: losses count by examples, and steps of several sizes came before the backward, not all of them
+                divisible by the number of replicas. On all ranks.
         """
         last, is_of_shard, current, sizes = self._last, self._shard_is_last, [], set[int]()
         for iteration in self.iterations:
@@ -172,8 +173,8 @@ class GivenSteps:
             raise RuntimeError(
                 f"backward() inside replica(): loaders gave steps of {sorted(sizes)} examples before it, not all of "
                 f"which divide by {self._num_replicas} replicas. A replica's gradient counts by its part of one step, "
-                "and the strategy does not know the step. Get steps that are only evaluated inside torch.no_grad(). "
-                "Else call backward() before the next step is asked for; or use drop_last=True; or scale the loss with "
+                "and the strategy does not know the step. Get steps that are only evaluated inside torch.no_grad(), and "
+                "other steps after the last backward(); or use drop_last=True; or scale the loss with "
                 "compute_average_loss(…, global_batch_size=…)"
             )
         self._tell_of_other_sizes(current)

@@ -14,8 +14,8 @@ _numbers = itertools.count()
 class GradientRule:
     """The rule of one strategy: "sum", "mean", or undecided.
 
-    The program decides by the strategy's argument `gradients`. Without it, the first loss whose scale fits one rule
-    only decides.
+    The program decides by the strategy's argument `gradients`. Without it, the first loss that is scaled for one of the
+    rules decides.
 
     Args:
         gradients: the strategy's argument: "sum", "mean" or None.
@@ -62,8 +62,8 @@ class GradientRule:
         """Return the rule by which `call` combines gradients. Raises: RuntimeError while the rule is undecided."""
         if self.chosen is None:
             raise RuntimeError(
-                f"{call}: are gradients to be summed or averaged? Scale the loss with "
-                "mpistrat.compute_average_loss(per_example_loss, global_batch_size=...), whose gradients are summed, "
+                f"{call}: it is not decided whether gradients are summed or averaged. Scale the loss with "
+                "mpistrat.compute_average_loss(per_example_loss, global_batch_size=...), so that they are summed, "
                 'or make the strategy with gradients="sum" or gradients="mean" (DistributedDataParallel\'s rule)'
             )
         return self.chosen

@@ -177,7 +177,7 @@ class _Run:
     def _let_others_run(self, to_meeting: bool) -> None:
         """Give each other replica its turn, up to its next meeting or to its end.
 
-        Args: to_meeting: whether replica 0 is in a meeting, and so the others must come to one.
+        Args: to_meeting: whether replica 0 is in a meeting; the other replicas must then come to a meeting, too.
         Raises: RuntimeError if a replica ends instead of meeting, or meets instead of ending; else a replica's error.
         """
         for index, thread in enumerate(self._threads, start=1):

@@ -141,8 +141,8 @@ def _tell_of_size(extended: Any, num_examples: int, size: int) -> None:
         elif size in (num_examples, sum(parts), total / replicas):
             steps.tell_once(
                 f"compute_average_loss: global_batch_size={size} is the size of one part; the batch has {total} "
-                f"examples over all {replicas} replicas. Gradients, which are summed over replicas, are "
-                f"{total / size:.3g} times as large as those of the mean: pass global_batch_size={total}"
+                f"examples over all {replicas} replicas. Gradients are summed over replicas, and are "
+                f"{total / size:.3g} times as large as the gradients of the mean: pass global_batch_size={total}"
             )
     cuts.clear()
 

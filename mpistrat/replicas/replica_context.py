@@ -156,7 +156,7 @@ class ReplicaContext:
             if not op.adds_up:
                 extended.communicator.raise_together(
                     NotImplementedError(
-                        f"all_reduce({op.name}) of a tensor that requires a gradient has none: give it "
+                        f"all_reduce({op.name}) has no gradient, but a tensor requires one: give it "
                         "tensor.detach(), or call it under torch.no_grad(). SUM and MEAN are differentiable"
                     )
                 )
