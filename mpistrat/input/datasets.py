@@ -150,7 +150,7 @@ class BatchedDataset(_Batching):
             {'x': array([0, 9])}
         """
         if self.of_arrays:
-            # Consecutive examples are not copied.
+            # A slice gives views, so consecutive examples are not copied.
             span = range(indices[0], indices[-1] + 1)
             where: Any = slice(span.start, span.stop) if indices == [*span] else indices
             return nest.map_structure(operator.itemgetter(where), self._dataset)

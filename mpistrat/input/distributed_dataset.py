@@ -190,7 +190,7 @@ class DistributedDataset(Iterable[Any]):
         """
         if progress.unread is not None:
             return progress.unread
-        if progress.ended:  # it goes on with the next epoch
+        if progress.ended:  # the next epoch follows
             progress = IteratorProgress(progress.epoch + 1)
         communicator, position = self._extended.communicator, progress.position
         if position is None:

@@ -33,7 +33,7 @@ from mpistrat.cluster_resolver.mpi import EXIT_CODE_OF_REFUSED_WORKER, GUARD_PRO
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_BETWEEN_LOOKS = 1.0
-_MOST_PROCESSES = 1 << 20  # of a rank
+_MOST_PROCESSES = 1 << 20  # more than a rank has
 
 
 def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
@@ -80,7 +80,7 @@ def _seed_anew(seed_id: int) -> None:
     """
     info = cast("Any", data.get_worker_info())
     seed = (info.seed + seed_id * _MOST_PROCESSES) % (1 << 63)
-    object.__setattr__(info, "seed", seed)  # it is frozen
+    object.__setattr__(info, "seed", seed)  # the object is frozen
     random.seed(seed)
     torch.manual_seed(seed)
     np.random.seed(np.random.SeedSequence(seed).generate_state(4))

@@ -41,7 +41,7 @@ def reduce_equal(op: ReduceOp, value: Any) -> Any:
         )
     number = arrays.is_number(value)
     if (number or arrays.is_array(value)) and not (arrays.as_array(value) != _NEUTRAL[op]).any():
-        return value  # the same, however often it counts
+        return value  # any number of copies gives the same result
     raise ValueError(
         f"{op.name} needs a value per replica, as run returns it: a plain value might be meant to count "
         f"once, or once per replica; got {value!r:.80}"

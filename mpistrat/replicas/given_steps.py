@@ -55,7 +55,7 @@ class _Iteration:
         """Begin a backward. Returns: the sizes of the steps that the loss may come from."""
         if self.since:
             self.ahead = self.since - 1 if self.ahead is None else self.ahead
-        elif self.has_ended:  # a program that has read ahead
+        elif self.has_ended:  # the program has read all steps ahead
             return self.sizes
         recent, self.recent, self.since = self.recent, set(), 0
         return recent
@@ -83,7 +83,7 @@ class GivenSteps:
         self._is_first_rank = is_first_rank
         self.blocks = 0
         self.distributed = False
-        self.examples: StepExamples | None = None  # no property: compiled losses read it
+        self.examples: StepExamples | None = None  # not a property: compiled losses read it
         self.examples_with_gradients: StepExamples | None = None
         self.iterations: list[_Iteration] = []
         self._last: _Iteration | None = None  # the last to give a step while gradients were on
@@ -173,8 +173,8 @@ class GivenSteps:
             raise RuntimeError(
                 f"backward() inside replica(): loaders gave steps of {sorted(sizes)} examples before it, not all of "
                 f"which divide by {self._num_replicas} replicas. A replica's gradient counts by its part of one step, "
-                "and the strategy does not know the step. Get steps that are only evaluated inside torch.no_grad(), and "
-                "other steps after the last backward(); or use drop_last=True; or scale the loss with "
+                "and the strategy does not know the step. Get steps that are only evaluated inside torch.no_grad(), "
+                "and other steps after the last backward(); or use drop_last=True; or scale the loss with "
                 "compute_average_loss(…, global_batch_size=…)"
             )
         self._tell_of_other_sizes(current)

@@ -171,6 +171,6 @@ class RankMethods:
 
         def merge(strategy: Any) -> Callable[[], Any]:
             result = work(communicator)
-            return lambda: result  # one leaf, whatever it is
+            return lambda: result  # a function is one leaf, whatever the result is
 
         return mode.replica_context.merge_call(merge)()

@@ -147,7 +147,7 @@ class ReplicaContext:
             op = ReduceOp.parse(reduce_op)
         except ValueError as error:
             extended.communicator.raise_together(error)
-        plain = value.__class__ is np.ndarray  # no structure, and nothing that autograd knows
+        plain = value.__class__ is np.ndarray  # neither a structure nor a tensor of autograd
         whole = plain or arrays.is_array(value)
         leaves, label, pack = ([value], "", _THE_ONE) if whole else nest.take_apart(value)
         if not leaves:
