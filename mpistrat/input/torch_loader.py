@@ -60,8 +60,8 @@ def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
                 f"the DataLoader has a {type(sampler).__name__}, which gives each rank a share of the examples; "
                 "here the loader yields GLOBAL batches and the strategy shares them out. Use "
                 "DataLoader(dataset, batch_size=GLOBAL, shuffle=True), and leave out the call that has sharded it, "
-                "such as accelerate's prepare() or Fabric's setup_dataloaders(); or, if the loader is to give each rank "
-                "its part, with batches of a replica's size, strategy.prepare(loader, local_batches=True)"
+                "such as accelerate's prepare() or Fabric's setup_dataloaders(); or, if the loader is to give each "
+                "rank its part, with batches of a replica's size, strategy.prepare(loader, local_batches=True)"
             )
     streams = dataset.batch_sampler is None or isinstance(dataset.dataset, data.IterableDataset)
     return not (streams or _iterates_itself(dataset))
