@@ -41,7 +41,14 @@ class _Batching:
         self._shuffle, self._seed = shuffle, operator.index(seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration read epoch number `epoch`."""
+        """Let the next iteration read epoch number `epoch`.
+
+        Example:
+            >>> dataset = ms.input.BatchedDataset(np.arange(4), batch_size=4, shuffle=True)
+            >>> dataset.set_epoch(3)
+            >>> list(dataset)
+            [array([1, 0, 2, 3])]
+        """
         self.epoch = epoch
 
     def _order_of(self, number: int, epoch: int) -> npt.NDArray[np.int64]:

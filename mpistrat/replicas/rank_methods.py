@@ -36,6 +36,11 @@ class RankMethods:
         """This process's number among the ranks that the strategy combines, 0 <= rank < world_size.
 
         With parameter servers it counts the chief and the workers, in this order.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> strategy.rank, strategy.world_size, strategy.local_rank, strategy.is_first
+            (0, 1, 0, True)
         """
         return self._extended.topology.rank
 
@@ -59,6 +64,11 @@ class RankMethods:
         """This replica's device; outside `run`, the device of this rank's first replica.
 
         A `torch.device` to use as in `tensor.to(strategy.device)`, or its name if torch is not imported.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> torch.zeros(2).to(strategy.device).device
+            device(type='cpu')
         """
         name = self._extended.replicas.devices[current_local_replica() or 0]
         torch = sys.modules.get("torch")
@@ -68,7 +78,13 @@ class RankMethods:
         return torch.device("cpu" if name.startswith("cpu:") else name)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Call `print(*args, **kwargs)` on rank 0, there for the first replica only; do nothing elsewhere."""
+        """Call `print(*args, **kwargs)` on rank 0, there for the first replica only; do nothing elsewhere.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> strategy.print("loss:", 0.5)
+            loss: 0.5
+        """
         if self.is_first and not current_local_replica():
             print(*args, **kwargs)
 
@@ -82,6 +98,12 @@ class RankMethods:
         Called by: every rank; inside `run`, every replica, and replica 0's value counts.
         Args: value: on rank 0, any object that can be pickled.
         Raises: CollectiveMismatchError, on all ranks, if rank 0's `value` cannot be pickled.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> strategy.broadcast_object({"learning rate": 0.1})
+            {'learning rate': 0.1}
+            >>> strategy.barrier()
         """
 
         def broadcast(communicator: Communicator) -> Any:
@@ -106,6 +128,13 @@ class RankMethods:
                 disk.
         Raises:
             RuntimeError: on the other ranks, before their block, if the block fails on a rank that goes first.
+            RuntimeError: inside `run`, if this rank has several replicas.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> with strategy.first_rank_first():
+            ...     np.save("data.npy", np.arange(3))
+            ...     data = np.load("data.npy")
         """
         if self._extended.num_local_replicas > 1 and current_local_replica() is not None:
             raise RuntimeError(
