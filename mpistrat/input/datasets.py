@@ -47,7 +47,7 @@ class _Batching:
             >>> dataset = ms.input.BatchedDataset(np.arange(4), batch_size=4, shuffle=True)
             >>> dataset.set_epoch(3)
             >>> list(dataset)
-            [array([1, 0, 2, 3])]
+            [array([2, 1, 0, 3])]
         """
         self.epoch = epoch
 

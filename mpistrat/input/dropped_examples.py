@@ -90,9 +90,9 @@ class DroppedExamples:
         if not self._has_spoken:
             self._has_spoken = True
             tell(
-                f"a loader's collate_fn made {made}. Gradients count each rank by its examples. If collate_fn leaves "
-                "some out, let the dataset give None for them: None does not count. If it packs examples, nothing is "
-                "wrong"
+                f"a loader's collate_fn made {made}, and gradients count each rank by its examples. If collate_fn "
+                "leaves some out, let the dataset give None for them: None does not count. If it packs examples, "
+                "nothing is wrong"
             )
 
 
