@@ -97,7 +97,7 @@ def _without_examples(leaf: Any) -> Any:
     if arrays.is_number(leaf) or leaf is None:
         return leaf
     raise ValueError(
-        "a replica has no examples in this step, and needs a batch of no examples; this cannot be made of "
+        "a replica has no examples in this step, and its batch cannot be made a batch of no examples: it has "
         f"{leaf!r:.60}. Let collate_fn give arrays (np.array of texts), or leave short batches out: drop_last=True, "
         "with a global batch that divides by the number of replicas"
     )

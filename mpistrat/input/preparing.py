@@ -47,7 +47,8 @@ def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) 
 def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
     """Return the modules in `objects` that are not mirrored yet.
 
-    Raises: ValueError if an optimizer has parameters of no mirrored module, or none of the given modules.
+    Raises: ValueError if an optimizer has parameters of neither a mirrored nor a given module, or none of the given
+        modules' parameters.
     """
     torch = sys.modules.get("torch")
     if torch is None:

@@ -62,7 +62,7 @@ class GradientRule:
         """Return the rule by which `call` combines gradients. Raises: RuntimeError while the rule is undecided."""
         if self.chosen is None:
             raise RuntimeError(
-                f"{call}: it is not decided whether gradients are summed or averaged. Scale the loss with "
+                f"{call}: are gradients to be summed or averaged? Scale the loss with "
                 "mpistrat.compute_average_loss(per_example_loss, global_batch_size=...), so that they are summed, "
                 'or make the strategy with gradients="sum" or gradients="mean" (DistributedDataParallel\'s rule)'
             )
