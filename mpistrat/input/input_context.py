@@ -13,7 +13,7 @@ class InputContext:
         num_input_pipelines: number of pipelines on all ranks.
         input_pipeline_id: number of this pipeline, 0 <= id < num_input_pipelines.
         num_replicas_in_sync: number of replicas on all ranks.
-    Raises: ValueError if an argument is out of range.   TypeError if it is no integer.
+    Raises: ValueError if an argument is out of range, TypeError if it is no integer.
 
     Example:
         >>> context = ms.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)

@@ -67,7 +67,7 @@ def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
 def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
     """Whether `value` is an iterable to distribute. False for modules, optimizers and distributed datasets.
 
-    Raises: TypeError if `value` cannot be prepared.   ValueError if another strategy has distributed it.
+    Raises: TypeError if `value` cannot be prepared, ValueError if another strategy has distributed it.
     """
     if isinstance(value, DistributedDataset):
         if value.strategy is not strategy:

@@ -38,7 +38,7 @@ def compute_average_loss(
         ValueError: `per_example_loss` is a scalar, shapes do not fit, `global_batch_size` is not positive, or it is
             None while the loss is empty and the step is not known.
         TypeError: `global_batch_size` is not an integer.
-        RuntimeError: outside `run`.
+        RuntimeError: in the cross-replica context, such as a `scope()` outside `run`.
 
     Example:
         >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -168,7 +168,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
     Args:
         regularization_loss: an array or a number; the sum of its elements is scaled.
-    Raises: RuntimeError outside `run`.
+    Raises: RuntimeError in the cross-replica context, such as a `scope()` outside `run`.
 
     Example:
         >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
