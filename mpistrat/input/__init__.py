@@ -1,4 +1,4 @@
-"""Input: what each replica reads."""
+"""Input: how each replica gets its batches."""
 
 from typing import TYPE_CHECKING
 

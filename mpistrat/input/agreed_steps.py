@@ -1,4 +1,4 @@
-"""The steps of an epoch on one rank, of which all ranks make the same number."""
+"""The steps that one rank makes in an epoch. All ranks make the same number of steps."""
 
 from __future__ import annotations
 
@@ -20,38 +20,52 @@ from mpistrat.options import InputOptions
 if TYPE_CHECKING:
     from mpistrat.replicas.strategy_extended import StrategyExtended
 
-# In the place of a number of steps: of a rank that has failed, and of one that knows of no failure to come.
+# Stand for a number of steps: `_FAILED` of a rank that could not read, `_NEVER` of a rank that expects no failure.
 _FAILED = _NEVER = 1 << 30
-# With fewer, a thread is woken for each step when the reading is the slower: 30 us instead of 10.
+# With fewer steps, a slow reading thread must be woken for each step: 30 us per step instead of 10 us.
 _STEPS_READ_AHEAD = 4
 
 
 @dataclass
 class IteratorProgress:
-    """How far an iterator has come: what a state is made of.
+    """How far an iterator has come in its epoch. `DistributedDataset.state_dict` makes its state of this object.
 
-    The dataset keeps it in place of the iterator. If each kept the other alive, an iteration that is left early would
-    leave a DataLoader's worker processes to the garbage collector. It ends their queues before it waits for them: 5 s.
+    The dataset keeps this object instead of the iterator. If dataset and iterator kept each other alive, an iteration
+    that the program leaves early would leave its DataLoader's worker processes to the garbage collector. The collector
+    ends the processes' queues before the DataLoader waits for the processes, and that wait takes 5 s.
+
+    Attributes:
+        epoch: number of the epoch.
+        steps: number of its steps that the program has got.
+        position: where the program's last step has left the reader (`Reader.position`); None before the first step.
+        unread: the state from before `DistributedIterator.peek` read a step; None once the program has got that step.
+        ended: whether the program has got all steps.
     """
 
     epoch: int
-    steps: int = 0  # that were handed out
-    position: Any = None  # where the last of them has left the reader
-    unread: dict[str, Any] | None = None  # the state before a step was read that nobody has yet
+    steps: int = 0
+    position: Any = None
+    unread: dict[str, Any] | None = None
     ended: bool = False
 
     def begin(self, epoch: int, steps: int) -> None:
+        """Begin `epoch` after its first `steps` steps."""
         self.epoch, self.steps = epoch, steps
         self.position = self.unread = None
         self.ended = False
 
 
 class AgreedSteps(Iterator[ReplicaPieces]):
-    """The steps of an epoch after those of `progress`, as long as any rank has data (`partial`), or all ranks have.
+    """An iterator over the steps of one epoch on this rank. It gives all ranks the same number of steps.
 
-    Ranks ask nobody where `Reader.ends_together` says that they make equally many steps. Other ranks ask each other at
-    the first step, and again when no rank is known to have a further one, unless all know how many steps they have.
-    Every rank must go through it, inside `raising_together`. A replica without data gets a batch of no examples.
+    With `partial`, the epoch goes on as long as any rank has data, and a replica without data gets a batch of no
+    examples. Otherwise the epoch ends as soon as one rank has no data.
+
+    If `Reader.ends_together` is true, no rank asks another. Otherwise the ranks ask each other at the first step. They
+    ask again when no rank is known to have a further step, unless all ranks know the epoch's number of steps.
+
+    Called by: every rank, inside `raising_together`.
+    Args: progress: the epoch, and the number of its steps to skip.
     """
 
     def __init__(
@@ -75,9 +89,10 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         self._position: Any = None  # where the last step has left the reader
         self._steps_done = progress.steps
         self._steps_left: int | None = None  # None: not known
-        self._sure = 0  # steps that some rank has
+        self._sure = 0  # steps that all ranks make before they ask again
         self._has_asked = False
-        self._template: Any = None  # a batch, for batches of no examples
+        # A batch like this rank's; batches of no examples are made of it.
+        self._template: Any = None
         self._structure: str | None = None
 
     def __next__(self) -> ReplicaPieces:
@@ -104,9 +119,10 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return step
 
     def _filled(self, entry: Any) -> Any:
-        """The batch of a step's entry; one of no examples where it has none.
+        """Return the batch of a step's entry; a batch of no examples if the entry is EMPTY or MISSING.
 
-        Raises: ValueError where the batches before it had another structure.
+        Raises: ValueError if the batch has another structure than earlier batches, or if the dataset has no example to
+            copy the structure from.
         """
         if _has_examples(entry):
             self._template = entry
@@ -115,13 +131,13 @@ class AgreedSteps(Iterator[ReplicaPieces]):
                 self._template = self._reader.template()
             if self._template is None:
                 raise ValueError(
-                    "the dataset has no example that could tell what a batch looks like"
+                    "this rank needs a batch of no examples, but the dataset has no example to copy its structure from"
                 )
             entry = without_examples(self._template)
         structure = nest.take_apart(entry)[1]
         if self._structure not in (None, structure):
             raise ValueError(
-                f"the dataset changes its structure: step {self._steps_done} is {structure}, those before it were "
+                f"the dataset changes its structure: step {self._steps_done} is {structure}, earlier steps were "
                 f"{self._structure}"
             )
         self._structure = structure
@@ -141,7 +157,11 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return step
 
     def _goes_on(self, step: ReplicaPieces | None, error: Exception | None) -> bool:
-        """Whether all ranks make this step. Raises: on all ranks, where one of them has an error."""
+        """Whether all ranks make this step. Called by: every rank, for each step.
+
+        Args: step: this rank's step; None if its data has ended, or with an `error`.
+        Raises: on all ranks, if a rank has an error or its dataset's length is wrong.
+        """
         if self._steps_left is not None:
             error = error or self._wrong_length(step)
             if error is not None:
@@ -180,10 +200,11 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return sure > 0
 
     def _words(self, step: ReplicaPieces | None, error: Exception | None) -> list[int]:
-        """Two numbers: the steps that this rank surely has, and minus the first step that fails.
+        """Return this rank's two numbers: its sure steps, and minus the number of steps before a known failure.
 
-        For both the ranks take the largest number of all. With `partial` the ranks make as many steps as the rank with
-        the most. Otherwise they make as many as the rank with the fewest: then the number of steps is negative.
+        The ranks take the maximum of each number. With `partial`, the ranks make as many steps as the rank with the
+        most. Otherwise they make as many as the rank with the fewest, so the first number is negative. A rank without a
+        step gives 0. A rank with an error gives `_FAILED`. Without a known failure the second number is `-_NEVER`.
         """
         if error is not None:
             return [_FAILED, -_NEVER]
@@ -195,7 +216,13 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return [count if self._partial else -count, -(count if fails else _NEVER)]
 
     def _ask_first(self, words: list[int], step: ReplicaPieces | None) -> tuple[int, int]:
-        """The largest words. Learns how many steps there are, and how batches look. Collective."""
+        """Return the ranks' largest `words`, at the first step of an epoch. Called by: every rank.
+
+        Also learns the structure of the batches, and the epoch's number of steps if the ranks know it.
+
+        Raises: ValueError on all ranks, if their batches differ in structure or dtype, or, without `partial`, if only
+            some ranks have data.
+        """
         batch = next(filter(_has_examples, step or ()), None)
         answers = self._communicator.all_gather_object(
             (words, self._reader.num_steps(), None if batch is None else spec_of(batch)),
@@ -212,7 +239,11 @@ class AgreedSteps(Iterator[ReplicaPieces]):
         return max(steps), max(failures)
 
     def _learn_template(self, specs: Sequence[Any]) -> None:
-        """How a batch of this rank looks, if it has none. Raises: ValueError when the ranks' differ."""
+        """Keep an empty batch like the ranks' batches as the template for batches of no examples.
+
+        Args: specs: the spec of each rank's first batch, in rank order; None of a rank without a batch.
+        Raises: ValueError if the specs differ in structure or dtype.
+        """
         known = {rank: spec for rank, spec in enumerate(specs) if spec is not None}
         kinds = [nest.map_structure(_without_sizes, spec) for spec in known.values()]
         if kinds != kinds[:1] * len(kinds):
@@ -227,7 +258,7 @@ def _has_examples(entry: Any) -> bool:
 
 
 def _is_batched(step: ReplicaPieces) -> bool:
-    """Whether its elements are batches, which can be of no examples, and not numbers, which cannot."""
+    """Whether the step's elements are batches, and not plain numbers. Numbers cannot be made empty."""
     entry = next(filter(_has_examples, step), None)
     return not all(map(_is_number, nest.flatten(entry)))
 
@@ -237,5 +268,5 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _without_sizes(spec: Any) -> Any:
-    """Batches of different sizes are alike; so are examples that vary in size."""
+    """Return `spec` with every size None, because batches and examples may vary in size."""
     return replace(spec, shape=(None,) * len(spec.shape))

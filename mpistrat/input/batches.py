@@ -1,4 +1,4 @@
-"""Batches: nested structures of arrays whose first dimension is the batch."""
+"""Batches are nested structures of arrays. The first dimension of each array counts the examples."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from mpistrat.values import DistributedValues
 
 
 class Batches:
-    """How batches of arrays are measured, cut and joined (`splitting.Kind`)."""
+    """Measures, cuts and joins batches of arrays. It implements `splitting.Kind`."""
 
     def size(self, batch: Any) -> int:
-        """The number of examples. Raises: ValueError when `batch` is not batched."""
+        """Return the number of examples in `batch`.
+
+        Raises: ValueError if a leaf is not an array or has no dimension, or if the leaves' first dimensions differ.
+        """
         sizes = {_first_dimension(leaf) for leaf in nest.flatten(batch)}
         if len(sizes) != 1:
             raise ValueError(
@@ -44,15 +47,19 @@ def _first_dimension(leaf: Any) -> int:
 
 
 def collate(examples: list[Any]) -> Any:
-    """One batch of several examples: torch tensors are stacked as such, everything else as NumPy arrays.
+    """Make one batch of several examples: stack torch tensors as tensors, and everything else as NumPy arrays.
 
-    Raises: ValueError when they have different structures or shapes.
+    Raises: ValueError if the examples differ in structure, or arrays in shape; RuntimeError if torch tensors differ in
+        shape.
     """
     return nest.pack_like(examples[0], [_stack(column) for column in _columns(examples)])
 
 
 def _columns(structures: list[Any]) -> Iterator[tuple[Any, ...]]:
-    """Each leaf of all structures. Raises: ValueError when they differ."""
+    """Return an iterator over the leaves of all `structures`; each item has one leaf of every structure.
+
+    Raises: ValueError if the structures differ.
+    """
     shapes = {nest.describe(structure) for structure in structures}
     if len(shapes) > 1:
         raise ValueError(
@@ -77,9 +84,9 @@ def _stack(column: tuple[Any, ...]) -> Any:
 
 
 def without_examples(batch: Any) -> Any:
-    """A batch like `batch` of no examples. Numbers stay: they have no batch dimension to be empty in.
+    """Return `batch` with no examples in its arrays. Numbers, None and arrays without dimensions stay as they are.
 
-    Raises: ValueError for what is neither an array nor a number, such as the texts in a list.
+    Raises: ValueError if a leaf is neither an array nor a number, for example a string.
     """
     return nest.map_structure(_without_examples, batch)
 
@@ -90,21 +97,25 @@ def _without_examples(leaf: Any) -> Any:
     if arrays.is_number(leaf) or leaf is None:
         return leaf
     raise ValueError(
-        "a replica has no examples in this step, and what it would get cannot be made a batch of no examples: "
+        "a replica has no examples in this step, and its batch cannot be made a batch of no examples: it has "
         f"{leaf!r:.60}. Let collate_fn give arrays (np.array of texts), or leave short batches out: drop_last=True, "
-        "with a global batch that divides by the replicas"
+        "with a global batch that divides by the number of replicas"
     )
 
 
 def spec_of(batch: Any) -> Any:
-    """The structure of `batch` with an ArraySpec for each leaf."""
+    """Return the structure of `batch`, with an `ArraySpec` in place of each leaf."""
     return nest.map_structure(
         lambda leaf: ArraySpec.of(leaf if arrays.is_array(leaf) else np.asarray(leaf)), batch
     )
 
 
 def explain_empty_batch(error: Exception, arguments: Any) -> None:
-    """Tell `error`, which a replica's function raised of `arguments`, of drop_last, if it was given no examples."""
+    """Add a hint about `drop_last=True` to `error`, if an array in `arguments` has no examples.
+
+    Called by: `Strategy.run`, if a replica's function raises `error`.
+    Args: arguments: the function's arguments; distributed values count with each component.
+    """
     values = itertools.chain.from_iterable(
         leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
         for leaf in nest.flatten(arguments)
@@ -112,8 +123,8 @@ def explain_empty_batch(error: Exception, arguments: Any) -> None:
     if 0 not in [value.shape[0] for value in values if arrays.is_array(value) and value.ndim]:
         return
     note = (
-        "If this is because a replica has no examples in this step, for the last global batch is short: leave short "
-        "batches out, with drop_last=True and a global batch that divides by the replicas"
+        "An argument is an array of no examples. If the last global batch is short, and leaves a replica without "
+        "examples, leave short batches out: drop_last=True, with a global batch that divides by the number of replicas"
     )
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(note)

@@ -1,4 +1,4 @@
-"""Datasets that know how their batches are made, so that a rank reads no more than its share."""
+"""Datasets that know how their batches are made, so that a rank reads only its share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpistrat.input.splitting import pieces_of_examples
 
 
 class _Batching:
-    """How a dataset makes batches of examples, in each epoch in an order of its own.
+    """How a dataset makes batches of examples, in another order in each epoch.
 
     Attributes:
-        epoch: the number of the next iteration.
-        program_collate: the program's function; None for `batches.collate`.
+        epoch: number of the epoch that the next iteration reads.
+        program_collate: the program's `collate_fn`; None if batches are made by `batches.collate`.
     """
 
     def __init__(
@@ -41,11 +41,18 @@ class _Batching:
         self._shuffle, self._seed = shuffle, operator.index(seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that epoch."""
+        """Let the next iteration read epoch number `epoch`.
+
+        Example:
+            >>> dataset = ms.input.BatchedDataset(np.arange(4), batch_size=4, shuffle=True)
+            >>> dataset.set_epoch(3)
+            >>> list(dataset)
+            [array([2, 1, 0, 3])]
+        """
         self.epoch = epoch
 
     def _order_of(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
-        """The order in which an epoch reads so many things: an array of their indices."""
+        """Return the indices 0 to `number` - 1 in the epoch's order, int64. `shuffle` permutes them by seed, epoch."""
         order = np.arange(number)
         if self._shuffle:
             np.random.default_rng([self._seed, epoch]).shuffle(order)
@@ -61,19 +68,27 @@ class _Batching:
 class BatchedDataset(_Batching):
     """GLOBAL batches of arrays, or of a map-style dataset, without torch.
 
-    Iterating over it gives an epoch of whole batches; given to `experimental_distribute_dataset`, each rank reads only
-    the examples of its own replicas.
+    Iterating over the dataset gives one epoch of whole batches. Given to `experimental_distribute_dataset`, each rank
+    reads only the examples of its own replicas.
 
     Args:
-        dataset: an array, or a tuple or dict of arrays with equal first dimensions; or an object with `__len__` and
-            `__getitem__` (also one with `__getitems__`, which is given the indices of a batch). A strategy asks the
-            object on a thread of its own: draw random numbers from a generator of its own, too.
-        batch_size: examples in a GLOBAL batch.
-        drop_last: leave out a last batch that is short.
-        shuffle: a new order in each epoch, the same on all ranks: of `numpy.random.default_rng([seed, epoch])`.
+        dataset: an array; or a tuple or dict of arrays with equal first dimensions; or an object with `__len__` and
+            `__getitem__`. An object with `__getitems__` gets the indices of a whole batch. A strategy reads such an
+            object on another thread, so let the object draw random numbers from a generator of its own.
+        batch_size: number of examples in a GLOBAL batch.
+        drop_last: leave out the last batch if it is short.
+        shuffle: read in a new order in each epoch, by `numpy.random.default_rng([seed, epoch])`, the same on all ranks.
         collate_fn: makes a batch of a list of examples; None stacks them. Unused for arrays.
     Raises:
-        TypeError, ValueError: arguments that are not as above.
+        TypeError: `dataset` is a list, or of none of these kinds; or `batch_size` or `seed` is not an integer.
+        ValueError: `batch_size` is not positive, or arrays differ in their first dimension.
+
+    Example:
+        >>> dataset = ms.input.BatchedDataset(np.arange(10), batch_size=4)
+        >>> list(dataset)
+        [array([0, 1, 2, 3]), array([4, 5, 6, 7]), array([8, 9])]
+        >>> list(dataset.index_batches(epoch=0))
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
 
     def __init__(
@@ -107,11 +122,16 @@ class BatchedDataset(_Batching):
             )
 
     def summary(self) -> str:
-        """What must be the same on all ranks."""
+        """Describe the dataset in a text that must be equal on all ranks: its size and the arguments of its batches.
+
+        Example:
+            >>> ms.input.BatchedDataset(np.zeros((100, 2)), 32).summary()
+            'BatchedDataset(100 examples, batch_size=32, drop_last=False, shuffle=False, seed=0)'
+        """
         return self._summary(f"BatchedDataset({self.examples} examples")
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         whole, rest = divmod(self.examples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
@@ -120,15 +140,24 @@ class BatchedDataset(_Batching):
         return map(self.collate, map(self.fetch, self.index_batches(epoch)))
 
     def index_batches(self, epoch: int) -> Iterator[list[int]]:
-        """The examples of each batch of an epoch."""
+        """Yield the indices of the examples of each batch of an epoch, as lists of int."""
         order = self._order_of(self.examples, epoch)
         for first in range(0, len(self) * self.batch_size, self.batch_size):
             yield order[first : first + self.batch_size].tolist()
 
     def fetch(self, indices: list[int]) -> Any:
-        """The examples `indices`, one or more, of which `collate` makes a batch."""
+        """Return the examples at `indices`, at least one, in the form that `collate` makes a batch of.
+
+        Returns: for arrays, the nest with the rows at `indices` (views if the indices are consecutive); otherwise a
+            list of examples.
+
+        Example:
+            >>> dataset = ms.input.BatchedDataset({"x": np.arange(10)}, batch_size=4)
+            >>> dataset.fetch([0, 9])
+            {'x': array([0, 9])}
+        """
         if self.of_arrays:
-            # Consecutive examples are not copied.
+            # A slice gives views, so consecutive examples are not copied.
             span = range(indices[0], indices[-1] + 1)
             where: Any = slice(span.start, span.stop) if indices == [*span] else indices
             return nest.map_structure(operator.itemgetter(where), self._dataset)
@@ -138,18 +167,28 @@ class BatchedDataset(_Batching):
 class FileDataset(_Batching):
     """GLOBAL batches of the examples in files.
 
-    Iterating over it gives an epoch of whole batches. Given to `experimental_distribute_dataset`, each worker reads
-    every n-th file (AutoShardPolicy.AUTO and FILE) or everything (DATA, OFF).
+    Iterating over the dataset gives one epoch of whole batches. Given to `experimental_distribute_dataset`, each worker
+    reads every n-th file (AutoShardPolicy.AUTO and FILE) or all files (DATA and OFF).
 
     Args:
-        files: what names the files, such as their paths; sort what comes from a directory.
-        reader: `reader(file)` gives the examples of a file, one after the other. It runs on a thread of its own: draw
-            random numbers from a generator of its own, too.
-        batch_size: examples in a GLOBAL batch.
-        drop_last: leave out what does not fill a batch at the end.
-        shuffle: another order of the files in each epoch, the same on all ranks: of
-            `numpy.random.default_rng([seed, epoch])`.
+        files: a sequence of the files' names or paths, in the same order on all ranks: sort a directory's list.
+        reader: `reader(file)` returns an iterable of the file's examples. A strategy calls it on another thread, so let
+            it draw random numbers from a generator of its own.
+        batch_size: number of examples in a GLOBAL batch.
+        drop_last: leave out the last examples of an epoch if they do not fill a batch.
+        shuffle: read the files in a new order in each epoch, by `numpy.random.default_rng([seed, epoch])`, the same on
+            all ranks.
         collate_fn: makes a batch of a list of examples; None stacks them.
+    Raises:
+        TypeError: `files` is a text or no sequence, `reader` cannot be called, or a number is not an integer.
+        ValueError: `batch_size` is not positive.
+
+    Example:
+        >>> for name in "ab":
+        ...     np.save(f"{name}.npy", np.arange(3))
+        >>> dataset = ms.input.FileDataset(["a.npy", "b.npy"], np.load, batch_size=4)
+        >>> list(dataset)
+        [array([0, 1, 2, 0]), array([1, 2])]
     """
 
     def __init__(
@@ -172,13 +211,26 @@ class FileDataset(_Batching):
         super().__init__(batch_size, drop_last, shuffle, seed, collate_fn)
 
     def summary(self) -> str:
-        """What must be the same on all ranks: not the folders, which may be each node's own."""
+        """Describe the dataset in a text that must be equal on all ranks.
+
+        It counts the files' names without their folders, because each node may keep its files elsewhere.
+
+        Example:
+            >>> ms.input.FileDataset(["a.npy", "b.npy"], np.load, batch_size=4).summary()
+            'FileDataset(2 files, checksum of their names ..., batch_size=4, drop_last=False, shuffle=False, seed=0)'
+        """
         names = "\n".join(os.path.basename(str(file)) for file in self.files)
         checksum = f"checksum of their names {zlib.crc32(names.encode()):08x}"
         return self._summary(f"FileDataset({len(self.files)} files, {checksum}")
 
     def order(self, epoch: int) -> list[int]:
-        """The numbers of the files, in the order in which an epoch reads them."""
+        """Return the numbers of the files in an epoch's reading order.
+
+        Example:
+            >>> dataset = ms.input.FileDataset(["a.npy", "b.npy", "c.npy"], np.load, batch_size=4, shuffle=True)
+            >>> dataset.order(epoch=0)
+            [2, 0, 1]
+        """
         return self._order_of(len(self.files), epoch).tolist()
 
     def __iter__(self) -> Iterator[Any]:
@@ -189,12 +241,12 @@ class FileDataset(_Batching):
 
 
 def _as_it_is(batch: Any) -> Any:
-    """The parts of arrays are a batch already."""
+    """Return `batch`: rows of arrays are a batch already."""
     return batch
 
 
 def fetch(dataset: Any, indices: list[Any]) -> list[Any]:
-    """The examples of a map-style dataset, at once if it can give several, as a DataLoader asks for them."""
+    """Return the examples at `indices` of a map-style dataset, by one call of `__getitems__` if it has that method."""
     if getattr(dataset, "__getitems__", None):
         return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]

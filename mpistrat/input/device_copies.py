@@ -1,4 +1,4 @@
-"""Copies of batches to devices, while the steps before them are computed."""
+"""Copies of batches to devices, made while the replicas compute earlier steps."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mpistrat import arrays, nest
 
 class _CopyUnderWay(NamedTuple):
     batch: Any
-    event: Any  # when it is there
+    event: Any  # is reached when the batch is on its device
 
 
 class DeviceCopies:
-    """Copies each replica's batch to its device: from pinned memory, on a stream of the copies' own.
+    """Copies each replica's batch from pinned memory to the replica's device, on a stream for copies only.
 
-    torch tensors only: NumPy arrays stay on the host, but for XLA's devices, whose programs take none. "cpu:0", "cpu:1"
-    name replicas that share the host's memory.
+    It copies torch tensors. NumPy arrays stay on the host, except for XLA devices: XLA programs take no NumPy arrays,
+    so numeric ones become tensors there. "cpu:0" and "cpu:1" name replicas that share the host's memory.
 
     Args:
-        devices: of this rank's replicas, in their order; none when batches stay where they are.
+        devices: the devices of this rank's replicas, in replica order; () when batches stay where they are.
 
     Attributes:
-        needed: some replica is not on the host.
+        needed: whether some replica's device is not the host.
     """
 
     def __init__(self, devices: tuple[str, ...]) -> None:
@@ -34,11 +34,11 @@ class DeviceCopies:
         self.needed = any(not device.startswith("cpu") for device in devices)
 
     def start(self, batches: list[Any]) -> list[Any]:
-        """Begin to copy, where that is needed; what is returned is for `arrived` only."""
+        """Begin to copy each replica's batch to its device. Returns: the batches in the form that `arrived` takes."""
         return [*map(self._start, self._devices, batches)]
 
     def arrived(self, batches: list[Any]) -> list[Any]:
-        """The batches on their devices, as the current stream of each sees them; the host does not wait."""
+        """Return the batches of `start` on their devices. The device's stream waits for the copy, the host does not."""
         return [*map(self._arrived, self._devices, batches)]
 
     def _start(self, device: str, batch: Any) -> Any:
@@ -62,7 +62,7 @@ class DeviceCopies:
         current.wait_event(batch.event)
         for leaf in nest.flatten(batch.batch):
             if arrays.is_torch(leaf) and arrays.is_on_gpu(leaf):
-                # Its memory came from the other stream's pool, and must not go back while this one reads it.
+                # The copying stream's pool owns the memory, and must not reuse it while the current stream reads it.
                 leaf.record_stream(current)
         return batch.batch
 
@@ -74,7 +74,7 @@ def _pinned(leaf: Any) -> Any:
 
 def _to(device: str, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
-        leaf = leaf.copy()  # it waits while the source, which may use its memory again, reads on
+        leaf = leaf.copy()  # the source may reuse its memory before the program has the batch
         if not device.startswith("xla") or leaf.dtype.kind not in "biufc":
             return leaf
         leaf = arrays.as_tensor(leaf)

@@ -1,4 +1,4 @@
-"""What `experimental_distribute_dataset` and `distribute_datasets_from_function` return, and the iterators over it."""
+"""The results of `experimental_distribute_dataset` and `distribute_datasets_from_function`, and their iterators."""
 
 from __future__ import annotations
 
@@ -31,32 +31,47 @@ if TYPE_CHECKING:
 
 @dataclass
 class IterationState:
-    """What a dataset and its iterators know together."""
+    """The state that a dataset and its iterators share.
 
-    epoch: int = 0  # the number of the next iteration
-    start: int = 0  # the steps that it leaves out
-    spec: Any = None  # of a step; None until a step was read
-    # As many steps are on the way to devices while those before them are computed; -1: not agreed yet.
+    Attributes:
+        epoch: number of the epoch that the next iterator begins.
+        start: number of steps that the next iterator skips.
+        spec: the dataset's `element_spec`; None until a step was read.
+        steps_ahead: number of steps on their way to devices while earlier steps are computed; -1 until the ranks agree.
+        is_under_way: whether, inside `Strategy.replica()`, the program still works on the step that it got last.
+    """
+
+    epoch: int = 0
+    start: int = 0
+    spec: Any = None
     steps_ahead: int = -1
-    is_under_way: bool = False  # inside `Strategy.replica()`, a step has not ended
+    is_under_way: bool = False
 
 
 class DistributedDataset(Iterable[Any]):
-    """Steps of per-replica batches; made by a strategy.
+    """An iterable over steps of per-replica batches. A strategy makes it.
 
-    Each iteration over it is an epoch, and every rank must iterate. With one replica per rank a step is
-    that replica's batch; with several it is a structure of `PerReplica` batches.
+    Each iteration over it is an epoch, and every rank must iterate. With one replica per rank, a step is that replica's
+    batch. With several, a step is a structure of `PerReplica` batches.
 
-    What else a program asks of it, it asks of what is distributed: of a DataLoader `dataset`, `batch_size` (of the
-    global batch, or with `local_batches` of a replica's), `sampler`, `batch_sampler`, `drop_last`, `num_workers`,
-    `collate_fn`, and what its class has of its own.
+    Other attributes come from the dataset that the program has distributed. For a DataLoader these are `dataset`,
+    `batch_size` (of the global batch; with `local_batches`, of a replica's batch), `sampler`, `batch_sampler`,
+    `drop_last`, `num_workers`, `collate_fn`, and attributes of its subclass.
 
     Attributes:
-        strategy: whose replicas it gives batches to.
+        strategy: the strategy of the replicas that get the batches.
         after_steps: methods that every rank calls inside `Strategy.replica()` when the program asks for the next step,
-            and so has done with the step before. `state_dict` then gives the state after that step.
-        partial: an epoch goes on as long as any replica of any rank has data, and the others get batches of no
-            examples. Otherwise it ends where a replica has no data.
+            and so is done with the step before. `state_dict` then gives the state after that step.
+        partial: whether an epoch goes on as long as any replica of any rank has data; replicas without data get batches
+            of no examples. If False, an epoch ends where a replica has no data.
+
+    Example:
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> dataset = strategy.experimental_distribute_dataset(ms.input.BatchedDataset(np.arange(6), 4))
+        >>> dataset.cardinality, dataset.element_spec
+        (2, ArraySpec(shape=(None,), dtype='int64', library='numpy'))
+        >>> int(dataset.reduce(0, lambda total, batch: total + batch.sum()))
+        15
     """
 
     def __init__(
@@ -70,15 +85,16 @@ class DistributedDataset(Iterable[Any]):
         self.strategy: Any = extended.strategy
         self.partial = partial and not reader.drop_last
         self.after_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
-        # Private, for all else is asked of `distributed`.
+        # Private names, because `__getattr__` looks up all public ones in `distributed`.
         self._reader, self._extended, self._options = reader, extended, options
         self._distributed = distributed
         self._shared = IterationState()
-        # Gives the iterator that was begun last, if it is alive.
+        # Returns the iterator that was begun last, or None if it is gone.
         self._last: Callable[[], DistributedIterator | None] = _no_iterator
-        # The next iterator, if its first step was read for its spec.
+        # The next iterator, if `element_spec` has read its first step.
         self._peeked: DistributedIterator | None = None
-        self._progress = IteratorProgress(0)  # of the peeked iterator, else of the last one
+        # Of the peeked iterator, or else of the iterator that was begun last.
+        self._progress = IteratorProgress(0)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -98,13 +114,16 @@ class DistributedDataset(Iterable[Any]):
         return iterator
 
     def _has_begun(self, iterator: DistributedIterator) -> None:
-        """`iterator` was begun last. The next iterator begins with the epoch after its epoch."""
+        """Record `iterator` as begun last. The next iterator begins with the epoch after its epoch."""
         self._shared.epoch = max(self._shared.epoch, iterator.progress.epoch) + 1
         self._shared.start = 0
         self._last, self._progress, self._peeked = weakref.ref(iterator), iterator.progress, None
 
     def _end_step(self) -> None:
-        """The program has done with the step that it has got last, if any. Called by: every rank."""
+        """Call `after_steps` if the program has got a step and is done with it.
+
+        Called by: every rank, inside `replica()`.
+        """
         if self._shared.is_under_way:
             self._shared.is_under_way = False
             for method in self.after_steps:
@@ -113,7 +132,10 @@ class DistributedDataset(Iterable[Any]):
                     call()
 
     def __len__(self) -> int:
-        """Steps of an epoch. Raises: TypeError when that is not known before it ends."""
+        """Return the number of steps of an epoch.
+
+        Raises: TypeError if the number is not known before the epoch ends.
+        """
         steps = self._reader.num_steps()
         if steps is None and self._reader.ends_together and self.cardinality >= 0:
             steps = self.cardinality
@@ -123,14 +145,14 @@ class DistributedDataset(Iterable[Any]):
 
     @property
     def cardinality(self) -> int:
-        """Global batches of an epoch; -1: they never end, -2: it is not known before."""
+        """The number of global batches of an epoch; -1: the batches never end; -2: not known in advance."""
         return self._reader.cardinality()
 
     @property
     def element_spec(self) -> Any:
-        """The structure of a step, with an ArraySpec (PerReplicaSpec with more than one replica) for each array.
+        """The structure of a step, with a spec for each array: `ArraySpec`, or `PerReplicaSpec` with several replicas.
 
-        Reads the first batch, where none was read yet. Called by: every rank.
+        Reads the first step if none was read yet; the next iteration then begins with that step. Called by: every rank.
         """
         last = self._last()
         if self._shared.spec is None and last is not None:
@@ -142,19 +164,33 @@ class DistributedDataset(Iterable[Any]):
         return self._shared.spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """`reduce_func(state, step)` over the steps of an epoch."""
+        """Return `reduce_func(state, step)` folded over the steps of one epoch, beginning with `initial_state`."""
         return functools.reduce(reduce_func, self, initial_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration that was begun last stands; see `DistributedIterator.state_dict`."""
+        """Return the state of the iteration that was begun last, as `DistributedIterator.state_dict` does.
+
+        Called by: every rank.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> dataset = strategy.experimental_distribute_dataset(ms.input.BatchedDataset(np.arange(6), 2))
+            >>> _ = next(iter(dataset))
+            >>> dataset.load_state_dict(dataset.state_dict())
+            >>> list(dataset)
+            [array([2, 3]), array([4, 5])]
+        """
         with spans.current.range("dataset.state_dict"):
             return self._state_at(self._progress)
 
     def _state_at(self, progress: IteratorProgress) -> dict[str, Any]:
-        """The state of an iterator that has come so far. Called by: every rank."""
+        """Return the state of an iterator with this progress; after an epoch's end, the state before the next epoch.
+
+        Called by: every rank.
+        """
         if progress.unread is not None:
             return progress.unread
-        if progress.ended:  # it goes on with the next epoch
+        if progress.ended:  # the next epoch follows
             progress = IteratorProgress(progress.epoch + 1)
         communicator, position = self._extended.communicator, progress.position
         if position is None:
@@ -168,9 +204,15 @@ class DistributedDataset(Iterable[Any]):
         }
 
     def state_schema(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What a state looks like: see `checkpoint.schema`. Not collective.
+        """Return the form that `state` must have, for `checkpoint.schema`. Not collective.
 
-        The state of another input is not looked at further.
+        The reader's part of the form is left out if another kind of input has saved `state`.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> dataset = strategy.experimental_distribute_dataset(ms.input.BatchedDataset(np.arange(6), 2))
+            >>> sorted(dataset.state_schema({}))
+            ['batch_size', 'epoch', 'ranks', 'source', 'steps']
         """
         count, here = range(sys.maxsize), self._reader.identity()
         return {
@@ -183,18 +225,21 @@ class DistributedDataset(Iterable[Any]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on where `state` was taken; those after it are the epochs that follow."""
+        """Let the next iteration go on where `state` was taken. Later iterations are the epochs after it.
+
+        Called by: every rank.
+        Raises: ValueError if `state` is of another kind of input or batch size; or of another number of ranks, where
+            each rank reads data of its own (a dataset function, AutoShardPolicy.OFF).
+        """
         reader, size = self._reader, self._extended.communicator.size
         saved = {name: state.get(name) for name in ("source", "batch_size")}
         here = reader.identity()
         if saved != here:
-            raise ValueError(
-                f"the state is of another input: it was saved of {saved}, this is {here}"
-            )
+            raise ValueError(f"the state is of another input: {saved} has saved it, this is {here}")
         if not reader.same_for_any_ranks and state.get("ranks") != size:
             raise ValueError(
-                f"the input was saved on {state.get('ranks')} ranks, this is {size}: where each rank reads what it "
-                "likes (a dataset function, or AutoShardPolicy.OFF), only as many can go on"
+                f"the input was saved on {state.get('ranks')} ranks, this is {size}. Start as many ranks as before: "
+                "each rank reads data of its own (a dataset function, or AutoShardPolicy.OFF)"
             )
         reader.load_state(self._extended.communicator, state)
         self._shared.epoch, self._shared.start = state["epoch"], state["steps"]
@@ -203,11 +248,11 @@ class DistributedDataset(Iterable[Any]):
 
 
 def _no_iterator() -> None:
-    """No iterator was begun yet."""
+    """Return None, in place of a weak reference, while no iterator was begun."""
 
 
 class Optional:
-    """A step, or none. As `tf.experimental.Optional`."""
+    """A step, or none, like `tf.experimental.Optional`."""
 
     def __init__(self, value: Any, has_value: bool) -> None:
         self._value, self._has_value = value, has_value
@@ -216,18 +261,27 @@ class Optional:
         return self._has_value
 
     def get_value(self) -> Any:
-        """The value. Raises: ValueError when there is none."""
+        """Return the step. Raises: ValueError if there is none."""
         if not self._has_value:
             raise ValueError("the distributed dataset has ended: there is no value")
         return self._value
 
 
 class DistributedIterator(Iterator[Any]):
-    """The steps of one epoch; made by `iter(distributed_dataset)`. Every rank must go through it.
+    """The steps of one epoch; `iter(distributed_dataset)` makes it. Every rank must go through it.
 
     Attributes:
-        strategy, after_steps: as of the dataset.
-        divides: all of its steps are known to have as many examples, and these divide by the number of replicas.
+        strategy, after_steps: the dataset's attributes of these names.
+        progress: how far the program has come in the epoch.
+        divides: whether all steps surely have the same number of examples, divisible by the number of replicas.
+
+    Example:
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> iterator = iter(strategy.experimental_distribute_dataset(ms.input.BatchedDataset(np.arange(6), 4)))
+        >>> iterator.element_spec
+        ArraySpec(shape=(None,), dtype='int64', library='numpy')
+        >>> iterator.get_next()
+        array([0, 1, 2, 3])
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:
@@ -241,7 +295,7 @@ class DistributedIterator(Iterator[Any]):
         self.strategy: Any = dataset.strategy
         strategy, reader = self.strategy, dataset._reader
         combined = strategy.num_replicas_in_sync * strategy.workers_combined
-        # False where workers do not wait for each other: each has steps of its own, with its pieces of global batches.
+        # False where workers do not wait for each other: each worker then has steps of its own.
         self._combines_all = combined == self._extended.input.share.num_replicas
         self.divides = reader.drop_last and (reader.batch_size or 1) % combined == 0
         self._begin(shared.epoch, shared.start)
@@ -254,22 +308,34 @@ class DistributedIterator(Iterator[Any]):
         self._has_read_all = False
 
     def initialize(self) -> None:
-        """Begin again, with a new epoch. (tf.compat.v1)"""
+        """Begin again, with a new epoch. (tf.compat.v1)
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> iterator = iter(strategy.experimental_distribute_dataset(ms.input.BatchedDataset(np.arange(3), 3)))
+            >>> _ = next(iterator)
+            >>> iterator.initialize()
+            >>> next(iterator)
+            array([0, 1, 2])
+        """
         done = self.progress
         self._shared.epoch = max(self._shared.epoch, done.epoch + 1)
         self._begin(done.epoch + 1 if done.steps else done.epoch, 0)
 
     @not_compiled
     def __next__(self) -> Any:
-        """The next step, for all replicas of this rank. Raises: StopIteration after the last one.
+        """Return this rank's next step: a batch, or `PerReplica` batches with several replicas. Called by: every rank.
 
-        ValueError inside `run`; RuntimeError in another strategy's scope.
+        Raises:
+            StopIteration: after the last step.
+            ValueError: inside `run`.
+            RuntimeError: in another strategy's scope.
         """
         with spans.current.range("next(iterator)"):
             dataset, shared, extended = self._dataset, self._shared, self._extended
             strategy, steps = extended.strategy, extended.given_steps
             in_block = require_iteration(strategy)
-            if in_block:  # all ranks are here, between two steps
+            if in_block:  # all ranks call this, between two steps
                 dataset._end_step()
                 extended.modules.before_run()
             if shared.steps_ahead < 0:
@@ -292,7 +358,7 @@ class DistributedIterator(Iterator[Any]):
             return batches[0] if len(batches) == 1 else regroup(batches)
 
     def _end(self, in_block: bool) -> None:
-        """The epoch has no further step. Raises: the error that the ranks met in place of a step."""
+        """Record that the epoch has no further step. Raises: the error that the ranks met in place of a step."""
         if self._failure is not None:
             raise self._failure
         self.progress.ended = True
@@ -301,7 +367,20 @@ class DistributedIterator(Iterator[Any]):
         self._extended.given_steps.end(self)
 
     def peek(self) -> None:
-        """Read the first step, if none was read, for what it tells of all."""
+        """Read the epoch's first step, unless a step was read, so that the element spec is known.
+
+        `next` gives that step then.
+
+        Called by: every rank.
+        Raises: the error of reading it.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> iterator = iter(strategy.experimental_distribute_dataset(ms.input.BatchedDataset(np.arange(3), 3)))
+            >>> iterator.peek()
+            >>> next(iterator)
+            array([0, 1, 2])
+        """
         if self._steps is None:
             self.progress.unread = self.state_dict()
             self._read_ahead(0)
@@ -309,10 +388,10 @@ class DistributedIterator(Iterator[Any]):
                 raise self._failure
 
     def _read_ahead(self, depth: int) -> None:
-        """Until more than `depth` steps are there.
+        """Read steps until more than `depth` are there, or the epoch has ended. Called by: every rank.
 
-        An error comes when those before it have been handed out, and again at each further `next`: what it took from
-        the source is lost, so nothing may follow as if it had not been.
+        An error in reading is raised once the program has got all earlier steps, and again at each further `next`. The
+        source's data is lost then, so no later step may follow.
         """
         if self._failure is not None and not self._ahead:
             self._extended.communicator.raise_together(self._failure)
@@ -323,6 +402,7 @@ class DistributedIterator(Iterator[Any]):
             self._failure = failure
 
     def _read(self) -> None:
+        """Read one step and begin to copy it to the devices. Called by: every rank."""
         dataset, progress = self._dataset, self.progress
         with self._together:
             if self._steps is None:
@@ -340,7 +420,7 @@ class DistributedIterator(Iterator[Any]):
         self._ahead.append(step)
 
     def get_next(self) -> Any:
-        """`next`, but at the end: OutOfRangeError."""
+        """Return the next step, like `next`. Raises: OutOfRangeError after the last step."""
         try:
             return next(self)
         except StopIteration:
@@ -354,31 +434,61 @@ class DistributedIterator(Iterator[Any]):
 
     @property
     def element_spec(self) -> Any:
-        """As of the dataset. Called by: every rank."""
+        """The structure of a step, with an `ArraySpec` or a `PerReplicaSpec` for each array. Called by: every rank."""
         self.peek()
         return self._dataset.element_spec
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, steps that were handed out, and what the reader needs to go on after them. Called by: every rank.
+        """Return where the program is: the epoch, the steps that it has got, and the reader's position.
 
-        The same on all ranks, and picklable. It can be loaded by another number of ranks, unless each rank reads what
-        it likes (a dataset function, AutoShardPolicy.OFF).
+        The state is picklable and equal on all ranks. Another number of ranks can load it, unless each rank reads data
+        of its own (a dataset function, AutoShardPolicy.OFF).
+
+        Called by: every rank.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> iterator = iter(strategy.experimental_distribute_dataset(ms.input.BatchedDataset(np.arange(6), 2)))
+            >>> _ = next(iterator)
+            >>> iterator.state_dict()
+            {'epoch': 0, 'steps': 1, 'ranks': 1, 'source': 'IndexReader', 'batch_size': 2}
         """
         return self._dataset._state_at(self.progress)
 
     def state_schema(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What a state looks like: see `checkpoint.schema`. Not collective."""
+        """Return the form that `state` must have, for `checkpoint.schema`. Not collective.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> iterator = iter(strategy.experimental_distribute_dataset(ms.input.BatchedDataset(np.arange(6), 2)))
+            >>> iterator.state_schema({})["ranks"]
+            range(1, ...)
+        """
         return self._dataset.state_schema(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken: no example is repeated, none is skipped. Called by: every rank."""
+        """Go on where `state` was taken: no example is repeated or skipped. Called by: every rank.
+
+        Raises: ValueError if `DistributedDataset.load_state_dict` refuses `state`.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> iterator = iter(strategy.experimental_distribute_dataset(ms.input.BatchedDataset(np.arange(6), 2)))
+            >>> _, state, _ = next(iterator), iterator.state_dict(), next(iterator)
+            >>> iterator.load_state_dict(state)
+            >>> next(iterator)
+            array([2, 3])
+        """
         self._dataset.load_state_dict(state)
         self._begin(state["epoch"], state["steps"])
         self._dataset._has_begun(self)
 
 
 def _agreed_depth(copies: DeviceCopies, extended: StrategyExtended, options: InputOptions) -> int:
-    """How many steps all ranks read ahead: reading has collectives, even if few ranks have devices. Collective."""
+    """Return the number of steps that all ranks read ahead: 0 if no rank copies batches to a device.
+
+    The ranks need the same depth, because reading has collectives. Called by: every rank.
+    """
     needed = extended.communicator.all_gather_object(
         copies.needed, label="devices of the distributed dataset: every rank must call next()"
     )
@@ -386,7 +496,10 @@ def _agreed_depth(copies: DeviceCopies, extended: StrategyExtended, options: Inp
 
 
 def _spec_of_step(batch: Any, reader: Reader, extended: StrategyExtended) -> Any:
-    """Args: batch: the first of a replica of this rank."""
+    """Return the element spec of a step. The batch dimension is None, unless all batches surely have the same size.
+
+    Args: batch: the batch of this rank's first replica.
+    """
     n = extended.num_replicas_in_sync
     size: int | None = None
     if reader.drop_last and reader.batch_size is not None:

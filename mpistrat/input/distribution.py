@@ -1,4 +1,4 @@
-"""The work of `experimental_distribute_dataset` and its kin: it chooses the reader of a dataset."""
+"""The work of `experimental_distribute_dataset` and similar methods: they choose a reader for the dataset."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 def distribute(
     dataset: Any, extended: StrategyExtended, options: InputOptions
 ) -> DistributedDataset:
-    """Each replica gets its part of every global batch of `dataset`."""
+    """Return a dataset that gives each replica its piece of every global batch of `dataset`. Called by: every rank.
+
+    Raises:
+        ValueError: `dataset` is not iterable.
+        CollectiveMismatchError: on all ranks, if their `BatchedDataset` or `FileDataset` differ in their `summary`.
+        InvalidArgumentError, NotFoundError: the reader cannot follow the auto-shard policy.
+    """
     if not isinstance(dataset, Iterable):
         raise ValueError(
             "a dataset must be an iterable of batches, such as a torch.utils.data.DataLoader; got "
@@ -32,7 +38,7 @@ def distribute(
     share = extended.input.share
     policy = cast("AutoShardPolicy", options.experimental_auto_shard_policy)
     if isinstance(dataset, (BatchedDataset, FileDataset)) and policy is not AutoShardPolicy.OFF:
-        # Ranks whose files or orders differ would read some examples twice and others never.
+        # If files or orders differed between ranks, the ranks would read some examples twice and others never.
         extended.communicator.barrier(label=f"distributed {dataset.summary()}")
     reader = _reader_of(dataset, share, policy, extended.communicator)
     return DistributedDataset(reader, extended, options, dataset, extended.input.partial_steps)
@@ -41,7 +47,13 @@ def distribute(
 def distribute_from_function(
     datasets: list[Any], extended: StrategyExtended, options: InputOptions, *, partial: bool = True
 ) -> DistributedDataset:
-    """Each replica gets batches of what this rank's dataset function made."""
+    """Return a dataset that gives this rank's replicas the batches of a dataset function. Called by: every rank.
+
+    Args:
+        datasets: the function's results on this rank: one for all replicas, or one for each.
+        partial: whether an epoch may go on as long as any replica has data.
+    Raises: ValueError if a result is not iterable.
+    """
     for dataset in datasets:
         if not isinstance(dataset, Iterable):
             raise ValueError(
@@ -56,7 +68,7 @@ def distribute_from_function(
 
 
 def distribute_local(batches: Any, extended: StrategyExtended) -> DistributedDataset:
-    """The replicas of this rank get the batches of this rank's `batches`, in turn. Called by: every rank."""
+    """Return a dataset that gives this rank's replicas the batches of `batches`, in turn. Called by: every rank."""
     safe = safe_dataset(batches, seed_id=extended.input.share.pieces[0])
     reader = LocalReader(safe, extended.num_local_replicas, extended.communicator)
     return DistributedDataset(reader, extended, InputOptions(), batches, partial=False)
@@ -90,9 +102,9 @@ def _reader_of(
 
 
 def safe_dataset(dataset: Any, whole_on: Communicator | None = None, seed_id: int = 0) -> Any:
-    """`dataset`; a DataLoader with worker processes that can live beside MPI.
+    """Return `dataset`; for a torch DataLoader, a loader whose worker processes can live beside MPI.
 
-    Args: whole_on, seed_id: as of `WholeLoader`.
+    Args: whole_on, seed_id: the arguments of `WholeLoader`.
     """
     if "torch" in sys.modules:
         from torch.utils.data import DataLoader

@@ -1,6 +1,7 @@
-"""Examples that a dataset gives as None, for a `collate_fn` of the program's to leave out: they did not come.
+"""Counts examples that did not come: a dataset gives None for them, and the program's `collate_fn` leaves them out.
 
-A replica's loss counts as much as its examples that came. Each rank counts its own, and `next` adds them up.
+A replica's loss then counts by the replica's examples that came. Each rank counts its own examples, and `next` adds the
+counts of all ranks up.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from mpistrat.replicas.input_plan import StepExamples
 
 
 class Collated(NamedTuple):
-    """The batch that a `collate_fn` made of examples, and how many of the examples are None.
+    """The batch that a `collate_fn` made, and the number of None among its examples.
 
-    A DataLoader pins the parts of such a tuple. The batch is None where all examples are.
+    The batch is None if all examples are None. This is a tuple because a DataLoader pins the parts of tuples.
     """
 
     batch: Any
@@ -32,7 +33,9 @@ def batch_of(entry: Any) -> Any:
 
 
 class DroppedExamples:
-    """In the place of a `collate_fn` of the program's: it counts. A DataLoader copies it to its worker processes.
+    """Stands in for the program's `collate_fn` and counts the examples that are None.
+
+    A DataLoader copies this object to its worker processes.
 
     Args: collate: this rank's `collate_fn`.
     """
@@ -42,18 +45,25 @@ class DroppedExamples:
         self._has_spoken = False
 
     def __call__(self, examples: Any) -> Collated:
-        # `__getitems__` may give anything: a batch, too. The function may take examples out of the list.
+        """Return the batch of `examples` and the number of None among them. Called by: a DataLoader or a reader."""
+        # `__getitems__` may return anything, even a batch. Count before `collate_fn` removes examples from the list.
         dropped = sum(e is None for e in examples) if isinstance(examples, list) else 0
-        # The function is not asked for a batch of nothing: other replicas may have examples.
+        # Do not ask `collate_fn` for a batch of nothing, because other replicas may have examples.
         is_nothing = dropped and dropped == len(examples)
         return Collated(None if is_nothing else self._collate(examples), dropped)
 
     def count(
         self, step: ReplicaPieces, expected: StepExamples, communicator: Communicator
     ) -> None:
-        """Give `step` its batches, in `Collated` or not until now, and how many examples came.
+        """Replace the entries of `step` by their batches, and set `step.examples` to the numbers of examples that came.
 
-        Called by: every rank. Raises: the function's own error, where no example of the step came on any rank.
+        An entry becomes EMPTY if none of its examples came.
+
+        Called by: every rank, for each step.
+        Args:
+            step: its entries are `Collated`, or batches already.
+            expected: the numbers of examples, also of examples that did not come.
+        Raises: the error of `collate_fn`, if no example of the step came on any rank.
         """
         came = expected[:-1] - [e.dropped if isinstance(e, Collated) else 0 for e in step]
         step[:] = map(batch_of, step)
@@ -72,24 +82,25 @@ class DroppedExamples:
         step.examples = np.append(came, total)
 
     def _of_nothing(self, batch: Any, count: int) -> Any:
-        """As in one process, the function is asked for a batch, although none of its examples came."""
+        """Return `batch`. In place of None, ask `collate_fn` for a batch of `count` times None, as torch would."""
         return self._collate([None] * count) if batch is None else batch
 
     def _tell_of_rows(self, made: str) -> None:
-        """Once."""
+        """Say once that `collate_fn` has made more or fewer rows than it got examples."""
         if not self._has_spoken:
             self._has_spoken = True
             tell(
-                f"a loader's collate_fn made {made}. Gradients count each rank by its examples. If collate_fn leaves "
-                "some out, let the dataset give None for them: None does not count. If it packs examples, nothing is "
-                "wrong"
+                f"a loader's collate_fn made {made}, and gradients count each rank by its examples. If collate_fn "
+                "leaves some out, let the dataset give None for them: None does not count. If it packs examples, "
+                "nothing is wrong"
             )
 
 
 def _rows(batch: Any, count: int) -> int:
-    """The first dimension that all arrays of a batch share; `count`, of its examples, where it may be another one.
+    """Return the number of rows of a batch: the first dimension that its arrays share.
 
-    The batch may be a list of examples, or have them in another dimension.
+    Returns: `count`, the number of examples that came, if the batch may be a list of examples, or may have the examples
+        in another dimension.
     """
     leaves = [leaf for leaf in nest.flatten(batch) if arrays.is_array(leaf) and leaf.ndim]
     firsts = {int(leaf.shape[0]) for leaf in leaves}
@@ -102,7 +113,10 @@ def _rows(batch: Any, count: int) -> int:
 def batch_of_one(
     collate: Callable[[Any], Any], load: Callable[[list[Any]], Any], indices: Iterable[Any]
 ) -> Any:
-    """A batch of the first example that came; None where none did. Args: load: gives the examples of indices."""
+    """Return a batch of the first example that is not None; None if there is no such example.
+
+    Args: load: returns the examples at a list of indices.
+    """
     counting = DroppedExamples(collate)
     batches = (counting(load([index])).batch for index in indices)
     return next((batch for batch in batches if batch is not None), None)

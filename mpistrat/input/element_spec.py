@@ -1,4 +1,4 @@
-"""What the elements of a distributed dataset look like."""
+"""Describes the elements of a distributed dataset."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from mpistrat.arrays import Array
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape and dtype of an array; a dimension that varies is None.
+    """Shape and dtype of an array. A dimension that varies is None.
 
     Attributes:
-        dtype: "float32", "bfloat16"; "str" for text of any length.
+        shape: one size, or None, for each dimension.
+        dtype: a name such as "float32" or "bfloat16"; "str" for text of any length.
         library: "numpy", "torch" or "cupy".
+
+    Example:
+        >>> spec = ms.input.ArraySpec((None, 3), "float32", library="torch")
+        >>> spec.with_batch(32).shape
+        (32, 3)
+        >>> spec.empty().shape
+        torch.Size([0, 3])
     """
 
     shape: tuple[int | None, ...]
@@ -32,11 +40,11 @@ class ArraySpec:
         return cls(tuple(array.shape), "str" if text else arrays.dtype_name(array), library)
 
     def with_batch(self, size: int | None) -> ArraySpec:
-        """With another first dimension; a scalar stays one."""
+        """Return the spec with first dimension `size`; a scalar's spec stays as it is."""
         return replace(self, shape=(size, *self.shape[1:])[: len(self.shape)])
 
     def empty(self) -> Array:
-        """An array of no examples; other dimensions that vary are 0 too."""
+        """Return an array of no examples, for torch on the host. Other dimensions that vary are 0, too."""
         shape = tuple(size or 0 for size in self.with_batch(0).shape)
         if self.library == "torch":
             import torch
@@ -47,6 +55,15 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class PerReplicaSpec:
-    """The specs of a distributed value: one for each replica of this rank."""
+    """The spec of a distributed value.
+
+    Attributes:
+        specs: one spec for each replica of this rank.
+
+    Example:
+        >>> spec = ms.input.PerReplicaSpec((ms.input.ArraySpec((None,), "int64"),) * 2)
+        >>> len(spec.specs)
+        2
+    """
 
     specs: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Reading a FileDataset: under AutoShardPolicy.FILE each worker has files of its own."""
+"""Reads a FileDataset. Under AutoShardPolicy.FILE each worker reads files of its own."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mpistrat.replicas.input_plan import Share
 
 @dataclass(frozen=True)
 class _Restart:
-    """What had been read of an epoch's files before a restart.
+    """How far an epoch's files had been read before a restart.
 
     Attributes:
-        finished: files that were read whole.
-        partly: how many examples of others.
-        left: which files each worker had still to read.
+        finished: numbers of the files that were read whole.
+        partly: number of examples read, by the number of each file that was read in part.
+        left: the files that each worker had not read whole, by worker.
     """
 
     finished: frozenset[int] = frozenset()
@@ -37,7 +37,11 @@ class _Restart:
 
 @dataclass
 class _FilePosition:
-    """Where a worker is in its files of an epoch: `finished` of them are read, and `count` examples of the next."""
+    """Where a worker is in its `files` of an epoch.
+
+    It has read `finished` files whole, and `count` examples of the next file. `restart` says how far earlier runs had
+    read.
+    """
 
     restart: _Restart
     files: list[int]
@@ -45,20 +49,29 @@ class _FilePosition:
     count: int = 0
 
     def progress(self) -> tuple[list[int], dict[int, int], list[int]] | None:
-        """The files that are read whole, how many examples of another, and the files that are left, that one too."""
+        """Return the files read whole, the examples read of the next file, and the files not read whole.
+
+        The second is a dict from at most one file to its number of examples. `_NothingRead` returns None.
+        """
         left = self.files[self.finished :]
         return self.files[: self.finished], {left[0]: self.count} if self.count else {}, left
 
 
 class _NothingRead(_FilePosition):
-    """Before the first step since the restart, if there was one."""
+    """The position before the first step of an epoch, or since a restart."""
 
     def progress(self) -> None:
         return None
 
 
 class FileReader(Reader):
-    """Under FILE, worker w reads the files w, w + workers, … of the epoch's order."""
+    """Reads a FileDataset for one rank.
+
+    Under FILE and AUTO, worker w reads the files w, w + workers, … of the epoch's order. Under DATA every worker reads
+    all files and keeps its pieces. Under OFF every worker uses all examples.
+
+    Raises: InvalidArgumentError if each worker reads files of its own, and there are fewer files than workers.
+    """
 
     reads_ahead = True
 
@@ -74,8 +87,8 @@ class FileReader(Reader):
         if self._by_file and len(dataset.files) < share.workers:
             raise InvalidArgumentError(
                 f"AutoShardPolicy.{policy.name} gives each of the {share.workers} workers files of its own, but there "
-                f"are {len(dataset.files)}: split them further, use fewer ranks, or set "
-                "InputOptions(experimental_auto_shard_policy=AutoShardPolicy.DATA), with which every rank reads all"
+                f"are {len(dataset.files)} files. Split the files further, use fewer ranks, or let every rank read all "
+                "files: InputOptions(experimental_auto_shard_policy=AutoShardPolicy.DATA)"
             )
         self._first_example: Any = None
         self._restart = _Restart()
@@ -87,7 +100,7 @@ class FileReader(Reader):
         restart = self._restart
         order = [number for number in dataset.order(epoch) if number not in restart.finished]
         files = order[share.worker :: share.workers] if self._by_file else order
-        if len(restart.left) == share.workers:  # as many as before: each goes on with its own
+        if len(restart.left) == share.workers:  # each worker goes on with its own files
             files = restart.left[share.worker]
         place = _FilePosition(restart, files)
         examples = self._examples(place)
@@ -100,13 +113,14 @@ class FileReader(Reader):
             if self._by_file:
                 begun = start * share.replicas_per_worker % len(sizes)
                 sizes = sizes[begun:] + sizes[:begun]
-                start = 0  # `place` is behind the steps that were made
+                start = 0  # `restart` skips the steps that were made
             steps = splitting.steps_of_stream(pieces_of(sizes), share, drop_last=dataset.drop_last)
         collate = self.dropped or dataset.collate
         for step in itertools.islice(steps, start, None):
             yield step.replace_pieces(collate, replace(place))
 
     def _examples(self, place: _FilePosition) -> Iterator[Any]:
+        """Yield the examples of the worker's files, but not examples read before the restart. Updates `place`."""
         for i, number in enumerate(place.files):
             examples = self._dataset.reader(self._dataset.files[number])
             skipped = place.restart.partly.get(number, 0)
@@ -118,7 +132,11 @@ class FileReader(Reader):
             place.finished, place.count = i + 1, 0
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        """By file, so that other ranks can go on, each with other files."""
+        """Return how far each file is read, so that any number of ranks can go on. Called by: every rank.
+
+        Returns: the numbers of the finished files, the examples read of other files, and the files left by worker; {}
+            under DATA and OFF.
+        """
         if not self._by_file:
             return {}
         progress, restart = position.progress(), position.restart

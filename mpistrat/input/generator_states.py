@@ -1,6 +1,7 @@
-"""What the states of random generators look like, as plain data that `checkpoint.schema` reads.
+"""Checks of the states of random generators, for `checkpoint.schema`.
 
-Each function raises for what is no such state; it asks the library, and leaves the program's generators alone.
+Each function raises an exception if its argument is no such state. The library checks the state in a generator made for
+it, so the program's generators do not change.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 
 def of_python(state: Any) -> None:
-    """As of `random.getstate`."""
+    """Check a state of `random.getstate`. Raises: an exception of `random`, or TypeError, if it is none."""
     _, _, gauss = state
     if not isinstance(gauss, (float, type(None))):
         raise TypeError(f"its third part is a {type(gauss).__name__}")
@@ -20,22 +21,28 @@ def of_python(state: Any) -> None:
 
 
 def of_numpy(state: Any) -> None:
-    """As of `numpy.random.get_state`, with a list in place of the tuple and the array, or not."""
+    """Check a state of `numpy.random.get_state`; lists may stand for the tuple and the array.
+
+    Raises: an exception of NumPy, or ValueError if the position lies beyond the words.
+    """
     _, words, position, _, _ = state
     np.random.RandomState().set_state(tuple(state))
-    if position not in range(len(words) + 1):  # NumPy would read beyond them
+    if position not in range(len(words) + 1):  # NumPy would read beyond the words
         raise ValueError(f"it has {len(words)} words, and the next is number {position}")
 
 
 def of_torch(state: Any) -> None:
-    """As of `torch.get_rng_state`."""
+    """Check a state of `torch.get_rng_state`. Raises: an exception of torch if it is none."""
     import torch
 
     torch.Generator().set_state(state)
 
 
 def of_torch_device(state: Any) -> None:
-    """As of a `torch.Generator` of some device, which may not be here."""
+    """Check a state of a `torch.Generator` of any device; this machine may lack the device.
+
+    Raises: TypeError if the state is not a one-dimensional uint8 tensor.
+    """
     import torch
 
     if not (isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.ndim == 1):

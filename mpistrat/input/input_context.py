@@ -1,4 +1,4 @@
-"""What an input function, or a function of values, is told about its place."""
+"""The arguments of dataset functions and value functions: the replicas that the function works for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """Which input pipeline a dataset function is to make, and for how many replicas.
+    """Tells a dataset function its input pipeline's number, and the number of replicas.
 
     Args:
-        num_input_pipelines: pipelines over all ranks.
-        input_pipeline_id: this one, 0 <= id < num_input_pipelines.
-        num_replicas_in_sync: replicas over all ranks.
+        num_input_pipelines: number of pipelines on all ranks.
+        input_pipeline_id: number of this pipeline, 0 <= id < num_input_pipelines.
+        num_replicas_in_sync: number of replicas on all ranks.
+    Raises: ValueError if an argument is out of range, TypeError if it is no integer.
+
+    Example:
+        >>> context = ms.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
+        >>> context.get_per_replica_batch_size(64)
+        16
     """
 
     num_input_pipelines: int = 1
@@ -33,7 +39,10 @@ class InputContext:
             )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """One replica's share of a global batch; ValueError unless it divides evenly."""
+        """Return one replica's number of examples in a global batch.
+
+        Raises: ValueError if `global_batch_size` does not divide by the number of replicas.
+        """
         _check_integer("global_batch_size", global_batch_size)
         if global_batch_size % self.num_replicas_in_sync != 0:
             raise ValueError(
@@ -50,7 +59,17 @@ def _check_integer(name: str, value: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """For which replica a value function makes a value."""
+    """Tells a value function the number of the replica that it makes a value for.
+
+    Attributes:
+        replica_id_in_sync_group: number of the replica, 0 <= id < num_replicas_in_sync.
+        num_replicas_in_sync: number of replicas on all ranks.
+
+    Example:
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+        0
+    """
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1

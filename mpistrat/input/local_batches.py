@@ -1,4 +1,4 @@
-"""Batches that each rank reads for itself, of which all ranks take as many."""
+"""Batches that each rank reads for itself. All ranks take the same number of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from mpistrat.machine.notices import tell
 
 
 class LocalReader(readers.FunctionReader):
-    """Of an iterable that gives this rank's part: it is read as it is, until the shortest rank's ends.
+    """Reads an iterable that gives this rank's part of the data. The epoch ends with the shortest rank's iterable.
 
-    Made by every rank: they tell each other how many steps they have. Where one cannot know, they ask each other at
-    each step.
+    Made by: every rank. The ranks tell each other their numbers of steps. If one rank does not know its number, the
+        ranks ask each other at each step.
+    Raises: ValueError if some ranks have no data for a step, and others have.
     """
 
     def __init__(
@@ -46,12 +47,17 @@ class LocalReader(readers.FunctionReader):
             self._tell(by_rank, "", "rank {}")
 
     def _tell(self, amounts: list[Any], steps: str, name: str) -> None:
-        """Of the ranks that have more than the least. Args: name: a format for each and its amount."""
+        """Let rank 0 say that ranks with more data than the shortest rank do not use all of it, if there are any.
+
+        Args:
+            amounts: number of steps of each rank, or whether it has more.
+            name: a format of a rank and its amount.
+        """
         least = min(amounts)
         longer = [name.format(*entry) for entry in enumerate(amounts) if entry[1] > least]
         self._has_spoken = bool(longer)
         if longer and self._rank == 0:
             tell(
-                f"local batches end with the shortest rank{steps}: what others have beyond is left out in each epoch "
-                f"({', '.join(longer[:16])}{', …' if len(longer) > 16 else ''})"
+                f"local batches end with the shortest rank{steps}: further batches of other ranks are left out in each "
+                f"epoch ({', '.join(longer[:16])}{', …' if len(longer) > 16 else ''})"
             )

@@ -1,4 +1,4 @@
-"""Reading ahead on a thread."""
+"""Reads ahead on a thread."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Prefetcher(Iterator[T], Generic[T]):
-    """`iterator`'s items, of which up to `depth` wait to be asked for, made on another thread.
+    """An iterator over the items of `iterator`. Another thread takes them from there, at most `depth` items ahead.
 
-    An exception is raised where its item would have come. The thread ends with `close`, with this object, or with the
-    program.
+    An exception of `iterator` is raised in place of the item. The thread ends after `close`, when this object is gone,
+    or with the program.
     """
 
     def __init__(self, iterator: Iterator[T], depth: int) -> None:
-        # These are faster than a queue.Queue of limited size.
+        # Two SimpleQueues are faster than one queue.Queue of limited size.
         self._made: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: make no more
         self._ended = False
@@ -60,13 +60,13 @@ def _make(
 ) -> None:
     make_own_current()
     try:
-        # The program's datasets make their tensors where they would on the program's thread.
+        # Datasets make their tensors on the default device of the program's thread.
         with device:
             for item in iterator:
                 if not room.get():
                     return
                 made.put((item, None))
-    except BaseException as error:  # whatever it is, it belongs to the thread that asks
+    except BaseException as error:  # of any kind: `__next__` raises it on the program's thread
         made.put((None, error))
     else:
         made.put((None, StopIteration()))

@@ -1,4 +1,4 @@
-"""The work of `Strategy.prepare`: what is done with each kind of object that a training program has."""
+"""The work of `Strategy.prepare`: mirror modules, check optimizers, distribute datasets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from mpistrat.options import InputOptions
 
 
 def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) -> list[Any]:
-    """As `Strategy.prepare`, in the cross-replica context."""
+    """Return `objects` for `Strategy.prepare`, with modules mirrored and iterables of batches distributed.
+
+    Called by: every rank.
+    Args: local_batches: whether iterables give this rank's part already.
+    Raises: TypeError or ValueError, on all ranks, for an object that cannot be prepared.
+    """
     extended = strategy.extended
     with extended.communicator.raising_together():
         are_batches = [_are_batches(value, strategy) for value in objects]
@@ -40,7 +45,11 @@ def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) 
 
 
 def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
-    """The modules that are to be mirrored. Raises: ValueError: an optimizer has parameters of none."""
+    """Return the modules in `objects` that are not mirrored yet.
+
+    Raises: ValueError if an optimizer has parameters of neither a mirrored nor a given module, or none of the given
+        modules' parameters.
+    """
     torch = sys.modules.get("torch")
     if torch is None:
         return []
@@ -56,7 +65,10 @@ def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
 
 
 def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
-    """Whether `value` is to be distributed. Raises: TypeError, ValueError: it cannot be prepared."""
+    """Whether `value` is an iterable to distribute. False for modules, optimizers and distributed datasets.
+
+    Raises: TypeError if `value` cannot be prepared, ValueError if another strategy has distributed it.
+    """
     if isinstance(value, DistributedDataset):
         if value.strategy is not strategy:
             raise ValueError(
@@ -67,8 +79,8 @@ def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
         return False
     if arrays.is_array(value):
         raise TypeError(
-            f"prepare takes loaders, not one array, of shape {list(value.shape)}: strategy.shard(array) is this "
-            "replica's part, strategy.mirror(parameter) makes a parameter equal on all ranks"
+            f"prepare takes loaders, not one array, of shape {list(value.shape)}. For this replica's part of it, use "
+            "strategy.shard(array); to make a parameter equal on all ranks, use strategy.mirror(parameter)"
         )
     if isinstance(value, (list, tuple)) and any(map(_is_kept, value)):
         raise TypeError(
@@ -83,7 +95,7 @@ def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether it is a module, or what has a `step` and a state: an optimizer, a scheduler, a gradient scaler."""
+    """Whether `value` stays as it is: a torch module, or an object with `step` and `state_dict` like an optimizer."""
     torch = sys.modules.get("torch")
     is_module = torch is not None and isinstance(value, torch.nn.Module)
     return is_module or (hasattr(value, "step") and hasattr(value, "state_dict"))

@@ -1,4 +1,4 @@
-"""Where a sampler's random numbers come from, so that an epoch can be begun again in the same order."""
+"""The random numbers that samplers draw. An epoch can be begun again in the same order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpistrat.machine.devices import torch_accelerator
 
 
 def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
-    """The loader's samplers, and those that they are made of, each once."""
+    """Return the loader's samplers and their inner samplers, each once."""
     found: dict[int, Any] = {}
     for sampler in (loader.sampler, loader.batch_sampler):
         while sampler is not None and id(sampler) not in found:
@@ -27,11 +27,11 @@ def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
 
 
 class RandomState:
-    """The generators that a loader's samplers may use: torch's, Python's and NumPy's own, and those it was given.
+    """The generators that a loader's samplers may use: torch's, Python's and NumPy's, and the generators given to them.
 
     Attributes:
-        schema: how a state of them looks.
-        began: their states when the last epoch began, picklable; None before the first.
+        schema: the form of a state, for `checkpoint.schema`.
+        began: the generators' states when the last epoch began, picklable; None before the first epoch.
     """
 
     schema: ClassVar[dict[str, Any]] = {
@@ -45,23 +45,27 @@ class RandomState:
         owners = (loader, *samplers_of(loader))
         generators = [getattr(owner, "generator", None) for owner in owners]
         self._of_owners = [g for g in generators if isinstance(g, torch.Generator)]
-        # Samplers without a generator draw from that of the default device.
+        # Samplers without a generator draw from the generator of the default device.
         default: Any = default_device()
         self._devices = [default] if getattr(default, "type", None) == torch_accelerator() else []
         self.began: dict[str, Any] | None = None
         self._begin_at: dict[str, Any] | None = None
 
     def fits(self, state: dict[str, Any]) -> bool:
-        """Whether `state` has the generators of as many default devices, so that samplers draw the same order."""
+        """Whether `state` has as many default devices as this program, so that samplers draw the same order."""
         return len(state.get("devices", ())) == len(self._devices)
 
     def begin_at(self, state: dict[str, Any] | None) -> None:
-        """Let the next epoch be the one that `began` told of."""
+        """Let the next epoch begin with the generators in `state`, a value of `began`. None leaves them as they are."""
         self._begin_at = state
 
     @contextmanager
     def of_epoch(self) -> Iterator[None]:
-        """Around the beginning of an epoch, in which samplers draw their order."""
+        """A context around the beginning of an epoch, where samplers draw their order. It sets `began`.
+
+        After `begin_at` it sets the generators to that state, and puts the global generators back at its end. The
+        samplers' own generators go on from the epoch's state.
+        """
         if self._begin_at is None:
             self.began = self._capture()
             yield
@@ -72,18 +76,18 @@ class RandomState:
         try:
             yield
         finally:
-            now["own"] = [g.get_state() for g in self._of_owners]  # these go on from there
+            now["own"] = [g.get_state() for g in self._of_owners]  # not put back
             self._set(now)
 
     def now(self) -> dict[str, Any]:
-        """The states with which the next epoch begins."""
+        """Return the states with which the next epoch begins."""
         return self._begin_at or self._capture()
 
     def _capture(self) -> dict[str, Any]:
         return {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            # torch.load refuses NumPy's arrays
+            # torch.load refuses NumPy arrays
             "numpy": [
                 part.tolist() if isinstance(part, np.ndarray) else part
                 for part in np.random.get_state()

@@ -24,7 +24,7 @@ from mpistrat.replicas.input_plan import Share
 if TYPE_CHECKING:
     from mpistrat.input.random_state import RandomState
 
-# Policies that share out each global batch by itself: then all ranks know how many examples each replica has of it.
+# Policies that share out each global batch by itself: all ranks then know how many examples each replica gets.
 SHARED = (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
 
 UNKNOWN_CARDINALITY = -2
@@ -33,9 +33,13 @@ _STATE = "state of the order of a dataset"
 
 
 def knowing_what_follows(steps: Iterator[ReplicaPieces]) -> Iterator[ReplicaPieces]:
-    """`steps`, each with what is known of those after it: ranks that know it need not ask each other at each."""
+    """Yield `steps`, each with the number of later steps that have been read (`following`, at most 4).
+
+    Ranks that know this number ask each other less often. If reading fails, the steps that were read get `fails`, and
+    the error is raised after them.
+    """
     read: collections.deque[ReplicaPieces] = collections.deque()
-    known = 0  # the first step need not wait for others
+    known = 0  # the first step does not wait for later ones
     try:
         for step in steps:
             for earlier in read:
@@ -56,14 +60,15 @@ class Reader(abc.ABC):
     """Reads one dataset for one rank.
 
     Attributes:
-        ends_together: all ranks make the same number of steps, without asking each other.
-        steps_agreed: `num_steps` is the same on all ranks, and each makes as many.
-        same_for_any_ranks: after as many steps, the same examples have been read, however many ranks there are.
-        batch_size: examples of a global batch, or None. A `FunctionReader` has those of a replica's batch.
-        drop_last: every batch is full.
-        reads_ahead: on a thread of its own.
-        dropped: of a dataset with a `collate_fn` of the program's; all ranks have it, or none.
-        compares_ends: all ranks read the same data, and each finds the end for itself.
+        ends_together: whether all ranks make the same number of steps without asking each other.
+        steps_agreed: whether `num_steps` is equal on all ranks, and each rank makes that many steps.
+        same_for_any_ranks: whether the same steps read the same examples on any number of ranks.
+        batch_size: examples of a global batch (of a `FunctionReader`: of a replica's batch); None if unknown.
+        drop_last: whether every batch is full.
+        reads_ahead: whether another thread reads.
+        dropped: counts examples that did not come, for a dataset with the program's `collate_fn`; None on all ranks or
+            on none.
+        compares_ends: whether all ranks read the same data and find its end themselves, and then compare the ends.
     """
 
     reads_ahead = False
@@ -77,52 +82,64 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
-        """An epoch from its step number `start` on."""
+        """Return an iterator over the steps of an epoch, from step number `start` on."""
 
     def num_steps(self) -> int | None:
-        """Of this rank, in an epoch; None when it is not known before."""
+        """Return this rank's number of steps in an epoch; None if it is not known in advance."""
         return None
 
     def cardinality(self) -> int:
-        """Global batches of an epoch; -1: they never end, -2: not known before."""
+        """Return the number of global batches of an epoch; -1: the batches never end; -2: not known in advance."""
         return UNKNOWN_CARDINALITY
 
     def end(self, communicator: Communicator, has_more: bool) -> None:  # noqa: B027
-        """The ranks have found out that one of them has no more steps; `has_more`: not this one. Collective."""
+        """React to the end of an epoch: one rank has no more steps. Called by: every rank.
+
+        Args: has_more: whether this rank has a further step.
+        """
 
     def template(self) -> Any:
-        """A batch like those of this rank, for batches of no examples; None when there is none yet."""
+        """Return a batch like this rank's batches, to make batches of no examples; None if there is none yet."""
         return None
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same where a state is loaded."""
+        """Return the part of a state that must be equal where it is loaded: the kind of reader, and the batch size."""
         return {"source": type(self).__name__, "batch_size": self.batch_size}
 
     def position(self) -> Any:
-        """Where the next epoch begins, or goes on after a state was loaded."""
+        """Return the position where the next epoch begins, or, after `load_state`, where it goes on."""
         return None
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        """What to save, after the step that left `position`, beside the numbers of epoch and step. Collective."""
+        """Return the state to save beside the epoch and the step. Called by: every rank.
+
+        Args: position: the reader's position after the program's last step.
+        """
         return {}
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
-        """What `state` gave, possibly on another number of ranks; the next epoch goes on from there."""
+        """Let the next epoch go on from `state`, even if another number of ranks has saved it.
+
+        Called by: every rank.
+        """
         return
 
     def state_schema(self) -> dict[str, Any]:
-        """What `state` gives looks so: see `checkpoint.schema`."""
+        """Return the form of the results of `state`, for `checkpoint.schema`."""
         return {}
 
 
 class Restartable(abc.ABC, Iterable[Any]):
-    """Batches in an order of random numbers, which can be had again. Attributes: random: the generators of these."""
+    """Batches in a random order that can be repeated.
+
+    Attributes: random: the generators that choose the order.
+    """
 
     random: RandomState
 
 
 class _NoRandomState:
-    """As a `RandomState`, for batches whose order nobody can have again."""
+    """Stands in for a `RandomState` where the order of batches cannot be repeated."""
 
     began = None
     schema = (None, dict)
@@ -139,7 +156,10 @@ def _random_of(batches: Any) -> RandomState | _NoRandomState:
 
 
 def _at(steps: Iterator[ReplicaPieces], position: Callable[[], Any]) -> Iterator[ReplicaPieces]:
-    """`steps` with the position that is known when the first was read: samplers draw their seed then."""
+    """Yield `steps`, each with the position from when the first step was read, because samplers draw their seed then.
+
+    Args: position: returns the position; called once, after the first step was read.
+    """
     first = list(itertools.islice(steps, 1))
     at = position()
     for step in itertools.chain(first, steps):
@@ -148,17 +168,17 @@ def _at(steps: Iterator[ReplicaPieces], position: Callable[[], Any]) -> Iterator
 
 
 def set_epoch(batches: Any, epoch: int) -> None:
-    """Say which epoch is read, if `batches` wants to know, as torch's DistributedSampler does."""
+    """Call `batches.set_epoch(epoch)` if `batches` has that method, like torch's DistributedSampler."""
     if hasattr(batches, "set_epoch"):
         batches.set_epoch(epoch)
 
 
 class GlobalReader(Reader):
-    """Of a dataset of global batches, which is not made of files.
+    """The base of readers of global batches that are not files.
 
-    With AutoShardPolicy.OFF, each worker goes through the whole dataset for itself.
+    With AutoShardPolicy.OFF, each worker uses the whole dataset for itself.
 
-    Raises: NotFoundError: under a policy that shares out files.
+    Raises: NotFoundError if the policy is FILE, and there are several workers.
     """
 
     _random: RandomState | _NoRandomState = _NoRandomState()
@@ -166,7 +186,7 @@ class GlobalReader(Reader):
     def __init__(self, share: Share, policy: AutoShardPolicy) -> None:
         if policy is AutoShardPolicy.FILE and share.workers > 1:
             raise NotFoundError(
-                "AutoShardPolicy.FILE needs a mpistrat.input.FileDataset, whose files can be shared out; this dataset "
+                "AutoShardPolicy.FILE needs a mpistrat.input.FileDataset, because it shares out files; this dataset "
                 "is none. Use AUTO or DATA"
             )
         self._share, self._policy = share, policy
@@ -177,9 +197,9 @@ class GlobalReader(Reader):
         return self._random.now()
 
     def _steps_of(self, batches: Iterable[Any], kind: Kind, start: int) -> Iterator[ReplicaPieces]:
-        """Cut global `batches` by a rule of `splitting`: the pieces of this rank's replicas, from step `start` on.
+        """Yield the steps of this rank from step `start` on, cut from global `batches` by a rule of `splitting`.
 
-        A piece is None where there are no more.
+        A piece is MISSING where the data ends before the step is full.
         """
         share, n = self._share, self._share.num_replicas
         if self._policy in SHARED or self.batch_size is None or n == 1:
@@ -194,7 +214,7 @@ class GlobalReader(Reader):
 
 
 class IndexReader(GlobalReader):
-    """Of a BatchedDataset: each rank loads the examples of its own replicas."""
+    """Reads a BatchedDataset: each rank loads the examples of its own replicas."""
 
     def __init__(self, dataset: BatchedDataset, share: Share, policy: AutoShardPolicy) -> None:
         super().__init__(share, policy)
@@ -223,13 +243,15 @@ class IndexReader(GlobalReader):
 
 
 class BatchReader(GlobalReader):
-    """Of an iterable of global batches, which every rank reads whole.
+    """Reads an iterable of global batches whole on every rank, and keeps the pieces of this rank's replicas.
 
-    It may say more of itself: `batch_size`, `drop_last`, a length, or `cardinality` (-1 for one that never ends).
+    The iterable may have `batch_size`, `drop_last`, a length, and `cardinality` (-1 if it never ends).
 
     Args:
-        compared_over: the ranks that compare the first batch of each epoch, and their lengths, if any do: a shuffle of
-            each rank's own shows there. Later batches are not compared; it would cost reading them once more.
+        compared_over: the ranks that compare the first batch of each epoch, and their lengths; None compares nothing.
+            The comparison finds iterables that each rank shuffles differently. Later batches are not compared: it would
+            cost another pass over them.
+    Raises: ValueError, in the first step, if the compared batches or lengths differ.
     """
 
     def __init__(
@@ -274,13 +296,13 @@ class BatchReader(GlobalReader):
 
 
 def number_of(batches: Any, name: str) -> int | None:
-    """An attribute of `batches` that is a number, if there is one."""
+    """Return the attribute `name` of `batches` if it is an int, else None."""
     value = getattr(batches, name, None)
     return value if isinstance(value, int) else None
 
 
 def length_of(dataset: Any) -> int:
-    """`len(dataset)`; -2 where it is not known. Classes say so by exceptions of their own."""
+    """Return `len(dataset)`; -2 if it raises any exception, because classes have exceptions of their own for that."""
     try:
         return len(dataset)
     except Exception:
@@ -288,7 +310,10 @@ def length_of(dataset: Any) -> int:
 
 
 def _alike(batches: Iterator[Any], length: int, communicator: Communicator) -> Iterator[Any]:
-    """`batches`. Raises: ValueError when the ranks' first ones differ, or how many they have."""
+    """Return `batches`, after the ranks have compared the first batch and the lengths. Called by: every rank.
+
+    Raises: ValueError if the checksums of the first batches differ, or known lengths do.
+    """
     first = list(itertools.islice(batches, 1))
     digest = 0
     for leaf in nest.flatten(first):
@@ -308,7 +333,13 @@ def _alike(batches: Iterator[Any], length: int, communicator: Communicator) -> I
 
 
 def check_alike(unit: str, lengths: Sequence[Any]) -> None:
-    """Args: lengths: of the dataset by rank, -2 where it is not known. Raises: ValueError when they are different."""
+    """Compare the lengths of the ranks' datasets.
+
+    Args:
+        unit: "batches" or "examples", for the message.
+        lengths: the length of each rank's dataset, in rank order; -2 if not known.
+    Raises: ValueError if known lengths differ.
+    """
     if len({*lengths} - {UNKNOWN_CARDINALITY}) > 1:
         runs = itertools.groupby(range(len(lengths)), lengths.__getitem__)
         by_rank = [f"{ranks_in_words(ranks)}: {length} {unit}" for length, ranks in runs]
@@ -320,7 +351,10 @@ def check_alike(unit: str, lengths: Sequence[Any]) -> None:
 
 
 def check_all_have_some(steps: Sequence[int]) -> None:
-    """Args: steps: that each rank has, at least. Raises: ValueError when some ranks have none, and others have some."""
+    """Compare the ranks' numbers of steps. Args: steps: the least number of steps of each rank, in rank order.
+
+    Raises: ValueError if some ranks have no step, and others have.
+    """
     without = [rank for rank, count in enumerate(steps) if not count]
     if 0 < len(without) < len(steps):
         raise ValueError(
@@ -331,10 +365,9 @@ def check_all_have_some(steps: Sequence[int]) -> None:
 
 
 class FunctionReader(Reader):
-    """Of what a dataset function made: batches per replica, already sharded.
+    """Reads the results of a dataset function: batches of one replica, already sharded.
 
-    Args:
-        datasets: one for all replicas of this rank, which take turns, or one for each.
+    Args: datasets: one dataset for all replicas of this rank, in turn, or one for each replica.
     """
 
     ends_together = False
@@ -353,6 +386,7 @@ class FunctionReader(Reader):
         yield from _at(steps, lambda: [random.began for random in self._random])
 
     def _turns(self) -> Iterator[ReplicaPieces]:
+        """Yield steps with one batch for each replica; MISSING where a dataset has ended."""
         rows = itertools.zip_longest(*self._datasets, fillvalue=MISSING)
         elements = itertools.chain.from_iterable(rows)
         while step := ReplicaPieces(itertools.islice(elements, self._num_replicas)):

@@ -1,4 +1,4 @@
-"""The work of `Strategy.shard`: a replica's part of what all ranks have, by the rule of global batches."""
+"""The work of `Strategy.shard`: it cuts this replica's part out of arrays, by the rule of global batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _SAMPLED = 256  # elements of an array, at most
 
 
 def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
-    """As `Strategy.shard`."""
+    """Return this replica's part of each array in the nest `values`, cut along `dim`. Called by: `Strategy.shard`.
+
+    Raises: ValueError if a leaf is no array with a dimension `dim`. RuntimeError if the replica is not known.
+    """
     extended = strategy.extended
     share = extended.input.share
     piece = share.pieces[_local_replica(strategy)]
@@ -28,13 +31,13 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
 
 
 def _remember(strategy: AnyStrategy, values: Any, parts: Any, dim: int) -> None:
-    """The parts may be those of a loss."""
+    """Record the cuts in `ShardedArrays`, because a loss may be computed from the parts."""
     sharded = strategy.extended.sharded
     if in_replica_block(strategy):
         sharded.count += 1
         if sharded.count == 1:
             sharded.first = _checksum(values)
-    # A loader that gave the step's batch, whose noise this may be, says how large the parts are.
+    # An array as long as a loader's step may be noise for that step. The loader's parts say how much they count.
     examples = strategy.extended.given_steps.examples
     known = None if examples is None else examples[-1]
     for leaf, part in zip(nest.flatten(values), nest.flatten(parts), strict=True):
@@ -44,7 +47,7 @@ def _remember(strategy: AnyStrategy, values: Any, parts: Any, dim: int) -> None:
 
 
 def _checksum(values: Any) -> int:
-    """Of a sample of each array in `values`: 31 bits, not 0."""
+    """Return a checksum of up to 256 elements of each array in `values`: 31 bits, never 0."""
     checksum = 0
     for leaf in nest.flatten(values):
         flat = leaf.reshape(-1)
@@ -54,7 +57,10 @@ def _checksum(values: Any) -> int:
 
 
 def _local_replica(strategy: AnyStrategy) -> int:
-    """Raises: RuntimeError where it is not known for which replica."""
+    """Return the local index of the replica that calls `shard`.
+
+    Raises: RuntimeError if the rank has several replicas, and the call is not for one of them.
+    """
     extended, mode = strategy.extended, current_mode()
     context = mode.replica_context if mode.strategy is strategy else None
     if context is None:

@@ -1,13 +1,13 @@
-"""Which replica gets which piece of a global batch: the two rules of tf.distribute, without communication.
+"""Decides which replica gets which piece of a global batch, by the two rules of tf.distribute. Nothing is communicated.
 
-`n` replicas are spread over the workers. docs/glossary.md says which ranks are a worker.
+The `n` replicas are spread over the workers. docs/glossary.md defines a worker.
 
-- `pieces_of_each`: every global batch is cut into n pieces of ceil(batch / n) examples, the last ones short or empty.
-  Used when all workers have the same batches, and each takes its own pieces (AutoShardPolicy.DATA).
-- `pieces_of_stream`: the boundaries of global batches vanish, and the examples that a worker reads are cut into pieces
-  of fixed sizes, in turn. Used when a worker reads files of its own (FILE), or everything (OFF).
+- `pieces_of_each` cuts every global batch into n pieces of ceil(batch / n) examples; the last ones are short or empty.
+  It is used when all workers have the same batches, and each takes its own pieces (AutoShardPolicy.DATA).
+- `pieces_of_stream` ignores the boundaries of global batches, and cuts all examples of a worker into pieces of fixed
+  sizes, in turn. It is used when a worker reads files of its own (FILE), or everything (OFF).
 
-Both work on anything that can be measured, cut and joined: batches of arrays (`batches`), or lists of indices.
+Both rules cut anything that a `Kind` can measure, cut and join: batches of arrays (`batches`), or lists of indices.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ import numpy as np
 
 from mpistrat.replicas.input_plan import Share, StepExamples
 
-# Entries of a step in place of a batch: of a piece without examples, and where the data ends before the step is full.
+# Entries of a step in place of a batch. EMPTY: the piece has no examples. MISSING: the data ends before this piece.
 EMPTY, MISSING = object(), None
 
 _END = object()
 
 
 class ReplicaPieces(list[Any]):
-    """A step: an entry for each replica of the rank. An entry is a piece of a global batch, and later its batch.
+    """A step: a list with an entry for each replica of the rank.
+
+    An entry is a piece of a global batch, and later the batch that is made of the piece.
 
     Attributes:
-        examples: how many the step has; None where this rank does not know how many other ranks read.
+        examples: the step's numbers of examples; None if this rank does not know how many other ranks read.
         position: where this step has left its reader, as `Reader.state` takes it.
-        following: how many steps surely follow it.
-        fails: an error comes after those.
+        following: number of later steps that are sure to come.
+        fails: whether an error comes after the `following` steps.
     """
 
     examples: StepExamples | None = None
@@ -43,7 +45,10 @@ class ReplicaPieces(list[Any]):
     fails = False
 
     def replace_pieces(self, make: Callable[[Any], Any], position: Any = None) -> ReplicaPieces:
-        """This step, after `make(piece)` took the place of each piece with examples, and EMPTY that of others."""
+        """Replace each piece that has examples by `make(piece)`, and each other piece by EMPTY. Returns: this step.
+
+        MISSING entries stay. Args: position: the step's new `position`.
+        """
         for i, piece in enumerate(self):
             if piece is not MISSING:
                 self[i] = make(piece) if piece else EMPTY
@@ -52,7 +57,7 @@ class ReplicaPieces(list[Any]):
 
 
 class Kind(Protocol):
-    """What is cut: measured, cut and joined along the examples."""
+    """How batches of one kind are measured, cut and joined along the examples."""
 
     def size(self, batch: Any, /) -> int: ...
 
@@ -62,7 +67,7 @@ class Kind(Protocol):
 
 
 class Lists:
-    """Batches that are lists, of indices or of examples."""
+    """Measures, cuts and joins lists of indices or of examples. It implements `Kind`."""
 
     size = staticmethod(len)
     cut = staticmethod(operator.getitem)
@@ -74,7 +79,12 @@ class Lists:
 def pieces_of_examples(
     examples: Iterable[Any], sizes: Sequence[int], *, drop_last: bool = False
 ) -> Iterator[list[Any]]:
-    """`pieces_of_stream`, of examples that come one by one."""
+    """Yield pieces as `pieces_of_stream` does, from examples that come one by one.
+
+    Args:
+        sizes: number of examples of each piece, repeated in turn.
+        drop_last: leave out a last piece that is short.
+    """
     source = iter(examples)
     for size in itertools.cycle(sizes):
         piece = list(itertools.islice(source, size))
@@ -86,7 +96,7 @@ def pieces_of_examples(
 
 
 def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int]:
-    """The first example of a piece of a global batch, and the one after its last."""
+    """Return the first example of a piece of a global batch, and the example after its last."""
     share = -(-batch_size // num_pieces)
     return min(piece * share, batch_size), min((piece + 1) * share, batch_size)
 
@@ -94,8 +104,13 @@ def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int
 def pieces_of_each(
     batches: Iterable[Any], kind: Kind, wanted: Sequence[int], num_pieces: int
 ) -> Iterator[ReplicaPieces]:
-    """For each batch its pieces number `wanted`. One piece is the batch as it is, whatever that is."""
-    size, parts, examples = -1, [slice(0)], None  # of the batches so far, which mostly are alike
+    """Yield a step for each batch, with the batch's pieces number `wanted` and their numbers of examples.
+
+    Args:
+        wanted: numbers of this rank's pieces, 0 <= number < num_pieces.
+        num_pieces: number of pieces of a batch. With 1, the batch is not cut and may be any object.
+    """
+    size, parts, examples = -1, [slice(0)], None  # of the last batch; most batches are alike
     for batch in batches:
         if num_pieces == 1:
             step, examples = ReplicaPieces([batch] * len(wanted)), _examples_of_whole(batch, kind)
@@ -110,9 +125,10 @@ def pieces_of_each(
 
 
 def _examples_of_whole(batch: Any, kind: Kind) -> StepExamples | None:
+    """Return the numbers of examples of a batch that is not cut; None if it cannot be measured."""
     try:
         size = kind.size(batch)
-    except (TypeError, ValueError):  # it need not be a batch: nothing is cut
+    except (TypeError, ValueError):  # a batch that is not cut may be any object
         return None
     return np.array([size, size])
 
@@ -120,12 +136,14 @@ def _examples_of_whole(batch: Any, kind: Kind) -> StepExamples | None:
 def pieces_of_stream(
     batches: Iterable[Any], kind: Kind, sizes: Sequence[int], *, drop_last: bool = False
 ) -> Iterator[Any]:
-    """The examples of all batches, one after the other, in pieces of `sizes`, in turn.
+    """Yield the examples of all batches, one after the other, in pieces of the `sizes` in turn.
 
-    What is left at the end makes a short piece, or is dropped. Sizes of 0 make empty pieces.
+    Args:
+        sizes: number of examples of each piece, repeated in turn; 0 gives an empty piece.
+        drop_last: leave out the rest at the end. Otherwise the rest makes a short piece.
     """
     source = iter(batches)
-    rest: Any = None  # of the batches read so far: a batch of `left` examples
+    rest: Any = None  # a batch of the `left` examples that were read and are in no piece yet
     left = 0
     for size in itertools.cycle(sizes):
         while rest is None or left < size:
@@ -144,9 +162,11 @@ def pieces_of_stream(
 def steps_of_stream(
     pieces: Iterable[Any], share: Share, *, drop_last: bool = False
 ) -> Iterator[ReplicaPieces]:
-    """A worker's pieces, dealt out to its replicas; of each step those of this rank, None where there is none.
+    """Yield the steps of this rank: a worker's pieces, dealt out to the worker's replicas.
 
-    With `drop_last`, a step that does not have a piece for each replica of the worker is left out.
+    An entry is MISSING where the pieces have ended.
+
+    Args: drop_last: leave out a step that lacks a piece for one of the worker's replicas.
     """
     source = iter(pieces)
     while step := list(itertools.islice(source, share.replicas_per_worker)):

@@ -1,9 +1,9 @@
-"""A torch `DataLoader`, read through its sampler or whole.
+"""Reads a torch `DataLoader` through its sampler, or whole.
 
-`LoaderReader` reads one over a map-style dataset. All ranks use one order of the examples, and each rank loads the
-examples of its own replicas only. With `shuffle=True` or `False` rank 0 sends the state of its generator, and each rank
-computes the order. Any other sampler runs on rank 0, which sends the indices. If each rank shuffled for
-itself, some examples would be read twice and others never.
+`LoaderReader` reads a DataLoader over a map-style dataset. All ranks use one order of the examples, and each rank loads
+the examples of its own replicas only. With `shuffle=True` or `False`, rank 0 sends the state of its generator, and each
+rank computes the order. Any other sampler runs on rank 0, and rank 0 sends the indices. If each rank shuffled for
+itself, the ranks would read some examples twice and others never.
 
 `WholeLoader` gives all batches of any other DataLoader.
 """
@@ -37,19 +37,20 @@ from mpistrat.machine.notices import tell
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 
-# Ranks wait for the slowest of them at each message: few are sent. Rank 0's sampler runs ahead by as much.
+# Batches of indices in one message. All ranks wait at each message, so messages are few and long; rank 0's sampler runs
+# ahead by one message.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
 _OF_ALL_EXAMPLES = data.default_collate, data.default_convert, collate
 _SAMPLER = "sampler of the distributed dataset: every rank must call next()"
 
 
 def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
-    """Whether `dataset` is a DataLoader of batches over a map-style dataset: examples can be loaded by their indices.
+    """Whether `dataset` is a DataLoader that makes batches of a map-style dataset, so that examples load by index.
 
-    It is not where the class of the loader iterates in a way of its own.
+    False also if the loader's class defines its own iteration.
 
     Raises:
-        ValueError: its sampler already takes one rank's share.
+        ValueError: the loader's sampler already takes one rank's share.
     """
     if not isinstance(dataset, data.DataLoader):
         return False
@@ -58,23 +59,27 @@ def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
             raise ValueError(
                 f"the DataLoader has a {type(sampler).__name__}, which gives each rank a share of the examples; "
                 "here the loader yields GLOBAL batches and the strategy shares them out. Use "
-                "DataLoader(dataset, batch_size=GLOBAL, shuffle=True), and leave out what has sharded it, as "
-                "accelerate's prepare() and Fabric's setup_dataloaders() do; or say that the loader gives each rank "
-                "its part, with batches of a replica's size: strategy.prepare(loader, local_batches=True)"
+                "DataLoader(dataset, batch_size=GLOBAL, shuffle=True), and leave out the call that has sharded it, "
+                "such as accelerate's prepare() or Fabric's setup_dataloaders(); or, if the loader is to give each "
+                "rank its part, with batches of a replica's size, strategy.prepare(loader, local_batches=True)"
             )
     streams = dataset.batch_sampler is None or isinstance(dataset.dataset, data.IterableDataset)
     return not (streams or _iterates_itself(dataset))
 
 
 def _takes_share(sampler: Any) -> bool:
-    """Whether it is torch's, or has the words of torch or of accelerate for one rank of several."""
+    """Whether `sampler` gives one rank's share of the examples.
+
+    A torch DistributedSampler does, and any sampler whose `num_replicas` (torch) or `num_processes` (accelerate)
+    exceeds 1.
+    """
     counts = (getattr(sampler, name, None) for name in ("num_replicas", "num_processes"))
     shards = any(isinstance(count, int) and count > 1 for count in counts)
     return isinstance(sampler, data.DistributedSampler) or shards
 
 
 def _iterates_itself(loader: data.DataLoader[Any]) -> bool:
-    """Whether its class makes something else of its sampler's batches than a DataLoader does."""
+    """Whether the loader's class overrides DataLoader's iteration."""
     return any(
         getattr(type(loader), name, None) is not getattr(data.DataLoader, name, None)
         for name in ("__iter__", "_get_iterator")
@@ -82,7 +87,7 @@ def _iterates_itself(loader: data.DataLoader[Any]) -> bool:
 
 
 class _WholePipe(data.IterableDataset[Any]):
-    """The elements of a datapipe in an epoch: all on every rank, shared out among worker processes."""
+    """All elements of a datapipe in one epoch, on every rank. The rank's worker processes share them out."""
 
     def __init__(self, pipe: data.IterDataPipe[Any], seed: int) -> None:
         self._pipe, self._seed = pipe, seed
@@ -95,13 +100,14 @@ class _WholePipe(data.IterableDataset[Any]):
 
 
 class WholeLoader(Restartable):
-    """A DataLoader that is read as it is, but with worker processes that can live beside MPI.
+    """Gives all batches of a DataLoader, loaded by worker processes that can live beside MPI.
 
     Args:
-        whole_on: the ranks each of which gets all elements, in the same order, of a datapipe that torch would share
-            out over the ranks of a default group; None: as torch does.
-        seed_id: as of `WorkerInit`. Worker processes of a stream keep torch's seeds: ranks may shuffle it alike, and
-            take turns.
+        loader: the program's DataLoader.
+        whole_on: ranks that all get the whole datapipe in the same order, though torch has a default group and would
+            share the datapipe out over it; None: torch shares it out.
+        seed_id: the argument of `WorkerInit`; used for map-style datasets only. Worker processes of a stream keep
+            torch's seeds, because ranks may shuffle the stream alike and take turns.
     """
 
     def __init__(
@@ -123,24 +129,31 @@ class WholeLoader(Restartable):
         with self.random.of_epoch(), starting_processes(self._user):
             loader = self._loader if self._whole_on is None else self._whole(self._whole_on)
             batches = guarded(iter(loader))
-            first = list(itertools.islice(batches, 1))  # samplers draw their seed now
+            first = list(itertools.islice(batches, 1))  # samplers draw their seed here
         return itertools.chain(first, batches)
 
     def _whole(self, ranks: Communicator) -> data.DataLoader[Any]:
-        """The loader; beside a default group, one whose datapipe all `ranks` read whole, by rank 0's random numbers."""
+        """Return the loader; if torch has a default group, a copy with a datapipe that all `ranks` read whole.
+
+        Rank 0 draws the seed of the datapipe. Called by: every rank of `ranks`, for each epoch.
+        """
         pipe = self._user.dataset
         has_group = dist.is_available() and dist.is_initialized()
         if not (has_group and isinstance(pipe, data.IterDataPipe)):
             return self._loader
-        # As a DataLoader draws it, and has its ranks share it.
+        # A DataLoader draws a seed this way, and shares it over the default group.
         seed = ranks.broadcast_object(_drawn(self._user.generator), label="seed of the datapipe")
         loader = copy.copy(self._loader)
-        # torch refuses to set them. Worker processes that persist would go on with the seed of the first epoch.
+        # torch refuses to set these attributes. Persistent worker processes would keep the seed of the first epoch.
         vars(loader).update(dataset=_WholePipe(pipe, seed), persistent_workers=False)
         return loader
 
     def __len__(self) -> int:
-        """Raises: TypeError where torch can only guess, of an IterableDataset that worker processes share out."""
+        """Return the number of batches.
+
+        Raises: TypeError for an IterableDataset: torch can only guess, because worker processes may share the stream
+            out.
+        """
         if isinstance(self._loader.dataset, data.IterableDataset):
             raise TypeError(
                 "the number of batches of a DataLoader over an IterableDataset is not known"
@@ -148,7 +161,10 @@ class WholeLoader(Restartable):
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Of all parts; but a DistributedSampler whose epoch the program has set is left to it."""
+        """Set the epoch of the samplers and the dataset.
+
+        A DistributedSampler stays as it is once the program has set its epoch.
+        """
         for part in _parts_of(self._loader):
             if id(part) not in self._known_epochs:
                 readers.set_epoch(part, epoch)
@@ -160,24 +176,29 @@ class WholeLoader(Restartable):
 
 
 def _parts_of(loader: data.DataLoader[Any]) -> tuple[Any, ...]:
-    """Those that may want to know of epochs."""
+    """Return the parts of the loader that may have a `set_epoch`: the samplers and the dataset."""
     return (*samplers_of(loader), loader.dataset)
 
 
 def _copy_of(loader: data.DataLoader[Any], seed_id: int, **changes: Any) -> data.DataLoader[Any]:
-    """A copy with worker processes that can live beside MPI. Args: seed_id: as of `WorkerInit`."""
+    """Return a copy of the loader with worker processes that can live beside MPI.
+
+    Args:
+        seed_id: the argument of `WorkerInit`.
+        changes: attributes to set in the copy.
+    """
     made = copy.copy(loader)
-    vars(made).update(changes)  # torch refuses to set some
+    vars(made).update(changes)  # torch refuses to set some of them
     made.multiprocessing_context = worker_context(loader)
     made.worker_init_fn = WorkerInit(loader, seed_id)
-    made._iterator = None  # persistent worker processes of the user's own
+    made._iterator = None  # not the persistent worker processes of the program's loader
     return made
 
 
 class _PieceSampler:
-    """The batch sampler of this rank's loader: it gives the indices of this rank's pieces, one piece after the other.
+    """The batch sampler of this rank's loader: it yields the indices of this rank's pieces, one piece after the other.
 
-    An empty piece becomes the first of `known_indices`, so every rank's loader loads as many pieces at the same times.
+    In place of an empty piece it yields one known index, so that all ranks load the same number of pieces.
 
     Attributes:
         handed_out: steps with pieces that the loader has asked for. True stands for a piece with examples.
@@ -191,12 +212,12 @@ class _PieceSampler:
         self.steps: Iterator[ReplicaPieces] = iter(())
 
     def begin(self, steps: Iterator[ReplicaPieces]) -> None:
-        """Begin an epoch of `steps`."""
+        """Begin an epoch with these steps."""
         self.handed_out.clear()
         self.steps = steps
 
     def read_first_step(self) -> None:
-        """Read the first step now: samplers draw their seed then."""
+        """Read the first step ahead, because samplers draw their seed there."""
         self.steps = itertools.chain(list(itertools.islice(self.steps, 1)), self.steps)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -209,10 +230,15 @@ class _PieceSampler:
 
 @dataclass(frozen=True)
 class _EpochPlan:
-    """How a SequentialSampler or RandomSampler goes through an epoch: rank 0 sends it, each rank computes the order.
+    """How a SequentialSampler or RandomSampler goes through an epoch.
+
+    Rank 0 sends the plan, and each rank computes the order.
 
     Attributes:
-        generator: the state of the generator of a RandomSampler, None for a SequentialSampler.
+        examples: number of examples in the epoch.
+        batch_size: number of examples in a global batch.
+        drop_last: whether a short last batch is left out.
+        generator: state of a RandomSampler's generator; None for a SequentialSampler.
     """
 
     examples: int
@@ -222,14 +248,17 @@ class _EpochPlan:
 
     @classmethod
     def of(cls, loader: data.DataLoader[Any]) -> _EpochPlan | None:
-        """Of the next epoch; None for another sampler. Draws what the sampler draws."""
+        """Return the plan of the next epoch; None if the loader's samplers are of another kind.
+
+        Draws the same random numbers from the loader's generator as its sampler does.
+        """
         batches, sampler, generator = loader.batch_sampler, cast("Any", loader.sampler), None
         if type(batches) is not data.BatchSampler or batches.sampler is not sampler:
             return None
         if type(sampler) is data.RandomSampler:
             if sampler.replacement or len(sampler) != len(sampler.data_source):
                 return None
-            # As a RandomSampler seeds one.
+            # A RandomSampler without a generator seeds one in this way.
             drawn = sampler.generator or torch.Generator().manual_seed(_drawn(None))
             generator = drawn.get_state()
         elif type(sampler) is not data.SequentialSampler:
@@ -237,7 +266,10 @@ class _EpochPlan:
         return cls(len(sampler), batches.batch_size, batches.drop_last, generator)
 
     def index_batches(self, of_sampler: torch.Generator | None) -> Iterator[list[int]]:
-        """Of an epoch, as torch's samplers give them. The generator `of_sampler` goes on as with torch."""
+        """Yield the index lists of an epoch's batches, as torch's samplers do.
+
+        Args: of_sampler: the sampler's generator, or None. It ends in the same state as after a RandomSampler's epoch.
+        """
         order: Sequence[int] = range(self.examples)
         if self.generator is not None:
             generator = of_sampler or torch.Generator()
@@ -246,25 +278,25 @@ class _EpochPlan:
         rest = self.examples % self.batch_size
         for first in range(0, self.examples - rest, self.batch_size):
             yield list(order[first : first + self.batch_size])
-        if of_sampler is not None:  # a RandomSampler ends with an order of which it takes none
+        if of_sampler is not None:  # at its end a RandomSampler draws another order and drops it
             _order(self.examples, of_sampler)
         if rest and not self.drop_last:
             yield list(order[self.examples - rest :])
 
 
 def _drawn(generator: torch.Generator | None) -> int:
-    """A seed, as a DataLoader draws it. Args: generator: None for the host's own."""
+    """Draw a seed as a DataLoader does. Args: generator: the seed's source; None for torch's global CPU generator."""
     device = "cpu" if generator is None else generator.device
     return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
 
 
 def _order(examples: int, generator: torch.Generator) -> torch.Tensor:
-    """As a RandomSampler draws it; on the device of `generator`, whatever torch's default device."""
+    """Return a permutation of the examples as a RandomSampler draws it, on the generator's device."""
     return torch.randperm(examples, generator=generator, device=generator.device)
 
 
 class LoaderReader(GlobalReader):
-    """Of a DataLoader over a map-style dataset: see `is_map_style`."""
+    """Reads a DataLoader over a map-style dataset: each rank loads the examples of its own replicas."""
 
     _random: RandomState
 
@@ -287,16 +319,16 @@ class LoaderReader(GlobalReader):
         self._batch_sampler = cast("Iterable[Any]", loader.batch_sampler)
         self.batch_size = loader.batch_size or readers.number_of(loader.batch_sampler, "batch_size")
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
-        self._steps_of((), Lists(), 0)  # raises for what cannot be
+        self._steps_of((), Lists(), 0)  # raises if the workers have different numbers of replicas
 
     def steps(self, epoch: int, start: int) -> Iterator[ReplicaPieces]:
-        """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
+        """Yield the steps of an epoch: this rank's pieces of each global batch, collated by the loader's function."""
         if self.ends_together:
-            self._agree()  # before there are worker processes: an error would end them while they start
+            self._agree()  # before worker processes start, because an error would end them in the middle of that
         for part in _parts_of(self._user):
             readers.set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
-            # In the order of the pieces, for `_PieceSampler.handed_out` goes with them.
+            # The loader must keep the order of the pieces, because `_PieceSampler.handed_out` has that order.
             how = {"batch_sampler": _PieceSampler(), "collate_fn": self._collate, "in_order": True}
             self._loader = _copy_of(self._user, self._share.pieces[0], **how)
         loader, sampler = self._loader, cast("_PieceSampler", self._loader.batch_sampler)
@@ -305,7 +337,7 @@ class LoaderReader(GlobalReader):
         batches = self._begin(loader, sampler)
         began = self._random.began
         if not loader.num_workers and not loader.pin_memory:
-            # The iterator was made for what it draws: to load the examples here takes less time.
+            # The iterator was made only to draw its random numbers. To load the examples here takes less time.
             for step in sampler.steps:
                 yield step.replace_pieces(self._loaded, began)
             return
@@ -319,14 +351,14 @@ class LoaderReader(GlobalReader):
             yield step
 
     def _begin(self, loader: data.DataLoader[Any], sampler: _PieceSampler) -> Iterator[Any]:
-        """The batches of an epoch: `loader` makes them of the pieces of `sampler`, its batch sampler."""
+        """Begin an epoch: return an iterator over the batches that `loader` makes of the pieces of `sampler`."""
         generator = loader.generator
-        # torch's iterator draws from it, into a tensor on the default device.
+        # torch's iterator draws from the generator, into a tensor on the default device.
         device = contextlib.nullcontext() if generator is None else generator.device
         with self._random.of_epoch(), device:
             with starting_processes(self._user):
                 batches = guarded(iter(loader))
-            if not loader.num_workers:  # otherwise the worker processes have their first indices
+            if not loader.num_workers:  # worker processes make torch read ahead
                 sampler.read_first_step()
         return batches
 
@@ -334,10 +366,12 @@ class LoaderReader(GlobalReader):
         return self._collate(self._fetch(indices))
 
     def _index_batches(self, sampler: _PieceSampler) -> Iterator[Iterable[list[Any]]]:
-        """The index lists of the global batches, some at a time: the same on all ranks, in the order of rank 0.
+        """Yield the index lists of the global batches, some at a time, in rank 0's order on all ranks.
 
-        Where this rank reads all batches (AutoShardPolicy.OFF), its own sampler gives them. `sampler` gets
-        `known_indices`.
+        Also sets `known_indices` of `sampler`. Under AutoShardPolicy.OFF this rank reads all batches, in its own
+        sampler's order.
+
+        Called by: every rank.
         """
         communicator = self._communicator
         if self._reads_all:
@@ -355,14 +389,14 @@ class LoaderReader(GlobalReader):
         yield from self._blocks_of_first_rank(sampler)
 
     def _blocks_of_first_rank(self, sampler: _PieceSampler) -> Iterator[list[list[Any]]]:
-        """Index lists of rank 0's sampler, in few messages."""
+        """Yield the index lists of rank 0's sampler; rank 0 broadcasts them in few messages. Called by: every rank."""
         communicator = self._communicator
         batches = iter(self._batch_sampler)
         if communicator.rank != 0:
             with communicator.raising_together():
-                # A sampler draws its seed from the rank's generator: the ranks' generators stay in step.
+                # The sampler draws its seed here, so that this rank's generator stays in step with rank 0's.
                 next(batches, None)
-            batches = iter(())  # those of rank 0 are used
+            batches = iter(())  # rank 0's indices are used
         length = _BATCHES_OF_FIRST_MESSAGE
         while True:
             block: list[list[int]] = []
@@ -376,7 +410,10 @@ class LoaderReader(GlobalReader):
             length = min(2 * length, _BATCHES_OF_LONGEST)
 
     def _agree(self) -> None:
-        """Compare the datasets' lengths. If the `collate_fn` of one rank may drop examples, all ranks count them."""
+        """Compare the ranks' lengths of the dataset; count dropped examples if one rank's `collate_fn` may drop some.
+
+        Called by: every rank. Raises: ValueError on all ranks, if the lengths differ.
+        """
         by_rank = self._communicator.all_gather_object(
             (readers.length_of(self._user.dataset), self._may_drop), label=_SAMPLER
         )
@@ -395,7 +432,7 @@ class LoaderReader(GlobalReader):
         return self._template
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        """The order of the epoch: what rank 0's random numbers were, or will be, when it begins."""
+        """Return rank 0's states of the random generators from the beginning of the epoch. Called by: every rank."""
         return {"random": communicator.broadcast_object(position, label="state of the sampler")}
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:

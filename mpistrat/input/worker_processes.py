@@ -1,10 +1,11 @@
 """Worker processes of a DataLoader beside MPI.
 
-A forked child shares the parent's MPI state: MPICH's children have written into another process's pipe, and memory that
-a network card has registered is not theirs. So worker processes come from a forkserver, which never knew MPI.
+A forked child shares its parent's MPI state: MPICH's children have written into another process's pipe, and a child
+does not own the memory that a network card has registered. So worker processes come from a forkserver, which has never
+started MPI.
 
-Slurm signals all processes of a job when its end is near. The ranks decide what to do about it, and meanwhile need
-their worker processes: these and the forkserver do not get such signals.
+Slurm signals all processes of a job shortly before its end. The ranks decide what to do about the signal, and need
+their worker processes meanwhile. So the worker processes and the forkserver block such signals.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ from mpistrat.cluster_resolver.mpi import EXIT_CODE_OF_REFUSED_WORKER, GUARD_PRO
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_BETWEEN_LOOKS = 1.0
-_MOST_PROCESSES = 1 << 20  # of a rank
+_MOST_PROCESSES = 1 << 20  # more than a rank has
 
 
 def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
-    """The user's choice, else a forkserver that has imported torch and mpistrat once for all worker processes."""
+    """Return the program's `multiprocessing_context`, or else a forkserver for the loader's worker processes.
+
+    The forkserver imports torch and mpistrat once for all worker processes. Returns: None if the loader has no worker
+    processes and no context.
+    """
     if not loader.num_workers or loader.multiprocessing_context is not None:
         return loader.multiprocessing_context
     context = multiprocessing.get_context("forkserver")
@@ -45,12 +50,12 @@ def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
 
 
 class WorkerInit:
-    """A `worker_init_fn` that calls the one of the user's `loader`.
+    """A `worker_init_fn` that prepares a worker process, and then calls the `worker_init_fn` of the program's `loader`.
 
-    A worker process of a forkserver only ends with its rank, or when the rank says so.
+    A worker process of a forkserver ends only with its rank, or when the rank sends it SIGTERM.
 
-    Args: seed_id: a number of this rank alone, so worker processes of each rank draw other random numbers. 0 keeps
-        torch's seeds.
+    Args: seed_id: a number of this rank alone, so that worker processes of different ranks draw different random
+        numbers. 0 keeps torch's seeds.
     """
 
     def __init__(self, loader: data.DataLoader[Any], seed_id: int) -> None:
@@ -69,21 +74,22 @@ class WorkerInit:
 
 
 def _seed_anew(seed_id: int) -> None:
-    """Where all ranks seed alike, torch seeds the worker processes of all ranks alike.
+    """Give this worker process random numbers of its own, where torch seeds the worker processes of all ranks alike.
 
-    Seeds of different `seed_id`s differ, also modulo 2**32, as programs take them for NumPy.
+    Seeds for different `seed_id`s differ, also modulo 2**32, the range that programs use for NumPy.
     """
     info = cast("Any", data.get_worker_info())
     seed = (info.seed + seed_id * _MOST_PROCESSES) % (1 << 63)
-    object.__setattr__(info, "seed", seed)  # it is frozen
+    object.__setattr__(info, "seed", seed)  # the object is frozen
     random.seed(seed)
     torch.manual_seed(seed)
     np.random.seed(np.random.SeedSequence(seed).generate_state(4))
 
 
 def _end_with_rank(rank: BaseProcess) -> None:
-    # Not as long as the forkserver lives: that lives as long as its worker processes. (A forked child of a killed rank
-    # keeps it alive here: the rank is known by a pipe's end.)
+    """End this worker process when its rank has ended, or has sent SIGTERM. Runs on a thread of the worker process."""
+    # The process must not wait for the forkserver's end, because the forkserver waits for its worker processes. (A
+    # forked child of a killed rank still holds the rank's end of the watched pipe. The rank then counts as alive.)
     while rank.is_alive():
         came = signal.sigtimedwait(_ANNOUNCEMENTS, _SECONDS_BETWEEN_LOOKS)
         if came is not None and came.si_signo == signal.SIGTERM and came.si_pid == rank.pid:
@@ -93,10 +99,10 @@ def _end_with_rank(rank: BaseProcess) -> None:
 
 @contextlib.contextmanager
 def _blocked_in_children() -> Iterator[None]:
-    """Processes that this thread starts inside, and theirs, do not get `_ANNOUNCEMENTS`."""
+    """A context for starting processes: they, and the processes that they start, block `_ANNOUNCEMENTS`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
     try:
-        resource_tracker.ensure_running()  # it unblocks SIGTERM here, and ignores it there
+        resource_tracker.ensure_running()  # unblocks SIGTERM in this thread; the tracker itself ignores it
         signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
         yield
     finally:
@@ -104,7 +110,10 @@ def _blocked_in_children() -> Iterator[None]:
 
 
 def guarded(batches: Iterator[Any]) -> Iterator[Any]:
-    """`batches` of a DataLoader. Raises: RuntimeError that says so where its processes would have started MPI."""
+    """Yield the batches of a DataLoader's iterator.
+
+    Raises: RuntimeError with an explanation if a worker process would have started MPI and was refused.
+    """
     try:
         yield from batches
     except RuntimeError:
@@ -117,7 +126,10 @@ def guarded(batches: Iterator[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def starting_processes(loader: data.DataLoader[Any]) -> Iterator[None]:
-    """Around the start of worker processes. Raises: TypeError that names the part that could not be sent to them."""
+    """A context for starting a loader's worker processes.
+
+    Raises: TypeError that names the part of the loader (dataset, collate_fn or worker_init_fn) that cannot be pickled.
+    """
     shielded = loader.num_workers and loader.multiprocessing_context is None
     try:
         with _blocked_in_children() if shielded else contextlib.nullcontext():

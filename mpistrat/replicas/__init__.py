@@ -1,1 +1,1 @@
-"""What a replica is: its context, the replicas of one rank, what they combine, and their losses."""
+"""Replicas: their contexts, the replicas of one rank, how their values are combined, and their losses."""

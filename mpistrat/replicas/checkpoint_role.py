@@ -1,4 +1,4 @@
-"""What a rank does when checkpoints are saved and restored."""
+"""A rank's part in saving and restoring checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class CheckpointRole:
-    """That of strategies whose ranks all take part.
+    """The role of each rank of a strategy whose ranks all save and restore. Parameter servers have a role of their own.
 
     Attributes: all_take_part: whether all ranks save and restore together, after the same steps.
     """
@@ -16,39 +16,42 @@ class CheckpointRole:
 
     @property
     def saves(self) -> bool:
-        """Whether this rank writes a part of each checkpoint now; else another rank does that for it."""
+        """Whether this rank writes a part of each checkpoint now. If False, another rank writes it."""
         return True
 
     @property
     def restores(self) -> bool:
-        """Whether this rank reads checkpoints; else another rank sends it what was in them."""
+        """Whether this rank reads checkpoint files. If False, another rank sends it their contents."""
         return True
 
     @property
     def has_followers(self) -> bool:
-        """Whether other ranks restore what this rank sends them, because it alone reads checkpoints."""
+        """Whether this rank alone reads checkpoint files, and sends their contents to other ranks."""
         return False
 
     def unchanging(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, no other rank changes the variables: what is read of several belongs to one time."""
+        """A context in which no other rank changes variables, so that several reads give values of one time."""
         return contextlib.nullcontext()
 
     def already_written(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, variables stay as they are: another rank has written what this rank would write."""
+        """A context in which this rank's writes to variables have no effect: another rank has written them already."""
         return contextlib.nullcontext()
 
     def completed(self, path: str, restored: bool = False) -> None:
-        """A checkpoint is complete, or this rank has `restored` from one. Called by: any thread."""
+        """React to a complete checkpoint at `path`; with `restored`, this rank has read it. Called by: any thread."""
 
     def tell_followers(self, what: str, value: Any) -> None:
-        """Send the ranks that follow the outcome of `what`."""
+        """Send `value`, the outcome of the action `what` ("restored"), to the ranks that wait in `follow`."""
 
     def telling_failure(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around what followers wait for: they get the error that it raises."""
+        """A context for the action `what` ("restored"). The ranks that wait in `follow` get its error, if any."""
         return contextlib.nullcontext()
 
     def follow(self, what: str) -> Any:
-        """Wait for what the rank that took part sends. Raises: the error that it got."""
+        """Wait for the value that another rank sends by `tell_followers`, and return it.
+
+        Raises: the error that the other rank met; RuntimeError if all ranks take part, because none of them sends.
+        """
         raise RuntimeError(
-            f"{what}: all ranks of this strategy take part, so there is none to follow"
+            f"{what}: all ranks of this strategy take part, so there is no rank to follow"
         )

@@ -1,4 +1,4 @@
-"""Combining values over all replicas of all ranks: this rank's policy, then the communicator."""
+"""Combines values over all replicas of all ranks: first by this rank's policy, then by the communicator."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from mpistrat.variables.variable import Variable
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllReduceCall:
-    """What one replica wants reduced: the leaves of a structure that `label` describes.
+    """One replica's call of `all_reduce`: the operation, and the leaves of a structure that `label` describes.
 
-    An object of its own, so that regrouping the replicas' calls does not walk into the leaves.
+    This is a class, so that regrouping the replicas' calls does not look into the leaves.
     """
 
     op: ReduceOp
@@ -42,21 +42,21 @@ class AllReduceCall:
 
 
 class CrossReplicaOps:
-    """What `Strategy` and `ReplicaContext` mean by reduce, gather and broadcast, without their guards.
+    """Reduces, gathers and broadcasts values for `Strategy` and `ReplicaContext`, without checking their contexts.
 
-    Every method that combines is called by every rank, in the same order. Operands are distributed
-    values with a component per replica of this rank, or plain values.
+    Called by: every rank, in the same order, for all methods that combine. Their operands are plain values, or
+        distributed values with a component for each replica of this rank.
 
     Args:
         group: the replicas.
-        cross_device_ops: the user's policy for the components on one rank, or None.
+        cross_device_ops: the program's policy for the components on one rank, or None.
         options: defaults of every collective.
-        take_apart: gives the components of a value that has one name on several cores, and None for anything else; None
-            where each replica has names of its own.
+        take_apart: returns the components of a value that has one name on several cores, and None for any other value.
+            None if each replica has names of its own.
 
     Attributes:
-        over_ranks: what combines the replicas of all ranks.
-        custom: the policy that the user gave for the components on one rank; None where there is none.
+        over_ranks: combines the replicas of all ranks.
+        custom: the program's policy for the components on one rank; None without one.
     """
 
     def __init__(
@@ -76,13 +76,16 @@ class CrossReplicaOps:
         self.over_ranks = self._reducers.of_replicas
 
     def components(self, value: Any) -> tuple[Any, ...]:
-        """What each replica of this rank contributes; one object passed by all counts for each."""
+        """Return the contribution of each replica of this rank. A plain value is every replica's contribution.
+
+        Raises: ValueError if a distributed value has another number of components than this rank has replicas.
+        """
         if self._take_apart is not None and (parts := self._take_apart(value)) is not None:
             return parts
         if not isinstance(value, DistributedValues):
             return (value,) * self.num_local_replicas
         components = value.values
-        if isinstance(value, Variable) and len(components) == 1:  # kept in one place for all
+        if isinstance(value, Variable) and len(components) == 1:  # one copy for all replicas
             return components * self.num_local_replicas
         if len(components) != self.num_local_replicas:
             raise ValueError(
@@ -94,7 +97,12 @@ class CrossReplicaOps:
     def all_reduce(
         self, calls: Sequence[AllReduceCall], options: CommunicationOptions | None
     ) -> list[Any]:
-        """Reduce what the replicas of this rank gave to one `ReplicaContext.all_reduce`."""
+        """Reduce the operands of one `ReplicaContext.all_reduce` over all replicas. Called by: every rank.
+
+        Args: calls: the call of each replica of this rank.
+        Returns: a result for each leaf, in the leaves' order.
+        Raises: InvalidArgumentError if the calls differ in operation or structure.
+        """
         if len({(call.op, call.label, len(call.leaves)) for call in calls}) > 1:
             by_replica = ", ".join(f"replica {i}: {call}" for i, call in enumerate(calls))
             text = f"the all_reduce calls of the replicas differ; got {by_replica}"
@@ -114,7 +122,11 @@ class CrossReplicaOps:
     def reduce(
         self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int] | None, label: str
     ) -> list[Any]:
-        """The work of `Strategy.reduce` on the leaves of a structure that `label` describes."""
+        """Return the reduced leaves of a structure that `label` describes, for `Strategy.reduce`.
+
+        Called by: every rank.
+        Args: axis: None to combine element by element, or the axes to reduce on each replica, too.
+        """
         if axis is not None:
             return self._reduce_axis(op, flat, axis, f"{label} along axis {axis}".lstrip())
         if self.num_replicas == 1:
@@ -137,7 +149,7 @@ class CrossReplicaOps:
     def _reduce_axis(
         self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int], label: str
     ) -> list[Any]:
-        """On each replica, then over replicas; a mean sums the numbers of elements alongside."""
+        """Reduce along `axis` on each replica, and then over replicas. A mean also sums the numbers of elements."""
         with self.communicator.raising_together():
             if op.adds_up:
                 both = [_sums_and_counts(self.components(leaf), axis) for leaf in flat]
@@ -154,11 +166,11 @@ class CrossReplicaOps:
         return [arrays.true_divide(t, int(n)) for t, n in zip(totals, elements, strict=True)]
 
     def _components_of_rank(self, value: Any) -> tuple[Any, ...]:
-        """Like `components`, but a plain value counts once for its rank."""
+        """Return the value's components on this rank, as `components` does, but a plain value only once."""
         return self.components(value) if isinstance(value, DistributedValues) else (value,)
 
     def _is_equal_everywhere(self, value: Any) -> bool:
-        """Whether `value` is reduced without the other ranks. A plain value is one rank's, and counts once."""
+        """Whether `value` can be reduced without other ranks: a mirrored value, or a plain value of the only rank."""
         if isinstance(value, DistributedValues):
             return is_copy_per_replica(value)
         return self.communicator.size == 1
@@ -186,7 +198,10 @@ class CrossReplicaOps:
         pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Reduce with the user's `CrossDeviceOps`, if there is one, and over the ranks."""
+        """Reduce the values in `pairs`: on this rank by the program's policy, if there is one, and over the ranks.
+
+        Args: pairs: (value, destinations).
+        """
         if self.num_replicas == 1:
             return [self.reduce_to(op, value, where, options) for value, where in pairs]
         if self.custom is not None and op.adds_up:
@@ -206,7 +221,7 @@ class CrossReplicaOps:
         pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
-        """Combine the components on this rank by the user's policy, and the results over the ranks."""
+        """Combine the components on this rank by the program's policy, and the results over the ranks."""
         if self.communicator.size == 1:
             return custom.batch_reduce(op, pairs, options)
         with self.communicator.raising_together():
@@ -217,7 +232,7 @@ class CrossReplicaOps:
         return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
 
     def gather(self, value: Any, axis: int, label: str = "") -> Any:
-        """The work of `Strategy.gather` on one leaf of a structure that `label` describes."""
+        """Return one leaf of a structure that `label` describes, concatenated over replicas, for `Strategy.gather`."""
         if self.num_replicas > 1 and (self.communicator.size > 1 or isinstance(value, PerReplica)):
             return self._join(value, axis, None, label)
         if self.num_local_replicas > 1:
@@ -228,7 +243,10 @@ class CrossReplicaOps:
     def all_gather(
         self, components: Sequence[Any], axis: int, options: CommunicationOptions | None, label: str
     ) -> Any:
-        """What the replicas of this rank gave to one `ReplicaContext.all_gather`, with all others'."""
+        """Concatenate the operands of one `ReplicaContext.all_gather` over all replicas. Called by: every rank.
+
+        Args: components: the operands of this rank's replicas.
+        """
         value = PerReplica(components)
         return place(self._join(value, axis, options, label), value)
 
@@ -238,21 +256,22 @@ class CrossReplicaOps:
         if self.communicator.size == 1 and self.custom is not None:
             return self.custom.gather(value, self.components(value)[0], axis, options)
         with self.communicator.raising_together():
-            if self.num_local_replicas > 1:  # else they are what `run` returned
+            if self.num_local_replicas > 1:  # with one replica per rank, `run` may return slices
                 accumulation.check_no_slices(value)
             components = [accumulation.as_dense(c) for c in self._components_of_rank(value)]
             merged = self.over_ranks.merged(options)
         return self.over_ranks.all_gather(components, axis, label, merged)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Copies of `tensor` on this rank's `destinations`. Communicates nothing."""
+        """Return copies of `tensor` on this rank's `destinations`. Communicates nothing."""
         return (self.custom or self.over_ranks).broadcast(tensor, destinations)
 
     def aggregate(self, aggregation: VariableAggregation, operand: Any, label: str) -> Any:
-        """Combine what the replicas of all ranks give to a variable. Called by every rank.
+        """Combine the replicas' operands for a variable by the variable's aggregation. Called by: every rank.
 
         Args:
-            label: which variable, and what for; equal on all ranks.
+            label: names the variable and the purpose; equal on all ranks.
+        Raises: ValueError, on all ranks, for SUM of a Python number over several replicas.
         """
         components = self.components(operand)
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -262,8 +281,8 @@ class CrossReplicaOps:
         if aggregation is VariableAggregation.SUM and arrays.is_number(components[0]):
             self.communicator.raise_together(
                 ValueError(
-                    f"{label}: aggregation SUM of {self.num_replicas} replicas needs arrays; whether the "
-                    f"Python number {components[0]!r} counts once or once per replica is not clear"
+                    f"{label}: aggregation SUM of {self.num_replicas} replicas needs arrays; the Python "
+                    f"number {components[0]!r} might be meant to count once, or once per replica"
                 )
             )
         op = ReduceOp.from_variable_aggregation(aggregation)
@@ -271,7 +290,10 @@ class CrossReplicaOps:
 
 
 def from_first_replica(communicator: Communicator, value: Any, label: str) -> Any:
-    """The first rank's `value`, an array, a number or `IndexedSlices`, on every rank. Called by every rank."""
+    """Return the first rank's `value` on every rank. Called by: every rank.
+
+    Args: value: an array, a number or `IndexedSlices`.
+    """
     if communicator.size == 1:
         return value
     label = f"{label}, of the first replica"
@@ -286,7 +308,7 @@ def from_first_replica(communicator: Communicator, value: Any, label: str) -> An
 def _sums_and_counts(
     components: Sequence[Any], axis: int | Sequence[int]
 ) -> tuple[list[Any], list[Any]]:
-    """By component, the sum along an axis and the number of elements that are in it."""
+    """Return each component's sum along the axes, and its number of elements in each sum."""
     dense = list(map(accumulation.as_dense, components))
     axes = [arrays.check_axes(component, axis) for component in dense]
     return list(map(arrays.sum_over, dense, axes)), list(map(arrays.count_over, dense, axes))

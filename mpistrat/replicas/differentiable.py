@@ -1,4 +1,4 @@
-"""Collectives that torch's autograd can go back through."""
+"""Collectives that torch's autograd can differentiate."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mpistrat.reduce_op import ReduceOp
 
 
 class _DifferentiableAllReduce(torch.autograd.Function):
-    """The gradient of a sum (mean) over replicas is the sum (mean) of the upstream gradients.
+    """An all-reduce whose gradient is the same all-reduce: the sum (mean) over replicas of the upstream gradients.
 
-    So its backward is the function itself, which has a gradient in turn.
+    Its backward applies this function again, so that gradients of any order exist.
     """
 
     @staticmethod
@@ -30,14 +30,14 @@ class _DifferentiableAllReduce(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         context, op, options, label = ctx.call
         check_device(context, upstream)
-        # Ranks that differentiate unequally often then call different collectives, which is an error.
+        # The label makes it an error if ranks differentiate unequally often.
         label = "gradient of " + (label if label.startswith("gradient of ") else "all_reduce")
         gradients = _DifferentiableAllReduce.apply(context, op, options, label, *upstream)
         return None, None, None, None, *gradients
 
 
 class DifferentiableAllGather(torch.autograd.Function):
-    """Each replica's gradient is its own slice of the sum of the upstream gradients."""
+    """An all-gather. Each replica's gradient is its own slice of the sum of the upstream gradients."""
 
     @staticmethod
     def forward(ctx: Any, context: Any, axis: int, options: Any, value: torch.Tensor) -> Any:
@@ -45,7 +45,7 @@ class DifferentiableAllGather(torch.autograd.Function):
         gathered = extended.replicas.all_gather(context, value, axis, options)
         length = torch.tensor([value.shape[axis]], device="cpu")
         sizes = extended.replicas.all_gather(context, length, 0, options)
-        # Where cores run one program, each has a number of its own.
+        # Where several cores run one program, the replica's number is a tensor.
         replica_id = arrays.as_tensor(context.replica_id_in_sync_group)
         starts = (sizes.cumsum(0) - sizes).to(replica_id.device)
         first = starts.index_select(0, replica_id.reshape(1))
@@ -63,7 +63,10 @@ class DifferentiableAllGather(torch.autograd.Function):
 
 
 def check_device(context: AnyReplicaContext, gradients: Sequence[Any]) -> None:
-    """On a GPU, autograd runs all replicas of a rank on one thread, which must not wait for itself."""
+    """Raise RuntimeError for gradients on a GPU, if this rank has several replicas.
+
+    Autograd runs all replicas of a rank on one thread per GPU, and that thread must not wait for itself.
+    """
     if context.strategy.extended.replicas.count > 1 and any(map(arrays.is_on_gpu, gradients)):
         raise RuntimeError(
             "the gradient of a collective between several replicas of one rank on a GPU is not supported;"
@@ -78,7 +81,11 @@ def all_reduce(
     options: CommunicationOptions | None,
     label: str,
 ) -> list[Any]:
-    """`ReplicaContext.all_reduce` of tensors, at least one of which requires a gradient."""
+    """Reduce leaves for `ReplicaContext.all_reduce` so that torch can differentiate the results.
+
+    Args: leaves: arrays and numbers, among them at least one tensor that requires a gradient.
+    Returns: a result for each leaf, in the leaves' order.
+    """
     tensors = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
     constant = sorted({*range(len(leaves))}.difference(tensors))
     operands = [leaves[i] for i in tensors]

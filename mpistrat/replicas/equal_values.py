@@ -1,4 +1,4 @@
-"""Values that are equal on all replicas: reducing them takes no communication."""
+"""Reduces values that are equal on all replicas, without communication."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import DistributedValues, Mirrored
 from mpistrat.variables.variable import SyncOnReadVariable, Variable
 
-# The value that changes no result, of the reductions that a copy for each replica would change
+# Reductions that change with the number of copies, and the value that they leave unchanged for any number of copies.
 _NEUTRAL = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1}
 
 
 def is_copy_per_replica(value: DistributedValues) -> bool:
-    """Whether the components are equal."""
+    """Whether the components of `value` are equal: a mirrored value, or any variable but a SyncOnReadVariable."""
     if isinstance(value, Variable):
         return not isinstance(value, SyncOnReadVariable)
     return isinstance(value, Mirrored)
 
 
 def first_component(value: Any) -> Any:
-    """The first replica's component; a plain value itself."""
+    """Return the first replica's component of a distributed value, or a plain value itself."""
     return value.values[0] if isinstance(value, DistributedValues) else value
 
 
 def reduce_equal(op: ReduceOp, value: Any) -> Any:
-    """The reduction over several replicas of a mirrored value, or of a plain value of their only rank."""
+    """Return the reduction over several replicas of a mirrored value, or of a plain value of the only rank.
+
+    Returns: `value` itself.
+    Raises:
+        AssertionError: SUM or PRODUCT of a mirrored value.
+        ValueError: SUM of a plain value that is not all 0, or PRODUCT of one that is not all 1.
+    """
     if op not in _NEUTRAL:
         return value
     if isinstance(value, DistributedValues):
@@ -35,7 +41,7 @@ def reduce_equal(op: ReduceOp, value: Any) -> Any:
         )
     number = arrays.is_number(value)
     if (number or arrays.is_array(value)) and not (arrays.as_array(value) != _NEUTRAL[op]).any():
-        return value  # the same, however often it counts
+        return value  # any number of copies gives the same result
     raise ValueError(
         f"{op.name} needs a value per replica, as run returns it: a plain value might be meant to count "
         f"once, or once per replica; got {value!r:.80}"

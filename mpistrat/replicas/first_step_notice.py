@@ -1,4 +1,4 @@
-"""The notice of the first step: it says how many ranks work together, and how they share a batch."""
+"""A notice at the first step: how many ranks work together, and how they share a batch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from mpistrat.replicas.input_plan import StepExamples
 
 
 class FirstStepNotice:
-    """The first rank gives the notice once for each strategy of several ranks."""
+    """Gives the notice on rank 0, once for each strategy of several ranks."""
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
         self._is_told = group.communicator.size == 1 or group.communicator.rank != 0
 
     def at_step(self, examples: StepExamples | None, batch_size: int | None = None) -> None:
-        """A step begins. The first step gives the notice, and from then on signals end the program. Not collective.
+        """Begin a step. The first step gives the notice, and from then on signals end the program. Not collective.
 
+        Called by: `next` of a distributed dataset, and the first reduction of gradients.
         Args:
-            examples: of the step; None if they are not known.
-            batch_size: how many examples the global batch was to have; some may not have come. None: as many as came.
+            examples: numbers of examples of the step; None if not known.
+            batch_size: number of examples that the global batch was to have, though some may not have come. None: the
+                number that came.
         """
         if early_signals.kept:
             early_signals.release()

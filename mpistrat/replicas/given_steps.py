@@ -1,4 +1,4 @@
-"""The numbers of examples of the steps that a program computes with, by which losses are averaged."""
+"""Keeps the numbers of examples of the program's steps. Losses are averaged by these numbers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from mpistrat.replicas.input_plan import StepExamples
 
 @dataclass(eq=False)
 class _Iteration:
-    """The steps of an iterator.
+    """The steps of one iterator.
+
+    "With gradients" means: given while gradients were on, and with a known number of examples.
 
     Attributes:
-        examples: of its last step.
-        training: of its last step that was given while gradients were on; None if that is not known.
-        order: grows with each step that any iterator gives while gradients are on; that of the last such step.
-        sizes: examples over all replicas, of such steps.
-        recent: those of the steps that came since the last backward.
-        since: how many such steps.
-        ahead: how many of them, beside one, came before the first backward; None before that backward.
-        is_only: it has given no other step, and has not ended.
-        has_ended: it has no more.
+        iterator: the iterator, weakly referenced.
+        examples: numbers of examples of its last step; None if not known.
+        training: numbers of examples of its last step while gradients were on; None if not known.
+        order: number of its last step while gradients were on, counted over all iterators; 0 if there is none.
+        sizes: sizes of its steps with gradients, each the number of examples over all replicas.
+        recent: the part of `sizes` since the last backward.
+        since: number of steps with gradients since the last backward.
+        ahead: number of steps with gradients, minus one, before the first backward; None before that backward.
+        is_only: whether it has given one step only, and has not ended.
+        has_ended: whether it has given its last step.
     """
 
     iterator: weakref.ref[Any]
@@ -40,19 +43,19 @@ class _Iteration:
 
     @property
     def reads_ahead(self) -> bool:
-        """Several steps came before the first backward, and parts of a step may have different sizes."""
+        """Whether several steps came before the first backward, and their parts may differ in size."""
         return bool(self.ahead) and not getattr(self.iterator(), "divides", True)
 
     @property
     def is_evaluation(self) -> bool:
-        """No backward came from its first step to its end."""
+        """Whether the iterator has ended, and no backward came from its first step to its end."""
         return self.has_ended and self.ahead is None
 
     def take_sizes(self) -> set[int]:
-        """A backward begins. Returns: the sizes of the steps that its loss may be of."""
+        """Begin a backward. Returns: the sizes of the steps that the loss may come from."""
         if self.since:
             self.ahead = self.since - 1 if self.ahead is None else self.ahead
-        elif self.has_ended:  # a program that has read ahead
+        elif self.has_ended:  # the program has read all steps ahead
             return self.sizes
         recent, self.recent, self.since = self.recent, set(), 0
         return recent
@@ -61,16 +64,18 @@ class _Iteration:
 class GivenSteps:
     """The steps that iterators over distributed datasets have given on this rank.
 
-    The program computes with the last step of the iterators that it still holds. So after an evaluation in mid-epoch
-    it computes with the step from before. A step from `next(iter(loader))` counts although its iterator is gone.
+    The program computes with the last step of the iterators that it still holds. So after an evaluation in mid-epoch,
+    it computes with the training step from before. A step from `next(iter(loader))` counts although its iterator is
+    gone.
 
     Attributes:
-        examples: of the step that was given last; None if that is not known.
-        examples_with_gradients: as `examples`, but of the last step that was given while gradients were on, if there is
-            any.
-        iterations: those whose steps the program may compute with.
-        blocks: how many threads are inside `Strategy.replica()`; steps that other threads are given are not theirs.
-        distributed: a distributed dataset has given a step, or values were distributed or sharded.
+        examples: numbers of examples of the step that was given last; None if not known.
+        examples_with_gradients: numbers of examples of the last step that was given while gradients were on; if there
+            is none, the value of `examples`.
+        iterations: the iterators whose steps the program may compute with.
+        blocks: number of threads inside `Strategy.replica()`. While it is not 0, steps that other threads get are not
+            counted.
+        distributed: whether a distributed dataset has given a step, or values were distributed or sharded.
     """
 
     def __init__(self, num_replicas: int, num_ranks: int, is_first_rank: bool) -> None:
@@ -78,18 +83,23 @@ class GivenSteps:
         self._is_first_rank = is_first_rank
         self.blocks = 0
         self.distributed = False
-        self.examples: StepExamples | None = None  # no property: compiled losses read it
+        self.examples: StepExamples | None = None  # not a property: compiled losses read it
         self.examples_with_gradients: StepExamples | None = None
         self.iterations: list[_Iteration] = []
-        self._last: _Iteration | None = None  # that gave a step while gradients were on
+        self._last: _Iteration | None = None  # the last to give a step while gradients were on
         self._order = 0
-        self._shard_is_last = False  # after the steps of iterators
-        # Parts of different sizes were given in steps that weigh no backward.
+        self._shard_is_last = False  # whether arrays were sharded after the last step
+        # Whether a step had parts of different sizes, and no backward counts by it.
         self._left_uneven = False
         self._said: set[str] = set()
 
     def give(self, iterator: Any, examples: StepExamples | None, *, gradients: bool) -> None:
-        """`iterator` gives a step with these examples. Args: gradients: whether they are on."""
+        """Record that `iterator` gives a step. Called by: the iterator's `next`, on every rank.
+
+        Args:
+            examples: numbers of examples of the step; None if not known.
+            gradients: whether gradients are on.
+        """
         self.distributed = True
         iteration, kept = None, []
         for known in self.iterations:
@@ -114,7 +124,7 @@ class GivenSteps:
         self._keep([*kept, iteration])
 
     def shard(self) -> None:
-        """Arrays are sharded that are no step of an iterator. What comes next may be of them."""
+        """Record that arrays are sharded that are no step of an iterator. The next loss may come from them."""
         self._shard_is_last = True
         self._keep([i for i in self.iterations if not i.is_evaluation])
 
@@ -128,7 +138,7 @@ class GivenSteps:
         self.examples_with_gradients = self.examples if last is None else last.training
 
     def end(self, iterator: Any) -> None:
-        """`iterator` has no more. If no backward came since its first step, its steps were those of an evaluation."""
+        """Record that `iterator` has ended. If no backward came since its first step, its steps were an evaluation."""
         for iteration in self.iterations:
             if iteration.iterator() is iterator:
                 iteration.is_only, iteration.has_ended = False, True
@@ -142,12 +152,14 @@ class GivenSteps:
         self._keep([i for i in self.iterations if i.iterator is not iterator or stays])
 
     def begin_backward(self, *, weighs: bool) -> StepExamples | None:
-        """A backward begins. Returns: the examples of the step by which a replica's loss counts; None: all count alike.
+        """Begin a backward, and return the numbers of examples by which the replicas' losses count.
 
         Args:
-            weighs: whether they count by examples.
+            weighs: whether losses count by examples at all.
+        Returns: None if all replicas count alike.
         Raises:
-            RuntimeError: they do, and it is not known by which step. All ranks raise it.
+            RuntimeError: losses count by examples, and steps of several sizes came before the backward, not all of them
+                divisible by the number of replicas. On all ranks.
         """
         last, is_of_shard, current, sizes = self._last, self._shard_is_last, [], set[int]()
         for iteration in self.iterations:
@@ -160,20 +172,20 @@ class GivenSteps:
         if len(sizes) > 1 and self._is_uneven(sizes):
             raise RuntimeError(
                 f"backward() inside replica(): loaders gave steps of {sorted(sizes)} examples before it, not all of "
-                f"which divide by {self._num_replicas} replicas, and a replica's gradient counts by its part of one "
-                "step: the strategy does not know which. Ask inside torch.no_grad() for a step that is only looked at "
-                "or evaluated. Else call backward() before the next step is asked for; or use drop_last=True; or scale "
-                "the loss with compute_average_loss(…, global_batch_size=…)"
+                f"which divide by {self._num_replicas} replicas. A replica's gradient counts by its part of one step, "
+                "and the strategy does not know the step. Get steps that are only evaluated inside torch.no_grad(), "
+                "and other steps after the last backward(); or use drop_last=True; or scale the loss with "
+                "compute_average_loss(…, global_batch_size=…)"
             )
         self._tell_of_other_sizes(current)
         return None if last is None else last.training
 
     def _is_uneven(self, sizes: set[int]) -> bool:
-        """Whether parts of steps of these sizes have different sizes."""
+        """Whether a step of one of these sizes has parts of different sizes."""
         return any(size % self._num_replicas for size in sizes)
 
     def _tell_of_other_sizes(self, current: list[_Iteration]) -> None:
-        """Have the first rank say that a loss may be of another step than the last of `current`."""
+        """Let rank 0 warn that the loss may come from another step than the last step of the iterators in `current`."""
         if any(iteration.reads_ahead for iteration in current):
             self.tell_once(
                 "backward() inside replica(): a loader gave several steps before the first backward(). If the program "
@@ -190,7 +202,7 @@ class GivenSteps:
             )
 
     def reduced(self) -> None:
-        """The ranks have combined gradients."""
+        """Record that the ranks have combined gradients. Warns if no data was distributed."""
         if self._num_ranks > 1 and not self.distributed:
             self.distributed = True
             self.tell_once(
@@ -201,11 +213,11 @@ class GivenSteps:
             )
 
     def has_given(self, size: int) -> bool:
-        """Whether the last step of an iterator has so many examples over all replicas."""
+        """Whether the last step of an iterator has `size` examples over all replicas."""
         return any(i.examples is not None and i.examples[-1] == size for i in self.iterations)
 
     def tell_once(self, text: str) -> None:
-        """Have the first rank say `text`."""
+        """Let rank 0 say `text`, once for each text."""
         if self._is_first_rank and text not in self._said:
             tell(text)
         self._said.add(text)

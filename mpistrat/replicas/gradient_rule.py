@@ -1,4 +1,4 @@
-"""Whether `backward()` leaves the sum of the replicas' gradients or their mean, and who has decided it."""
+"""Decides whether `backward()` leaves the sum or the mean of the replicas' gradients, and remembers the reason."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _numbers = itertools.count()
 class GradientRule:
     """The rule of one strategy: "sum", "mean", or undecided.
 
-    The program decides it with the strategy's argument `gradients`. If it does not, the first loss whose scale asks for
-    a rule decides.
+    The program decides by the strategy's argument `gradients`. Without it, the first loss that is scaled for one of the
+    rules decides.
 
     Args:
         gradients: the strategy's argument: "sum", "mean" or None.
 
     Attributes:
-        chosen: "sum", "mean", or None while it is undecided.
-        name: is no other rule's in this process.
-        is_of_loss: whether a loss has decided it, and not the program's argument.
+        chosen: "sum", "mean", or None while the rule is undecided.
+        name: a name that no other rule in this process has.
+        is_of_loss: whether a loss has decided the rule, and not the program's argument.
     """
 
     def __init__(self, gradients: str | None = None) -> None:
@@ -33,9 +33,9 @@ class GradientRule:
         self._has_warned = self.is_of_loss = False
 
     def ask_for(self, rule: str, call: str, *, warn: bool) -> None:
-        """The loss that `call` has scaled is right with `rule` only: decide it if nothing has.
+        """Choose `rule` if nothing is chosen, because `call` has scaled a loss for this rule.
 
-        Args: warn: whether to say it, once, when another rule is decided, which stays.
+        Args: warn: whether to warn, once, if the other rule is chosen already. The choice stays.
         """
         if self.chosen is None:
             self.chosen, self._decided_by = rule, f"{call}, called at {call_site(sys._getframe())}"
@@ -50,7 +50,7 @@ class GradientRule:
             )
 
     def default_to_mean(self, call: str) -> None:
-        """Average, as DistributedDataParallel does, if nothing has decided otherwise when `call` combines gradients."""
+        """Choose the mean, as DistributedDataParallel does, if nothing is chosen when `call` combines gradients."""
         if self.chosen is None:
             self.chosen = "mean"
             site = call_site(sys._getframe())
@@ -59,11 +59,11 @@ class GradientRule:
             )
 
     def decided(self, call: str) -> str:
-        """The rule, for `call`, which combines gradients. Raises: RuntimeError while it is undecided."""
+        """Return the rule by which `call` combines gradients. Raises: RuntimeError while the rule is undecided."""
         if self.chosen is None:
             raise RuntimeError(
                 f"{call}: are gradients to be summed or averaged? Scale the loss with "
-                "mpistrat.compute_average_loss(per_example_loss, global_batch_size=...), whose gradients are summed, "
+                "mpistrat.compute_average_loss(per_example_loss, global_batch_size=...), so that they are summed, "
                 'or make the strategy with gradients="sum" or gradients="mean" (DistributedDataParallel\'s rule)'
             )
         return self.chosen

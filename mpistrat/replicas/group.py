@@ -1,4 +1,4 @@
-"""Which replicas there are: this rank's, and how many each rank has."""
+"""The replicas of a strategy: this rank's devices, and the number of replicas of each rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class ReplicaGroup:
     Attributes:
         communicator: the ranks that take part.
         worker_devices: this rank's devices, one replica each.
-        replicas_of_ranks: how many replicas each rank has, in rank order.
-        fixed_threads: with how many intra-op threads every rank computes, if results must not depend on how replicas
-            are spread over ranks; else None.
-        topology: the ranks that run the program. With parameter servers, these do not meet in `communicator`.
+        replicas_of_ranks: number of replicas of each rank, in rank order.
+        fixed_threads: number of intra-op threads of every rank, if results must not depend on how replicas are spread
+            over ranks; else None.
+        topology: the ranks that run the program. With parameter servers, `communicator` has fewer ranks.
+    Raises: TypeError if `communicator` is no Communicator.
     """
 
     communicator: Communicator
@@ -37,12 +38,12 @@ class ReplicaGroup:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas over all ranks."""
+        """The number of replicas on all ranks."""
         return sum(self.replicas_of_ranks)
 
     @property
     def first_replica_id(self) -> int:
-        """The number of this rank's first replica among those of all ranks."""
+        """The number of this rank's first replica, counted over all ranks."""
         return sum(self.replicas_of_ranks[: self.communicator.rank])
 
     @property

@@ -1,4 +1,4 @@
-"""Which part of the input a rank reads, and where its batches go."""
+"""The part of the input that a rank reads, and the devices that its batches go to."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# How many examples of a step each replica of this rank has, and last how many all replicas have: int64 [replicas + 1].
-# An array is an input of what torch.compile compiles; numbers would be constants.
+# Numbers of examples of a step: of each replica of this rank, and last of all replicas together. int64 [replicas + 1].
+# It is an array, because torch.compile takes an array for an input of the graph, and numbers for constants.
 StepExamples = npt.NDArray[np.int64]
 
 
@@ -17,12 +17,13 @@ class Share:
     """This rank's part of the input.
 
     Attributes:
-        workers, worker: how many workers read, and the number of this rank's worker. docs/glossary.md defines them.
-        num_replicas: over all workers.
+        workers: number of workers that read. docs/glossary.md defines a worker.
+        worker: number of this rank's worker.
+        num_replicas: number of replicas of all workers.
         replicas: this rank's replicas, numbered within its worker.
-        first: the number in the job of this worker's first replica: replica i takes piece i of each global batch. With
-            None the pieces are dealt out to the workers in turn, as TensorFlow does; with one replica per worker that
-            is the same.
+        first: the number of this worker's first replica among all replicas: replica i takes piece i of each global
+            batch. None: the pieces are dealt out to the workers in turn, as in TensorFlow. With one replica per worker
+            both are the same.
     """
 
     workers: int
@@ -33,26 +34,29 @@ class Share:
 
     @property
     def replicas_per_worker(self) -> int:
-        """Raises: ValueError when some workers have more than others."""
+        """The number of replicas of each worker. Raises: ValueError if workers have different numbers of replicas."""
         each, rest = divmod(self.num_replicas, self.workers)
         if rest or self.replicas.stop > each or self.first not in (None, self.worker * each):
             raise ValueError(
-                f"{self.num_replicas} replicas are spread unequally over {self.workers} ranks: then each of these "
-                "reads its part of every batch (AutoShardPolicy.DATA), not files or batches of its own"
+                f"{self.num_replicas} replicas are spread unequally over {self.workers} ranks, so a rank cannot read "
+                "files or batches of its own. Let each rank read its part of every batch (AutoShardPolicy.DATA)"
             )
         return each
 
     @property
     def pieces(self) -> list[int]:
-        """The numbers of the pieces of a global batch that this rank's replicas take, in their order."""
+        """The numbers of the pieces of a global batch that this rank's replicas take, in replica order."""
         if self.first is not None:
             return [self.first + replica for replica in self.replicas]
         return [self.worker + replica * self.workers for replica in self.replicas]
 
     def sizes(self, global_batch_size: int) -> list[int]:
-        """The sizes of the worker's pieces, in turn: each is floor(batch / n), the first batch mod n are one larger.
+        """Return the sizes of the worker's pieces, in examples, in turn.
 
-        Worker w begins at its own replicas, so that over n pieces all workers read as much.
+        Each piece has floor(batch / n) examples, and the first batch mod n pieces have one more. Worker w begins at its
+        own replicas, so that over n pieces all workers read equally much.
+
+        Raises: ValueError if workers have different numbers of replicas.
         """
         floor, larger = divmod(global_batch_size, self.num_replicas)
         sizes = [floor + (i < larger) for i in range(self.num_replicas)]
@@ -66,8 +70,8 @@ class InputPlan:
 
     Attributes:
         share: this rank's part of each global batch.
-        pipelines: how many input pipelines there are, and which of them is this rank's.
-        devices: where batches are brought, by local replica; () leaves them where they are.
+        pipelines: the number of input pipelines, and the number of this rank's pipeline.
+        devices: the device of each local replica's batches; () leaves batches where they are.
         partial_steps: whether a dataset makes a step as long as any replica has data.
         per_replica: whether an input function may be called once for each replica.
     """

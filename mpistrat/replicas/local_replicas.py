@@ -1,8 +1,8 @@
-"""Several replicas in one rank: they take turns, one at a time, in replica order.
+"""Several replicas in one rank. They take turns, one at a time, in replica order.
 
-Replica 0 runs on the calling thread, the others on threads of their own, so that each keeps its own
-thread-local state. A turn ends only where the replicas meet: in a `merge_call`, or at the end. The
-order is fixed: every replica up to the meeting, the merge function, every replica from there on.
+Replica 0 runs on the calling thread, and every other replica on a thread of its own, so that each replica has its own
+thread-local state. A turn ends only where the replicas meet (a `merge_call`), or at the end of the run. The order is
+fixed: every replica up to the meeting, the merge function, every replica from there on.
 """
 
 from __future__ import annotations
@@ -20,22 +20,28 @@ MergeFunction = Callable[[list[Any]], Any]
 
 
 class ReplicaState(Protocol):
-    """State that belongs to a replica and lives in one place per rank (gradients, buffers, RNG)."""
+    """State that belongs to a replica, but has one place per rank: gradients, buffers, random numbers.
+
+    The state in that place is "out". It belongs to the replica whose turn it is.
+    """
 
     def inherit(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Capture the calling thread's modes; the result sets them up on a replica's thread."""
+        """Capture the calling thread's modes, and return a function that makes a context with these modes.
+
+        Called by: a run, on the calling thread; each replica's thread then enters the context.
+        """
         ...
 
     def begin(self) -> None:
-        """A run starts; replica 0's state is out."""
+        """Begin a run. Replica 0's state is out."""
         ...
 
     def end(self) -> None:
-        """A run has ended; replica 0's state is out."""
+        """End a run. Replica 0's state is out."""
         ...
 
     def switch(self, leaving: int, entering: int) -> None:
-        """Put away local replica `leaving`'s state and bring out `entering`'s."""
+        """Put away the state of local replica `leaving`, and bring out the state of `entering`."""
         ...
 
 
@@ -44,9 +50,9 @@ class _Stopped(BaseException):
 
 
 class _Replica(threading.Thread):
-    """The thread of one replica but the first; it waits for work, and works when given the turn.
+    """The thread of a replica other than the first. It waits for its turn, and then does its work.
 
-    Given the turn without work, it ends.
+    A turn without work ends the thread.
     """
 
     def __init__(self, index: int) -> None:
@@ -70,9 +76,11 @@ class _Replica(threading.Thread):
 
 
 class LocalReplicas:
-    """Runs a function on each of `count` replicas of this rank. One run at a time per thread.
+    """Runs a function on each of `count` replicas of this rank. A thread has at most one run at a time.
 
-    Attributes: current: has the run of each thread, as `run`.
+    Attributes:
+        states: the states to swap when the turn changes.
+        current: thread-local; its attribute `run` is the thread's run.
     """
 
     def __init__(self, count: int) -> None:
@@ -83,10 +91,11 @@ class LocalReplicas:
         weakref.finalize(self, _end, self._idle)
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
-        """The results of `body(i)` for each local replica i; the first exception, unchanged.
+        """Call `body(i)` for each local replica i, and return the results in replica order.
 
         Raises:
             RuntimeError: the replicas met a different number of times.
+            Exception: the first exception of a `body`, unchanged.
         """
         threads = self._idle.pop() if self._idle else [_Replica(i) for i in range(1, self.count)]
         run = _Run(self, threads, body)
@@ -99,15 +108,15 @@ class LocalReplicas:
             self._idle.append(threads)
 
     def meet(self, index: int, merge: MergeFunction, operands: Any) -> Any:
-        """Wait until every replica has called this; `merge` of all operands, run by replica 0.
+        """Wait until every replica has called this, and return the result of `merge` on the operands of all replicas.
 
-        Called by: replica `index`, inside `run`.
+        Replica 0 runs `merge`. Called by: replica `index`, inside `run`.
         """
         return self.current.run.meet(index, merge, operands)
 
 
 def _end(idle: list[list[_Replica]]) -> None:
-    """Nobody uses the threads any more."""
+    """End the threads of finished runs, because nobody uses them any more."""
     for threads in idle:
         for thread in threads:
             thread.turn.release()
@@ -124,7 +133,7 @@ class _Run:
         self._operands: list[Any] = [None] * replicas.count
         self._merged: Any = None
         self._error: BaseException | None = None
-        self._active = 0  # the replica whose state is out
+        self._active = 0  # the replica that has its state out
         self._started = [False] * replicas.count
         self._stopping = False
 
@@ -166,7 +175,11 @@ class _Run:
         return self._merged
 
     def _let_others_run(self, to_meeting: bool) -> None:
-        """Give each other replica its turn, to its next meeting or to its end."""
+        """Give each other replica its turn, up to its next meeting or to its end.
+
+        Args: to_meeting: whether replica 0 is in a meeting; the other replicas must then come to a meeting, too.
+        Raises: RuntimeError if a replica ends instead of meeting, or meets instead of ending; else a replica's error.
+        """
         for index, thread in enumerate(self._threads, start=1):
             if thread.work is not None:
                 self._give_turn(index)
@@ -211,7 +224,7 @@ class _Run:
         return work
 
     def _stop(self) -> None:
-        """Unwind the replicas that wait in a meeting; the others have ended or never started."""
+        """Unwind the replicas that wait in a meeting. The other replicas have ended or never started."""
         self._stopping = True
         for index, thread in enumerate(self._threads, start=1):
             if thread.work is not None and self._started[index]:

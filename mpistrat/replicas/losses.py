@@ -1,4 +1,4 @@
-"""Losses whose gradients, summed over replicas, are those of the whole batch."""
+"""Scales the replicas' losses, so that the sum of their gradients is the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -20,22 +20,32 @@ def _replicas(call: str) -> int:
 def compute_average_loss(
     per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
 ) -> Any:
-    """The sum of this replica's losses divided by the GLOBAL batch size.
+    """Return the sum of this replica's losses divided by the GLOBAL batch size.
 
-    The sum of the results over the replicas is the mean over the global batch, and so are the gradients
-    that `backward()` leaves with `gradients="sum"`; calling this chooses "sum" where nothing was chosen.
+    The sum of the results over the replicas is the mean over the global batch. The same holds for the gradients that
+    `backward()` leaves with `gradients="sum"`. This call chooses "sum" if the program has not chosen a rule.
 
     Context: replica.
     Args:
-        per_example_loss: array of shape [this replica's examples, ...]; an empty one gives 0.
-        sample_weight: multiplied to it, broadcast from the left: [examples] or its shape.
-        global_batch_size: examples over all replicas. None is that of the step which a distributed dataset gave last,
-            where it is known and this replica's part has as many examples as the loss; otherwise this replica's
-            examples times the replicas, as in TensorFlow.
+        per_example_loss: array of shape [this replica's examples, ...]; an empty array gives 0.
+        sample_weight: factors of the losses, of the losses' shape or of its first dimensions, such as [examples].
+        global_batch_size: number of examples of all replicas. None: the size of the last step of a distributed dataset,
+            if that is known and this replica's part has as many examples as the loss; otherwise this replica's examples
+            times the number of replicas, as in TensorFlow.
     Returns:
         a scalar.
     Raises:
-        ValueError: `global_batch_size` is not a positive integer. RuntimeError: outside `run`.
+        ValueError: `per_example_loss` is a scalar, shapes do not fit, `global_batch_size` is not positive, or it is
+            None while the loss is empty and the step is not known.
+        TypeError: `global_batch_size` is not an integer.
+        RuntimeError: in the cross-replica context, such as a `scope()` outside `run`.
+
+    Example:
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> def step(per_example_loss):
+        ...     return ms.compute_average_loss(per_example_loss, global_batch_size=4)
+        >>> strategy.run(step, args=(torch.tensor([1.0, 3.0, 2.0, 2.0]),))
+        tensor(2.)
     """
     replicas = _replicas("compute_average_loss")
     loss = arrays.as_operand(per_example_loss)
@@ -58,8 +68,8 @@ def compute_average_loss(
         raise TypeError(f"global_batch_size must be an integer, got {size!r:.60}")
     elif size <= 0:
         raise ValueError(f"global_batch_size must be positive, got {size}")
-    if getattr(loss, "requires_grad", False):  # not that of an evaluation
-        # A replica's own mean is right with gradients="mean".
+    if getattr(loss, "requires_grad", False):  # a loss of training
+        # Divided by the replica's own examples, the loss is right with gradients="mean".
         contradicts_mean = bool(replicas > 1 and global_batch_size != num_examples)
         is_guess = global_batch_size is None and not arrays.is_torch(size)
         _check_scale(num_examples, size, contradicts_mean, is_guess)
@@ -67,9 +77,10 @@ def compute_average_loss(
 
 
 def _global_batch_size(loss: Any, replicas: int) -> Any:
-    """A number; what torch.compile compiles for all sizes has a tensor of no dimensions.
+    """Return the number of examples of all replicas for a loss without `global_batch_size`.
 
-    Raises: ValueError: the loss is of no examples, and it is not known how many others have.
+    Returns: an int; while torch.compile compiles for all sizes, a tensor without dimensions.
+    Raises: ValueError if the loss is empty, and the step's number of examples is not known.
     """
     num_examples = loss.shape[0]
     steps = get_strategy().extended.given_steps
@@ -93,9 +104,14 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
 
 
 def _check_scale(num_examples: int, size: int, contradicts_mean: bool, is_guess: bool) -> None:
-    """Gradients of the losses of `own` examples, divided by `size`, are to be summed; tell where `size` is wrong.
+    """Choose the sum of gradients for a loss that was divided by `size`, and warn if `size` looks wrong.
 
-    A graph is for many sizes, and looks at none of them: only that `size` is a guess is known when it is compiled.
+    While torch.compile compiles, only `is_guess` is known: the graph serves many sizes.
+
+    Args:
+        num_examples: number of examples of the loss.
+        contradicts_mean: whether the loss would be wrong if gradients were averaged.
+        is_guess: whether `size` assumes that all replicas have equally many examples.
     """
     import torch
 
@@ -107,9 +123,9 @@ def _check_scale(num_examples: int, size: int, contradicts_mean: bool, is_guess:
 
 
 def _tell_of_size(extended: Any, num_examples: int, size: int) -> None:
-    """Say once where `size` is that of the part of `own` examples, and not that of the step or array that was divided.
+    """Warn once if `size` is the size of one part of a step or array, instead of the whole.
 
-    Other sizes are the program's: it accumulates, or scales by the step of another loader.
+    Other sizes are the program's choice: it may accumulate gradients, or scale by the step of another loader.
     """
     steps, cuts = extended.given_steps, extended.sharded.cuts
     replicas = extended.num_replicas_in_sync
@@ -125,19 +141,20 @@ def _tell_of_size(extended: Any, num_examples: int, size: int) -> None:
         elif size in (num_examples, sum(parts), total / replicas):
             steps.tell_once(
                 f"compute_average_loss: global_batch_size={size} is the size of one part; the batch has {total} "
-                f"examples over all {replicas} replicas. Gradients, which are summed over replicas, are "
-                f"{total / size:.3g} times as large as those of the mean: pass global_batch_size={total}"
+                f"examples over all {replicas} replicas. Gradients are summed over replicas, and are "
+                f"{total / size:.3g} times as large as the gradients of the mean: pass global_batch_size={total}"
             )
     cuts.clear()
 
 
 def choose_sum(contradicts_mean: bool, rule: str, is_guess: bool) -> None:
-    """Gradients of the loss that `compute_average_loss` scales here are to be summed; some would be wrong averaged.
+    """Choose the sum of gradients, because `compute_average_loss` scales a loss. Warns if the mean was chosen.
 
     Args:
-        rule: the name of the strategy's rule. `torch.compile` takes what this function does for a constant of its
-            arguments, so another strategy has it compile once more.
-        is_guess: parts count alike that may be those of an array.
+        contradicts_mean: whether the loss would be wrong if gradients were averaged.
+        rule: name of the strategy's rule. `torch.compile` treats this function's result as a constant of its arguments,
+            so another strategy must give other arguments to be compiled anew.
+        is_guess: whether parts of a sharded array may count alike, although their sizes may differ.
     """
     extended = get_strategy().extended
     if is_guess:
@@ -147,10 +164,17 @@ def choose_sum(contradicts_mean: bool, rule: str, is_guess: bool) -> None:
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """A loss that every replica computes alike, divided by the number of replicas. Context: replica.
+    """Return a loss that every replica computes alike, divided by the number of replicas. Context: replica.
 
     Args:
-        regularization_loss: an array or a number; its sum is scaled.
+        regularization_loss: an array or a number; the sum of its elements is scaled.
+    Raises: RuntimeError in the cross-replica context, such as a `scope()` outside `run`.
+
+    Example:
+        >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> losses = strategy.run(ms.scale_regularization_loss, args=(torch.tensor(3.0),))
+        >>> strategy.reduce("sum", losses, axis=None)
+        tensor(3.)
     """
     replicas = _replicas("scale_regularization_loss")
     return arrays.as_operand(regularization_loss).sum() / replicas

@@ -1,4 +1,4 @@
-"""Several steps of a loop as one call, as the v1 API has it."""
+"""Several steps of a loop in one call, as in the v1 API."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mpistrat.reduce_op import ReduceOp
 
 
 class MultiStepContext:
-    """What a step function of `experimental_run_steps_on_iterator` leaves for the caller.
+    """The outputs of the step function of `experimental_run_steps_on_iterator`.
 
     Attributes:
-        last_step_outputs: by name, what the last step set.
-        non_tensor_outputs: by name, anything else that a step left.
+        last_step_outputs: outputs of the last step, by name.
+        non_tensor_outputs: other outputs, by name.
     """
 
     def __init__(self, initial_outputs: Mapping[str, Any] | None = None) -> None:
@@ -24,7 +24,7 @@ class MultiStepContext:
     def set_last_step_output(
         self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
     ) -> None:
-        """Keep `output` under `name`; inside `run`, reduced over all replicas.
+        """Keep `output` under `name`. With a `reduce_op`, it is reduced over all replicas first.
 
         Raises:
             AssertionError: inside `run` without a `reduce_op`.

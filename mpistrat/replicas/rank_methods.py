@@ -1,4 +1,4 @@
-"""What a program asks its strategy: which rank this is, and what the ranks do together."""
+"""A strategy's methods about ranks: this rank's number, and collective work of all ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
     from mpistrat.replicas.strategy_extended import StrategyExtended
 
-# Others wait so long for what one rank does alone, such as a download, unless MPISTRAT_STALL_SECONDS is set.
+# Seconds that ranks wait for one rank's work alone, such as a download, unless MPISTRAT_STALL_SECONDS is set.
 _SECONDS_ALONE = 86_400.0
 
 
 class RankMethods:
-    """This process's place among the ranks of its strategy, and what they do together.
+    """This process's place among the ranks of its strategy, and collective work of these ranks.
 
-    The ranks are those that the strategy combines: all of the job, those of a node with `MirroredStrategy`, this one
-    alone with `OneDeviceStrategy`. With parameter servers they are the chief, then the workers. These do not wait for
-    each other, so methods that every rank must call raise NotImplementedError there.
+    The ranks are the ranks that the strategy combines: all ranks of the job; with `MirroredStrategy`, the ranks of this
+    node; with `OneDeviceStrategy`, this rank alone. With parameter servers they are the chief, then the workers.
+    Workers do not wait for each other, so methods that every rank must call raise NotImplementedError there.
     """
 
     _extended: StrategyExtended
@@ -36,51 +36,74 @@ class RankMethods:
         """This process's number among the ranks that the strategy combines, 0 <= rank < world_size.
 
         With parameter servers it counts the chief and the workers, in this order.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> strategy.rank, strategy.world_size, strategy.local_rank, strategy.is_first
+            (0, 1, 0, True)
         """
         return self._extended.topology.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are; each has one replica or several: see `num_replicas_in_sync`."""
+        """The number of ranks. A rank has one replica or several: see `num_replicas_in_sync`."""
         return self._extended.topology.size
 
     @property
     def local_rank(self) -> int:
-        """This rank's number among those of its node, as torchrun's LOCAL_RANK."""
+        """This rank's number among the ranks of its node, like torchrun's LOCAL_RANK."""
         return self._extended.topology.local_rank
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0: the one that logs, and that saves what a `Checkpoint` does not."""
+        """Whether this is rank 0. Rank 0 logs, and saves everything that a `Checkpoint` does not save."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device | str:
-        """The device of this replica; outside `run`, of this rank's first: `tensor.to(strategy.device)`.
+        """This replica's device; outside `run`, the device of this rank's first replica.
 
-        A `torch.device`, or its name where torch is not imported.
+        A `torch.device` to use as in `tensor.to(strategy.device)`, or its name if torch is not imported.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> torch.zeros(2).to(strategy.device).device
+            device(type='cpu')
         """
         name = self._extended.replicas.devices[current_local_replica() or 0]
         torch = sys.modules.get("torch")
         if torch is None:
             return name
-        # Tensors have no numbers of CPUs, which are those of replicas.
+        # The number in "cpu:1" is a replica's. A tensor's device is "cpu" without a number.
         return torch.device("cpu" if name.startswith("cpu:") else name)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print(*args, **kwargs)` on rank 0, of the replicas that run there the first; nothing elsewhere."""
+        """Call `print(*args, **kwargs)` on rank 0, there for the first replica only; do nothing elsewhere.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> strategy.print("loss:", 0.5)
+            loss: 0.5
+        """
         if self.is_first and not current_local_replica():
             print(*args, **kwargs)
 
     def barrier(self) -> None:
-        """Return once every rank has called it. Inside `run`, every replica calls it."""
+        """Return once every rank has called this method. Inside `run`, every replica calls it."""
         self._together("barrier", lambda communicator: communicator.barrier(label="barrier()"))
 
     def broadcast_object(self, value: Any = None) -> Any:
-        """Rank 0's `value`, any picklable object, on every rank; the others' does not matter.
+        """Return rank 0's `value` on every rank. The `value` of other ranks is ignored.
 
-        Called by: every rank; inside `run`, by every replica, and replica 0's value counts.
-        Raises: CollectiveMismatchError: on all ranks, when rank 0's cannot be pickled.
+        Called by: every rank; inside `run`, every replica, and replica 0's value counts.
+        Args: value: on rank 0, any object that can be pickled.
+        Raises: CollectiveMismatchError, on all ranks, if rank 0's `value` cannot be pickled.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> strategy.broadcast_object({"learning rate": 0.1})
+            {'learning rate': 0.1}
+            >>> strategy.barrier()
         """
 
         def broadcast(communicator: Communicator) -> Any:
@@ -95,15 +118,23 @@ class RankMethods:
 
     @contextlib.contextmanager
     def first_rank_first(self, *, per_node: bool = False) -> Iterator[None]:
-        """Rank 0 runs the block before the others do: they find what it has downloaded or prepared.
+        """A context whose block rank 0 runs before the other ranks, so that they find the files that it has downloaded.
 
-        They wait for a day at most, or as long as `MPISTRAT_STALL_SECONDS` says, if it is set.
+        The other ranks wait for at most a day, or for `MPISTRAT_STALL_SECONDS` seconds if it is set.
 
         Called by: every rank; outside `run` where a rank has several replicas. The block must not wait for other ranks.
         Args:
-            per_node: the first rank of each node goes before the others of its node: for files on the node's own disk.
+            per_node: let the first rank of each node go before the other ranks of its node: for files on the node's own
+                disk.
         Raises:
-            RuntimeError: on the other ranks, before their block, where it fails on a rank that goes first.
+            RuntimeError: on the other ranks, before their block, if the block fails on a rank that goes first.
+            RuntimeError: inside `run`, if this rank has several replicas.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> with strategy.first_rank_first():
+            ...     np.save("data.npy", np.arange(3))
+            ...     data = np.load("data.npy")
         """
         if self._extended.num_local_replicas > 1 and current_local_replica() is not None:
             raise RuntimeError(
@@ -130,7 +161,10 @@ class RankMethods:
             yield
 
     def _hear_of_first(self, failure: str | None) -> list[str | None]:
-        """What went wrong in the block on the ranks that go first, in rank order. Called by: every rank."""
+        """Return the failure of each rank's block, in rank order, None where there is none. Called by: every rank.
+
+        Args: failure: this rank's failure, or None.
+        """
 
         def gather(communicator: Communicator) -> list[str | None]:
             watch = communicator.contract.watch
@@ -144,12 +178,19 @@ class RankMethods:
         return gathered
 
     def _together(self, call: str, work: Callable[[Communicator], Any]) -> Any:
-        """What `work` gives, which all ranks do together; once for the replicas of a rank that come here."""
+        """Return the result of `work`, a collective of all ranks. The replicas of a rank do it once.
+
+        Called by: every rank; inside `run`, every replica.
+        Args:
+            call: name of the method, for messages.
+            work: the collective; it gets the communicator of the ranks.
+        Raises: NotImplementedError with parameter servers.
+        """
         communicator = self._extended.communicator
         if communicator.size < self.world_size:
             raise NotImplementedError(
-                f"{call} is for ranks that work in step, and those of a {type(self).__name__} do not wait for each "
-                "other: what is to be done once, the chief does before it schedules functions, or worker 0 alone"
+                f"{call} is for ranks that work in step, and the ranks of a {type(self).__name__} do not wait for each "
+                "other. Let the chief do the work before it schedules functions, or let worker 0 do it alone"
             )
         strategy = self._extended.strategy
         mode = current_mode()
@@ -159,6 +200,6 @@ class RankMethods:
 
         def merge(strategy: Any) -> Callable[[], Any]:
             result = work(communicator)
-            return lambda: result  # one leaf, whatever it is
+            return lambda: result  # a function is one leaf, whatever the result is
 
         return mode.replica_context.merge_call(merge)()

@@ -1,4 +1,4 @@
-"""Reductions over ranks: of values with a component per replica, and of plain values, which count once for a rank."""
+"""Reduces values over ranks: values with a component per replica, and plain values, that count once per rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from mpistrat.values import DistributedValues
 
 
 class RankReducers:
-    """
+    """The reducers of a group of replicas.
+
     Attributes:
         of_replicas: reduces values with a component per replica.
-        of_plain: reduces plain values.
+        of_plain: reduces plain values; the same object, unless a deterministic group has several replicas on a rank.
     """
 
     def __init__(self, group: ReplicaGroup, options: CommunicationOptions) -> None:
@@ -32,9 +33,10 @@ class RankReducers:
     def reduce_each(
         self, values: Mapping[int, Any], reduce: Callable[[MpiAllReduce, list[int]], list[Any]]
     ) -> dict[int, Any]:
-        """The results, by the keys of `values`. Called by every rank.
+        """Reduce `values`, each with the reducer for its kind. Returns: the results, by the keys of `values`.
 
-        Args: reduce: has a reducer combine the values of these keys, in this order.
+        Called by: every rank.
+        Args: reduce: `reduce(reducer, keys)` returns the results of the values with these keys, in this order.
         """
         plain = self._plain(values) if values else []
         results: dict[int, Any] = {}
@@ -45,9 +47,9 @@ class RankReducers:
         return results
 
     def _plain(self, values: Mapping[int, Any]) -> list[int]:
-        """The keys of plain values, if these have a reducer of their own. Called by every rank.
+        """Return the keys of plain values if they have a reducer of their own, else []. Called by: every rank.
 
-        A rank with one replica gets plain values from `run`. So a rank with most replicas tells.
+        A rank with one replica gets plain values even from `run`, so a rank with the most replicas decides.
         """
         if self.of_plain is self.of_replicas:
             return []

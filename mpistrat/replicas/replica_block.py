@@ -1,4 +1,4 @@
-"""`with strategy.replica():`, inside which a program's own loop is the replica's work."""
+"""`with strategy.replica():` makes a program's own loop the work of one replica."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
-    """This thread is the one replica of its rank.
+    """A context in which this thread is the one replica of its rank.
 
-    A step ends at each `optimizer.step()`. Ranks meet in `backward()`, and at `next` of a distributed dataset, where
-    what is pending is mirrored.
+    A step ends at each `optimizer.step()`. Ranks meet in `backward()`, and at `next` of a distributed dataset; there,
+    new modules are mirrored.
 
     Called by: every rank.
-    Args: refusal: why this strategy has no such block; "" if it has.
-    Raises: RuntimeError: in another strategy's scope, inside `run`, or where a rank does not have one replica of its
-        own. All ranks raise the latter.
+    Args: refusal: the reason why this strategy has no such block; "" if it has one.
+    Raises:
+        RuntimeError: in another strategy's scope, or inside `run`.
+        RuntimeError: on all ranks, if the strategy refuses, or a rank has several replicas.
     """
 
     def __init__(self, extended: StrategyExtended, refusal: str) -> None:
@@ -61,5 +62,5 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
         if self._is_outermost:
             spans.current.end_steps()
             self._extended.given_steps.blocks -= 1
-            if exc[0] is None:  # nothing has said how parts count
+            if exc[0] is None:  # no backward has decided how parts count
                 self._extended.sharded.tell_of_uneven()

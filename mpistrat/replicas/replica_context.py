@@ -1,4 +1,4 @@
-"""What one replica can do inside `run`: talk to the other replicas."""
+"""The context of one replica inside `run`: it communicates with the other replicas."""
 
 from __future__ import annotations
 
@@ -21,13 +21,26 @@ _THE_ONE = operator.itemgetter(0)
 
 
 class ReplicaContext:
-    """The view of one replica, from `get_replica_context()` inside `run`.
+    """One replica's view of the strategy. `get_replica_context()` returns it inside `run`.
 
     Args:
         strategy: the strategy that runs the replica.
-        replica_id_in_sync_group: the replica's number among all replicas of all ranks, or None where
-            it is not known yet.
-        local_index: its number among the replicas of this rank.
+        replica_id_in_sync_group: the replica's number among all replicas of all ranks; None if it is not known yet.
+        local_index: the replica's number among the replicas of this rank.
+    Raises: ValueError if `replica_id_in_sync_group` is neither an integer nor None.
+
+    Example:
+        >>> def step(x):
+        ...     context = ms.get_replica_context()
+        ...     return context.replica_id_in_sync_group, context.all_reduce("sum", x)
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> strategy.run(step, args=(np.ones(2),))
+        (0, array([1., 1.]))
+
+    Example:
+        >>> with ms.OneDeviceStrategy("cpu").replica() as context:
+        ...     print(context.strategy, context.num_replicas_in_sync, context.devices)
+        OneDeviceStrategy(1 replicas) 1 ('cpu:0',)
     """
 
     def __init__(
@@ -54,22 +67,27 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> Any:
-        """This replica's number, 0 <= id < num_replicas_in_sync."""
+        """This replica's number among all replicas, 0 <= id < num_replicas_in_sync; None where it is not known."""
         return self._replica_id
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas there are, over all ranks."""
+        """The number of replicas on all ranks."""
         return self._strategy.num_replicas_in_sync
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of this replica, as a tuple of one name."""
+        """The device of this replica, as a tuple of one name. Raises: RuntimeError outside this replica's run."""
         require_replica(self, "devices")
         return (self._strategy.extended.worker_devices[self.local_index],)
 
     def own_component(self, value: DistributedValues) -> Any:
-        """What this replica has of `value`."""
+        """Return this replica's component of `value`.
+
+        Example:
+            >>> ms.get_replica_context().own_component(ms.PerReplica(["first", "second"]))
+            'first'
+        """
         return select_replica(self.local_index, value)
 
     def merge_call(
@@ -78,16 +96,23 @@ class ReplicaContext:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call `merge_fn(strategy, *args, **kwargs)` once, in the cross-replica context.
+        """Call `merge_fn(strategy, *args, **kwargs)` once per rank, in the cross-replica context.
 
-        Called by: every replica of this rank, equally often; it returns when all have.
+        Called by: every replica of this rank, equally often. The call returns when all replicas have called.
         Args:
-            merge_fn: replica 0's is the one that is called. Its arguments are the replicas' arguments,
-                regrouped as `run` regroups results; with one replica per rank they arrive as they are.
+            merge_fn: the function; replica 0's function is called. It gets the replicas' arguments, regrouped as `run`
+                regroups results. With one replica per rank, it gets them as they are.
         Returns:
-            what it returned, each replica its own component of distributed values.
+            the function's result; of distributed values in it, the replica's own component.
         Raises:
-            RuntimeError: outside this replica's run, or when the replicas call it unequally often.
+            RuntimeError: outside this replica's run, or if the replicas call it unequally often.
+
+        Example:
+            >>> def step(x):
+            ...     total = lambda strategy, x: strategy.reduce("sum", x, axis=None)
+            ...     return ms.get_replica_context().merge_call(total, args=(x,))
+            >>> ms.OneDeviceStrategy("cpu").run(step, args=(2.0,))
+            2.0
         """
         require_replica(self, "merge_call")
         check_call("merge_call", merge_fn, args, kwargs)
@@ -102,15 +127,16 @@ class ReplicaContext:
 
         Called by: every replica, in the same order.   Context: replica.
         Args:
-            reduce_op: a `ReduceOp`, or its name in any case.
-            value: a nest of arrays, numbers and `IndexedSlices`; same structure, shapes and dtypes on
-                every replica.
+            reduce_op: a `ReduceOp`, or its name in upper or lower case.
+            value: a nest of arrays, numbers and `IndexedSlices`, with the same structure, shapes and dtypes on every
+                replica.
+            options: options of this collective.
         Returns:
-            the same structure, equal on every replica. Sums and means of torch tensors are differentiable to any
-            order: the gradient is the same reduction of the upstream gradients.
+            the same structure, equal on every replica. Sums and means of torch tensors are differentiable to any order:
+                the gradient is the same reduction of the upstream gradients.
         Raises:
-            CollectiveMismatchError: on all ranks, when the ranks' operands differ.
-            InvalidArgumentError: when those of one rank's replicas differ.
+            CollectiveMismatchError: on all ranks, if the operands differ between ranks.
+            InvalidArgumentError: if the operands differ between one rank's replicas.
             NotImplementedError: on all ranks, for MAX, MIN or PRODUCT of a tensor that requires a gradient, or of
                 `IndexedSlices`.
             RuntimeError: outside this replica's run.
@@ -121,7 +147,7 @@ class ReplicaContext:
             op = ReduceOp.parse(reduce_op)
         except ValueError as error:
             extended.communicator.raise_together(error)
-        plain = value.__class__ is np.ndarray  # no structure, and nothing that autograd knows
+        plain = value.__class__ is np.ndarray  # neither a structure nor a tensor of autograd
         whole = plain or arrays.is_array(value)
         leaves, label, pack = ([value], "", _THE_ONE) if whole else nest.take_apart(value)
         if not leaves:
@@ -130,7 +156,7 @@ class ReplicaContext:
             if not op.adds_up:
                 extended.communicator.raise_together(
                     NotImplementedError(
-                        f"all_reduce({op.name}) of a tensor that requires a gradient has none: give it "
+                        f"all_reduce({op.name}) has no gradient, but a tensor requires one: give it "
                         "tensor.detach(), or call it under torch.no_grad(). SUM and MEAN are differentiable"
                     )
                 )
@@ -147,13 +173,21 @@ class ReplicaContext:
         Called by: every replica, in the same order.   Context: replica.
         Args:
             value: a nest of arrays of at least one dimension; sizes may differ along `axis` only.
-            axis: counted from the end if negative.
+            axis: the dimension; counted from the end if negative.
+            options: options of this collective.
         Returns:
-            the same structure, equal on every replica. Differentiable to any order for torch tensors: each
-            replica gets its own slice of the sum of the upstream gradients.
+            the same structure, equal on every replica. Differentiable to any order for torch tensors: each replica gets
+                its own slice of the sum of the upstream gradients.
         Raises:
-            ValueError: `axis` is out of range. InvalidArgumentError: shapes differ elsewhere.
+            ValueError: `axis` is out of range.
+            InvalidArgumentError: shapes differ in another dimension.
             NotImplementedError: for `IndexedSlices`.
+
+        Example:
+            >>> def step(rows):
+            ...     return ms.get_replica_context().all_gather(rows, axis=0)
+            >>> ms.OneDeviceStrategy("cpu").run(step, args=(np.ones((2, 3)),)).shape
+            (2, 3)
         """
         require_replica(self, "all_gather")
         extended = self._strategy.extended
@@ -199,6 +233,16 @@ def _needs_gradient(leaves: Sequence[Any]) -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The context of the replica that this thread runs; None in a cross-replica context."""
+    """Return the context of the replica that this thread runs; None in a cross-replica context.
+
+    Outside every strategy it is the context of the default strategy's only replica.
+
+    Example:
+        >>> with ms.OneDeviceStrategy("cpu").scope():
+        ...     print(ms.get_replica_context())
+        None
+        >>> ms.OneDeviceStrategy("cpu").run(lambda: ms.get_replica_context().replica_id_in_sync_group)
+        0
+    """
     mode: Any = context.current_mode()
     return mode.replica_context

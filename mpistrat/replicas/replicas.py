@@ -1,4 +1,4 @@
-"""The replicas of one rank: who calls a function on each of them, and where they meet."""
+"""The replicas of one rank: it calls functions on each of them, and lets them meet."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from mpistrat.values import regroup, select_replica
 
 
 class Replicas:
-    """Runs functions on this rank's replicas, one or several that take turns, and combines what they pass.
+    """Runs functions on this rank's replicas, and combines the replicas' values. Several replicas take turns.
 
     Args:
-        parameter_device: which has the parameters of torch modules; None is the first replica's.
+        parameter_device: the device of the parameters of torch modules; None: the first replica's device.
 
     Attributes:
-        strategy: of the replicas.
-        group: all replicas.
+        strategy: the strategy of the replicas.
+        group: all replicas of all ranks.
         ops: combines values of all replicas.
-        devices: of each replica.
-        contexts: of each replica.
-        count: how often a function is called on this rank for all of its replicas.
-        states: what is swapped when one replica's turn ends and another's begins.
-        at_turn_end: called before that with the replica's local index, on its thread; they may raise what is wrong with
-            what it has done.
-        device_of_modules: where torch modules that are made in the scope are put; None, where all is on the host,
+        devices: the device of each replica of this rank.
+        contexts: the context of each replica of this rank.
+        count: number of times that `run` calls its function on this rank.
+        states: state that is swapped when one replica's turn ends and another's begins.
+        at_turn_end: functions that are called at the end of each turn with the replica's local index, on its thread.
+            They may raise an error about the turn.
+        device_of_modules: the device for torch modules that are made in the scope; None, if all devices are the host,
             leaves them where they are.
-        records_steps: whether what `run` calls is recorded, and computed when it has returned.
+        records_steps: whether functions of `run` are recorded first, and computed after they have returned.
     """
 
     records_steps = False
@@ -62,7 +62,11 @@ class Replicas:
     def call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Any:
-        """Call `fn` on each replica of this rank and regroup the results. Communicates nothing."""
+        """Call `fn` on each replica of this rank and regroup the results. Communicates nothing.
+
+        Args: args, kwargs: each replica gets its own components of distributed values in them.
+        Returns: with one replica, the result of `fn`; else a structure of `PerReplica` values.
+        """
         if self.count == 1:
             with entered(self.strategy, self.contexts[0]):
                 if args:
@@ -94,7 +98,7 @@ class Replicas:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The work of `ReplicaContext.merge_call`."""
+        """Call `merge_fn` once for all replicas of this rank: see `ReplicaContext.merge_call`."""
         if self.count == 1:
             with entered(self.strategy, None):
                 return select_replica(0, merge_fn(self.strategy, *args, **kwargs))
@@ -115,7 +119,7 @@ class Replicas:
         options: CommunicationOptions | None,
         label: str,
     ) -> list[Any]:
-        """The work of `ReplicaContext.all_reduce` on the leaves of a structure that `label` describes."""
+        """Return the reduced leaves of a structure that `label` describes: see `ReplicaContext.all_reduce`."""
         if self._is_alone:
             return list(leaves)
         ops = self.ops
@@ -135,7 +139,7 @@ class Replicas:
         options: CommunicationOptions | None,
         label: str = "",
     ) -> Any:
-        """The work of `ReplicaContext.all_gather` on one leaf of a structure that `label` describes."""
+        """Return one gathered leaf of a structure that `label` describes: see `ReplicaContext.all_gather`."""
         if self._is_alone:
             return value
         ops = self.ops
@@ -146,7 +150,10 @@ class Replicas:
         return self.merge_call(context, merge, (value,), {})
 
     def meet(self, index: int, merge: MergeFunction, operands: Any) -> Any:
-        """`merge` of the operands of all `count` calls, once for all. Called by: replica `index`, inside `run`."""
+        """Wait for the calls of all `count` replicas, and return the result of `merge` on all operands.
+
+        Replica 0 runs `merge`, once for all. Called by: replica `index`, inside `run`.
+        """
         self._end_turn(index)
         return self._turns.meet(index, merge, operands)
 
@@ -155,20 +162,24 @@ class Replicas:
             check(index)
 
     def sum_of_rank(self, value: Any) -> Any:
-        """The sum of what this rank's replicas hold under one name, as cores that run one program do.
+        """Return the sum of `value` over this rank's cores, if several cores run one program; else `value` itself.
 
-        That of 16-bit floats is float32: it is rounded once, after it was summed over ranks.
+        The sum of 16-bit floats is float32, so that it is rounded once, after the sum over ranks.
         """
         return value
 
     @property
     def device_random_state(self) -> int | None:
-        """Of a generator of this rank's device that is not torch's; None where there is none."""
+        """The state of a random generator of this rank's device that is not torch's; None if there is none."""
         return None
 
     def set_device_random_state(self, state: int) -> None:
-        """Go on from a `device_random_state`. Called by: the code that has given torch's generators theirs."""
+        """Set the device's generator to a value of `device_random_state`.
+
+        Called by: the checkpoint's code for random states, after it has set torch's generators, because these seed the
+            device's.
+        """
 
     def explain(self) -> str:
-        """What is particular to how these replicas run, for people."""
+        """Describe how these replicas run, for `StrategyExtended.explain`; "" if there is nothing particular."""
         return ""

@@ -1,4 +1,4 @@
-"""The arrays that `Strategy.shard` has cut: parts do not say how much they count."""
+"""The arrays that `Strategy.shard` has cut. A part alone does not tell how much it counts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ class ShardedArrays:
     """The arrays that this rank has cut.
 
     Args:
-        tell_once: has the first rank say a text, once.
+        tell_once: lets rank 0 say a text, once.
 
     Attributes:
-        count: calls of `shard` inside `replica()`, while gradients were on.
-        first: a checksum of the arrays of the first of these calls; 0 once the ranks have compared it.
-        cuts: the arrays that were cut since the last backward, while gradients were on, unless they are as long as a
-            loader's step: the size of this replica's part, that of the whole, and the dimension.
+        count: number of calls of `shard` inside `replica()` while gradients were on.
+        first: checksum of the arrays of the first of these calls; 0 once the ranks have compared it.
+        cuts: (size of this replica's part, size of the whole, dimension) of each array that was cut since the last
+            backward, while gradients were on. Arrays as long as a loader's step are left out.
     """
 
     def __init__(self, num_replicas: int, tell_once: Callable[[str], None]) -> None:
@@ -24,23 +24,29 @@ class ShardedArrays:
         self.cuts: set[tuple[int, int, int]] = set()
 
     def compared(self, *, same: bool) -> None:
-        """The ranks have compared `first`. Args: same: it is equal on all of them."""
+        """Record that the ranks have compared `first`. Args: same: whether all are equal; if not, rank 0 warns."""
         self.first = 0
         if not same:
             self._tell_once(
-                "shard: the ranks have given it different arrays, and each has taken a part of its own. If the arrays "
-                "are random numbers, seed them alike on every rank (torch.manual_seed). If each rank is to have data "
-                "of its own, leave shard out"
+                "shard: the ranks have given it different arrays, and each rank has taken a part of its own array. If "
+                "the arrays are random numbers, seed them alike on every rank (torch.manual_seed). If each rank is to "
+                "have data of its own, leave shard out"
             )
 
     def combine(self, *, alike: bool) -> None:
-        """A backward combines the gradients of all parts. Args: alike: parts count alike, whatever their sizes."""
+        """Record that a backward combines the gradients of all parts, and forget the cuts.
+
+        Args: alike: whether parts count alike, whatever their sizes; rank 0 then warns of uneven parts.
+        """
         if alike:
             self.tell_of_uneven()
         self.cuts.clear()
 
     def tell_of_uneven(self, part: int | None = None) -> None:
-        """Parts count alike, all or those of `part` examples: the first rank says so once where their sizes differ."""
+        """Let rank 0 warn, once, if parts that count alike differ in size.
+
+        Args: part: number of examples of the parts to look at; None: all parts.
+        """
         for length, size, dim in self.cuts:
             if size % self._num_replicas and part in (None, length):
                 self._tell_once(

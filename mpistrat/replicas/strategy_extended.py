@@ -1,7 +1,7 @@
-"""`StrategyExtended`: what algorithms that are aware of the distribution ask of a strategy.
+"""`StrategyExtended`: the methods of a strategy for algorithms that are aware of the distribution.
 
-`Strategy` is the face of a program. Strategies differ in their parts: how replicas run, how variables are kept, what a
-rank does for checkpoints, what it reads, and what is done about torch modules.
+Programs use `Strategy`. Strategies differ in the parts of their `StrategyExtended`: replicas, variables, checkpoints,
+input and torch modules.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ from mpistrat.variables.variable_arguments import checked_arguments
 
 
 class Parts(NamedTuple):
-    """The parts in which strategies differ; the `…_parts` module of a strategy's room puts them together.
+    """The parts in which strategies differ. Each strategy's `…_parts` module puts them together.
 
     Attributes:
+        modules: handles torch modules.
+        variables: keeps variables.
+        input: describes the input that this rank reads.
+        checkpoints: this rank's role for checkpoints.
         between_graph: whether each rank runs a program of its own.
-        wraps_values: whether the components of values are wrapped: one-replica strategies never do.
+        wraps_values: whether the components of values are wrapped. Strategies of one replica never wrap them.
     """
 
     modules: TorchModules
@@ -53,25 +57,32 @@ class Parts(NamedTuple):
 
 
 class StrategyExtended(abc.ABC):
-    """Additional methods for algorithms that need to be aware of the distribution.
+    """Additional methods of a strategy, for algorithms that need to be aware of the distribution.
 
     Attributes:
         communicator, worker_devices, num_local_replicas, num_replicas_in_sync, replicas_of_ranks, first_replica_id,
-            deterministic, topology: as of `ReplicaGroup`.
+            deterministic, topology: the attributes of `ReplicaGroup` with these names.
         replicas: runs functions on this rank's replicas.
-        cross_replica_ops: how values of all replicas are combined.
-        variables: how variables are kept.
-        checkpoints: what this rank does for checkpoints.
-        input: what this rank reads.
-        modules: what is done about torch modules.
-        wraps_values: as of `Parts`.
-        given_steps: of distributed datasets, on this rank.
-        sharded: what `Strategy.shard` has cut, on this rank.
+        cross_replica_ops: combines values of all replicas.
+        variables: keeps variables.
+        checkpoints: this rank's role for checkpoints.
+        input: describes the input that this rank reads.
+        modules: handles torch modules.
+        wraps_values: whether the components of values are wrapped.
+        given_steps: the steps that distributed datasets have given on this rank.
+        sharded: the arrays that `Strategy.shard` has cut on this rank.
         first_step_notice: says at the first step how many ranks work together.
         experimental_between_graph: whether each rank runs a program of its own.
         experimental_should_init: whether this rank makes the first values of variables.
         experimental_require_static_shapes: whether shapes must not depend on values.
         should_save_summary: whether this rank is the one to write logs.
+
+    Example:
+        >>> extended = ms.OneDeviceStrategy("cpu").extended
+        >>> extended.worker_devices, extended.parameter_devices, extended.should_checkpoint
+        (('cpu:0',), ('cpu:0',), True)
+        >>> extended.explain()
+        'one rank: nothing moves'
     """
 
     experimental_require_static_shapes = False
@@ -99,7 +110,10 @@ class StrategyExtended(abc.ABC):
 
     @abc.abstractmethod
     def check_destination(self, destinations: Any) -> None:
-        """Raises: ValueError where nothing can be reduced to `destinations`, a device or a distributed value."""
+        """Check that values can be reduced to `destinations`, a device or a distributed value.
+
+        Raises: ValueError if nothing can be reduced to `destinations`.
+        """
 
     @property
     def experimental_should_init(self) -> bool:
@@ -121,11 +135,11 @@ class StrategyExtended(abc.ABC):
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The devices that hold variables."""
+        """The names of the devices that hold variables."""
         return self.variables.devices
 
     def explain(self) -> str:
-        """By which ways values are combined over ranks, and what memory that takes. Not collective."""
+        """Describe in lines of text how values are combined over ranks, and how much memory that takes."""
         lines = [self.communicator.explain(), self.modules.explain()]
         if self.deterministic:
             lines.append(
@@ -136,7 +150,15 @@ class StrategyExtended(abc.ABC):
         return "\n".join(filter(None, lines))
 
     def state_dict(self) -> dict[str, Any]:
-        """What must stay the same for a deterministic job to go on with the same bits: save it. Not collective."""
+        """Return the settings that a deterministic job must keep to go on with the same bits. Not collective.
+
+        Example:
+            >>> extended = ms.OneDeviceStrategy("cpu").extended
+            >>> state = extended.state_dict()
+            >>> state
+            {'deterministic': False, 'num_replicas_in_sync': 1, 'intra_op_threads': None}
+            >>> extended.load_state_dict(state)
+        """
         return {
             "deterministic": self.deterministic,
             "num_replicas_in_sync": self.num_replicas_in_sync,
@@ -144,7 +166,12 @@ class StrategyExtended(abc.ABC):
         }
 
     def state_schema(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What a state looks like: see `checkpoint.schema`. Not collective."""
+        """Return the form that a state must have, for `checkpoint.schema`. Not collective.
+
+        Example:
+            >>> ms.OneDeviceStrategy("cpu").extended.state_schema({})["deterministic"]
+            <class 'bool'>
+        """
         count = range(1, 1 << 31)
         return {
             "deterministic": bool,
@@ -153,12 +180,12 @@ class StrategyExtended(abc.ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that a job that was deterministic goes on as it was. Nothing is changed, and nothing sent.
+        """Check that a job that was deterministic goes on with the same bits. Changes nothing, and sends nothing.
 
         Args:
-            state: of `state_dict`, by any number of ranks; equal on all of them.
+            state: a result of `state_dict`, from any number of ranks; equal on all ranks.
         Raises:
-            ValueError: this job would go on with other bits.
+            ValueError: the saved job was deterministic, and this job has other settings.
         """
         current = self.state_dict()
         if state["deterministic"] and dict(state) != current:
@@ -170,12 +197,16 @@ class StrategyExtended(abc.ABC):
             )
 
     def seconds_waited(self, last: int = 60) -> list[float]:
-        """How long each rank waited for the others to enter collectives; the slowest rank waited least.
+        """Return the seconds for which each rank waited in collectives for other ranks. The slowest rank waited least.
 
-        Called by: all ranks. With `check="never"` nothing is measured.
+        Called by: every rank. With `check="never"` nothing is measured.
         Args:
-            last: of how many seconds until now, at most 63.
-        Returns: seconds, by rank.
+            last: number of seconds to look back, at most 63.
+        Returns: seconds, in rank order.
+
+        Example:
+            >>> ms.OneDeviceStrategy("cpu").extended.seconds_waited(last=10)
+            [0.0]
         """
         return self.communicator.all_gather_object(
             self.communicator.contract.seconds_waited(last), label="seconds_waited"
@@ -189,7 +220,13 @@ class StrategyExtended(abc.ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call `fn` on each replica of this rank and regroup the results. Communicates nothing."""
+        """Call `fn` on each replica of this rank and regroup the results. Communicates nothing.
+
+        Example:
+            >>> extended = ms.OneDeviceStrategy("cpu").extended
+            >>> extended.call_for_each_replica(lambda x: 2 * x, args=(3,))
+            6
+        """
         return self.replicas.call(fn, args, kwargs)
 
     def experimental_run_steps_on_iterator(
@@ -199,9 +236,16 @@ class StrategyExtended(abc.ABC):
         iterations: int = 1,
         initial_loop_values: Mapping[str, Any] | None = None,
     ) -> MultiStepContext:
-        """Call `fn(context, next(iterator))` `iterations` times, in the scope; returns the context.
+        """Call `fn(context, next(iterator))` `iterations` times, in the scope. Returns: the context.
 
         Called by: every rank.   Context: cross-replica or top level.
+
+        Example:
+            >>> extended = ms.OneDeviceStrategy("cpu").extended
+            >>> def step(context, batch):
+            ...     context.set_last_step_output("sum", sum(batch))
+            >>> extended.experimental_run_steps_on_iterator(step, iter([[1, 2], [3, 4]]), 2).last_step_outputs
+            {'sum': 7}
         """
         require_cross_replica(self.strategy, "experimental_run_steps_on_iterator")
         context = MultiStepContext(initial_loop_values)
@@ -222,7 +266,15 @@ class StrategyExtended(abc.ABC):
         aggregation: VariableAggregation = VariableAggregation.NONE,
         shape: Sequence[int] | None = None,
     ) -> Variable:
-        """The work of `mpistrat.Variable(...)`, in the scope or inside run. Called by every rank."""
+        """Make a variable, for `mpistrat.Variable(...)` in the scope or inside `run`. Called by: every rank.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> with strategy.scope():
+            ...     v = strategy.extended.create_variable(1.0, name="v")
+            >>> strategy.extended.variable_created_in_scope(v)
+            True
+        """
         with self.communicator.raising_together():
             asked = checked_arguments(
                 initial_value, trainable, name, dtype, synchronization, aggregation, shape
@@ -241,18 +293,47 @@ class StrategyExtended(abc.ABC):
         return getattr(self.value_container(variable), "strategy", None) is self.strategy
 
     def value_container(self, value: Any) -> Any:
-        """The distributed variable that the component `value` belongs to; else `value` itself."""
+        """Return the distributed variable that the component `value` belongs to, or `value` itself if there is none.
+
+        Example:
+            >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> with strategy.scope():
+            ...     v = ms.Variable(1.0)
+            >>> strategy.extended.value_container(v.values[0]) is v
+            True
+        """
         return getattr(value, "_container", None) or value
 
     def read_var(self, variable: Any) -> Any:
-        """`variable`'s value; for an ON_READ variable its copies combined."""
+        """Return the variable's value; of an ON_READ variable, its copies combined.
+
+        Raises: TypeError if `variable` is no variable.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> with strategy.scope():
+            ...     strategy.extended.read_var(ms.Variable(1.0))
+            array(1., dtype=float32)
+        """
         if not hasattr(variable, "read_value"):
             raise TypeError(f"read_var takes a variable, got {variable!r:.60}")
         return variable.read_value()
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Inside, variables are placed with another variable of this strategy."""
+        """A context in which new variables are placed with `colocate_with_variable`, a variable of this strategy.
+
+        Raises:
+            RuntimeError: outside this strategy's scope.
+            ValueError: the variable was not made in this strategy's scope.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> with strategy.scope():
+            ...     weight = ms.Variable(1.0)
+            ...     with strategy.extended.colocate_vars_with(weight):
+            ...         bias = ms.Variable(0.0)
+        """
         mode = per_thread.modes[-1] if per_thread.modes else None
         if mode is None or mode.strategy is not self.strategy:
             raise RuntimeError("colocate_vars_with must be called inside this strategy's scope()")
@@ -274,9 +355,19 @@ class StrategyExtended(abc.ABC):
     ) -> Any:
         """Call `fn(component, *args, **kwargs)` for every copy of `variable` on this rank.
 
-        Context: cross-replica; inside run, all replicas call it and their arguments are regrouped.
+        Context: cross-replica. Inside `run`, all replicas call it, and their arguments are regrouped.
+        Args:
+            group: whether to return one value for all copies.
         Returns:
-            `Mirrored` of the results, or their tuple with `group=False`.
+            the result for one copy, `Mirrored` of the results for several; with `group=False`, a tuple of the results.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> with strategy.scope():
+            ...     v = ms.Variable(1.0)
+            ...     _ = strategy.extended.update(v, lambda copy, x: copy.assign_add(x), args=(2.0,))
+            >>> v.numpy()
+            array(3., dtype=float32)
         """
         check_call("update", fn, args, kwargs)
         keywords = dict(kwargs or {})
@@ -318,7 +409,18 @@ class StrategyExtended(abc.ABC):
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call `fn(*args, **kwargs)` once for each device in `colocate_with`. Context: cross-replica."""
+        """Call `fn(*args, **kwargs)` once for each device in `colocate_with`. Context: cross-replica.
+
+        Returns: the result for one device, `Mirrored` of the results for several; with `group=False`, a tuple of the
+            results.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> devices = strategy.extended.non_slot_devices([])
+            >>> with strategy.scope():
+            ...     strategy.extended.update_non_slot(devices, lambda: "updated")
+            'updated'
+        """
         require_cross_replica(self.strategy, "update_non_slot")
         check_call("update_non_slot", fn, args, kwargs)
         devices = colocate_with if isinstance(colocate_with, (list, tuple)) else (colocate_with,)
@@ -327,7 +429,7 @@ class StrategyExtended(abc.ABC):
         )
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        """Where state that belongs to no single one of `variables` is kept."""
+        """Return the place for state that belongs to no single one of `variables`: devices, or one of the variables."""
         return self.variables.non_slot_devices(variables)
 
     # Combining
@@ -343,10 +445,21 @@ class StrategyExtended(abc.ABC):
 
         Called by: every rank.   Context: cross-replica.
         Args:
-            value: per-replica components; a mirrored value is its own mean.
+            reduce_op: a `ReduceOp`, or its name in upper or lower case.
+            value: a value with a component per replica. A mirrored value is its own mean.
             destinations: a device's name, or a distributed value or variable whose devices are meant.
+            options: options of this collective.
         Returns:
             an array for one device, `Mirrored` for several.
+        Raises:
+            AssertionError: `destinations` is a list.
+            ValueError: nothing can be reduced to `destinations`.
+
+        Example:
+            >>> extended = ms.OneDeviceStrategy("cpu").extended
+            >>> extended.check_destination("cpu:0")
+            >>> extended.reduce_to("sum", np.ones(2), "cpu:0")
+            array([1., 1.])
         """
         require_cross_replica(self.strategy, "reduce_to")
         with self.communicator.raising_together():
@@ -365,7 +478,15 @@ class StrategyExtended(abc.ABC):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """`reduce_to` for many (value, destinations) pairs in one collective; results in order."""
+        """Reduce many (value, destinations) pairs in one collective. Called by: every rank.   Context: cross-replica.
+
+        Returns: a result for each pair, in order, like `reduce_to`.
+
+        Example:
+            >>> extended = ms.OneDeviceStrategy("cpu").extended
+            >>> extended.batch_reduce_to("mean", [(np.ones(2), "cpu:0"), (3.0, "cpu:0")])
+            [array([1., 1.]), 3.0]
+        """
         require_cross_replica(self.strategy, "batch_reduce_to")
         with self.communicator.raising_together():
             op = _parsed(reduce_op)
@@ -374,14 +495,21 @@ class StrategyExtended(abc.ABC):
                 self.check_destination(destinations)
         pairs = list(value_destination_pairs)
         if self.variables.on_every_replica:
-            # The result is on every device, whatever single device was asked for.
+            # Put the result on every device, although one device was asked for.
             for i, (value, to) in enumerate(pairs):
                 if isinstance(to, str) and isinstance(value, DistributedValues):
                     pairs[i] = (value, value)
         return self.cross_replica_ops.batch_reduce(op, pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Copies of `tensor` on `destinations`; numbers come back as they are. Context: cross-replica."""
+        """Return copies of `tensor` on `destinations`; a Python number comes back as it is. Context: cross-replica.
+
+        Raises: AssertionError if `destinations` is None.
+
+        Example:
+            >>> ms.OneDeviceStrategy("cpu").extended.broadcast_to(np.arange(2), "cpu:0")
+            array([0, 1])
+        """
         require_cross_replica(self.strategy, "broadcast_to")
         if destinations is None:
             raise AssertionError("broadcast_to needs destinations: a device or a distributed value")

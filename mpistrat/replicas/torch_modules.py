@@ -1,4 +1,4 @@
-"""What a strategy does about torch modules: nothing until the program has imported torch."""
+"""A strategy's handling of torch modules. It does nothing until the program has imported torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ class ModuleParts:
     """The parts of a strategy that its torch modules use.
 
     Attributes:
-        strategy, group, ops: as of `Replicas`. Torch modules are recorded in the scope of `strategy`.
+        strategy, group, ops: the attributes of `Replicas` with these names. Torch modules made in the scope of
+            `strategy` are recorded.
+        replicas: runs functions on this rank's replicas.
         rule: whether gradients are summed or averaged.
-        gradient_sums: sums gradients over all replicas; None: as `ops` sums values.
-        piggybacks: add words to the agreement before gradients are reduced; equally many on every rank. Each is a
-            `pytorch.gradients.agreement.Piggyback`.
+        gradient_sums: sums gradients over all replicas; None: `ops` sums them.
+        piggybacks: objects that add words to the agreement before gradients are reduced, each a
+            `pytorch.gradients.agreement.Piggyback`. Every rank has the same number of them.
     """
 
     def __init__(
@@ -34,16 +36,18 @@ class ModuleParts:
 
 
 class TorchModules:
-    """Makes what keeps modules when the first is seen: a program without torch must not import it.
+    """Makes the keeper of a strategy's torch modules when the program builds its first module.
+
+    A program without torch must never import it.
 
     Args:
         make: makes a `pytorch.modules.strategy_modules.StrategyModules`.
-        needed: whether the scope and `run` look for modules; else `mirror` and `no_sync` alone make it.
+        needed: whether the scope and `run` look for modules. If False, only `mirror` and `no_sync` make the keeper.
 
     Attributes:
-        parts: given to `make`.
-        made: the result of `make`; None so far.
-        rule, piggybacks: as of `ModuleParts`.
+        parts: the argument of `make`.
+        made: the keeper, the result of `make`; None until it is needed.
+        rule, piggybacks: the attributes of `ModuleParts` with these names.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class TorchModules:
         self.made: Any = None
 
     def get(self) -> Any:
+        """Return the keeper of the modules, and make it at the first call."""
         if self.made is None:
             self.made = self._make(self.parts)
             spans.current.watch_optimizers(self.made.watch_steps)
@@ -62,21 +67,24 @@ class TorchModules:
 
     @property
     def are_seen(self) -> bool:
-        """Whether modules that are built now are to be recorded."""
+        """Whether modules that are built now are recorded."""
         return self.needed and "torch" in sys.modules
 
     def before_run(self) -> None:
-        """All ranks are here, before replicas compute: what is pending is mirrored."""
+        """Mirror new modules before replicas compute.
+
+        Called by: every rank, in `run` and at `next` inside `replica()`.
+        """
         if self.are_seen:
             self.get().before_run()
 
     def after_run(self) -> None:
-        """Replicas have computed, on this rank."""
+        """Tell the keeper that the replicas of this rank have computed."""
         if self.made is not None:
             self.made.after_run()
 
     def after_loader(self) -> None:
-        """All ranks are here: a loader has ended inside `Strategy.replica()`."""
+        """Tell the keeper that a loader has ended inside `Strategy.replica()`. Called by: every rank."""
         if self.made is not None:
             self.made.after_loader()
 

@@ -1,4 +1,4 @@
-"""The strategies whose replicas keep variables themselves, one file each, and the parts that they are made of."""
+"""The strategies whose replicas keep variables themselves, one file each, and their parts."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Which devices a rank uses."""
+"""Decides the devices that a rank uses."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ def bind(
     devices: Sequence[str] | None,
     quiet: bool = False,
 ) -> tuple[str, ...]:
-    """This rank's devices: as given, else one of the node's accelerators, else the CPU.
+    """Return this rank's devices: `devices` if given, else one of the node's accelerators, else the CPU.
+
+    Also makes this rank's first accelerator the current one. If every rank uses a GPU, the communicator takes buffers
+    on GPUs from then on. If values on GPUs do not go through NCCL, rank 0 says so, unless `quiet` is true or the
+    program has chosen the CPU for some rank.
 
     Called by: every rank of `communicator`.
-    Which ranks see the same one is known by its name, not by its number in a process. The first of this rank's is
-    the current one from now on; if all ranks use one, the communicator takes buffers on them.
-    If values on GPUs do not go through NCCL, the first rank says so, unless `quiet` is true, or the program has chosen
-    the CPU for some rank.
+    Args:
+        devices: the program's choice, or None. Ranks with a choice leave all accelerators to the other ranks.
+        quiet: whether rank 0 says nothing about NCCL.
     """
     seen = seen_accelerators()
-    # Ranks that have been given devices leave the others all accelerators.
+    # Accelerators are compared by name, because their numbers may differ between processes.
     ranks, of_ranks = _of_node(communicator, topology, seen if devices is None else ())
     used: tuple[object, ...] | None = None
     if devices is None:
@@ -59,12 +62,13 @@ def bind(
 
 
 def _use_gpus(communicator: Communicator, gpus: Sequence[Any], number: str, quiet: bool) -> None:
-    """If each rank uses a GPU, `communicator` takes buffers on them. Called by: every rank.
+    """Let `communicator` take buffers on GPUs, if every rank uses a GPU. Called by: every rank.
 
     Args:
-        gpus: by rank, the node and name of its GPU; () of a rank that sees none, None where the program chose the host.
-        number: of this rank's GPU in this process.
-        quiet: as of `bind`.
+        gpus: the node and the name of each rank's GPU, in rank order; () for a rank that sees none; None for a rank
+            where the program chose the host.
+        number: number of this rank's GPU in this process.
+        quiet: whether rank 0 says nothing about NCCL.
     """
     if all(gpus):
         from mpistrat.communicators.transports.accelerator.gpu_transports import Gpu, use_gpus
@@ -75,9 +79,9 @@ def _use_gpus(communicator: Communicator, gpus: Sequence[Any], number: str, quie
 
 
 def bind_all(communicator: Communicator, topology: Topology) -> tuple[str, ...]:
-    """This rank's share of all accelerators of its node, equally many for each rank; else the CPU.
+    """Return this rank's share of all accelerators of its node, or the CPU if there are none.
 
-    Called by: every rank of `communicator`.
+    Every rank of the node gets equally many. Called by: every rank of `communicator`.
     """
     ranks, of_ranks = _of_node(communicator, topology, seen_accelerators())
     share = share_all(of_ranks)[ranks.index(communicator.rank)]
@@ -87,7 +91,10 @@ def bind_all(communicator: Communicator, topology: Topology) -> tuple[str, ...]:
 def _of_node(
     communicator: Communicator, topology: Topology, seen: tuple[str, ...]
 ) -> tuple[list[int], list[tuple[str, ...]]]:
-    """The ranks of this node, and the accelerators that each of them may take. Called by: every rank."""
+    """Return the ranks of this node, and the names of the accelerators that each of them may take.
+
+    Called by: every rank.
+    """
     seen_by_ranks = communicator.all_gather_object((topology.node, seen), label="accelerators seen")
     ranks = [rank for rank, (node, _) in enumerate(seen_by_ranks) if node == topology.node]
     return ranks, [seen_by_ranks[rank][1] for rank in ranks]
@@ -96,9 +103,11 @@ def _of_node(
 def _tell_of_unused(
     of_ranks: Sequence[tuple[str, ...]], shares: Sequence[int | None], num_nodes: int
 ) -> None:
-    """Say once per job how to use all accelerators of a node. Called by: rank 0.
+    """Say, once per process, how to use all accelerators of the node, if some are unused. Called by: rank 0.
 
-    Args: of_ranks, shares: by rank of the node, the accelerators that it may take, and the number of the one it takes.
+    Args:
+        of_ranks: for each rank of the node, the accelerators that it may take.
+        shares: for each rank of the node, the number of the accelerator that it takes; None without one.
     """
     global _has_told
     by_rank = zip(of_ranks, shares, strict=True)

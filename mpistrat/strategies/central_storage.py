@@ -1,4 +1,4 @@
-"""Variables in one place, which all replicas of a node read and update together."""
+"""A strategy that keeps one copy of each variable for all replicas of a node."""
 
 from __future__ import annotations
 
@@ -20,25 +20,38 @@ if TYPE_CHECKING:
 
 
 class CentralStorageStrategy(Strategy):
-    """Synchronous replicas on one node, and one copy of every variable, which each rank updates a part of.
+    """Synchronous replicas on one node, with one copy of every variable. Each rank updates a part of the copy.
 
-    Variables and the parameters of torch modules, with their gradients' sum and the state of optimizers that update
-    element by element, lie in memory that the ranks share: m bytes of parameters cost m per node, and each rank's own
-    gradients. A rank with several replicas computes them on its own copy of torch's parameters. An update of a
-    `Variable` is collective, outside `run` with an operand that is equal on all ranks; what was read of it before may
-    show the new value afterwards.
+    The ranks share the memory of variables, of torch modules' parameters and of the sums of their gradients. They also
+    share the state of optimizers that update element by element. So m bytes of parameters cost m bytes per node, and
+    each rank has gradients of its own. A rank with several replicas computes them on its own copy of torch's
+    parameters.
+
+    An update of a `Variable` is collective. Outside `run`, its operand must be equal on all ranks. A value that was
+    read before an update may show the new value afterwards.
 
     Called by: every rank of the job (or of `comm`), all on one node.
     Args:
-        compute_devices: of this rank's replicas; None is its share of all of the node's accelerators, else one CPU.
-            Torch modules take ranks of one each.
-        parameter_device: where variables, and the parameters of torch modules, live; None is the compute device if
-            there is one, else "cpu:0". What a replica reads comes to its own device. A torch module computes where its
-            parameters are.
-        comm: the mpi4py communicator of the ranks that take part; None is all.
-        communication_options, gradients, check, torch_distributed: as of `MirroredStrategy`.
+        compute_devices: the devices of this rank's replicas. None: its share of all accelerators of the node, else one
+            CPU. Torch modules need ranks with one device each.
+        parameter_device: the device of variables and of torch modules' parameters. None: the compute device if there is
+            only one, else "cpu:0". A replica gets values that it reads on its own device. A torch module computes on
+            the device of its parameters.
+        comm: the mpi4py communicator of the ranks that take part; None: all ranks.
+        communication_options: defaults of every collective, without a wire format.
+        gradients: whether `backward()` leaves the "sum" or the "mean" of the replicas' gradients in `.grad`.
+        check: "always" or "never": see `MirroredStrategy`.
+        torch_distributed: whether torch's default group is over the strategy's ranks.
     Raises:
-        ValueError: on all ranks, when they are on several nodes.
+        ValueError: on all ranks, if they are on several nodes, or if the options have a wire format.
+
+    Example:
+        >>> strategy = ms.CentralStorageStrategy(["cpu:0"])
+        >>> with strategy.scope():
+        ...     v = ms.Variable(1.0)
+        ...     _ = v.assign_add(2.0)
+        >>> v.numpy()
+        array(3., dtype=float32)
     """
 
     def __init__(
@@ -64,7 +77,7 @@ class CentralStorageStrategy(Strategy):
         if topology.num_nodes > 1:
             raise ValueError(
                 f"CentralStorageStrategy keeps variables in the memory of one node, and the ranks are on "
-                f"{topology.num_nodes} nodes: use MultiWorkerMirroredStrategy (with shared_parameters=True each node "
+                f"{topology.num_nodes} nodes. Use MultiWorkerMirroredStrategy (with shared_parameters=True each node "
                 "keeps one copy of the parameters)"
             )
         name = type(self).__name__

@@ -1,4 +1,4 @@
-"""The strategy that is in force where there is none."""
+"""The default strategy: it is in force where the program has entered no strategy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DefaultReplicaContext(ReplicaContext):
 
 
 def _undefined(name: str, error: type[Exception], advice: str = "") -> Any:
-    """The property `name`, which no strategy has defined."""
+    """Return a property that raises `error`, because the default strategy does not define `name`."""
 
     def refuse(extended: ReplicatedExtended) -> NoReturn:
         raise error(f"{name}: no strategy is in force{advice}")
@@ -31,7 +31,7 @@ _ENTER = "; enter a strategy's scope() first"
 
 
 class _DefaultExtended(ReplicatedExtended):
-    """Says nothing of devices and programs: no strategy has chosen them."""
+    """Raises errors for questions about devices and programs, because no strategy has chosen them."""
 
     worker_devices = _undefined("worker_devices", RuntimeError, _ENTER)
     parameter_devices = _undefined("parameter_devices", RuntimeError, _ENTER)
@@ -40,7 +40,7 @@ class _DefaultExtended(ReplicatedExtended):
 
 
 class _DefaultStrategy(Strategy):
-    """One replica on the CPU; everything is the identity."""
+    """One replica on the CPU. Every operation returns its operand."""
 
     is_default = True
 
@@ -54,17 +54,17 @@ class _DefaultStrategy(Strategy):
         below_all.mode = Mode(self, context)
 
     def scope(self) -> Any:
-        """Changes nothing; RuntimeError inside another strategy's scope."""
+        """Return a context that changes nothing. Raises: RuntimeError inside another strategy's scope."""
         if has_strategy():
             raise RuntimeError("the default strategy's scope must not be entered inside another's")
         return contextlib.nullcontext(self)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """`dataset` itself."""
+        """Return `dataset` itself."""
         return dataset
 
     def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
-        """What `dataset_fn(InputContext())` makes."""
+        """Return the result of `dataset_fn(InputContext())`."""
         return dataset_fn(InputContext())
 
 
@@ -72,7 +72,10 @@ _being_made = threading.RLock()
 
 
 def default_mode() -> Mode:
-    """What is in force where a program enters no strategy. Called by: `context`, when it is first asked for it."""
+    """Return the mode of a program outside every strategy; the first call makes the default strategy.
+
+    Called by: `context`, when the mode is first needed.
+    """
     with _being_made:
         if "mode" not in vars(below_all):
             _DefaultStrategy()

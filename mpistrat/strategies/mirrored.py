@@ -1,4 +1,4 @@
-"""A copy of every variable on each replica of a node's ranks, or of one rank."""
+"""A strategy with a copy of every variable on each replica of one node's ranks, or of one rank."""
 
 from __future__ import annotations
 
@@ -24,37 +24,48 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _of_node(communicator: Communicator, node: int) -> Communicator:
-    """The ranks of a node; split off once, for MPI has few communicators to give."""
+    """Split the ranks of this node off, once: MPI has few communicators to give. Called by: every rank."""
     return communicator.split(node)
 
 
 @functools.cache
 @start_deadline("the division of all ranks into nodes")
 def _comm_of_node(node: int) -> MPI.Intracomm:
-    """As `_of_node`, mpi4py's, of all ranks."""
+    """Split the ranks of this node off as an mpi4py communicator, once. Called by: every rank of the job."""
     world = MPIClusterResolver().comm
     return world.Split(node, world.rank)
 
 
 class MirroredStrategy(Strategy):
-    """Synchronous replicas on one node: the ranks that share this rank's memory.
+    """Synchronous replicas on one node: on the ranks that share this rank's memory.
 
     Called by: every rank of the node (or of `comm`).
     Args:
-        devices: this rank's devices, one replica each, e.g. ["cpu:0", "cpu:1"]; None or [] is one
-            replica on the rank's own device. Torch modules take the first device for all replicas.
-        cross_device_ops: how values, and gradients in `backward()`, are reduced among this rank's replicas.
-        comm: the mpi4py communicator of the ranks that take part; None is those of this node.
+        devices: this rank's devices, one replica each, e.g. ["cpu:0", "cpu:1"]. None or []: one replica on the rank's
+            own device. Torch modules take the first device for all replicas.
+        cross_device_ops: reduces values, and gradients in `backward()`, among this rank's replicas.
+        comm: the mpi4py communicator of the ranks that take part; None: the ranks of this node.
         communication_options: defaults of every collective.
-        gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or
-            the "mean" (as DDP) of the replicas' gradients in `.grad`.
-        check: "always" has the ranks agree on each collective before its bytes move; with "never", ranks that
-            call different ones get wrong results, an error of MPI's, or wait until the stall is reported.
-        shared_parameters: the ranks keep one copy of the parameters of torch modules on the CPU, as
-            `MultiWorkerMirroredStrategy` does. Takes one replica per rank.
-        deterministic: sums over replicas have the same bits however many ranks the replicas are spread over, and
-            each rank computes with OMP_NUM_THREADS threads, or with 1. Not with `cross_device_ops`.
-        torch_distributed: as of `MultiWorkerMirroredStrategy`, over the ranks of this node.
+        gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or the "mean"
+            (like DDP) of the replicas' gradients in `.grad`. None: the first loss decides.
+        check: "always" lets the ranks agree on each collective before its bytes move. With "never", ranks that call
+            different collectives get wrong results or an error of MPI, or wait until the stall is reported.
+        shared_parameters: whether the ranks keep one copy of the parameters of torch modules, on the CPU: see
+            `MultiWorkerMirroredStrategy`. Needs one replica per rank.
+        deterministic: whether sums over replicas have the same bits on any number of ranks. Each rank then computes
+            with OMP_NUM_THREADS threads, or with 1. Not with `cross_device_ops`.
+        torch_distributed: whether torch's default group is over the ranks of this node: see
+            `MultiWorkerMirroredStrategy`.
+    Raises:
+        ValueError: an argument is wrong, or two arguments exclude each other.
+
+    Example:
+        >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> def value_fn(context):
+        ...     return context.replica_id_in_sync_group
+        >>> ids = strategy.experimental_distribute_values_from_function(value_fn)
+        >>> strategy.experimental_local_results(ids)
+        (0, 1)
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A copy of every variable on each replica of all ranks."""
+"""A strategy with a copy of every variable on each replica of all ranks."""
 
 from __future__ import annotations
 
@@ -24,34 +24,40 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Called by: every rank of the job (or of `comm`).
     Args:
-        cluster_resolver: who takes part. None asks MPI; where TF_CONFIG names this rank's task, and there is no `comm`,
-            that is who it is. What TF_CONFIG, or a resolver that is not of MPI, says is checked against MPI, which
-            carries the bytes.
+        cluster_resolver: names the ranks that take part. None asks MPI. If TF_CONFIG names this rank's task, and there
+            is no `comm`, TF_CONFIG decides. MPI carries the bytes, so TF_CONFIG, or a resolver of another kind, is
+            checked against MPI.
         communication_options: defaults of every collective.
-        devices: this rank's devices, one replica each; None is one replica on the rank's own device.
-            Torch modules take the first device for all replicas.
-        comm: the mpi4py communicator of the ranks that take part; None is all.
-        gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or
-            the "mean" (as DDP) of the replicas' gradients in `.grad`.
-        check: "always" has the ranks agree on each collective before its bytes move; with "never", ranks that
-            call different ones get wrong results, an error of MPI's, or wait until the stall is reported.
-        deterministic: results do not depend on how replicas are spread over ranks. Sums over replicas have the same
-            bits, each rank computes with OMP_NUM_THREADS threads, or with 1, and replica i reads part i of each global
-            batch; otherwise the parts are dealt out to the ranks in turn, as in TensorFlow (with one replica per rank
-            that is the same). Ranks may then have different numbers of devices.
-        shared_parameters: the ranks of a node keep one copy of the parameters of torch modules on the CPU, of their
-            gradients and of the optimizer's state; each rank updates a slice. For optimizers that update element by
-            element: of others, each rank computes whole steps. Where memory cannot be shared, each rank has its own,
-            and a warning says so; and of parameters that lie in one storage, which go on doing so. Takes one replica
-            per rank.
-        torch_distributed: torch's default group is over the strategy's ranks: the one that the program has made, else
-            one of the backend "mpistrat", which the strategy makes. What asks torch.distributed, such as torchmetrics,
-            then works over these ranks. Under `mpistrat run` a strategy makes the group without being asked, if there
-            is none.
+        devices: this rank's devices, one replica each. None: one replica on the rank's own device. Torch modules take
+            the first device for all replicas.
+        comm: the mpi4py communicator of the ranks that take part; None: all ranks.
+        gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or the "mean"
+            (like DDP) of the replicas' gradients in `.grad`. None: the first loss decides.
+        check: "always" lets the ranks agree on each collective before its bytes move. With "never", ranks that call
+            different collectives get wrong results or an error of MPI, or wait until the stall is reported.
+        deterministic: whether results do not depend on how replicas are spread over ranks. Sums over replicas then have
+            the same bits, each rank computes with OMP_NUM_THREADS threads, or with 1, and replica i reads part i of
+            each global batch. Ranks may have different numbers of devices. Otherwise the parts of a batch are dealt out
+            to the ranks in turn, as in TensorFlow; with one replica per rank both are the same.
+        shared_parameters: whether the ranks of a node keep one copy of the parameters of torch modules, on the CPU, of
+            their gradients and of the optimizer's state. Each rank then updates a slice, if the optimizer updates
+            element by element; with other optimizers each rank computes whole steps. If memory cannot be shared, each
+            rank has its own copy, and a warning says so. Parameters that lie in one storage stay in one storage, with a
+            copy on each rank. Needs one replica per rank.
+        torch_distributed: whether torch's default group is over the strategy's ranks: the program's group, or else a
+            group of the backend "mpistrat" that the strategy makes. Libraries that ask torch.distributed, such as
+            torchmetrics, then work over these ranks. Under `mpistrat run` a strategy makes the group without being
+            asked, if there is none.
     Raises:
-        TopologyError: on all ranks, when MPI, the launcher and the resolver or TF_CONFIG disagree about ranks.
-        ValueError: on all ranks, when the resolver or TF_CONFIG name no task that trains.
-        RuntimeError: on all ranks, with `torch_distributed=True`, when the program's default group is over other ranks.
+        TopologyError: on all ranks, if MPI, the launcher and the resolver or TF_CONFIG disagree about ranks.
+        ValueError: on all ranks, if the resolver or TF_CONFIG name no task that trains.
+        RuntimeError: on all ranks, with `torch_distributed=True`, if the program's default group is over other ranks.
+
+    Example:
+        >>> strategy = ms.MultiWorkerMirroredStrategy(devices=["cpu:0"], gradients="mean")
+        >>> model = strategy.prepare(torch.nn.Linear(2, 1))
+        >>> strategy.rank, strategy.world_size, strategy.num_replicas_in_sync
+        (0, 1, 1)
     """
 
     def __init__(

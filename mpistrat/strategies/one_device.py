@@ -1,4 +1,4 @@
-"""All work on one device."""
+"""A strategy with one replica on one device."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ class OneDeviceStrategy(Strategy):
 
     Args:
         device: "cpu", "cpu:0", "cuda:1", …
+
+    Example:
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> strategy.run(lambda x: 2 * x, args=(np.arange(3),))
+        array([0, 2, 4])
     """
 
     def __init__(self, device: str) -> None:

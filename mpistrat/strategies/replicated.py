@@ -1,4 +1,4 @@
-"""What strategies have whose replicas keep variables themselves."""
+"""The `StrategyExtended` of strategies whose replicas keep variables themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpistrat.replicas.strategy_extended import StrategyExtended
 
 
 class ReplicatedExtended(StrategyExtended):
-    """All ranks take part in everything."""
+    """The methods of strategies in which all ranks take part in everything."""
 
     def check_destination(self, destinations: Any) -> None:
-        """Each rank reduces to its own devices: all will do."""
+        """Accept every destination, because each rank reduces to its own devices."""

@@ -1,4 +1,4 @@
-"""Variables that replicas keep themselves: a copy on each, one plain value, or one copy for the ranks of a node."""
+"""Variables that replicas keep themselves: a copy on each replica, one plain value, or one copy per node."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from mpistrat.variables.variable_arguments import VariableArguments
 
 
 class CopyPerReplica(VariableStore):
-    """Each replica has a copy.
+    """Keeps a copy of each variable on each replica.
 
     Args:
-        devices: of this rank's replicas.
-        num_copies: of each variable on this rank; None is one for each device.
+        devices: the devices of this rank's replicas.
+        num_copies: number of copies of each variable on this rank; None: one for each device.
+
+    Attributes:
+        mirrored: the mirrored variables that the program still has, by the number of their making.
     """
 
     mirrored: weakref.WeakValueDictionary[int, MirroredVariable]
@@ -88,7 +91,7 @@ class CopyPerReplica(VariableStore):
 
 
 class PlainVariables(VariableStore):
-    """There is one replica: its variables are not wrapped."""
+    """Keeps the variables of a strategy of one replica. They are not wrapped."""
 
     def __init__(self, strategy: AnyStrategy, device: str) -> None:
         super().__init__((device,))
@@ -108,11 +111,11 @@ class PlainVariables(VariableStore):
 
 
 class CopyPerNode(VariableStore):
-    """The ranks of a node have one copy, which all of them read and update.
+    """Keeps one copy of each variable for the ranks of a node. All ranks read and update the copy.
 
     Args:
-        device: which holds it.
-        readers: the devices of this rank's replicas, to which `run` brings what they read.
+        device: the device that holds the copy.
+        readers: the devices of this rank's replicas. `run` brings the values that replicas read to these devices.
     """
 
     on_every_replica = False
@@ -143,5 +146,5 @@ class CopyPerNode(VariableStore):
 
 
 def _on_accelerator(value: arrays.Array, device: str) -> arrays.Array:
-    """`value` on `device`, if that is an accelerator: what is there already stays with replicas of the host."""
+    """Return `value` on `device` if that is an accelerator. Replicas of the host take `value` where it is."""
     return value if device.startswith("cpu") else arrays.to_device(value, device)

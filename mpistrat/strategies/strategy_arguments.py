@@ -15,9 +15,9 @@ CHECKS = ("always", "never")
 
 @dataclasses.dataclass(frozen=True)
 class StrategyArguments:
-    """The arguments of a strategy's constructor, as `MirroredStrategy` describes them.
+    """The arguments of a strategy's constructor. `MirroredStrategy` describes them.
 
-    Raises: ValueError for arguments of the wrong kind.
+    Raises: ValueError if an argument is of the wrong kind, or if `deterministic` excludes another argument.
     """
 
     options: CommunicationOptions | None = None
@@ -53,24 +53,27 @@ class StrategyArguments:
 
     @property
     def has_wire_format(self) -> bool:
-        """Whether the options ask for sums that are sent with fewer bits."""
+        """Whether the options ask to send sums with fewer bits."""
         options = self.options
         return bool(options and (options.wire_dtype or options.wire_format))
 
     def _check_deterministic(self) -> None:
         if self.cross_device_ops is not None:
             raise ValueError(
-                "deterministic=True fixes the order in which replicas are added up; with a cross_device_ops of your "
-                "own that order is yours: give one of them"
+                "deterministic=True fixes the order in which replicas are added up, and a cross_device_ops of your own "
+                "chooses another order: give one of them"
             )
         if self.has_wire_format:
             raise ValueError(
-                "deterministic=True keeps every bit of a sum, which wire_dtype and wire_format leave out: give one of "
-                "them"
+                "deterministic=True keeps every bit of a sum, and wire_dtype and wire_format leave bits out: give one "
+                "of them"
             )
 
     def check_shared_parameters(self, replicas: int) -> None:
-        """Raises: ValueError where ranks of so many replicas cannot share the parameters of torch modules."""
+        """Check that ranks can share the parameters of torch modules. Args: replicas: number of replicas of this rank.
+
+        Raises: ValueError for several replicas, with `deterministic`, or with a wire format.
+        """
         if replicas > 1:
             raise ValueError(
                 f"shared_parameters=True takes one replica per rank, got {replicas} devices; the replicas of one rank "
@@ -78,8 +81,8 @@ class StrategyArguments:
             )
         if self.deterministic:
             raise ValueError(
-                "shared_parameters=True adds up in the order of the ranks, deterministic=True in that of a tree; leave "
-                "one of them out"
+                "shared_parameters=True adds up in the order of the ranks, deterministic=True in the order of a tree: "
+                "leave one of them out"
             )
         if self.has_wire_format:
             raise ValueError(
@@ -87,7 +90,7 @@ class StrategyArguments:
             )
 
     def __str__(self) -> str:
-        """The arguments that must be equal on all ranks."""
+        """Return the arguments that must be equal on all ranks, as a text to compare."""
         text = f"gradients={self.gradients!r}"
         for name in ("shared_parameters", "torch_distributed"):
             if getattr(self, name):

@@ -1,6 +1,6 @@
 """Puts together the parts of strategies whose replicas keep variables themselves.
 
-`parameter_server.strategies.server_strategy_parts` and `xla.tpu_strategy_parts` do so for theirs.
+`parameter_server.strategies.server_strategy_parts` and `xla.tpu_strategy_parts` do the same for other strategies.
 """
 
 from __future__ import annotations
@@ -42,18 +42,23 @@ def agree(
     asked: StrategyArguments,
     comm: Callable[[], Any] | None = None,
 ) -> ReplicaGroup:
-    """Agree with the other ranks on a strategy of class `what`, and share out the cores and the GPUs.
+    """Agree with the other ranks on a strategy of class `what`, and share out cores and GPUs.
 
-    With `torch_distributed=True`, and under `mpistrat run`, torch's default group is over these ranks.
+    With `torch_distributed=True`, and under `mpistrat run`, torch's default group is over these ranks afterwards.
 
     Called by: every rank of `communicator`.
     Args:
-        topology: of these ranks, or of more: then they are those of a node.
-        comm: gives mpi4py's communicator of these ranks, if torch's default group wants it; None: it never does.
+        what: the name of the strategy's class.
+        topology: the topology of these ranks, or of more ranks; then these ranks are one node's.
+        devices: this rank's devices, as the program gave them, or None.
+        asked: the arguments of the strategy's constructor.
+        comm: returns the mpi4py communicator of these ranks, for torch's default group; None: the strategy never makes
+            that group.
+    Returns: the replicas that the strategy combines.
     Raises:
-        CollectiveMismatchError: on all ranks, when they make different strategies.
-        RuntimeError: on all ranks, with `torch_distributed=True`, when the program's own group is over others.
-        ValueError: parameters are to be shared by several replicas of a rank, or with a wire format.
+        CollectiveMismatchError: on all ranks, if they make different strategies.
+        RuntimeError: on all ranks, with `torch_distributed=True`, if the program's default group is over other ranks.
+        ValueError: parameters are to be shared, and a rank has several replicas, or there is a wire format.
     """
     replicas = 1 if devices is None else len(devices)
     if asked.shared_parameters:
@@ -66,8 +71,8 @@ def agree(
     if not asked.deterministic and len(set(replicas_of_ranks)) > 1:
         by_rank = ", ".join(f"rank {r} with {k} replicas" for r, k in enumerate(replicas_of_ranks))
         raise CollectiveMismatchError(
-            f"the ranks made a {what} with different numbers of devices: {by_rank}. With deterministic=True they may "
-            "differ"
+            f"the ranks made a {what} with different numbers of devices: {by_rank}. Give each rank equally many, or "
+            "use deterministic=True"
         )
     implementation = implementation_of(asked.options)
     by_mpi = implementation.name in ("MPI", "RING")  # the program has chosen it
@@ -88,10 +93,10 @@ def mirrored(
     *,
     ranks_are_workers: bool = False,
 ) -> ReplicatedExtended:
-    """A copy of every variable on each replica.
+    """Make the parts of a strategy with a copy of every variable on each replica.
 
     Args:
-        ranks_are_workers: each rank reads for its own replicas; else all ranks together are one worker.
+        ranks_are_workers: whether each rank reads for its own replicas. If False, all ranks together are one worker.
     """
     ops = CrossReplicaOps(group, asked.cross_device_ops, asked.options)
     variables = CopyPerReplica(strategy, ops, group.worker_devices)
@@ -103,7 +108,7 @@ def mirrored(
 def central_storage(
     strategy: Any, group: ReplicaGroup, parameter_device: str, asked: StrategyArguments
 ) -> ReplicatedExtended:
-    """One copy of every variable, for all replicas of a node."""
+    """Make the parts of a strategy with one copy of every variable for all replicas of a node."""
     ops = CrossReplicaOps(group, options=asked.options)
     variables = CopyPerNode(strategy, ops, parameter_device, group.worker_devices)
     plan = input_plan(group, False, partial_steps=False, per_replica=True)
@@ -113,7 +118,7 @@ def central_storage(
 
 
 def one_replica(strategy: Any, device: str) -> Parts:
-    """One replica. Its values are never wrapped, and its variables are plain."""
+    """Make the parts of a strategy with one replica. Its values are never wrapped, and its variables are plain."""
     group = ReplicaGroup(LocalCommunicator(), (device,), (1,))
     plan = input_plan(group, False, partial_steps=False)
     replicas = Replicas(strategy, group, CrossReplicaOps(group))
@@ -140,7 +145,13 @@ def input_plan(
     partial_steps: bool = True,
     per_replica: bool = False,
 ) -> InputPlan:
-    """Each rank is a worker, which reads for its own replicas, or all ranks together are one."""
+    """Return the plan by which this rank reads its input.
+
+    Args:
+        ranks_are_workers: whether each rank reads for its own replicas. If False, all ranks together are one worker.
+        partial_steps: whether a dataset makes a step as long as any replica has data.
+        per_replica: whether an input function may be called once for each replica.
+    """
     ranks, rank = group.communicator.size, group.communicator.rank
     total, k, first = group.num_replicas_in_sync, group.num_local_replicas, group.first_replica_id
     if ranks_are_workers:
@@ -151,7 +162,7 @@ def input_plan(
 
 
 def mirrored_modules(parts: ModuleParts, shared_parameters: bool = False) -> TorchModules:
-    """Parameters and buffers of torch modules are equal on all replicas."""
+    """Return a keeper that makes parameters and buffers of torch modules equal on all replicas."""
 
     def make(parts: ModuleParts) -> Any:
         from mpistrat.pytorch.mirroring import Mirroring
@@ -161,5 +172,5 @@ def mirrored_modules(parts: ModuleParts, shared_parameters: bool = False) -> Tor
     are_placed = parts.replicas.device_of_modules is not None
     modules = TorchModules(parts, make, needed=are_placed or parts.group.num_replicas_in_sync > 1)
     if modules.are_seen:
-        modules.get()  # it also sees who trains without scope() and run
+        modules.get()  # it also sees modules that train without scope() and run
     return modules

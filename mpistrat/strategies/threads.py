@@ -17,16 +17,16 @@ announced = False
 def share_cores(
     communicator: Communicator, topology: Topology, deterministic: bool = False
 ) -> int | None:
-    """Set torch's intra-op threads to this rank's share of the cores it may run on.
+    """Set the number of torch's intra-op threads to this rank's share of the cores that it may run on.
 
-    Every rank of `communicator` calls it. Ranks that are not bound would otherwise each start a thread
-    for every core of the node. What the user set (OMP_NUM_THREADS, …) stays; a single rank keeps
-    torch's own choice.
+    Without it, each rank that is not bound to cores would start a thread for every core of the node. The program's own
+    setting (OMP_NUM_THREADS, …) stays, and a single rank keeps torch's choice.
 
+    Called by: every rank of `communicator`.
     Args:
-        deterministic: the threads must be as many on all ranks, however many there are: the user's, or 1.
-    Returns: that number; None if not deterministic.
-    Raises: CollectiveMismatchError on all ranks when `deterministic`, or that number, differs among them.
+        deterministic: whether all ranks need the same number of threads on any number of ranks: OMP_NUM_THREADS, or 1.
+    Returns: the number of threads; None without `deterministic`.
+    Raises: CollectiveMismatchError, on all ranks, if `deterministic` or its number of threads differs between ranks.
     """
     global announced
     fixed = fixed_threads() if deterministic else None
@@ -38,7 +38,7 @@ def share_cores(
     if fixed is not None:
         _set_threads(fixed)
         return fixed
-    if communicator.size == 1 or users_threads():  # on this rank; others may differ
+    if communicator.size == 1 or users_threads():  # of this rank; other ranks may have none
         return None
     local = [set(cpus) for node, cpus, _ in affinities if node == topology.node]
     threads = intra_op_threads(affinity, local)
@@ -68,6 +68,6 @@ def _check_equal(fixed: list[int | None]) -> None:
             for rank, threads in enumerate(fixed)
         )
         raise CollectiveMismatchError(
-            "deterministic=True needs the same on all ranks, and as many compute threads on each "
+            "deterministic=True must be the same on all ranks, with the same number of compute threads on each "
             f"(OMP_NUM_THREADS, or 1 where it is not set); got {by_rank}"
         )

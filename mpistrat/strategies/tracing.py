@@ -1,4 +1,4 @@
-"""MPISTRAT_TRACE: on which timeline a strategy's ranges are."""
+"""MPISTRAT_TRACE: shows a strategy's ranges on a timeline."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from mpistrat.trace import spans
 
 
 def trace_ranges(communicator: Communicator) -> None:
-    """Show ranges where the communicator's calls are shown; those of one rank, if MPISTRAT_TRACE names a folder.
+    """Show the strategy's ranges on the timeline of the communicator's calls.
 
-    Raises: TopologyError when that cannot be written to.
+    A single rank without a timeline begins one, if MPISTRAT_TRACE names a folder.
+
+    Raises: TopologyError if that rank cannot write to the folder.
     """
     timeline = communicator.contract.timeline
     if timeline is None:
