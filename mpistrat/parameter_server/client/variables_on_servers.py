@@ -259,7 +259,7 @@ class VariablesOnServers(VariableStore):
 
         Args:
             part: the number of this part of a variable, from 0.
-            dtype: the dtype that this rank expects; None expects none.
+            dtype: the name of the dtype that this rank expects; None accepts any.
             value: returns the first value; only the owner calls it.
         Raises: CollectiveMismatchError if the owner has made an array of another name, shape or dtype.
         """
