@@ -207,7 +207,7 @@ class VariablesOnServers(VariableStore):
                 shape = tuple(whole.shape)
                 sizes = self._sizes(shape, whole.dtype, name)
         except BaseException as error:
-            # The other ranks may have come further and taken a place: this rank takes one, too.
+            # Other ranks may have come further, and have used up one number: so does this rank.
             self._publish_failure(*self._next_place(0), name, error)
             raise
 

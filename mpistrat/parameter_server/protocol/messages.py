@@ -98,8 +98,7 @@ class Update(NamedTuple):
         operand: one array for the whole, or two arrays: the indices and the values of rows.
         work: the id (1 or more) of the closure that makes the update, or the number (below 0) of the client's session;
             None for an update that the client never repeats.
-        number: the update's number from 0: in a closure among its updates of this array, in a session among all
-            updates.
+        number: in a closure, how many updates of this array precede this update; in a session, a number that grows.
     """
 
     key: int
