@@ -158,8 +158,8 @@ class Channel:
 
         Args: seconds: the longest wait.
         Returns: (sender, message) pairs, in the order of sending for each sender. A rank that dies gives one pair with
-            the message LOST; messages of it that arrive later are dropped. The list is empty after a `wake`, after a
-            full pipe has taken its waiting messages, after `seconds`, and sometimes for no reason.
+            the message LOST; later messages from that rank are dropped. The list is empty after a `wake`, after a full
+            pipe has taken its waiting messages, after `seconds`, and sometimes for no reason.
         """
         begin = time.monotonic()
         while True:
