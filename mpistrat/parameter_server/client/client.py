@@ -43,14 +43,12 @@ class Client:
     changes, one after the other.
 
     Args:
-        rpc: sends requests to the servers.
         servers: the servers' ranks, in task order.
         replicated: whether each server is the backup of the previous server.
     Attributes:
         routes: knows the living server for each array.
         numbers: numbers this client's updates.
         used: addresses of the arrays that this rank has used, by key.
-        optimizers: makes optimizers on the servers, and reads and changes their state.
         bytes_pulled, bytes_pushed: bytes of arrays that this rank has read from and sent to servers.
     """
 
@@ -67,7 +65,7 @@ class Client:
         self._already_written = False
 
     def names_lost(self) -> list[str]:
-        """Return the names of the arrays that this rank has used and that no living server has; [] if there are none."""
+        """Return the names of the arrays that this rank has used and that no living server has."""
         lost = self.routes.lost()
         return [address.name for address in list(self.used.values()) if address.server in lost]
 
@@ -89,13 +87,10 @@ class Client:
         self.rpc.notify_all(self.routes.copies_of(server), messages.CANNOT_CREATE, (key, error))
 
     def find(self, server: int, key: int) -> Address:
-        """Wait until another rank has made an array, and return the array's address.
+        """Wait until another rank has made the array with number `key` on `server`, and return its address.
 
-        Args:
-            server: the rank of the server that has, or will have, the array.
-            key: the array's number.
-        Raises: UnavailableError when the rank that makes arrays has left the servers or died; the error that this rank
-            has passed to `cannot_create`.
+        Raises: UnavailableError when the rank that makes arrays has left or died; the error that it has passed to
+            `cannot_create`.
         """
         name, spec, _ = self.routes.call(server, messages.FIND, key).wait(limited=False)
         self.used[key] = Address(server, key, name, spec)
@@ -152,8 +147,8 @@ class Client:
     def change(self, changes: Sequence[Change]) -> list[Array | None]:
         """Have the servers make changes, several servers at the same time, and wait until all changes are made.
 
-        Returns: for each change, the array's value after it; None for an array of more than 4 KB, for an optimizer's
-            step, and for all changes inside `already_written`.
+        Returns: for each change, the array's value after it; None above 4 KB, for an optimizer's step, and inside
+            `already_written`.
         Raises: the first error of a server, after all servers have answered.
         """
         if self._already_written or not changes:
@@ -234,7 +229,7 @@ class Client:
 
 
 class MemoryWithServers:
-    """Memory that a client and the servers of its node share: the servers' arrays, and buffers for messages.
+    """Memory that a client and the servers of its node share.
 
     Attributes:
         buffers: this process's memory for large operands and replies.

@@ -38,11 +38,8 @@ class RemoteVariable(Variable):
     between the updates of other workers. An update of an array of up to 4 KB returns the value after the update. An
     update of a larger array returns the variable; a later use reads the value from the server.
 
-    Args: how: a tuple of `trainable`, `synchronization` and `aggregation`.
-    Attributes:
-        address: the array's address.
-        client: reads and changes arrays on the servers.
-        device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
+    Args: how: (trainable, synchronization, aggregation).
+    Attributes: device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class RemoteVariable(Variable):
         check_strategy(self)
         rows = arrays.to_numpy(arrays.as_array(arrays.detach_read(indices)))
         if not self.shape:
-            raise ValueError(f"variable {self.name!r} is a number, and has no rows")
+            raise ValueError(f"sparse_read: variable {self.name!r} is a number, and has no rows")
         if rows.ndim != 1 or not (arrays.is_integer(rows) or not rows.size):
             raise ValueError(
                 f"sparse_read of variable {self.name!r} takes integers of shape [n], got {arrays.dtype_name(rows)} "
@@ -118,10 +115,7 @@ class RemoteVariable(Variable):
 
 
 class RemoteShards(ShardedVariable):
-    """A split variable with its parts on servers: an update changes all parts at the same time.
-
-    Attributes: variables: the parts, in the order of their rows.
-    """
+    """A split variable with its parts on servers: an update changes all parts at the same time."""
 
     variables: list[RemoteVariable]
 
@@ -135,10 +129,9 @@ class VariablesOnServers(VariableStore):
     """Makes a strategy's variables on the servers, in turn: each variable or part goes to the next server.
 
     Args:
-        owns: whether this rank's initial values become the variables' values; the other ranks find its arrays.
+        owns: whether this rank makes the arrays, with its initial values; the other ranks find them.
         partitioner: splits variables by rows; None splits none.
         chief_alone_creates: whether `create` raises ValueError on a worker.
-    Attributes: owns_initial_values: the argument `owns`.
     """
 
     def __init__(
@@ -157,7 +150,7 @@ class VariablesOnServers(VariableStore):
         self._refuses = chief_alone_creates and job.roles.task_type == "worker"
         self._keys = itertools.count()
         self._turns = itertools.cycle(job.servers)
-        self._colocated: list[int] = []  # servers, inside colocate_vars_with; empty: all servers in turn
+        self._colocated: list[int] = []  # servers, inside colocate_vars_with; [] for all in turn
 
     def create(self, asked: VariableArguments) -> Variable:
         if self._refuses:
@@ -187,17 +180,15 @@ class VariablesOnServers(VariableStore):
     def place(
         self, initial_value: Any, name: str, dtype: Any = None, shape: tuple[int, ...] | None = None
     ) -> list[Address]:
-        """Make, or find, the arrays on the servers for a new variable or torch tensor.
-
-        The rank that owns initial values makes the arrays; the other ranks wait for them.
+        """Make the arrays of a new variable or torch tensor on the servers; ranks that own no initial values find them.
 
         Called by: every worker, in the same order.
         Args:
             initial_value: an array or a function, as `Variable` takes it.
             dtype, shape: of the whole variable; None takes them from `initial_value`.
-        Returns: the addresses of the arrays: one for each part of a split variable, otherwise one.
-        Raises: on the other workers, the error that the rank with the initial values met; CollectiveMismatchError if a
-            worker asks for another name, shape or dtype than was made.
+        Returns: the address of the array, or of each part of a split variable.
+        Raises: on all workers, the owner's error; CollectiveMismatchError if a worker asks for another name, shape or
+            dtype than the owner has made.
         """
         try:
             if shape is not None and dtype is not None and takes_parts(initial_value):
@@ -230,8 +221,7 @@ class VariablesOnServers(VariableStore):
     def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
         """Return the number of rows of each part; [] for a variable that is not split.
 
-        Raises: ValueError if the partitioner returns something else than a list of ints at least 1, with 1 after the
-            first.
+        Raises: ValueError if the partitioner splits another axis than the first, or returns no list of ints.
         """
         if self.partitioner is None or not shape:
             return []
@@ -259,7 +249,7 @@ class VariablesOnServers(VariableStore):
 
         Args:
             part: the number of this part of a variable, from 0.
-            dtype: the name of the dtype that this rank expects; None accepts any.
+            dtype: the name of the expected dtype; None accepts any.
             value: returns the first value; only the owner calls it.
         Raises: CollectiveMismatchError if the owner has made an array of another name, shape or dtype.
         """
@@ -317,11 +307,11 @@ def variable_of(
     addresses: Sequence[Address],
     how: tuple[Any, ...],
 ) -> Variable:
-    """Return a variable with its parts at `addresses`.
+    """Return a variable with its parts at `addresses`: a `RemoteShards` if it is split, else a `RemoteVariable`.
 
-    Args: how: a tuple of `trainable`, `synchronization` and `aggregation`.
-    Returns: a `RemoteVariable`; a `RemoteShards` for a split variable; with several replicas, an `AggregatingVariable`
-        of it.
+    With several replicas, an `AggregatingVariable` wraps it.
+
+    Args: how: (trainable, synchronization, aggregation).
     """
     variables = [RemoteVariable(strategy, job.client, address, how) for address in addresses]
     variable: Variable = variables[0]

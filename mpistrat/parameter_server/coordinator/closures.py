@@ -46,8 +46,8 @@ class UnfinishedClosures(NamedTuple):
 
     Attributes:
         waiting: the number of closures that no worker had got.
-        under_way: the number of closures that a worker had got: it may have executed them, begun them, or neither.
-        error: the first error of a closure that no call has raised; None if there is none.
+        under_way: the number of closures that workers had got, and may or may not have executed.
+        error: the first error that no call has raised; None if there is none.
     """
 
     waiting: int
@@ -59,12 +59,11 @@ class ClosureQueue:
     """Closures that wait for workers, first in, first out. Called by: any thread.
 
     The queue keeps the first error of a closure. The next `put`, `wait` or `done` waits until the closures under way
-    have ended, cancels the waiting closures, and raises the error, once. The queue's length is the number of waiting
-    closures.
+    have ended, cancels the waiting closures, and raises the error, once.
 
     Args:
         most: the number of closures that may wait.
-        most_bytes: the queue takes another closure while the unfinished closures have fewer bytes than this.
+        most_bytes: the bytes of unfinished closures from which on `put` waits.
     Attributes:
         changed: the condition that the queue notifies when closures have ended.
         under_way: the closures that were taken and have not ended; other code only reads it.
@@ -87,8 +86,7 @@ class ClosureQueue:
     def put(self, closure: Closure) -> None:
         """Append a closure and set its id, once the queue has room; an internal closure goes to the front.
 
-        Raises: the error of an earlier closure, unless this closure is internal: it is then cancelled, too; after
-            `close`, the error that was given to `close`.
+        Raises: the error of an earlier closure, unless this closure is internal; after `close`, the error of `close`.
         """
 
         def has_room() -> bool:
@@ -145,7 +143,8 @@ class ClosureQueue:
         If the queue has an error, cancel them instead.
         """
         with self.changed:
-            closures = [*filter(self.under_way.__contains__, closures)]  # not the closures that `close` has ended
+            # Without the closures that `close` has ended.
+            closures = [*filter(self.under_way.__contains__, closures)]
             self.under_way.difference_update(closures)
             if self._error is not None:
                 self._cancel(closures, self._error)
@@ -169,10 +168,9 @@ class ClosureQueue:
             self.changed.notify_all()
 
     def over(self, fewest: int = 1) -> tuple[list[int], int]:
-        """Return the closures that have ended: the ids since the last call, and the id before which all have ended.
+        """Return the ids of closures that have ended since the last call, and the id before which all have ended.
 
-        The list lacks closures that were begun repeatedly. It is [] if fewer than `fewest` ids would be in it; they
-        stay for a later call.
+        The list lacks closures that were begun repeatedly. It is [] while it would have fewer than `fewest` ids.
         """
         with self.changed:
             over_before = next(iter(self._open), self._next)
@@ -200,7 +198,6 @@ class ClosureQueue:
         """Fail all unfinished closures with `error`; later calls of `put` raise it.
 
         Called by: the dispatcher, when no worker can execute closures any more.
-        Returns: the numbers of unfinished closures, and an error that no call has raised.
         """
         with self.changed:
             unfinished = UnfinishedClosures(len(self._waiting), len(self.under_way), self._error)
@@ -234,7 +231,7 @@ class ClosureQueue:
     def _cancel(self, closures: Iterable[Closure], error: BaseException) -> None:
         because = f"{type(error).__name__}: {error}"
         for closure in closures:
-            message = f"closure {closure.name} was cancelled, for another one raised {because:.300}"
+            message = f"closure {closure.name} was cancelled because another raised {because:.300}"
             self._end(closure, None, CancelledError(message))
 
     def _end(self, closure: Closure, packed: bytes | None, error: BaseException | None) -> None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class UnbuiltDataset(Iterable[Any]):
-    """The result of a ParameterServerStrategy's `experimental_distribute_dataset`: it only marks a dataset.
+    """The result of a ParameterServerStrategy's `experimental_distribute_dataset`, for `create_per_worker_dataset`.
 
-    `create_per_worker_dataset` makes the dataset on each worker; iterating over this object raises ValueError.
+    Iterating over it raises ValueError.
 
     Args: source: a dataset, or a function that returns a dataset on a worker.
     """
@@ -215,9 +215,9 @@ class ClusterCoordinator:
         self._dispatcher.end()
 
     def _call(self, fn: Callable[..., Any], argument: Any) -> Any:
-        """Have the next free worker call `fn(argument)`, wait, and return the result. Raises: the error of `fn`.
+        """Have the next free worker call `fn(argument)`, wait, and return the result.
 
-        Its error does not cancel scheduled functions.
+        Raises: the error of `fn`, which does not cancel scheduled functions.
         """
         return self._put(fn, (argument,), {}, internal=True).get()
 

@@ -31,14 +31,11 @@ class Cluster:
     """The chief's connection to the workers: `strategy.extended.cluster` on the chief.
 
     Attributes:
-        rpc: sends and receives messages.
         workers: the workers' ranks, by worker index.
-        references: the objects that each rank has, and their keys.
         over: a function to call with ids of closures that no worker will execute again, and the id before which all
             closures have ended.
         joined: a function to call when all closures have ended without an error.
-        is_needed: returns whether closures cannot be executed any more, because a dead rank had the last copy of
-            variables.
+        is_needed: returns whether a dead rank had the last copy of variables, so that no closure can be executed.
         coordinator: the only `ClusterCoordinator` of the strategy; None before it is made.
     """
 
@@ -99,9 +96,7 @@ class Dispatcher:
                     self._send(worker, self._queue.take(share))
 
     def end(self) -> None:
-        """Stop sending closures: unfinished closures fail with UnavailableError.
-
-        An error message counts closures that no `join` has waited for, and shows an error that no call has raised.
+        """Stop sending closures: unfinished closures fail with UnavailableError, and a message on stderr counts them.
 
         Called by: the coordinator's `end`, and the process's exit.
         """
@@ -115,10 +110,10 @@ class Dispatcher:
         notes = []
         if waiting or under_way:
             notes.append(
-                f"of the scheduled functions {waiting} were not executed, and of {under_way} it is not known"
+                f"of the scheduled functions {waiting} were not executed, and {under_way} may or may not have been"
             )
         if error is not None:
-            notes.append(f"one has raised {type(error).__name__}: {error!s:.300}")
+            notes.append(f"one function raised {type(error).__name__}: {error!s:.300}")
         if notes:
             tell(
                 f"the chief came to its end without ClusterCoordinator.join(): {'; '.join(notes)}",
@@ -150,7 +145,7 @@ class Dispatcher:
         outcomes, seconds = body
         with self._lock:
             worker = self._workers.get(source)
-            if worker is None or self._ended:  # the worker counts as dead, and other workers have its closures
+            if worker is None or self._ended:  # a dead worker: others have its closures
                 return
             worker.took(seconds / len(outcomes))
             name, ended = self._rpc.name_of(source), []
@@ -187,7 +182,7 @@ class Dispatcher:
                 self._queue.close(
                     UnavailableError(
                         f"no worker is left to execute closures: the last one, {self._rpc.name_of(rank)}, has died, "
-                        "and under MPI none comes back"
+                        "and MPI cannot start it again"
                     )
                 )
             self.hand_out()
@@ -220,7 +215,8 @@ class _LivingWorker:
         self.ahead = 1
         self.known: set[int] = set()
         self.dropped: list[int] = []
-        self._seconds = 0.0  # for a closure: a slow one counts at once, and fades with later quick ones
+        # For a closure. A slow closure counts at once, and fades with later quick ones.
+        self._seconds = 0.0
 
     def took(self, seconds: float) -> None:
         """Note that a closure has taken this many seconds, and adapt `ahead`."""

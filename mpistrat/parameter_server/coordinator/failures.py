@@ -37,7 +37,7 @@ def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) 
     Errors that would end the chief, such as SystemExit, become RuntimeErrors; StopIteration becomes OutOfRangeError.
     """
     if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next  # without the frame that has caught the error
+        error.__traceback__ = error.__traceback__.tb_next  # without the frame of the caller
     stack = "".join(traceback.format_exception(error)).rstrip()
     raised = _as_error(error)
     packed = b""

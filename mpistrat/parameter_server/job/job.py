@@ -61,19 +61,15 @@ def _why_not_fault_tolerant() -> str:
 
 
 class ServerJob:
-    """A job with servers, on one of its ranks: the messages, the client, and on a server the server.
-
-    Collective: all ranks construct it together.
+    """A job with servers, on one of its ranks. Collective: all ranks construct it together.
 
     Args:
         comm: the communicator with the ranks of `topology` and of `roles`.
         replicated: whether each server has a backup.
     Attributes:
-        topology: the nodes of the ranks.
-        roles: the task of each rank.
         outlives_ranks: whether the job continues when a rank other than the chief has died.
         why_not_fault_tolerant: the reason why it does not; "" if MPI is fault tolerant.
-        rpc: sends and receives messages between all ranks.
+        rpc: the messages between all ranks.
         servers, workers: the ranks of the servers, and of the workers.
         clients: the ranks that use servers.
         trainers: the chief's rank if there is a chief, then the workers' ranks.
@@ -130,8 +126,7 @@ class ServerJob:
     def begin(self, coordinates: bool) -> None:
         """Let the job outlive the deaths of ranks from now on, if MPI is fault tolerant. Collective.
 
-        Wait until all ranks are here. Before, ranks may wait for each other in MPI, and would not hear of a death.
-        Without fault tolerant MPI, return at once.
+        Waits until all ranks are here: before, ranks may wait for each other in MPI, and would not hear of a death.
 
         Args: coordinates: whether this rank schedules functions on the workers.
         """
@@ -182,7 +177,7 @@ class ServerJob:
     def done(self) -> None:
         """Leave the servers; on the chief, let the workers end, too. A second call does nothing.
 
-        A fault tolerant job's coordinator waits up to 10 s for the other ranks to leave, if a rank has died.
+        After a death, the coordinator first waits up to 10 s for the other ranks to leave.
 
         Called by: `shutdown`, workers at their end, and the process's exit.
         """
@@ -233,9 +228,9 @@ class LossPolicy:
         self._job = job
 
     def describe(self, rank: int) -> str:
-        """Return the text about a dead rank for errors and messages: its name, and for a server the lost variables.
+        """Return the text about a dead rank for errors and messages.
 
-        If no copy of a server's variables is left, the text names the last checkpoint; otherwise the backup.
+        For a server it names the variables, and the backup that has them, or else the last checkpoint.
         """
         job, died = self._job, f"{self._job.name_of(rank)} has died"
         if rank not in job.servers:
@@ -254,14 +249,14 @@ class LossPolicy:
             )
         primary = job.name_of(routes.primaries[rank])
         return (
-            f"{died}; {job.name_of(holder)} goes on with {_quoted(names.values())}. These variables, and the variables "
-            f"of {primary}, have no second copy now"
+            f"{died}; {job.name_of(holder)} goes on with {_quoted(names.values())}, of which there is no other copy "
+            f"now, nor of the variables of {primary}"
         )
 
     def lost(self, rank: int) -> None:
         """Handle the death of a rank, or its exit without leaving: end the job, or let one rank tell that it continues.
 
-        Called by: the thread that reads, once for each rank, on every rank.
+        Called by: the thread that reads.
         """
         job = self._job
         if job.is_done or not self._concerns_server(rank):
@@ -284,21 +279,16 @@ class LossPolicy:
         tell(self._who_goes_on(rank, others), "ERROR")
 
     def _concerns_server(self, rank: int) -> bool:
-        """Whether a dead rank matters to this rank.
-
-        Always on a rank that is no server. A server cares about its clients, and about other servers while it has
-        clients.
-        """
+        """Whether a death matters to this rank. A server ignores ranks that have left, and all once it has no clients."""
         if self._job.server is None:
             return True
         clients = self._job.server.clients
         return rank in clients or (rank in self._job.servers and bool(clients))
 
     def _speaker(self, lost: int) -> int:
-        """Return the rank that tells people about the death of `lost`.
+        """Return the rank that tells people about the death of `lost`; -1 if there is none.
 
-        It is a dead server's backup, which has the names of its arrays; else the coordinator, or the first living
-        server; -1 if there is none.
+        A dead server's backup tells, because it has the names of the arrays; else the coordinator, or the first server.
         """
         job = self._job
         holder = job.client.routes.holder_of(lost)
@@ -314,7 +304,7 @@ class LossPolicy:
         if job.coordinator is not None:
             if not others:
                 return f"{died}, and no worker is left"
-            return f"{died}; {number} will execute what it had begun"
+            return f"{died}; {number} will execute its unfinished functions"
         text = f"{died}; the job goes on with {number}, and nobody reads its share of the data"
         workers = [worker for worker in job.workers if worker in others | {lost}]
         if workers[0] == lost and workers[1:]:
@@ -322,10 +312,9 @@ class LossPolicy:
         return text
 
     def _end_if_needed(self, rank: int) -> None:
-        """End the job if this rank needs the dead `rank`, without fault tolerant MPI.
+        """End the job if this rank needs the dead `rank`: a server or the chief, and on a server also a client.
 
-        A rank needs the servers and the chief; a server also needs its clients. Most launchers end a job when a rank
-        dies, and the observer says which rank died first. So this rank first waits 5 s.
+        First wait 5 s, because most launchers end a job when a rank dies, and the observer then tells who died first.
         """
         job = self._job
         needed = {*job.servers, *job.roles.ranks.get("chief", ())}
@@ -347,4 +336,4 @@ class LossPolicy:
 
 
 def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "what it kept"
+    return ", ".join(map(repr, names)) or "the variables that it kept"

@@ -36,17 +36,14 @@ def join_job(
     """Meet the other ranks, and find this rank's task. Called by: every rank of `comm`.
 
     Args:
-        cluster_resolver: names this rank's task; None if `num_ps`, TF_CONFIG or Slurm does.
-        num_ps: the number of ranks that are servers; None if a cluster lists them.
         devices: this rank's devices; a server ignores them and uses its CPU.
         chief: whether a chief schedules functions; None if this rank makes a `Server` and does not know.
         description: the strategy and the arguments that must be equal on all ranks; None on a rank without a strategy.
         replication: the number of servers that keep each variable, 1 or 2.
-    Returns: the job on this rank, and the names of this rank's devices.
+    Returns: the job, and the names of this rank's devices.
     Raises: on all ranks: CollectiveMismatchError if the ranks make different strategies; ValueError if workers have
-        different numbers of devices, if `replication` is 2 with a single server, or if the tasks are wrong;
-        TopologyError if the ranks contradict each other about the tasks; the error of a rank that cannot use its
-        devices.
+        different numbers of devices, if a single server cannot keep two copies, or if the tasks are wrong;
+        TopologyError if the ranks contradict each other about the tasks; the error of a rank's devices.
     """
     resolver = MPIClusterResolver(comm)
     if resolver.comm is None:  # without MPI, so that a single rank gets the same errors as with MPI
@@ -85,8 +82,7 @@ def _agreed_replication(
     """Compare the ranks' arguments, and return the number of servers that keep each variable. Collective.
 
     Args: arguments: this rank's strategy (None without one), replication, and number of devices.
-    Raises: CollectiveMismatchError for different strategies; ValueError for different numbers of devices, or for fewer
-        servers than copies.
+    Raises: CollectiveMismatchError or ValueError, as `join_job`.
     """
     strategies, copies, replicas = zip(
         *communicator.all_gather_object(arguments, label="strategies"), strict=True
@@ -147,9 +143,8 @@ def resolver_of_task(
 def devices_of_worker(
     devices: Sequence[str] | None, num_gpus_per_worker: int | None
 ) -> Sequence[str] | None:
-    """Return the devices that a program names, by `devices` or by a number of GPUs.
+    """Return the first GPUs that the rank sees, ["cpu:0"] for 0 GPUs, or `devices` if the number is None.
 
-    Returns: `devices` if no number is given, also None; the first GPUs that the rank sees; ["cpu:0"] for 0 GPUs.
     Raises: ValueError if both arguments are given, or the number is no int of 0 or more.
     """
     if num_gpus_per_worker is None:

@@ -39,7 +39,6 @@ class RemoteModules(StrategyModules):
     Attributes:
         recorder: knows the modules that this rank has made in the scope.
         tensors: the modules' parameters and buffers on the servers.
-        steps: sends the steps of the modules' optimizers to the servers.
     """
 
     def __init__(
@@ -62,10 +61,7 @@ class RemoteModules(StrategyModules):
         return "sum" if workers == 1 else self.parts.rule.decided(f"step() over {workers} workers")
 
     def before_run(self) -> None:
-        """Place new parameters and buffers on the servers, then pull the values of all of them.
-
-        A rank with `owns=True` first sends the tensors that it has written since the last run.
-        """
+        """Place new parameters and buffers on the servers, send written tensors if this rank owns them, and pull all."""
         self.mirror_new()
         self.tensors.begin_run(self.registry)
 
@@ -79,7 +75,7 @@ class RemoteModules(StrategyModules):
     def after_restore(self, objects: Iterable[Any]) -> None:
         """Send the restored values to the servers, before other workers train.
 
-        Only a rank with `owns=True` sends its parameters, buffers and optimizer state; the others pull.
+        Only a rank with `owns=True` sends its parameters, buffers and optimizer state; the other ranks pull.
 
         Called by: every worker, with the same objects in the same order, because that order numbers the optimizers.
         """

@@ -76,8 +76,8 @@ class RemoteRows(torch.nn.Parameter):
                 reads = getattr(func, "__self__", None) in _NUMBERS
                 if name == "__set__" and reads:
                     raise RuntimeError(
-                        "an embedding whose rows are on servers cannot be moved, or given other memory: do that in "
-                        "strategy.scope(), before it is left"
+                        "an embedding whose rows are on servers cannot be moved, or given other memory. Do that inside "
+                        "strategy.scope()"
                     )
                 if not reads:
                     return func(*args, **kwargs)
@@ -99,17 +99,15 @@ class RemoteRows(torch.nn.Parameter):
 
 
 def _refuse_rows(module: torch.nn.Module) -> None:
-    """Check that a module to be exported or scripted has no `RemoteRows`.
+    """Raise RuntimeError if a parameter of a module to be exported or scripted is a `RemoteRows`.
 
     Exported code reads a parameter's memory directly, without `__torch_function__`.
-
-    Raises: RuntimeError if a parameter of the module is a `RemoteRows`.
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, RemoteRows):
             raise RuntimeError(
                 f"{name} of {type(module).__name__}: an embedding whose rows are on servers cannot be exported or "
-                "scripted; take copy.deepcopy(model), which has all rows"
+                "scripted. Export copy.deepcopy(model), which has all rows"
             )
 
 
@@ -123,7 +121,7 @@ def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if arguments["max_norm"] is not None:
         raise RuntimeError("an embedding whose rows are on servers cannot have max_norm")
     if not isinstance(weight, RemoteRows):
-        raise TypeError("indices are not parameters")
+        raise TypeError("the indices are an embedding with its rows on servers")
     indices, arguments["input"] = torch.unique(arguments["input"], return_inverse=True)
     arguments["weight"] = _Rows.apply(weight, indices)
     if padding is not None:
@@ -161,12 +159,10 @@ class _Whole(torch.autograd.Function):
 
 
 def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `func`, which writes to its first tensor in place.
+    """Call `func`, an operation in place on its first tensor.
 
-    If that tensor is a `RemoteRows`, `func` writes to a copy of all rows, and the servers get the copy if this rank
-    owns the parameter.
-
-    Returns: the `RemoteRows` if it is the first tensor, else the result of `func`.
+    If that tensor is a `RemoteRows`, `func` writes to a copy of all rows; the servers get it if this rank owns the
+    parameter, and the result is the `RemoteRows`.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))

@@ -37,8 +37,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Have the servers step an optimizer's parameters in place of this rank.
 
     Called by: torch, before `optimizer.step()`; `args` begin with the optimizer itself.
-    Returns: the arguments to call `step` with instead, which contain a twin of the optimizer without parameters; None
-        if no parameter of the optimizer is on servers.
+    Returns: the arguments for `step`, with a twin of the optimizer that has no parameters; None if no parameter is on
+        servers.
     Raises: RuntimeError for a `step` with a closure, and, beside remote parameters or inside a run, for a parameter
         that requires a gradient and is not on the servers.
     """
@@ -81,11 +81,10 @@ class RemoteSteps:
     """Sends the steps of all optimizers of one strategy's parameters to the servers.
 
     Args:
-        tensors: the strategy's parameters and buffers on the servers.
         clock: this worker's clock; None in a job with a coordinator.
         rule: returns "sum" or "mean": how the servers combine the gradients of workers.
-        next_number: returns the number of an optimizer that steps for the first time. All workers run the same
-            program, so the optimizer gets the same number on each.
+        next_number: returns the number of an optimizer that steps for the first time, equal on all workers, because
+            they run the same program.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class RemoteSteps:
         _remote[parameter] = remote, self
 
     def step(self, optimizer: Optimizer) -> None:
-        """Send the gradients in `.grad` to the servers, which step; wait until they have applied or stored them.
+        """Send the gradients in `.grad` to the servers, and wait until they have applied or stored them.
 
         Parameters without a gradient get no step.
         """
@@ -126,10 +125,7 @@ class RemoteSteps:
         self._tensors.client.change(changes)
 
     def of(self, optimizer: Optimizer) -> RemoteOptimizer:
-        """Return the optimizer's counterpart on the servers, with a number on its first use.
-
-        The servers make the optimizer for parameters that are new, and get the state that was loaded on this rank.
-        """
+        """Return the optimizer's counterpart; it gets a number on first use, and the servers make it as `make` says."""
         remote = self._optimizers.get(optimizer) or self.know(optimizer, self._next_number())
         remote.make(optimizer)
         return remote
@@ -208,10 +204,7 @@ class RemoteOptimizer:
             self._optimizers.load_state(self.number, address, part)
 
     def _fetch(self, optimizer: Optimizer) -> None:
-        """Pull the optimizer's state from the servers into `optimizer.state`; state that is there stays.
-
-        Called by: torch, before the optimizer's `state_dict()`.
-        """
+        """Pull the servers' optimizer state into `optimizer.state`. Called by: torch, before `state_dict()`."""
         for parameter in hooks.parameters_of(optimizer):
             remote: RemoteTensor | None = self._made.get(parameter)
             if remote is None or parameter in optimizer.state:
@@ -231,10 +224,7 @@ class RemoteOptimizer:
         return state
 
     def _drop(self, optimizer: Optimizer, state_dict: Any = None) -> None:
-        """Remove the state of remote parameters from `optimizer.state`: the servers keep it.
-
-        Called by: torch, after the optimizer's `state_dict()`.
-        """
+        """Remove the state of remote parameters from `optimizer.state`. Called by: torch, after `state_dict()`."""
         for parameter in self._made:
             optimizer.state.pop(parameter, None)
 
@@ -249,10 +239,7 @@ def _as_torch(value: Any, parameter: torch.Tensor, layout: np.dtype[Any]) -> Any
 
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that calls `method` while its object lives, and then does nothing.
-
-    The hook keeps neither the object nor its strategy alive.
-    """
+    """Return a hook that calls `method` while its object lives, and does not keep the object alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(*args: Any) -> None:

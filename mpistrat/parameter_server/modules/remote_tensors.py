@@ -30,7 +30,6 @@ class RemoteTensor:
     """One parameter or buffer on the servers.
 
     Attributes:
-        client: reads and changes arrays on the servers.
         owns: whether the servers take the values that this rank writes to the tensor outside optimizers' steps.
         addresses: the arrays of the tensor's parts, which are consecutive rows; one address if the tensor is not split.
         version: torch's version counter of the tensor when it last had the servers' values.
@@ -59,12 +58,7 @@ class RemoteTensor:
         return list(zip(self.addresses, tensor.split(self.rows), strict=True))
 
     def changes(self, method: str | GradientMethod, operand: torch.Tensor) -> list[Change]:
-        """Return the changes, one for each part, that apply `method` with `operand` to the whole tensor.
-
-        Args:
-            method: a variable's method such as "assign", or an optimizer's step.
-            operand: a tensor of the whole shape.
-        """
+        """Return a change for each part: `method` ("assign" or an optimizer's step) with the part's rows of `operand`."""
         return [Change(address, method, piece) for address, piece in self.pieces(operand)]
 
     def by_part(self, indices: torch.Tensor) -> list[tuple[Address, int, slice]]:
@@ -80,7 +74,7 @@ class RemoteTensor:
     def pull_rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return a copy of the rows at `indices` (int64, ascending, shape [n]), on the device of `indices`.
 
-        Raises: IndexError if an index is negative, or is the number of rows or more.
+        Raises: IndexError if a row does not exist.
         """
         count = sum(self.rows)
         for row in (*indices[:1].tolist(), *indices[-1:].tolist()):
@@ -111,7 +105,7 @@ Held = tuple[RemoteTensor, torch.Tensor]  # a remote tensor and this rank's copy
 
 
 class _PulledBuffer(NamedTuple):
-    """A buffer at the beginning of a run. Attributes: before: a copy of the values that the run began with."""
+    """A buffer in a run. Attributes: before: a copy of the values that the run began with."""
 
     remote: RemoteTensor
     slot: BufferSlot
@@ -169,10 +163,7 @@ class RemoteTensors:
         return self._by_place[key[1]]
 
     def held(self, tensors: Iterable[torch.Tensor | None]) -> list[Held]:
-        """Return the tensors that are on servers and have a copy on this rank, each with its `RemoteTensor`.
-
-        None, tensors that are not on servers, and embeddings that leave their rows on servers are skipped.
-        """
+        """Return the tensors that are on servers and have a copy on this rank, each with its `RemoteTensor`."""
         return [
             (self[tensor], tensor.detach())
             for tensor in tensors
@@ -180,10 +171,7 @@ class RemoteTensors:
         ]
 
     def sync(self, held: Sequence[Held]) -> None:
-        """Pull the servers' values into the tensors of `held`.
-
-        If this rank owns the tensors, it first sends the tensors that it has written since they last were equal.
-        """
+        """Pull the servers' values into the tensors of `held`; if this rank owns them, first send written tensors."""
         if self.owns:
             self.send_written(held)
         self.client.pull_into([piece for remote, tensor in held for piece in remote.pieces(tensor)])
@@ -200,10 +188,7 @@ class RemoteTensors:
             remote.version = version(tensor)
 
     def begin_run(self, registry: Registry) -> None:
-        """Pull the servers' values into the parameters and buffers of `registry`.
-
-        `end_run` compares the buffers with these values.
-        """
+        """Pull the servers' values into the tensors of `registry`, and keep copies of the buffers for `end_run`."""
         slots = {slot.tensor(): slot for slot in registry.buffers}  # modules may share a buffer
         self.sync(self.held([*registry.parameters(), *slots]))
         self._pulled = [
@@ -234,10 +219,7 @@ class RemoteTensors:
 
 
 def _put_back(slot: BufferSlot, tensor: torch.Tensor) -> None:
-    """Copy into `tensor` the values of a tensor that a forward has put in its place, and make `tensor` the buffer again.
-
-    Nothing happens if the other tensor has another shape or dtype.
-    """
+    """If a forward has replaced the buffer `tensor` by one of the same shape and dtype, copy it back into `tensor`."""
     module, now = slot.module(), slot.tensor()
     if module is None or now is None or now is tensor:
         return

@@ -117,7 +117,7 @@ class WorkerModules(StrategyModules):
         inside = {id(child) for module in self._modules for child in module.children()}
         for module in self._modules:
             if device is not None and id(module) not in inside:
-                compute_there(module, torch.device(device))  # the function's arguments are in host memory
+                compute_there(module, torch.device(device))  # arguments are in host memory
             for key, buffer in module._buffers.items():
                 if buffer in self._tensors:
                     self.registry.add_buffer(key, module, key)
@@ -131,8 +131,8 @@ class WorkerModules(StrategyModules):
         for remote, parameter in self._tensors.held(self.registry.parameters()):
             if version(parameter) != remote.version:
                 raise RuntimeError(
-                    f"parameter {remote.addresses[0].name} was written in a scheduled function, by something else than "
-                    "an optimizer's step: that is not sent to the servers. Write it on the chief"
+                    f"parameter {remote.addresses[0].name} was written in a scheduled function, but not by an "
+                    "optimizer's step: the servers do not get the new values. Write the parameter on the chief"
                 )
         self._tensors.end_run()
 
@@ -158,8 +158,8 @@ def arrive(strategy: AnyStrategy, number: int | None, value: Any, state: dict[st
 
 def _refuse_new_optimizer() -> NoReturn:
     raise RuntimeError(
-        "optimizer.step(): a scheduled function has made this optimizer, and its state would be lost with it. Make "
-        "it on the chief, where its parameters are made"
+        "optimizer.step(): a scheduled function has made this optimizer, and the optimizer's state would be lost when "
+        "the function ends. Make the optimizer on the chief, as its parameters"
     )
 
 
@@ -168,8 +168,8 @@ class _Scheduler:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise RuntimeError(
-            f"{name} of a learning-rate scheduler was asked for on a worker: step it on the chief, whose optimizer's "
-            "numbers come with each function"
+            f"{name} of a learning-rate scheduler was used on a worker. Step the scheduler on the chief: each function "
+            "gets the optimizer's current learning rate from there"
         )
 
 
@@ -206,8 +206,8 @@ class ChiefReferences:
             return None
         if value._backward_hooks or value._post_accumulate_grad_hooks:
             raise RuntimeError(
-                f"parameter {self._name_of(value)} has a hook, which does not travel: register it in the scheduled "
-                "function, or on its module"
+                f"parameter {self._name_of(value)} has a hook, and workers do not get hooks of parameters. Register it "
+                "in the scheduled function, or on the parameter's module"
             )
         self._modules.tensors.send_written(self._modules.tensors.held([value]))
         return key
@@ -229,7 +229,7 @@ class ChiefReferences:
             value._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that they step too early
         else:
             return None
-        with hooks.copied_as_it_is():  # tensors on servers are sent as their places, so nothing is pulled
+        with hooks.copied_as_it_is():  # tensors on servers are sent as places: pull nothing
             reduced = value.__reduce_ex__(4)  # the lowest protocol that keeps the state apart
         if len(reduced) < 3 or any(reduced[3:]):
             return None

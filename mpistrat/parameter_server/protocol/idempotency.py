@@ -107,9 +107,7 @@ class IdempotencyCache:
         An update without a number is always made. An OSError is not remembered: the client has died with its memory,
         and the update arrives again.
 
-        Args:
-            name: the array's name, for the error.
-            make: makes the update.
+        Args: name: the array's name, for the error.
         Raises: FailedPreconditionError if the update's closure is over; the error of `make`.
         """
         if update.work is None:

@@ -46,9 +46,8 @@ class Push(NamedTuple):
 
     Attributes:
         number: grows with each push of a client.
-        servers: the ranks of all servers that get a message of the push.
-        part: the rank of the server that this message is for, also if its backup gets it; None if all servers get the
-            same message.
+        servers: the ranks of all servers that get a message.
+        part: the server that this message is for, also if its backup gets it; None if all get the same message.
     """
 
     number: int
@@ -96,8 +95,8 @@ class Update(NamedTuple):
         key: the array's number.
         method: a variable's method, such as "assign_add", or the step of an optimizer.
         operand: one array for the whole, or two arrays: the indices and the values of rows.
-        work: the id (1 or more) of the closure that makes the update, or the number (below 0) of the client's session;
-            None for an update that the client never repeats.
+        work: the id (above 0) of the closure that makes the update, or the number (below 0) of the client's session;
+            None for an update that is never repeated.
         number: in a closure, how many updates of this array precede this update; in a session, a number that grows.
     """
 
@@ -112,8 +111,8 @@ class Updates(NamedTuple):
     """The body of UPDATE: updates of one client for one server, in order.
 
     Attributes:
-        push: marks the updates that the client sends to other servers at the same time; None if there are none.
-        settled: the client repeats no update of its session with a smaller number; see `UpdateNumbers`.
+        push: marks the updates that the client sends to other servers at the same time; None without any.
+        settled: the client repeats no update of its session with a smaller number.
     """
 
     updates: list[Update]
@@ -155,7 +154,7 @@ class TensorSpec(NamedTuple):
         return getattr(torch, self.dtype)
 
     def empty(self) -> Array:
-        """Return an array of this spec that has memory for one element only; only its shape and dtype count."""
+        """Return an array of this spec without memory: only its shape and dtype count."""
         if not self.is_torch:
             return np.broadcast_to(np.empty((), self.dtype), self.shape)
         import torch
@@ -221,10 +220,9 @@ def pack(
 ) -> tuple[list[PackedTensor], segments.SharedRegion | None]:
     """Prepare arrays of any device for a message.
 
-    Args: buffers: this process's memory, which the receiver can map; None if the receiver cannot map it.
-    Returns: the packed arrays in order, and the region of `buffers` that they are in. The caller gives the region back
-        once the receiver has read it. It is None if the arrays are in the message itself: without `buffers`, or if they
-        have at most 8 KB together.
+    Args: buffers: this process's memory; None if the receiver cannot map it.
+    Returns: the packed arrays, and their region, to be given back once the receiver has read it. The region is None if
+        the arrays are in the message itself: without `buffers`, or if they have at most 8 KB together.
     """
     on_host = [arrays.to_host(arrays.detach(array)) for array in tensors]
     specs = [TensorSpec.of(array) for array in on_host]
@@ -243,10 +241,7 @@ def pack(
 
 
 def unpack(packed: PackedTensor, mappings: segments.Mappings) -> Array:
-    """Return the array of a message, without a copy: a view of the message's bytes or of the mapped memory.
-
-    Raises: OSError if the memory belongs to a process that has died and is not mapped yet.
-    """
+    """Return the array of a message, without a copy. Raises: OSError if the sender has died with its memory."""
     if isinstance(packed, InlineTensor):
         return packed.spec.array_in(packed.data)
     return packed.spec.array_in(mappings.at(packed.handle))

@@ -20,8 +20,8 @@ class Routes:
         servers: the servers' ranks, in task order.
         replicated: whether each server has a backup: the next server, in a ring.
     Attributes:
-        backups: the rank of each server's backup, by the server's rank; {} if the servers have no backups.
-        primaries: the rank of the server that a backup stands in for, by the backup's rank.
+        backups: each server's backup, by the server's rank; {} if the servers have no backups.
+        primaries: each backup's server, by the backup's rank.
     """
 
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
@@ -37,10 +37,7 @@ class Routes:
         return (server, self.backups[server]) if server in self.backups else (server,)
 
     def holder_of(self, server: int) -> int:
-        """Return the living server that gets the requests about arrays made on `server`.
-
-        Returns `server` itself if neither it nor a backup lives.
-        """
+        """Return the living server that has the arrays made on `server`; `server` itself if none lives."""
         if server not in self.backups:
             return server
         living = itertools.filterfalse(self.rpc.channel.has_died, self.copies_of(server))
@@ -54,7 +51,7 @@ class Routes:
         return not self.lost().isdisjoint((rank, self.primaries.get(rank)))
 
     def lost(self) -> set[int]:
-        """Return the servers that have died with all copies of their arrays; an empty set if there are none."""
+        """Return the servers that have died with all copies of their arrays."""
         died = self.rpc.channel.has_died
         return {server for server in self.servers if died(self.holder_of(server))}
 
@@ -76,10 +73,7 @@ class Routes:
         return Push(next(self._pushes), to) if len(to) > 1 else None
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
-        """Tell all servers that no worker repeats the closures `over`, nor any closure with an id below `over_before`.
-
-        Called by: the chief.
-        """
+        """Tell all servers that no worker repeats the closures `over`, nor any with an id below `over_before`."""
         self.rpc.notify_all(self.servers, messages.FORGET, (list(over), over_before))
 
     def leave(self) -> None:

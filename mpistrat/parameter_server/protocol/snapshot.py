@@ -42,7 +42,7 @@ class ChangeLock:
         # The last pushes that have passed, by client and part.
         self._passed: dict[_Which, deque[Push]] = defaultdict(partial(deque, maxlen=REMEMBERED))
         self._admitted: set[_PartOfPush] = set()  # parts that may pass and have not arrived
-        self._admission: Request | None = None  # the ADMIT request, to answer when all these parts have arrived
+        self._admission: Request | None = None  # ADMIT, answered when all parts have arrived
         rpc.handle(HOLD, self._hold)
         rpc.handle(ADMIT, self._admit)
         rpc.handle(RELEASE, self._release)
@@ -52,10 +52,7 @@ class ChangeLock:
 
         A part of a push that the holder has admitted passes at once.
 
-        Args:
-            source: the client's rank.
-            push: the push that the change is a part of; None for a change of one server.
-            work: makes the change.
+        Args: push: the push that the change is a part of; None for a change of one server.
         """
         part = push and (source, push.number, push.part)
         admitted = part in self._admitted

@@ -38,7 +38,7 @@ class ServerClock:
         self._steps = dict.fromkeys(workers, 0)
         self._working = set(workers)
         self._waiting: list[Request] = []
-        self._errors: dict[int, Exception] = {}  # by the rank of a worker that has not received its error
+        self._errors: dict[int, Exception] = {}  # by the worker that must get the error
         rpc.handle(MAY_BEGIN, self._may_begin)
         rpc.handle(STEPS, lambda request: request.reply(self._steps))
 
@@ -59,15 +59,12 @@ class ServerClock:
         self.look()
 
     def _may_begin(self, request: Request) -> None:
-        """Reply with the number of steps that the slowest worker has ended, once it is at least the request's number."""
+        """Reply with the steps that the slowest worker has ended, once they are at least the request's number."""
         self._waiting.append(request)
         self.look()
 
     def look(self) -> None:
-        """Report the steps of the slowest worker to `ended`, then answer the workers that may begin their steps.
-
-        Without working workers the slowest counts as infinitely far.
-        """
+        """Report the steps of the slowest worker to `ended`, then answer the workers that may begin their steps."""
         slowest = min((self._steps[rank] for rank in self._working), default=1 << 62)
         error = self._on_ended(slowest)
         if error is not None:
@@ -85,11 +82,9 @@ class WorkerClock:
     """A worker's clock: it counts the worker's steps, and waits for slower workers.
 
     The worker asks the clocks of the first server and of its backup. With a staleness of 0 it asks the clocks of all
-    servers, because each server combines the gradients that it has got once all workers have ended a step.
+    servers, because each server combines its gradients once all workers have ended a step.
 
-    Args:
-        routes: sends requests to the servers.
-        max_staleness: the number of steps that a worker may be ahead of the slowest worker; None is any number.
+    Args: max_staleness: the number of steps that a worker may be ahead of the slowest worker; None is any number.
     Attributes:
         steps: the number of steps that this worker has ended.
         combines: whether the servers combine the gradients of all workers (`max_staleness` is 0).
@@ -104,10 +99,7 @@ class WorkerClock:
         self._has_sent = False
 
     def round_to_send_in(self) -> int | None:
-        """Return the number of the step that a gradient sent now belongs to; None if servers apply gradients at once.
-
-        Servers combine the gradients of all workers that have the same number.
-        """
+        """Return the step that a gradient sent now belongs to; None if servers apply gradients at once."""
         if not self.combines:
             return None
         self._has_sent = True
@@ -129,15 +121,13 @@ class WorkerClock:
             rpc = self._routes.rpc
             raise StallError(
                 f"{rpc.name_of(rpc.rank)} has waited too long (MPISTRAT_STALL_SECONDS) to begin step "
-                f"{self.steps} with max_staleness={self._max_staleness}; steps ended so far: {self.all_steps()}. "
-                "See what the slowest worker does (py-spy dump)"
+                f"{self.steps} with max_staleness={self._max_staleness}; steps ended so far: {self.all_steps()}"
             ) from None
 
     def end(self) -> None:
         """End a step. If this worker has sent gradients to be combined in it, wait until the servers have applied them.
 
-        Raises: the error of a server that could not apply the combined step; StallError if another worker does not end
-            the step within MPISTRAT_STALL_SECONDS.
+        Raises: the error of a server that could not apply the combined step; StallError after MPISTRAT_STALL_SECONDS.
         """
         self.steps += 1
         self._notify(ENDED)

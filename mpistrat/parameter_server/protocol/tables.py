@@ -29,12 +29,10 @@ T = TypeVar("T")
 class Table:
     """An array on a server, in memory that other processes of the node can map.
 
-    Args: segments: makes the memory.
     Attributes:
-        spec: the array's shape and dtype.
-        handle: the handle by which other processes of the node map the memory.
+        handle: names the memory for the processes that map it.
         array: the array in this memory.
-        shared: the array without the bytes before it, for a message to a process that maps it.
+        shared: the array alone, without the bytes before it, for a message to a process that maps it.
         updates: the number of updates that the array has had.
     """
 
@@ -78,10 +76,7 @@ class Table:
 
 
 class MappedTable:
-    """A server's table in another process, which maps the memory and reads the array in place.
-
-    Attributes: updates: the number of updates that the array has had.
-    """
+    """A server's table, mapped into another process that reads the array in place."""
 
     def __init__(self, spec: TensorSpec, memory: np.ndarray) -> None:
         self._words = _words(memory)
@@ -105,11 +100,9 @@ class MappedTable:
         return self._undisturbed(partial(self._array.__getitem__, indices))
 
     def _undisturbed(self, read: Callable[[], T]) -> T | None:
-        """Return the result of a call of `read` that no write has disturbed, as in Linux's seqlock.
+        """Return the result of a call of `read` that no write has disturbed: the counter stays even and the same.
 
-        The write counter is even before the call, and the same after it.
-
-        Returns: None if a write lasts more than 20 ms, or disturbs each of three calls.
+        As in Linux's seqlock. Returns: None if a write lasts more than 20 ms, or writes disturb three calls.
         """
         words = self._words
         for _ in range(_ATTEMPTS):

@@ -84,7 +84,7 @@ class Channel:
                 continue
             if peer != self.rank:
                 self._watch(peer, addresses[peer].pid)
-        reached = comm.allgather({*self._pipes})  # also waits until all ranks have opened their pipes
+        reached = comm.allgather({*self._pipes})  # waits until all ranks have opened pipes
         self._mpi = MpiMessages(comm)
         reached_by_all = set.intersection(*reached)
         self._uses_mpi = len(self._pipes) < self.size or self.rank not in reached_by_all
@@ -93,7 +93,7 @@ class Channel:
     def _watch(self, peer: int, pid: int) -> None:
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError:  # before Linux 5.3; there only the launcher notices a death, and ends the job
+        except OSError:  # before Linux 5.3: only the launcher notices a death
             return
         weakref.finalize(self, os.close, pidfd).atexit = False
         self._pidfds[peer], self._watched[pidfd] = pidfd, peer
@@ -140,7 +140,7 @@ class Channel:
                 self._pipes[self.rank].put(b"")  # wakes a thread that polls already
 
     def unsent(self, to: Sequence[int]) -> list[int]:
-        """Return the living ranks of `to` that have a message from this rank still to be sent. Called by: any thread."""
+        """Return the living ranks of `to` with messages from this rank still to be sent. Called by: any thread."""
         with self._sending:
             return [rank for rank in to if rank not in self.lost and self._is_sending(rank)]
 
@@ -199,14 +199,14 @@ class Channel:
         return found, woken
 
     def _exited(self, ready: set[int]) -> list[int]:
-        """Return the ranks of this node with an ended process, each once. Args: ready: descriptors that poll returned."""
+        """Return the ranks of this node with an ended process, each once."""
         pidfds = ready & self._watched.keys()
         for pidfd in pidfds:
             self._poll.unregister(pidfd)
         return [self._watched.pop(pidfd) for pidfd in pidfds]
 
     def _flush_pipes(self, ready: set[int]) -> bool:
-        """Write waiting messages to pipes that have room again. Returns: whether a pipe has taken all of its messages."""
+        """Write waiting messages to pipes that have room again. Returns: whether a pipe has taken all its messages."""
         emptied = [fd for fd in ready & self._full.keys() if self._full[fd].flush()]
         for descriptor in emptied:
             self._poll.unregister(descriptor)

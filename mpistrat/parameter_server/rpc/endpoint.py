@@ -84,9 +84,7 @@ class RpcEndpoint:
         channel: the messages between ranks; only this endpoint may use it.
         name_of: returns the name of a rank for messages, such as "ps 0 (rank 3)".
         stall_seconds: the longest wait for a reply; 0 waits for ever.
-    Attributes:
-        describe_death: returns the text of the error about a rank that has died.
-        rank, size: this rank, and the number of ranks.
+    Attributes: describe_death: returns the text of the error about a rank that has died.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class RpcEndpoint:
         self.stall_seconds = stall_seconds
         self._registering = threading.RLock()
         self._handlers: dict[str, Callable[..., None]] = {}
-        self._early: dict[str, list[tuple[Any, ...]]] = {}  # messages that arrived before their handler was set
+        self._early: dict[str, list[tuple[Any, ...]]] = {}  # messages without a handler yet
         self._when_lost: list[Callable[[int], None]] = []
         self._tickets = itertools.count(1)
         self._open: dict[int, PendingReply] = {}
@@ -112,15 +110,15 @@ class RpcEndpoint:
     def handle(self, method: str, handler: Callable[..., None]) -> None:
         """Set the handler of a method: `handler(source, body)` for its notices, or `handler(Request)` for its requests.
 
-        This thread handles the messages that have already arrived; the thread that reads handles all later ones. A
-        handler must not wait for a reply.
+        The thread that reads calls it; for messages that have already arrived, this thread does. A handler must not
+        wait for a reply.
         """
-        with self._registering:  # messages that another thread reads meanwhile are handled after the early ones
+        with self._registering:  # messages that another thread reads now are handled later
             self._handlers[method] = handler
             _call_all(partial(handler, *early) for early in self._early.pop(method, ()))
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
-        """Have the thread that reads call `handler(rank)`, once for each rank that dies."""
+        """Have the thread that reads call `handler(rank)` once for each rank that dies."""
         self._when_lost.append(handler)
 
     def notify(self, to: int, method: str, body: Any = None) -> None:
@@ -207,7 +205,7 @@ class RpcEndpoint:
             return
         if isinstance(message, Unreadable):
             raise RuntimeError(
-                f"{self.name_of(self.rank)} cannot unpickle a message from {self.name_of(source)}: "
+                f"what {self.name_of(source)} has sent cannot be unpickled: "
                 f"{type(message.error).__name__}: {message.error}"
             ) from message.error
         kind, name, *content = message
@@ -268,8 +266,8 @@ def without_errors(outcomes: list[Any]) -> list[Any]:
 def portable_error(error: Exception) -> Exception:
     """Make a server's error fit to be sent to the rank that sent the request.
 
-    Returns: an error with the same text, of the first class in `_KNOWN_EVERYWHERE` that `error` is an instance of;
-        otherwise a RuntimeError with the server's traceback.
+    Returns: an error with the same text, of its class or a base class in `_KNOWN_EVERYWHERE`; otherwise a RuntimeError
+        with the server's traceback.
     """
     for known in _KNOWN_EVERYWHERE:
         if isinstance(error, known):

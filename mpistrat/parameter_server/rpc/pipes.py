@@ -111,7 +111,7 @@ class PipeOutbox:
         self.descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if os.fstat(self.descriptor).st_ino != address.inode:
             os.close(self.descriptor)
-            raise OSError(f"process {address.pid} is another process in this container")
+            raise OSError(f"process {address.pid} is another one here, in another container")
         weakref.finalize(self, os.close, self.descriptor).atexit = False
         self.pid, self._writer = address.pid, writer
         self._unwritten: deque[bytes] = deque()
@@ -137,7 +137,7 @@ class PipeOutbox:
                 os.write(self.descriptor, self._unwritten[0])
             except BlockingIOError:
                 return False
-            except BrokenPipeError:  # the reader has died; `Channel` notices that by the reader's pidfd
+            except BrokenPipeError:  # the reader has died; `Channel` notices that
                 self._unwritten.clear()
                 return True
             self._unwritten.popleft()

@@ -55,11 +55,7 @@ _NOTHING = SharedRegion(np.empty(0, np.uint8), RegionHandle(0, 0, 0, 0, 0, 0))
 
 
 class Segments:
-    """Makes regions of shared memory.
-
-    A region of 1 MB or more has an in-memory file of its own. Smaller regions share files, and stay until the last
-    region of the file is gone.
-    """
+    """Makes regions of shared memory. A region of 1 MB or more has a file of its own; smaller regions share files."""
 
     def __init__(self) -> None:
         self._rest = _NOTHING  # the free part of the file that small regions share
@@ -97,7 +93,7 @@ def _region_of_file(nbytes: int) -> SharedRegion:
 
 
 def _new_file() -> int:
-    """Return the descriptor of a new in-memory file; raise the soft limit of open files to the hard limit if needed.
+    """Return the descriptor of a new in-memory file, with a higher soft limit of open files if needed.
 
     Raises: OSError if the process has as many open files as its hard limit allows.
     """
@@ -143,10 +139,7 @@ class Mappings:
         self._files: dict[tuple[int, int, int], np.ndarray] = {}
 
     def at(self, handle: RegionHandle) -> np.ndarray:
-        """Return the region's bytes, as an array in shared memory; map the region's file on its first use.
-
-        Raises: OSError if the process died before this process has mapped the file.
-        """
+        """Return the region's bytes in shared memory. Raises: OSError if its process has died and it is not mapped."""
         key = handle[:3]
         memory = self._files.get(key)
         if memory is None:
@@ -154,7 +147,7 @@ class Mappings:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 if os.fstat(descriptor).st_ino != handle.inode:
-                    raise OSError(f"{path} is another file than the region's")
+                    raise OSError(f"{path} is another file here, not that of the region")
                 memory = mapped(descriptor, handle.size)
             finally:
                 os.close(descriptor)

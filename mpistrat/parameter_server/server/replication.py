@@ -126,7 +126,7 @@ class Backup:
         forwarded = self._forwarded[0]
         assert forwarded.number == number, (forwarded.number, number)
         if bool(why_not) != forwarded.failed:
-            self._rpc.notify(self._rank, ABANDON)  # before a client gets an answer for a change that the backup lacks
+            self._rpc.notify(self._rank, ABANDON)  # before clients get answers
             names = ", ".join(map(repr, self._names.values()))
             tell(
                 f"{self._rpc.name_of(self._rpc.rank)} has no replica any more of {names}, because "
@@ -154,7 +154,7 @@ class BackupCopies:
 
     Args:
         store: this server's own arrays; it gets the copies when the primary has died.
-        lock: remembers the pushes that the primary has made, for clients that ask this server after the primary's death.
+        lock: remembers the pushes that the primary has made, for clients that ask this server after its death.
         taken_over: a function to call when `store` has got the copies.
     Attributes:
         copies: a separate store with the copies.
@@ -173,7 +173,7 @@ class BackupCopies:
         self._rpc, self._store = rpc, store
         self._lock, self._taken_over = lock, taken_over
         self.copies = store.sibling()
-        self._is_over = False  # whether this server has taken over and refuses the primary's changes
+        self._is_over = False  # whether this server has taken over
         self.primary: int | None = None
         self.names: dict[int, str] = {}
         self.given_up: dict[int, str] = {}

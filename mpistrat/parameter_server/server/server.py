@@ -24,11 +24,7 @@ from mpistrat.parameter_server.server.store import ServerOptimizers, Store
 class Rounds:
     """Ends rounds: when all workers have ended a step, it applies their combined gradients here and on the backup.
 
-    Args:
-        workers: the workers' ranks.
-        optimizers: the optimizers of this server's arrays, with the gradients of open rounds.
-        lock: the lock that notices of ended and failed steps pass.
-        backup: forwards the ends of rounds to the backup.
+    Args: workers: the workers' ranks.
     """
 
     def __init__(
@@ -46,16 +42,13 @@ class Rounds:
         rpc.handle(messages.FAILED, partial(self._enter, self._drop_gradients))
 
     def leave(self, rank: int, died: bool) -> None:
-        """Stop waiting for the steps of a rank that has left. If it `died`, drop the gradients of its unfinished step."""
+        """Stop waiting for the steps of a rank that has left. If it `died`, drop its unfinished step's gradients."""
         if died:
             self._drop_gradients(rank, self._clock.steps_of(rank))
         self._clock.leave(rank)
 
     def take_over(self) -> None:
-        """End the rounds of arrays that this server has just taken over, according to its own clock of the workers.
-
-        The gradients of dead workers' unfinished steps are dropped. Called by: `BackupCopies`.
-        """
+        """End rounds of arrays that this server has just taken over; drop the gradients of dead workers' last steps."""
         for rank in self._rpc.channel.lost:
             self._optimizers.forget(rank, self._clock.steps_of(rank))
         self._clock.look()
@@ -74,7 +67,7 @@ class Rounds:
         """End the rounds with numbers below `before`, on this server and on its backup.
 
         Called by: the clock, with the number of steps that the slowest worker has ended.
-        Returns: the first error of an array's step, with a text that names the array; None if all steps succeeded.
+        Returns: the first error of an array's step; None if all steps succeeded.
         """
         rounds = self._optimizers.pending_rounds(before)
         if not rounds:
@@ -147,7 +140,6 @@ class ParameterServer:
     """A parameter server: handles the requests of clients, in the thread that calls `serve`.
 
     Args:
-        rpc: sends and receives messages.
         clients: the ranks that use the server. `serve` returns when all of them have left or died.
         workers: the clients that count steps.
         creator: the rank that makes arrays and announces checkpoints.

@@ -23,8 +23,8 @@ from mpistrat.pytorch.gradients.values import as_sparse
 
 State = dict[str, Any]  # by name: NumPy arrays, also arrays without dimensions, and Python numbers
 
-# The server chooses how to compute a step, because a worker's choice of `fused` and `capturable` may be for a GPU. Fused
-# on the CPU is one pass over memory: Adam takes a ninth of the time.
+# The server chooses how to compute a step: a worker's choice of `fused` and `capturable` may be for a GPU. Fused on the
+# CPU is one pass over memory: Adam takes a ninth of the time.
 _HOW = {"foreach": False, "fused": True, "capturable": False, "differentiable": False}
 # In torch 2.13 fused SGD on the CPU leaves bfloat16 and float16 unchanged (pytorch issue 191763).
 _FUSED = (torch.float32, torch.float64)
@@ -97,8 +97,7 @@ class ServerOptimizer:
     Args:
         array: the array, in the server's memory; it must be C-contiguous and writable.
         shard: whether `array` is one part of a split variable.
-    Raises: ValueError if the array is not C-contiguous; TypeError for a shard if the optimizer does not update each
-        element by itself.
+    Raises: ValueError for another array; TypeError for a shard if the optimizer does not update element by element.
     """
 
     def __init__(
@@ -144,8 +143,8 @@ class ServerOptimizer:
     def check(self, gradient: Array | IndexedSlices) -> None:
         """Check a gradient without using it.
 
-        Raises: TypeError for another dtype, or for rows if the optimizer cannot step rows, or for a whole gradient with
-            SparseAdam; ValueError for another shape; IndexError for a row that the array does not have.
+        Raises: TypeError for another dtype, or a kind (rows or whole) that the optimizer cannot use; ValueError for
+            another shape; IndexError for a row that does not exist.
         """
         if isinstance(gradient, IndexedSlices):
             self._check_rows(gradient)

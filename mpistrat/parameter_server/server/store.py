@@ -30,8 +30,7 @@ class ServerOptimizers:
 
     Attributes:
         by_key: the optimizers, by (optimizer number, array key).
-        pending: the workers' gradients of open rounds: by round number, then by (optimizer number, array key, count).
-            The count is the number of earlier steps that a worker took in the round with the optimizer.
+        pending: the workers' gradients: by round, then by (optimizer number, array key, earlier steps in the round).
     """
 
     def __init__(self) -> None:
@@ -44,13 +43,11 @@ class ServerOptimizers:
         """Step an array's optimizer with a worker's gradient, or keep a copy of the gradient until its round ends.
 
         Args:
-            key: the array's number.
-            table: the array.
             step: the optimizer's number, hyperparameters and round; without a round the step happens now.
             gradient: an array or `IndexedSlices`, in memory that may change later.
             worker: the worker's rank.
-        Raises: ValueError, TypeError or IndexError if the gradient does not fit the array; TypeError if another worker
-            of the round has sent rows and this worker a whole array, or the reverse.
+        Raises: ValueError, TypeError or IndexError if the gradient does not fit the array; TypeError if one worker of
+            the round sends rows and another a whole array.
         """
         optimizer = self.of(step.optimizer, key)
         if step.round is None:
@@ -59,7 +56,7 @@ class ServerOptimizers:
             return
         optimizer.check(gradient)  # now, so that this worker gets the error
         of_round = self.pending.setdefault(step.round, {})
-        for time in itertools.count():  # a worker may step an optimizer several times in one step of the strategy
+        for time in itertools.count():  # a worker may step several times in a round
             pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, {}, {}))
             if worker not in pending.gradients:
                 _check_alike(gradient, pending)
@@ -77,8 +74,7 @@ class ServerOptimizers:
         """Apply the combined gradients of all rounds with numbers below `before`: all workers have ended these rounds.
 
         Args: who_ended: returns the number of workers that took part in a round.
-        Returns: for each step that failed, the array's name and the error; [] if all succeeded. The other arrays have
-            stepped.
+        Returns: for each step that failed, the array's name and the error. The other arrays have stepped.
         """
         failed = []
         for number in self.pending_rounds(before):
@@ -93,10 +89,7 @@ class ServerOptimizers:
         return failed
 
     def forget(self, worker: int, ended: int) -> None:
-        """Drop a worker's gradients of rounds from number `ended` on.
-
-        The worker has died or failed after `ended` steps, so some gradients of its last step may be missing.
-        """
+        """Drop a worker's gradients of rounds from number `ended` on: the worker has died or failed in that step."""
         for number, of_round in self.pending.items():
             if number >= ended:
                 for pending in of_round.values():
@@ -105,7 +98,7 @@ class ServerOptimizers:
                 self.pending[number] = left
 
     def adopt(self, other: ServerOptimizers) -> None:
-        """Add all optimizers and gradients of `other`. The optimizers of `other` step other arrays than these."""
+        """Add all optimizers and gradients of `other`, which are for other arrays."""
         self.by_key.update(other.by_key)
         for number, of_round in other.pending.items():
             self.pending.setdefault(number, {}).update(of_round)
@@ -146,10 +139,9 @@ def _copied(gradient: Any) -> Any:
 
 
 def _combined(pending: _Pending, workers: int) -> Any:
-    """Add the gradients of a step in the order of the workers' ranks, so that the result has the same bits each time.
+    """Add or average the gradients of a step, in the order of ranks, so that the result has the same bits each time.
 
-    Args: workers: the number of workers that took part in the round; a mean is the sum divided by it.
-    Returns: an array, or `IndexedSlices` if the gradients are of rows.
+    Args: workers: the number of workers that took part in the round; the mean is the sum divided by it.
     """
     gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
     if isinstance(gradients[0], IndexedSlices):
@@ -170,13 +162,11 @@ SMALL_VALUE = 1 << 12
 class Store:
     """The arrays of a server, and the operations on them. Called by: the thread that serves.
 
-    Args:
-        find_elsewhere: the store calls it with the key of an array that it lacks; it may add the array to the store.
+    Args: find_elsewhere: the store calls it with the key of an array that it lacks; it may add the array.
     Attributes:
-        by_key: the arrays, by key.
-        optimizers: the optimizers of these arrays.
+        by_key: the arrays.
         idempotency: the outcomes of numbered updates.
-        mappings: the mapped memory of the processes that send operands.
+        mappings: the mapped memory of processes that send operands.
     """
 
     def __init__(self, find_elsewhere: Callable[[int], None] = lambda key: None) -> None:
@@ -223,9 +213,7 @@ class Store:
     def update(self, client: int, updates: messages.Updates) -> list[messages.InlineTensor | None]:
         """Make a client's updates in order, except numbered updates that were made before.
 
-        Args: client: the client's rank.
-        Returns: for each update, the array's value after it; None for an array of more than 4 KB and for an optimizer's
-            step.
+        Returns: for each update, the array's value after it; None above 4 KB, and for an optimizer's step.
         Raises: the first error, after all updates have been tried.
         """
         self.idempotency.settle(session_of(client), updates.settled)
@@ -262,10 +250,9 @@ class Store:
         """Make an optimizer for arrays, except for arrays that have it.
 
         Args:
-            optimizer: the optimizer's number.
             packed: the pickled `OptimizerDefinition`.
             arrays: the key of each array, and whether the array is one part of a split variable.
-        Raises: NotFoundError if the store lacks an array; TypeError if the optimizer cannot step one part of a variable.
+        Raises: NotFoundError if the store lacks an array; TypeError if the optimizer cannot step a part.
         """
         from mpistrat.parameter_server.server.server_optimizers import ServerOptimizer
 

@@ -235,8 +235,8 @@ class ParameterServerStrategy(Strategy):
     def _warn_on_chief(self, method: str) -> None:
         if self._extended.cluster is not None:
             warnings.warn(
-                f"{method} works on the chief here, and on no worker: call it in a function that "
-                "ClusterCoordinator.schedule is given",
+                f"{method} works on the chief here, and on no worker: call it in a function that you pass to "
+                "ClusterCoordinator.schedule",
                 RuntimeWarning,
                 stacklevel=3,
             )
