@@ -279,7 +279,7 @@ class LossPolicy:
         tell(self._who_goes_on(rank, others), "ERROR")
 
     def _concerns_server(self, rank: int) -> bool:
-        """Whether a death matters to this rank. A server ignores ranks that have left, and all once it has no clients."""
+        """Whether a death matters to this rank: a server ignores ranks that have left, and all without clients."""
         if self._job.server is None:
             return True
         clients = self._job.server.clients

@@ -61,7 +61,7 @@ class RemoteModules(StrategyModules):
         return "sum" if workers == 1 else self.parts.rule.decided(f"step() over {workers} workers")
 
     def before_run(self) -> None:
-        """Place new parameters and buffers on the servers, send written tensors if this rank owns them, and pull all."""
+        """Place new tensors on the servers, send written tensors if this rank owns them, and pull all tensors."""
         self.mirror_new()
         self.tensors.begin_run(self.registry)
 

@@ -58,7 +58,7 @@ class RemoteTensor:
         return list(zip(self.addresses, tensor.split(self.rows), strict=True))
 
     def changes(self, method: str | GradientMethod, operand: torch.Tensor) -> list[Change]:
-        """Return a change for each part: `method` ("assign" or an optimizer's step) with the part's rows of `operand`."""
+        """Return a change for each part: `method`, "assign" or an optimizer's step, by its rows of `operand`."""
         return [Change(address, method, piece) for address, piece in self.pieces(operand)]
 
     def by_part(self, indices: torch.Tensor) -> list[tuple[Address, int, slice]]:
