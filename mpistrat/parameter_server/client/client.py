@@ -26,7 +26,6 @@ class Change(NamedTuple):
     """An update of one array on a server.
 
     Attributes:
-        address: the array.
         method: a variable's method such as "assign_add", or an optimizer's step.
         operand: an array or `IndexedSlices` that fits the array; for an optimizer's step, the gradient.
     """
@@ -39,8 +38,7 @@ class Change(NamedTuple):
 class Client:
     """Reads and changes arrays on servers. Called by: any thread.
 
-    A client maps the arrays of servers on its node into its memory, and reads them in place. The servers make all
-    changes, one after the other.
+    A client maps the arrays of servers on its node, and reads them in place. The servers make all changes, in turn.
 
     Args:
         servers: the servers' ranks, in task order.
@@ -49,7 +47,7 @@ class Client:
         routes: knows the living server for each array.
         numbers: numbers this client's updates.
         used: addresses of the arrays that this rank has used, by key.
-        bytes_pulled, bytes_pushed: bytes of arrays that this rank has read from and sent to servers.
+        bytes_pulled, bytes_pushed: bytes of arrays read from and sent to servers.
     """
 
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
@@ -104,7 +102,7 @@ class Client:
         return out
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
-        """Copy several arrays at the same time, each into an array of the same shape and dtype, on any device."""
+        """Copy arrays at the same time, each into an array of its shape and dtype, on any device."""
         calls: list[tuple[Array, messages.TensorSpec, SharedRegion | None, FailoverRequest]] = []
         for address, out in wanted:
             spec = address.spec
@@ -219,9 +217,9 @@ class Client:
         self.rpc.notify_all(copies, messages.PUBLISH, (name, value))
 
     def await_published(self, name: Any) -> Any:
-        """Wait until the rank that makes variables has published a value under this name, and return the value.
+        """Wait until the rank that makes variables has published this name, and return the value.
 
-        Raises: UnavailableError if that rank leaves the servers, or dies, before it publishes the name.
+        Raises: UnavailableError if that rank leaves or dies before.
         """
         return self.routes.call(self.routes.servers[0], messages.PUBLISHED, name).wait(
             limited=False
@@ -244,7 +242,7 @@ class MemoryWithServers:
         routes.rpc.on_lost(self._forget)
 
     def buffers_for(self, server: int) -> Buffers | None:
-        """Return this process's buffers if the server can map them; None if it is on another node."""
+        """Return this process's buffers; None if the server cannot map them."""
         return self.buffers if self._channel.shares_memory_with(server) else None
 
     def table(self, address: Address) -> MappedTable | None:

@@ -1,4 +1,4 @@
-"""How a rank makes optimizers on servers, and reads and changes the optimizers' state."""
+"""How a rank uses optimizers on servers, and their state."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 class OptimizersOnServers:
-    """Makes optimizers on servers, and reads and changes their state.
-
-    An optimizer has a number, which is equal on all workers.
-
-    Args: routes: sends requests to the servers.
-    """
+    """Makes optimizers on servers, and reads and changes their state. Optimizers have numbers, equal on all workers."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
@@ -38,7 +33,7 @@ class OptimizersOnServers:
             optimizer: the optimizer's number.
             definition: the optimizer's class and arguments.
             arrays: the address of each array, and whether the array is one part of a split variable.
-        Raises: TypeError if the definition cannot be pickled, or the optimizer cannot step one part of a variable.
+        Raises: TypeError if the definition cannot be pickled, or the optimizer cannot step a part.
         """
         import cloudpickle  # here, because it makes importing mpistrat slower
 

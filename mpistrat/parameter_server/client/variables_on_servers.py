@@ -73,7 +73,7 @@ class RemoteVariable(Variable):
     def sparse_read(self, indices: Any) -> Array:
         """Read only the rows at `indices`, integers of shape [n], and return them in the order of `indices`.
 
-        Raises: ValueError if the variable has no dimensions, or `indices` are not integers of shape [n].
+        Raises: ValueError for other indices, or a variable without dimensions.
         """
         check_strategy(self)
         rows = arrays.to_numpy(arrays.as_array(arrays.detach_read(indices)))
@@ -98,7 +98,7 @@ class RemoteVariable(Variable):
     def change(self, method: str, operand: Any) -> Change:
         """Return the update of this variable's array, for `Client.change`.
 
-        The operand is checked on this rank, so that the server gets none that does not fit.
+        The operand is checked here, so that the server gets none that does not fit.
         """
         like = self.address.spec.empty()
         fits = fitting_operand(method, like, operand, self.name)
@@ -284,7 +284,7 @@ class VariablesOnServers(VariableStore):
         return self._colocated[part % len(self._colocated)], next(self._keys)
 
     def _publish_failure(self, server: int, key: int, name: str, error: BaseException) -> None:
-        """Send the error to the ranks that wait for this array, if this rank is the one that makes arrays."""
+        """If this rank makes arrays, send the error to the ranks that wait for this array."""
         if self.owns_initial_values:
             who = f"{self._job.name_of(self._job.rpc.rank)} has not made variable {name!r}"
             self._job.client.cannot_create(server, key, attributed_error(error, who))

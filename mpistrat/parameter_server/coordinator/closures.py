@@ -1,4 +1,4 @@
-"""The queue of closures that wait for workers, and the effect of a closure's error on the others."""
+"""The queue of closures that wait for workers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ class Closure:
     """A function and its arguments, for any worker to execute.
 
     Attributes:
-        name: the function's name.
         payload: the function, its positional and its keyword arguments, pickled.
         resources: the resources that the worker needs for it.
         result: gets the function's result or error.
-        internal: True for the coordinator's own closures: they go first, and only their caller gets their errors.
+        internal: whether it is the coordinator's own: it goes first, and only its caller gets its error.
         repeated: whether a worker that has died may have begun the closure; its messages may still arrive.
-        id: the closure's number, from 1; the queue sets it. Servers make each update of a closure once for its id, even
-            if several workers begin the closure.
+        id: a number from 1, set by the queue. Servers make each update of a closure once, even if several workers begin
+            the closure.
     """
 
     name: str
@@ -65,7 +64,7 @@ class ClosureQueue:
         most: the number of closures that may wait.
         most_bytes: the bytes of unfinished closures from which on `put` waits.
     Attributes:
-        changed: the condition that the queue notifies when closures have ended.
+        changed: notified when closures have ended.
         under_way: the closures that were taken and have not ended; other code only reads it.
     """
 

@@ -43,7 +43,7 @@ class UnbuiltDataset(Iterable[Any]):
 class ClusterCoordinator:
     """Schedules functions on the workers, while the chief continues. Each strategy has one coordinator.
 
-    A second construction with the same strategy returns the same object.
+    A second call with the same strategy returns the same object.
 
     Called by: the chief.
     Args: strategy: a ParameterServerStrategy.
@@ -54,9 +54,9 @@ class ClusterCoordinator:
         coordinator = ms.coordinator.ClusterCoordinator(strategy)
         iterator = iter(coordinator.create_per_worker_dataset(make_loader))
         losses = [coordinator.schedule(step, args=(iterator,)) for _ in range(100)]
-        while not coordinator.done():  # or coordinator.join()
-            time.sleep(1)
-        print(coordinator.fetch(losses[-1]))
+        coordinator.done()  # False while workers execute steps
+        coordinator.join()
+        coordinator.fetch(losses[-1])  # the last loss as a NumPy array
     """
 
     def __new__(cls, strategy: Strategy) -> ClusterCoordinator:
@@ -115,19 +115,12 @@ class ClusterCoordinator:
         """Wait until all scheduled functions have ended. Then the chief's torch modules have the servers' values.
 
         Raises: the first error of a function, once, after the other functions have ended or been cancelled.
-
-        Example, on several ranks::
-
-            coordinator.schedule(step)
-            coordinator.join()
         """
         self._queue.wait()
         self._cluster.joined()
 
     def done(self) -> bool:
         """Whether all scheduled functions have ended; then the chief's torch modules have the servers' values.
-
-        Does not wait for running functions.
 
         Raises: the first error of a function, once, after the other functions have ended or been cancelled.
         """

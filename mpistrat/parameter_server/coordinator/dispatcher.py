@@ -32,9 +32,8 @@ class Cluster:
 
     Attributes:
         workers: the workers' ranks, by worker index.
-        over: a function to call with ids of closures that no worker will execute again, and the id before which all
-            closures have ended.
-        joined: a function to call when all closures have ended without an error.
+        over: called with ids of closures that no worker will execute again, and the id before which all have ended.
+        joined: called when all closures have ended without an error.
         is_needed: returns whether a dead rank had the last copy of variables, so that no closure can be executed.
         coordinator: the only `ClusterCoordinator` of the strategy; None before it is made.
     """
@@ -82,7 +81,7 @@ class Dispatcher:
     def hand_out(self) -> None:
         """Send waiting closures to workers that have room for more, the least busy worker first.
 
-        Called by: the thread that has put a closure into the queue, ended a pause, or received a worker's message.
+        Called by: threads that have changed the queue or a worker's closures.
         """
         with self._lock:
             for worker in sorted(self._workers.values(), key=lambda worker: len(worker.in_hand)):
@@ -202,7 +201,6 @@ class _LivingWorker:
     """A living worker, as the chief sees it.
 
     Attributes:
-        index, rank: the worker's index from 0, and its rank.
         in_hand: the closures that the worker has got and not ended, by id, in order.
         ahead: the number of closures that the worker may have in hand.
         known: the ids of the resources that the worker has.

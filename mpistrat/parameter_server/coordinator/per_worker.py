@@ -27,7 +27,7 @@ class _Key(NamedTuple):
 
 
 class Resource:
-    """A resource, on the chief. Workers forget their parts when the chief drops its last reference.
+    """A resource, on the chief. Workers forget their parts when the chief drops it.
 
     Args: packed: the pickled functions that make the parts: one for all workers, or one for each worker.
     Attributes:

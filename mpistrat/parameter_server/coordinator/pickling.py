@@ -56,7 +56,7 @@ def loads(data: bytes, resolve: Callable[[Any], Any]) -> Any:
     return Unpickler(data, resolve).load()
 
 
-# Types that are always pickled by value. Pickle does not ask `reducer_override` about numbers, strings and collections.
+# Types that are always pickled by value, as are numbers, strings and collections.
 _COPIED = frozenset(
     {
         type,

@@ -44,9 +44,8 @@ class Worker:
     Args:
         chief: the chief's rank.
         index: this worker's index, from 0.
-        in_closure: returns, for a closure's id, the context to execute the closure in. Servers make the updates inside
-            it once, and its exit waits for them. The context yields a function to call between unpickling the closure
-            and executing it.
+        in_closure: returns the context to execute a closure (by id) in. Servers make the updates in it once, and its
+            exit waits for them. It yields a function to call between unpickling the closure and executing it.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Worker:
     def serve(self, until: Callable[[], bool]) -> None:
         """Receive and execute closures until `until()` is true; check it after each message.
 
-        Closures that have not begun by then are not executed. Called by: the worker's main thread.
+        Closures that have not begun by then are not executed.
         """
         watch = threading.Thread(target=self._keep_returning, name="mpistrat closures", daemon=True)
         watch.start()

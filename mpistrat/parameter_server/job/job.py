@@ -1,6 +1,6 @@
 """A job with servers, as one of its ranks sees it.
 
-This file imports mpi4py, and is itself imported on first use, so `import mpistrat` starts no MPI.
+This file imports mpi4py, and is imported on first use: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ END = "end"
 _HERE, _BEGIN = "here", "begin"
 # A notice: the path of the job's last checkpoint.
 _CHECKPOINT = "checkpoint"
-# One rank says why the job ends, and ends it. The other ranks would say the same, and first wait this time.
+# One rank says why the job ends, and ends it. Other ranks, which would say the same, wait this time.
 _SECONDS_FOR_THE_FIRST = 5.0
 _SECONDS_FOR_THE_OTHERS = 10.0  # the chief's longest wait at its end for the other ranks to leave
 _SECONDS_TO_SEND = 60.0  # the longest wait at a rank's end for other ranks to read its messages

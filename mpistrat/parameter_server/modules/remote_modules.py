@@ -1,8 +1,8 @@
 """Torch modules that have their parameters and buffers on servers, on a rank that makes the modules itself.
 
 A run begins by pulling the servers' values. An optimizer's step sends the gradients to the servers (`remote_steps`).
-When a run ends, the rank sends the amounts that the run has added to buffers, such as batch norm's statistics, and the
-servers add them, as in TensorFlow.
+When a run ends, the servers add the amounts that it has added to buffers, such as batch norm's statistics, as in
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RemoteModules(StrategyModules):
     Their parameters and buffers are on the servers, and equal on all replicas of this rank.
 
     Args:
-        place: given a name and a tensor, makes or finds the tensor's arrays on the servers and returns their addresses.
-            Every worker must call it in the same order. The first values come from the rank with `owns=True`.
+        place: makes or finds the arrays of a tensor (by name) on the servers and returns their addresses; every worker
+            calls it in the same order. The first values come from the rank with `owns=True`.
         owns: whether the servers take the values that this rank writes outside optimizers' steps.
         clock: this worker's clock; None on a chief.
     Attributes:

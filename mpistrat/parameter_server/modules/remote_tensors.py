@@ -1,7 +1,4 @@
-"""Torch parameters and buffers on servers: their addresses, and how ranks send and pull their values.
-
-Two ranks that have the same tensor name it by a key, which contains its place on the servers.
-"""
+"""Torch parameters and buffers on servers: their addresses, and how ranks send and pull their values."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ SCHEDULER = "scheduler"  # the key of each learning-rate scheduler
 class WorkerModules(StrategyModules):
     """The chief's torch modules in the function that this worker executes.
 
-    A module that the function itself makes is not on servers. This class also resolves the keys of tensors, as
-    `coordinator.pickling.References` describes.
+    A module that the function itself makes is not on servers. Also resolves tensors' keys (`pickling.References`).
     """
 
     def __init__(self, parts: ModuleParts, client: Client) -> None:
@@ -174,7 +173,7 @@ class _Scheduler:
 
 
 class ChiefReferences:
-    """Pickles the chief's torch objects for scheduled functions, as `coordinator.pickling.References` describes.
+    """Pickles the chief's torch objects for scheduled functions (`coordinator.pickling.References`).
 
     When a function needs a tensor that the chief has written in place (by `load_state_dict`, not by `.data`), the chief
     first sends the tensor to the servers.
@@ -218,7 +217,7 @@ class ChiefReferences:
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
         """Return the reduction of a recorded module, or of an optimizer with remote parameters; None for other values.
 
-        The reduction has the worker call `arrive`, and so take note of the module or optimizer.
+        It has the worker call `arrive`.
         """
         number = None
         if isinstance(value, torch.nn.Module):

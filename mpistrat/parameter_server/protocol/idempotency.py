@@ -18,10 +18,7 @@ from mpistrat.parameter_server.rpc.endpoint import outcome_of
 
 
 def session_of(client: int) -> int:
-    """Return the number, below 0, of a client's session: of all its updates outside closures.
-
-    Args: client: the client's rank.
-    """
+    """Return the number, below 0, of the session of a client (by rank): of its updates outside closures."""
     return -1 - client
 
 
@@ -86,10 +83,7 @@ class UpdateNumbers:
 
 
 class IdempotencyCache:
-    """Remembers the outcomes of numbered updates on a server: the values that they returned, or their errors.
-
-    Its length is the number of outcomes.
-    """
+    """Remembers the outcomes of numbered updates on a server: values or errors."""
 
     def __init__(self) -> None:
         # By closure or session, then by array and number.

@@ -1,4 +1,4 @@
-"""The protocol between clients and servers: the methods of their requests and notices, and the bodies of the messages.
+"""The protocol between clients and servers: the methods and the bodies of their messages.
 
 A message contains small arrays itself, and refers to large arrays in memory that both sides map.
 """
@@ -15,9 +15,9 @@ from mpistrat.arrays import Array
 from mpistrat.communicators.host_views import view_of
 from mpistrat.parameter_server.rpc import segments
 
-# Requests that read arrays or optimizer state.
+# Requests that read.
 FIND, PULL, ROWS, OPTIMIZER_STATE = "find", "pull", "rows", "optimizer state"
-# Requests that change arrays or optimizers.
+# Requests that change something.
 CREATE, UPDATE = "create", "update"
 MAKE_OPTIMIZER, LOAD_OPTIMIZER_STATE = "make optimizer", "load optimizer state"
 # Two notices of the rank that makes arrays, and the request of the ranks that wait for a published value.
@@ -60,7 +60,7 @@ class NewArray(NamedTuple):
 
     Attributes:
         key: the array's number.
-        server: the rank of the server that makes the array. If that server has died, its backup makes the array.
+        server: the rank of the server that makes the array; if it has died, its backup does.
     """
 
     key: int
@@ -75,7 +75,6 @@ class GradientMethod(NamedTuple):
 
     Attributes:
         optimizer: the optimizer's number, equal on all workers.
-        hyperparameters: the current hyperparameters of the worker's param group.
         round: the number of the worker's step, if the server combines the gradients of all workers' steps of that
             number; None if the server applies the gradient at once.
         mean: whether the server divides the combined gradient by the number of workers that ended the step, so that a

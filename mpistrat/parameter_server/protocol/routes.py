@@ -91,7 +91,7 @@ class Routes:
 
 
 class FailoverRequest:
-    """A request that goes to the server's backup when the server has died. Clients may repeat every request."""
+    """A request that goes to the backup when the server has died. Clients may repeat every request."""
 
     def __init__(self, routes: Routes, server: int, method: str, body: Any, to: int) -> None:
         self._routes, self._server = routes, server

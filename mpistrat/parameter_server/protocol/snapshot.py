@@ -1,8 +1,7 @@
 """Consistent snapshot: a client reads all servers as they are at one time.
 
-The client pauses changes on every server, one after the other. Some servers may then have made their part of a push
-that other servers have not made. The client lets the missing parts pass the locks of these servers. So the client reads
-each push on all of its servers, or on none.
+The client pauses changes on every server, in turn. Some servers may then have made a push that other servers have not:
+the client lets the missing parts pass the locks. So it reads each push on all of its servers, or on none.
 """
 
 from __future__ import annotations
@@ -162,11 +161,10 @@ def not_yet_everywhere(
     passed: Mapping[int, Mapping[_Which, Sequence[Push]]],
     holder: Callable[[int], int],
 ) -> dict[int, set[_PartOfPush]]:
-    """Return, for each server, the parts of pushes that it still has to make, because another server made its part.
+    """Return, by server, the parts of pushes that it still has to make, because another server has made its part.
 
     Args:
-        passed: for each server, its last pushes by client and part. The numbers of a client's pushes may be out of
-            order, because several threads send.
+        passed: each server's last pushes, by client and part. Their numbers may be out of order: several threads send.
         holder: returns the living server that stands in for a server.
     """
     missing: dict[int, set[_PartOfPush]] = {server: set() for server in passed}
@@ -182,6 +180,6 @@ def not_yet_everywhere(
 
 
 def _knows(passed: Sequence[Push], number: int) -> bool:
-    """Whether a server has made the push `number`, or may have forgotten it: it remembers 16 per client and part."""
+    """Whether a server has made the push `number`, or has forgotten it: it remembers 16 per client and part."""
     known = [push.number for push in passed]
     return number in known or (len(known) == REMEMBERED and number < min(known))

@@ -1,4 +1,4 @@
-"""Clocks: they count the steps of each worker, and limit how far a worker may be ahead of the slowest worker.
+"""Clocks: they count the steps of workers, and limit how far a worker may be ahead of the slowest.
 
 Stale synchronous parallel, as in Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
 Server", NIPS 2013. With a staleness of k, a worker may begin step c when all other workers have ended step c - k - 1.
@@ -155,7 +155,7 @@ class WorkerClock:
 
 
 def _all_of(calls: Sequence[FailoverRequest]) -> list[int]:
-    """Wait for the replies of several servers, and return them in order.
+    """Wait for the replies of several servers.
 
     Raises: StallError or UnavailableError at once; the first other error after all replies have arrived.
     """

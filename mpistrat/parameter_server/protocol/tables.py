@@ -66,7 +66,7 @@ class Table:
             words[_TURN] += 1
 
     def update(self, method: str, operand: Any) -> None:
-        """Update the array by a variable's method such as "assign_add", with an operand that fits the array."""
+        """Update the array by a variable's method such as "assign_add", with an operand that fits."""
         with self.writing() as array:
             update_in_place(method, array, operand)
 

@@ -43,8 +43,7 @@ def read_message(data: bytes | bytearray, buffers: Sequence[Any] = ()) -> Any:
 class Channel:
     """Messages between the ranks of `comm`. Collective: all ranks construct it together.
 
-    A rank that waits sleeps in the kernel if pipes reach all ranks. Otherwise it asks MPI again and again, with pauses
-    of up to a millisecond.
+    A rank that waits sleeps in the kernel if pipes reach all ranks; otherwise it asks MPI at least every millisecond.
 
     Args:
         comm: a communicator that only this channel uses.

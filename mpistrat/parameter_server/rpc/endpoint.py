@@ -28,7 +28,6 @@ class Request(NamedTuple):
     Attributes:
         source: the rank that has sent the request.
         ticket: the request's number on that rank.
-        body: the argument that the rank has sent.
     """
 
     channel: Channel
@@ -37,7 +36,7 @@ class Request(NamedTuple):
     body: Any
 
     def reply(self, outcome: Any = None) -> None:
-        """Send the reply: a value, or an exception that the other rank raises. It must be possible to pickle both."""
+        """Send the reply: a value, or an exception for the other rank to raise; both are pickled."""
         self.channel.send(self.source, (_REPLY, self.ticket, outcome))
 
 
@@ -46,7 +45,6 @@ class PendingReply:
 
     Attributes:
         to: the rank that gets the request.
-        method: the request's method.
         come: whether the reply has arrived.
     """
 
@@ -277,7 +275,7 @@ def portable_error(error: Exception) -> Exception:
 
 
 def attributed_error(error: BaseException, who: str) -> Exception:
-    """Make a copy of a rank's error for the ranks that wait for that rank's work.
+    """Copy a rank's error for the ranks that wait for its work.
 
     Args: who: the rank and the failed work, such as "worker 0 (rank 0) has not restored".
     Returns: an error of the same class, if the class is built in or in `mpistrat.errors` and can be made from a text;

@@ -1,6 +1,6 @@
 """Messages through MPI, between processes of different nodes. MPI makes progress only while a thread calls it.
 
-This file imports mpi4py at its top, and is itself imported on first use, so `import mpistrat` starts no MPI.
+This file imports mpi4py, and is imported on first use: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from typing import NamedTuple
 
-# Before each piece: its writer's rank, the number of bytes that follow, and whether the piece is the message's last.
+# Before each piece: the writer's rank, the bytes that follow, and whether the piece is the message's last.
 _HEADER = struct.Struct("=IHH")
 _PIECE = select.PIPE_BUF - _HEADER.size
 # Bytes in a pipe: the kernel's limit for a user. The pipe keeps its default of 64 KB if the user has many pipes.
@@ -97,12 +97,8 @@ class PipeInbox:
 class PipeOutbox:
     """Writes messages to another process's pipe. Called by: one thread at a time.
 
-    Args:
-        address: the pipe.
-        writer: this process's rank.
-    Attributes:
-        pid: the reader's process id.
-        descriptor: the writing end.
+    Args: writer: this process's rank.
+    Attributes: pid: the reader's process id.
     Raises: OSError if this process cannot open the pipe.
     """
 

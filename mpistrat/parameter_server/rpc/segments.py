@@ -1,4 +1,4 @@
-"""Shared memory: regions of a process's memory that the other processes of its node map, read and write in place."""
+"""Regions of a process's memory that the other processes of its node map, read and write in place."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Segments:
     def make(self, nbytes: int) -> SharedRegion:
         """Return a new region of `nbytes` zeros.
 
-        Raises: OSError or MemoryError if the system gives no file or no memory.
+        Raises: OSError, MemoryError: there is no file or no memory.
         """
         if nbytes >= _SLAB // 4:
             return _region_of_file(nbytes)

@@ -1,4 +1,4 @@
-"""Primary-backup replication: each server has another server as its backup, which takes over its arrays after a death.
+"""Primary-backup replication: a server's backup, another server, takes over its arrays after its death.
 
 The primary forwards all changes of its arrays to the backup, in the order in which it makes them, and answers a client
 when the backup has made the change, too. When the primary dies, clients send its unanswered requests again, to the
@@ -48,7 +48,7 @@ class Forwarded:
 
 
 class Backup:
-    """The primary's side of replication: forwards changes to the backup, and calls functions when it has made them.
+    """The primary's side of replication: forwards changes to the backup.
 
     Args: rank: the backup's rank; None for a server without a backup.
     """
@@ -208,7 +208,7 @@ class BackupCopies:
     def _take_over(self) -> None:
         """Move the copies to this server's own store.
 
-        Changes of the primary that arrive later are refused: the clients send their requests again, to this server.
+        Later changes of the primary are refused: the clients send their requests again, to this server.
         """
         self._is_over = True
         self._store.adopt(self.copies)

@@ -146,7 +146,6 @@ class ParameterServer:
         backup: the rank of the server's backup; None for a server without a backup.
     Attributes:
         clients: the ranks that still use the server.
-        store: the server's arrays.
         backup_copies: the copies of another server's arrays, if this server is its backup.
     """
 
@@ -215,8 +214,7 @@ class ParameterServer:
         updates: Updates = request.body
         forwarded = None
         if self._backup.covers(update.key for update in updates.updates):
-            # Forwarded first, so that the backup works at the same time, and before anything changes here: there may be
-            # no memory for the copies.
+            # Forwarded first: the backup works at the same time, and missing memory for the copies stops all changes.
             packed = itertools.chain(*(update.operand for update in updates.updates))
             operands = [unpack(operand, self.store.mappings) for operand in packed]
             forwarded = self._backup.forward_updates(request.source, updates, operands)

@@ -34,9 +34,7 @@ _FUSED = (torch.float32, torch.float64)
 class OptimizerDefinition:
     """A torch optimizer with one param group, as a worker describes it to the servers. It can be pickled.
 
-    Attributes:
-        cls: the optimizer's class.
-        keywords: the constructor's arguments besides the parameters.
+    Attributes: keywords: the constructor's arguments besides the parameters.
     """
 
     cls: type[Optimizer]
@@ -95,9 +93,10 @@ class ServerOptimizer:
     """Steps one array on a server in place, and keeps the optimizer state of the array.
 
     Args:
-        array: the array, in the server's memory; it must be C-contiguous and writable.
+        array: C-contiguous and writable memory of the server.
         shard: whether `array` is one part of a split variable.
-    Raises: ValueError for another array; TypeError for a shard if the optimizer does not update element by element.
+    Raises: ValueError if the array is not C-contiguous; TypeError for a shard if the optimizer does not update element
+        by element.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class ServerOptimizer:
         if shard and why:
             raise TypeError(f"a variable in shards cannot be stepped: {why}")
         self._why_no_rows = _why_no_rows(definition.cls)
-        # The one torch optimizer steps different tensors: the whole array, rows gathered from it, and a row of zeros.
+        # It steps different tensors: the whole array, rows gathered from it, and a row of zeros.
         self._optimizer = definition.make(self._whole)
         self._group = self._optimizer.param_groups[0]
         self._state: dict[str, Any] = self._optimizer.state[self._whole]
@@ -125,8 +124,6 @@ class ServerOptimizer:
         Addons' LazyAdam, and unlike with a dense gradient that has rows of zeros. A gradient without rows counts as a
         step, too. If all shards of a variable get each step, they compute the same values as the whole array would.
 
-        Args:
-            hyperparameters: the current hyperparameters of the worker's param group.
         Raises: ValueError, TypeError or IndexError if the gradient does not fit; nothing is changed then.
         """
         self.check(gradient)
@@ -214,10 +211,7 @@ class ServerOptimizer:
             self._optimizer.state.clear()
 
     def _initial(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """Return the first values of state tensors for one row, by name: the state after a zero gradient steps zeros.
-
-        Args: names: the names of the state tensors.
-        """
+        """Return the first values of a row's state tensors, by name: the state after a zero gradient steps zeros."""
         if not names:
             return {}
         row = self._whole.new_zeros((1, *self._whole.shape[1:]))
@@ -315,7 +309,7 @@ def _is_split(value: Any) -> bool:
 
 
 def _why_not_by_part(cls: type[Optimizer]) -> str:
-    # `why_not_elementwise` does not know SparseAdam, because it takes only sparse gradients.
+    # SparseAdam takes only sparse gradients, so `why_not_elementwise` does not know it.
     return "" if issubclass(cls, torch.optim.SparseAdam) else why_not_elementwise(cls)
 
 

@@ -115,10 +115,8 @@ class ServersExtended(StrategyExtended):
         is_worker: whether this rank is a worker that trains by itself, without a coordinator.
 
     Attributes:
-        job: the job as this rank sees it.
         makes_variables: whether this rank's initial values become the variables' values: True on the chief, or on
             worker 0 in a job without a chief.
-        variables: makes variables on the servers.
         torch_references: returns the `References` that pickle torch objects. Only `ObjectReferences` calls it, after
             the program has imported torch.
         cluster: connects the chief's coordinator to the workers; None on other ranks.
@@ -165,8 +163,6 @@ def with_servers(
     """Make the `extended` of a strategy on this rank. On a server, serve instead, and raise SystemExit at the end.
 
     Args:
-        devices: this rank's devices, one replica on each.
-        partitioner: splits variables; None splits none.
         gradients: "sum", "mean", or None: how a worker combines the gradients of its replicas.
         clock: the clock of a worker that trains by itself; None on a chief, and on a worker of a chief.
     """
