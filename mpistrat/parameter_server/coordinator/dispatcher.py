@@ -181,7 +181,7 @@ class Dispatcher:
                 self._queue.close(
                     UnavailableError(
                         f"no worker is left to execute closures: the last one, {self._rpc.name_of(rank)}, has died, "
-                        "and MPI cannot start it again"
+                        "and under MPI none comes back"
                     )
                 )
             self.hand_out()
