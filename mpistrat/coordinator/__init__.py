@@ -1,4 +1,4 @@
-"""The coordinator of a ParameterServerStrategy: functions that any worker executes, in no order of theirs."""
+"""The coordinator of a ParameterServerStrategy: it schedules functions, and any worker executes each function."""
 
 from typing import TYPE_CHECKING
 

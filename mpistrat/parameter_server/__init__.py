@@ -1,1 +1,1 @@
-"""Variables on ranks of their own: servers, and how the other ranks read and change what lies there."""
+"""Variables on parameter servers: the servers, and how the other ranks read and change the variables."""

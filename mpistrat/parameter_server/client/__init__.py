@@ -1,1 +1,1 @@
-"""How a rank reads and changes arrays on servers, and its variables there."""
+"""How a rank reads and changes arrays and variables on servers."""

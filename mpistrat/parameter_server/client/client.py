@@ -1,4 +1,4 @@
-"""How a rank reads and changes the arrays that servers keep."""
+"""How a rank reads and changes the arrays on servers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, SharedRegi
 
 
 class Change(NamedTuple):
-    """An update to be made: a method of a variable, or an optimizer's step with a gradient.
+    """An update of one array on a server.
 
-    `operand` fits, and is an array or `IndexedSlices`.
+    Attributes:
+        method: a variable's method such as "assign_add", or an optimizer's step.
+        operand: an array or `IndexedSlices` that fits the array; for an optimizer's step, the gradient.
     """
 
     address: Address
@@ -36,19 +38,16 @@ class Change(NamedTuple):
 class Client:
     """Reads and changes arrays on servers. Called by: any thread.
 
-    A client maps the arrays of servers on its node, and reads them in place. The servers make all changes, one after
-    the other.
+    A client maps the arrays of servers on its node, and reads them in place. The servers make all changes, in turn.
 
     Args:
-        rpc: to the servers.
-        servers: their ranks, in task order.
-        replicated: whether each server is the backup of the one before it.
+        servers: the servers' ranks, in task order.
+        replicated: whether each server is the backup of the previous server.
     Attributes:
-        routes: to the servers.
-        numbers: of this client's updates.
+        routes: knows the living server for each array.
+        numbers: numbers this client's updates.
         used: addresses of the arrays that this rank has used, by key.
-        optimizers: their state is on the servers.
-        bytes_pulled, bytes_pushed: so far.
+        bytes_pulled, bytes_pushed: bytes of arrays read from and sent to servers.
     """
 
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
@@ -64,12 +63,15 @@ class Client:
         self._already_written = False
 
     def names_lost(self) -> list[str]:
-        """The names of arrays that this rank has used, and of which no copy is left."""
+        """Return the names of the arrays that this rank has used and that no living server has."""
         lost = self.routes.lost()
         return [address.name for address in list(self.used.values()) if address.server in lost]
 
     def create(self, address: Address, value: Array) -> None:
-        """Let the server make the array, with this value."""
+        """Have the server make the array, with this first value, and wait until it has.
+
+        Called by: the rank that makes variables.
+        """
         self.used[address.key] = address
         holder = self.routes.holder_of(address.server)
         (packed,), region = messages.pack([value], self._memory.buffers_for(holder))
@@ -79,27 +81,28 @@ class Client:
         self.bytes_pushed += address.spec.nbytes
 
     def cannot_create(self, server: int, key: int, error: Exception) -> None:
-        """Let ranks that wait for this array raise the error, now and later."""
+        """Have the ranks that wait in `find` for this array raise the error, now and later."""
         self.rpc.notify_all(self.routes.copies_of(server), messages.CANNOT_CREATE, (key, error))
 
     def find(self, server: int, key: int) -> Address:
-        """The address of an array that another rank makes. Waits for it as long as that rank uses the servers.
+        """Wait until another rank has made the array with number `key` on `server`, and return its address.
 
-        Raises: UnavailableError: it does not any more; the error of its `cannot_create`.
+        Raises: UnavailableError when the rank that makes arrays has left or died; the error that it has passed to
+            `cannot_create`.
         """
         name, spec, _ = self.routes.call(server, messages.FIND, key).wait(limited=False)
         self.used[key] = Address(server, key, name, spec)
         return self.used[key]
 
     def pull(self, address: Address) -> Array:
-        """The value, on the host."""
+        """Return a copy of an array, in host memory."""
         with self._recycling:
             out = self._results.empty(address.spec.shape, address.spec.native_dtype)
         self.pull_into([(address, out)])
         return out
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
-        """Pull several values at the same time, each into an array of its spec, on any device."""
+        """Copy arrays at the same time, each into an array of its shape and dtype, on any device."""
         calls: list[tuple[Array, messages.TensorSpec, SharedRegion | None, FailoverRequest]] = []
         for address, out in wanted:
             spec = address.spec
@@ -125,7 +128,10 @@ class Client:
             self._memory.buffers.give_back(region)
 
     def rows(self, address: Address, indices: Any) -> Array:
-        """A copy of some rows, in the order of `indices`: int64, of shape [n], none out of bounds."""
+        """Return a copy of an array's rows, in the order of `indices`.
+
+        Args: indices: int64 of shape [n], each at least 0 and below the number of rows.
+        """
         self.used[address.key] = address
         table = self._memory.table(address)
         rows = None if table is None else table.rows(indices)
@@ -137,9 +143,11 @@ class Client:
         return rows
 
     def change(self, changes: Sequence[Change]) -> list[Array | None]:
-        """Let the servers make changes, several servers at the same time. Waits until all changes are made.
+        """Have the servers make changes, several servers at the same time, and wait until all changes are made.
 
-        Returns: for each change, the value then, if it is small.
+        Returns: for each change, the array's value after it; None above 4 KB, for an optimizer's step, and inside
+            `already_written`.
+        Raises: the first error of a server, after all servers have answered.
         """
         if self._already_written or not changes:
             return [None] * len(changes)
@@ -170,7 +178,10 @@ class Client:
     def _push(
         self, server: int, changes: Sequence[Change], push: Push | None, settled: int
     ) -> tuple[FailoverRequest, SharedRegion | None]:
-        """Send one server's changes. Returns: also the region to give back once the server has replied."""
+        """Send the changes of one server's arrays.
+
+        Returns: the request, and the memory region to give back once the server has replied, or None.
+        """
         holder = self.routes.holder_of(server)
         operands = [_arrays_of(change.operand) for change in changes]
         packed, region = messages.pack([*chain(*operands)], self._memory.buffers_for(holder))
@@ -190,7 +201,7 @@ class Client:
 
     @contextlib.contextmanager
     def already_written(self) -> Iterator[None]:
-        """Inside, no changes are made: another rank has made them."""
+        """Inside, `change` does nothing, because another rank has made the changes."""
         self._already_written = True
         try:
             yield
@@ -198,41 +209,50 @@ class Client:
             self._already_written = False
 
     def publish(self, name: Any, value: Any) -> None:
-        """Let all ranks know that `name` is `value`."""
+        """Send `value` under a hashable `name` to all ranks that wait in `await_published`, now and later.
+
+        Called by: the rank that makes variables.
+        """
         copies = self.routes.copies_of(self.routes.servers[0])
         self.rpc.notify_all(copies, messages.PUBLISH, (name, value))
 
     def await_published(self, name: Any) -> Any:
-        """The value that the creator of arrays publishes under this name. Waits as long as that uses the servers."""
+        """Wait until the rank that makes variables has published this name, and return the value.
+
+        Raises: UnavailableError if that rank leaves or dies before.
+        """
         return self.routes.call(self.routes.servers[0], messages.PUBLISHED, name).wait(
             limited=False
         )
 
 
 class MemoryWithServers:
-    """Memory that a client and the servers of its node share: these servers' arrays, and buffers for messages.
+    """Memory that a client and the servers of its node share.
 
     Attributes:
-        buffers: of this process.
-        mappings: of the servers' memory.
+        buffers: this process's memory for large operands and replies.
+        mappings: the servers' memory, mapped into this process.
     """
 
     def __init__(self, routes: Routes) -> None:
         self._routes, self._channel = routes, routes.rpc.channel
         self.buffers, self.mappings = Buffers(), Mappings()
-        # By server and key; None for an array that cannot be mapped.
+        # By server and key; None for an array that this process cannot map.
         self._tables: dict[tuple[int, int], MappedTable | None] = {}
         routes.rpc.on_lost(self._forget)
 
     def buffers_for(self, server: int) -> Buffers | None:
-        """Memory for a message to this server; None where the server cannot map it."""
+        """Return this process's buffers; None if the server cannot map them."""
         return self.buffers if self._channel.shares_memory_with(server) else None
 
     def table(self, address: Address) -> MappedTable | None:
-        """The array, to be read in place; None where it cannot be mapped."""
+        """Return a server's array mapped into this process; None if this process cannot map it.
+
+        Raises: UnavailableError if the server has died without a living backup; RuntimeError after `Routes.leave`.
+        """
         self._routes.check_use()
         server = self._routes.holder_of(address.server)
-        if self._channel.has_died(server):  # its memory would still be there
+        if self._channel.has_died(server):  # a dead server's memory stays mapped
             raise self._routes.rpc.death_error(server)
         which = server, address.key
         if which not in self._tables:
@@ -246,7 +266,7 @@ class MemoryWithServers:
         return self._tables[which]
 
     def _forget(self, rank: int) -> None:
-        """Unmap the memory of a process that has died: its pages stay as long as they are mapped."""
+        """Unmap the memory of a rank that has died, because mapped pages are not freed."""
         self.mappings.forget(self._channel.pid_of(rank))
         for which in [which for which in list(self._tables) if which[0] == rank]:
             del self._tables[which]

@@ -1,4 +1,4 @@
-"""How a rank makes optimizers on servers, and reads and changes the state that they keep for arrays there."""
+"""How a rank uses optimizers on servers, and their state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class OptimizersOnServers:
-    """An optimizer has a number, equal on all workers. Args: routes: to the servers."""
+    """Makes optimizers on servers, and reads and changes their state. Optimizers have numbers, equal on all workers."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
@@ -25,12 +25,15 @@ class OptimizersOnServers:
         definition: OptimizerDefinition,
         arrays: Sequence[tuple[Address, bool]],
     ) -> None:
-        """Let the servers keep an optimizer's state for arrays. Of several workers that ask for it, one is enough.
+        """Have the servers make an optimizer for arrays, and wait until they have.
+
+        Several workers may ask for the same optimizer; the servers make it once.
 
         Args:
-            optimizer: its number.
-            arrays: each with whether it is a part of a variable.
-        Raises: TypeError: the definition cannot be pickled, or does not work for a part.
+            optimizer: the optimizer's number.
+            definition: the optimizer's class and arguments.
+            arrays: the address of each array, and whether the array is one part of a split variable.
+        Raises: TypeError if the definition cannot be pickled, or the optimizer cannot step a part.
         """
         import cloudpickle  # here, because it makes importing mpistrat slower
 
@@ -45,7 +48,7 @@ class OptimizersOnServers:
             call.wait()
 
     def state(self, optimizer: int, address: Address) -> State:
-        """The state that the optimizer has for an array: NumPy arrays and numbers, by name."""
+        """Return an optimizer's state for an array: NumPy arrays and numbers by name, {} before the first step."""
         body = optimizer, address.key
         state: State = self._routes.call(address.server, messages.OPTIMIZER_STATE, body).wait()
         return state

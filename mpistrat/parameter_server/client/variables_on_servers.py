@@ -1,4 +1,4 @@
-"""Variables on servers: how their parts are spread over servers, made, read and changed."""
+"""Variables on servers: how ranks spread their parts over servers, make, read and change them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,14 @@ if TYPE_CHECKING:
 
 
 class RemoteVariable(Variable):
-    """One array on a server, which every worker reads and changes.
+    """A variable that is one array on a server; every worker reads and changes the array.
 
-    `read_value` copies the array; later updates do not change the copy. The server makes an update at once and whole,
-    between the updates of other workers. An update of a small array (4 KB) returns the value after the update. An
-    update of a larger array returns the variable, whose value is read when it is used.
+    `read_value` copies the array; later updates do not change the copy. The server makes each update at once and whole,
+    between the updates of other workers. An update of an array of up to 4 KB returns the value after the update. An
+    update of a larger array returns the variable; a later use reads the value from the server.
 
-    Args: how: as of `variable_of`.
-    Attributes:
-        address: of the array.
-        client: to the servers.
-        device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
+    Args: how: (trainable, synchronization, aggregation).
+    Attributes: device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
     """
 
     def __init__(
@@ -74,11 +71,14 @@ class RemoteVariable(Variable):
         return self.client.pull(self.address)
 
     def sparse_read(self, indices: Any) -> Array:
-        """The rows at `indices`, integers of shape [n], in their order. Reads these rows only."""
+        """Read only the rows at `indices`, integers of shape [n], and return them in the order of `indices`.
+
+        Raises: ValueError for other indices, or a variable without dimensions.
+        """
         check_strategy(self)
         rows = arrays.to_numpy(arrays.as_array(arrays.detach_read(indices)))
         if not self.shape:
-            raise ValueError(f"variable {self.name!r} is a number, and has no rows")
+            raise ValueError(f"sparse_read: variable {self.name!r} is a number, and has no rows")
         if rows.ndim != 1 or not (arrays.is_integer(rows) or not rows.size):
             raise ValueError(
                 f"sparse_read of variable {self.name!r} takes integers of shape [n], got {arrays.dtype_name(rows)} "
@@ -89,14 +89,17 @@ class RemoteVariable(Variable):
         return self._brought(self.client.rows(self.address, rows))
 
     def _brought(self, value: Array) -> Array:
-        """Inside `run`, to the replica's device."""
+        """Move `value` to the replica's device inside `run`; outside, return it as it is."""
         replica = current_local_replica()
         if replica is None:
             return value
         return arrays.to_device(value, self.strategy.extended.worker_devices[replica])
 
     def change(self, method: str, operand: Any) -> Change:
-        """The update, checked here: the server gets no operand that does not fit."""
+        """Return the update of this variable's array, for `Client.change`.
+
+        The operand is checked here, so that the server gets none that does not fit.
+        """
         like = self.address.spec.empty()
         fits = fitting_operand(method, like, operand, self.name)
         if isinstance(fits, IndexedSlices):
@@ -112,7 +115,7 @@ class RemoteVariable(Variable):
 
 
 class RemoteShards(ShardedVariable):
-    """A `ShardedVariable` of variables on servers, which change their rows at the same time."""
+    """A split variable with its parts on servers: an update changes all parts at the same time."""
 
     variables: list[RemoteVariable]
 
@@ -123,12 +126,12 @@ class RemoteShards(ShardedVariable):
 
 
 class VariablesOnServers(VariableStore):
-    """Variables, and the parts of split variables, take turns over the servers.
+    """Makes a strategy's variables on the servers, in turn: each variable or part goes to the next server.
 
     Args:
-        owns: whether this rank's initial values are everybody's.
-        partitioner: splits variables; None splits none.
-        chief_alone_creates: whether a worker must make no variables.
+        owns: whether this rank makes the arrays, with its initial values; the other ranks find them.
+        partitioner: splits variables by rows; None splits none.
+        chief_alone_creates: whether `create` raises ValueError on a worker.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class VariablesOnServers(VariableStore):
         self._refuses = chief_alone_creates and job.roles.task_type == "worker"
         self._keys = itertools.count()
         self._turns = itertools.cycle(job.servers)
-        self._colocated: list[int] = []  # set inside colocate_vars_with; empty: round-robin
+        self._colocated: list[int] = []  # servers, inside colocate_vars_with; [] for all in turn
 
     def create(self, asked: VariableArguments) -> Variable:
         if self._refuses:
@@ -166,7 +169,7 @@ class VariablesOnServers(VariableStore):
 
     @contextlib.contextmanager
     def colocated(self, variable: Any) -> Iterator[None]:
-        """Inside, variables go to the servers of `variable`, part by part where both have several."""
+        """Inside, new variables go to the servers of `variable`: part i goes to the server of its part i."""
         before = self._colocated
         self._colocated = [part.address.server for part in parts_of(variable)]
         try:
@@ -177,9 +180,15 @@ class VariablesOnServers(VariableStore):
     def place(
         self, initial_value: Any, name: str, dtype: Any = None, shape: tuple[int, ...] | None = None
     ) -> list[Address]:
-        """Arrays on the servers for what is to have this name: its rows, or all of it. Called by: every worker.
+        """Make the arrays of a new variable or torch tensor on the servers; ranks that own no initial values find them.
 
-        Raises: on all workers, what the one that makes them comes to.
+        Called by: every worker, in the same order.
+        Args:
+            initial_value: an array or a function, as `Variable` takes it.
+            dtype, shape: of the whole variable; None takes them from `initial_value`.
+        Returns: the address of the array, or of each part of a split variable.
+        Raises: on all workers, the owner's error; CollectiveMismatchError if a worker asks for another name, shape or
+            dtype than the owner has made.
         """
         try:
             if shape is not None and dtype is not None and takes_parts(initial_value):
@@ -189,7 +198,7 @@ class VariablesOnServers(VariableStore):
                 shape = tuple(whole.shape)
                 sizes = self._sizes(shape, whole.dtype, name)
         except BaseException as error:
-            # Others may have come further: each uses up one number.
+            # Other ranks may have come further, and have used up one number: so does this rank.
             self._publish_failure(*self._next_place(0), name, error)
             raise
 
@@ -210,7 +219,10 @@ class VariablesOnServers(VariableStore):
         return addresses
 
     def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
-        """The rows of each part; [] for a variable that is not split."""
+        """Return the number of rows of each part; [] for a variable that is not split.
+
+        Raises: ValueError if the partitioner splits another axis than the first, or returns no list of ints.
+        """
         if self.partitioner is None or not shape:
             return []
         partitions = self.partitioner(list(shape), dtype)
@@ -233,9 +245,13 @@ class VariablesOnServers(VariableStore):
         dtype: str | None,
         value: Callable[[], Any],
     ) -> Address:
-        """An array on a server: made there by the one rank that makes them, found by the others.
+        """Make an array on a server, if this rank owns initial values, or wait until the owner has made it.
 
-        Args: part: the number of this part of a variable; dtype: None where all workers were given it.
+        Args:
+            part: the number of this part of a variable, from 0.
+            dtype: the name of the expected dtype; None accepts any.
+            value: returns the first value; only the owner calls it.
+        Raises: CollectiveMismatchError if the owner has made an array of another name, shape or dtype.
         """
         server, key = self._next_place(part)
         if self.owns_initial_values:
@@ -259,20 +275,26 @@ class VariablesOnServers(VariableStore):
         return address
 
     def _next_place(self, part: int) -> tuple[int, int]:
-        """The server for this part of a variable, the next in turn if nothing says another, and the array's number."""
+        """Return the server for part number `part` of a variable, and the number of the new array.
+
+        The server is the next in turn, or inside `colocated` the server of the other variable's part.
+        """
         if not self._colocated:
             return next(self._turns), next(self._keys)
         return self._colocated[part % len(self._colocated)], next(self._keys)
 
     def _publish_failure(self, server: int, key: int, name: str, error: BaseException) -> None:
-        """To those who look for the array that would have this number, from the rank that makes them."""
+        """If this rank makes arrays, send the error to the ranks that wait for this array."""
         if self.owns_initial_values:
             who = f"{self._job.name_of(self._job.rpc.rank)} has not made variable {name!r}"
             self._job.client.cannot_create(server, key, attributed_error(error, who))
 
 
 def parts_of(variable: Any) -> Sequence[Any]:
-    """The variables, each on one server, of which a variable on servers consists; of all else, itself."""
+    """Return the parts of a split variable on servers; for anything else, a list of the value alone.
+
+    An `AggregatingVariable` stands for its first variable.
+    """
     if isinstance(variable, AggregatingVariable):
         variable = variable.values[0]
     return variable.variables if isinstance(variable, RemoteShards) else [variable]
@@ -285,9 +307,11 @@ def variable_of(
     addresses: Sequence[Address],
     how: tuple[Any, ...],
 ) -> Variable:
-    """The variable whose parts are at `addresses`.
+    """Return a variable with its parts at `addresses`: a `RemoteShards` if it is split, else a `RemoteVariable`.
 
-    Args: how: whether it is trainable, its synchronization, and its aggregation.
+    With several replicas, an `AggregatingVariable` wraps it.
+
+    Args: how: (trainable, synchronization, aggregation).
     """
     variables = [RemoteVariable(strategy, job.client, address, how) for address in addresses]
     variable: Variable = variables[0]

@@ -1,1 +1,1 @@
-"""The coordinator of a ParameterServerStrategy: functions that any worker executes, in any order."""
+"""The coordinator of a ParameterServerStrategy: it schedules functions, and any worker executes each function."""

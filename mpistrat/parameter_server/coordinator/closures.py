@@ -1,4 +1,4 @@
-"""Closures that wait for workers, and what their errors do."""
+"""The queue of closures that wait for workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpistrat.parameter_server.coordinator.per_worker import Resource
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
 
 MOST_QUEUED = 262_144  # as in TensorFlow
-MOST_BYTES = 1 << 30  # of closures, pickled, that have not ended
+MOST_BYTES = 1 << 30  # of pickled closures that have not ended
 
 
 @dataclass(eq=False)
@@ -22,13 +22,13 @@ class Closure:
     """A function and its arguments, for any worker to execute.
 
     Attributes:
-        name: the function's.
-        payload: function, positional and keyword arguments, pickled.
-        resources: all that it needs of the worker.
-        result: gets what the function returns or raises.
-        internal: the coordinator's own: it goes first, and its error is raised to its caller alone.
-        repeated: a worker that has died may have begun it, and what that worker sent may still arrive.
-        id: set by the queue, from 1. Servers apply what a closure does once for its id, however often it is begun.
+        payload: the function, its positional and its keyword arguments, pickled.
+        resources: the resources that the worker needs for it.
+        result: gets the function's result or error.
+        internal: whether it is the coordinator's own: it goes first, and only its caller gets its error.
+        repeated: whether a worker that has died may have begun the closure; its messages may still arrive.
+        id: a number from 1, set by the queue. Servers make each update of a closure once, even if several workers begin
+            the closure.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Closure:
 
 
 class UnfinishedClosures(NamedTuple):
-    """What nobody has waited for.
+    """The closures that had not ended when the queue was closed.
 
     Attributes:
-        waiting: how many closures nobody had begun.
-        under_way: how many may have been executed, or begun, or not.
-        error: the first error of a closure, where nobody has raised it.
+        waiting: the number of closures that no worker had got.
+        under_way: the number of closures that workers had got, and may or may not have executed.
+        error: the first error that no call has raised; None if there is none.
     """
 
     waiting: int
@@ -55,17 +55,17 @@ class UnfinishedClosures(NamedTuple):
 
 
 class ClosureQueue:
-    """First in, first out. All of its methods may be called by any thread.
+    """Closures that wait for workers, first in, first out. Called by: any thread.
 
     The queue keeps the first error of a closure. The next `put`, `wait` or `done` waits until the closures under way
-    have ended, cancels those that wait, and raises the error, once.
+    have ended, cancels the waiting closures, and raises the error, once.
 
     Args:
-        most: how many may wait.
-        most_bytes: of those that have not ended; one more is taken as long as they are fewer.
+        most: the number of closures that may wait.
+        most_bytes: the bytes of unfinished closures from which on `put` waits.
     Attributes:
         changed: notified when closures have ended.
-        under_way: the closures that were taken and have not ended; others only read it.
+        under_way: the closures that were taken and have not ended; other code only reads it.
     """
 
     def __init__(self, most: int = MOST_QUEUED, most_bytes: int = MOST_BYTES) -> None:
@@ -83,7 +83,10 @@ class ClosureQueue:
         self._open: dict[int, None] = {}  # ids, in order
 
     def put(self, closure: Closure) -> None:
-        """Waits while the queue is full. Raises: an earlier closure's error, or that there are no workers."""
+        """Append a closure and set its id, once the queue has room; an internal closure goes to the front.
+
+        Raises: the error of an earlier closure, unless this closure is internal; after `close`, the error of `close`.
+        """
 
         def has_room() -> bool:
             is_full = len(self._waiting) >= self._most or self._bytes >= self._most_bytes
@@ -102,11 +105,14 @@ class ClosureQueue:
                 raise self._closed.with_traceback(None)
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return the number of waiting closures."""
         return len(self._waiting)
 
     def take(self, most: int) -> list[Closure]:
-        """The next ones, which are under way from now on; none in a pause, and while others are being cancelled."""
+        """Remove up to `most` closures from the front, and return them; they are under way from now on.
+
+        Returns: [] inside `paused`, while an error is being raised, and if no closure waits.
+        """
         with self.changed:
             if self._cancelling or self._pauses:
                 return []
@@ -119,7 +125,7 @@ class ClosureQueue:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, no closure is under way: those that are have ended before."""
+        """Wait until no closure is under way; inside, `take` returns none."""
         with self.changed:
             self._pauses += 1
         try:
@@ -131,9 +137,13 @@ class ClosureQueue:
                 self._pauses -= 1
 
     def put_back(self, closures: Iterable[Closure]) -> None:
-        """Closures that were under way and have not ended: the next ones again, as if they had never been taken."""
+        """Put closures that were under way back to the front of the queue, as if no worker had taken them.
+
+        If the queue has an error, cancel them instead.
+        """
         with self.changed:
-            closures = [*filter(self.under_way.__contains__, closures)]  # without those given up
+            # Without the closures that `close` has ended.
+            closures = [*filter(self.under_way.__contains__, closures)]
             self.under_way.difference_update(closures)
             if self._error is not None:
                 self._cancel(closures, self._error)
@@ -142,10 +152,13 @@ class ClosureQueue:
             self.changed.notify_all()
 
     def end(self, outcomes: Iterable[tuple[Closure, bytes | None, BaseException | None]]) -> None:
-        """Closures that were under way, and what they returned or raised."""
+        """End closures that were under way, and set their results.
+
+        Args: outcomes: for each closure its pickled result and its error; one of the two is None.
+        """
         with self.changed:
             for closure, packed, error in outcomes:
-                if closure not in self.under_way:  # given up
+                if closure not in self.under_way:  # `close` has ended it
                     continue
                 self.under_way.remove(closure)
                 self._end(closure, packed, error)
@@ -154,9 +167,9 @@ class ClosureQueue:
             self.changed.notify_all()
 
     def over(self, fewest: int = 1) -> tuple[list[int], int]:
-        """Ids of closures that have ended since the last call, and the id before which all have ended.
+        """Return the ids of closures that have ended since the last call, and the id before which all have ended.
 
-        No ids where they would be fewer than `fewest`. Closures that were begun repeatedly count for the second only.
+        The list lacks closures that were begun repeatedly. It is [] while it would have fewer than `fewest` ids.
         """
         with self.changed:
             over_before = next(iter(self._open), self._next)
@@ -166,7 +179,7 @@ class ClosureQueue:
             return over, over_before
 
     def wait(self) -> None:
-        """Until all closures have ended. Raises: the error of one."""
+        """Wait until all closures have ended. Raises: the first error of a closure, once; the rest is cancelled."""
         with self.changed:
             self.changed.wait_for(
                 lambda: not self._cancelling and (self._error is not None or self._is_empty())
@@ -174,14 +187,17 @@ class ClosureQueue:
             self._raise_error()
 
     def done(self) -> bool:
-        """Whether all closures have ended. Raises: the error of one."""
+        """Whether all closures have ended. Raises: the first error of a closure, once; the rest is cancelled."""
         with self.changed:
             self.changed.wait_for(lambda: not self._cancelling)
             self._raise_error()
             return self._is_empty()
 
     def close(self, error: Exception) -> UnfinishedClosures:
-        """No worker executes closures any more: all that have not ended, and those to come, fail with `error`."""
+        """Fail all unfinished closures with `error`; later calls of `put` raise it.
+
+        Called by: the dispatcher, when no worker can execute closures any more.
+        """
         with self.changed:
             unfinished = UnfinishedClosures(len(self._waiting), len(self.under_way), self._error)
             self._closed = error
@@ -214,7 +230,7 @@ class ClosureQueue:
     def _cancel(self, closures: Iterable[Closure], error: BaseException) -> None:
         because = f"{type(error).__name__}: {error}"
         for closure in closures:
-            message = f"closure {closure.name} was cancelled, for another one raised {because:.300}"
+            message = f"closure {closure.name} was cancelled because another raised {because:.300}"
             self._end(closure, None, CancelledError(message))
 
     def _end(self, closure: Closure, packed: bytes | None, error: BaseException | None) -> None:

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 
 class UnbuiltDataset(Iterable[Any]):
-    """What a ParameterServerStrategy's `experimental_distribute_dataset` gives, for `create_per_worker_dataset`.
+    """The result of a ParameterServerStrategy's `experimental_distribute_dataset`, for `create_per_worker_dataset`.
 
-    Args: source: a dataset, or a function that makes one, on a worker.
+    Iterating over it raises ValueError.
+
+    Args: source: a dataset, or a function that returns a dataset on a worker.
     """
 
     def __init__(self, source: Any) -> None:
@@ -39,11 +41,22 @@ class UnbuiltDataset(Iterable[Any]):
 
 
 class ClusterCoordinator:
-    """Has the workers execute functions, while the chief goes on. There is one for a strategy.
+    """Schedules functions on the workers, while the chief continues. Each strategy has one coordinator.
+
+    A second call with the same strategy returns the same object.
 
     Called by: the chief.
     Args: strategy: a ParameterServerStrategy.
     Raises: ValueError for another strategy.
+
+    Example, on several ranks::
+
+        coordinator = ms.coordinator.ClusterCoordinator(strategy)
+        iterator = iter(coordinator.create_per_worker_dataset(make_loader))
+        losses = [coordinator.schedule(step, args=(iterator,)) for _ in range(100)]
+        coordinator.done()  # False while workers execute steps
+        coordinator.join()
+        coordinator.fetch(losses[-1])  # the last loss as a NumPy array
     """
 
     def __new__(cls, strategy: Strategy) -> ClusterCoordinator:
@@ -73,15 +86,19 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Have any worker call `fn(*args, **kwargs)`; returns at once, unless 262,144 wait, or 1 GiB.
+        """Have any worker call `fn(*args, **kwargs)`, and return its future result.
 
-        The function, what it captures and its arguments are pickled now. The strategy, its variables and what was made
-        in its scope are not copied: the worker uses its own. Per-worker values and iterators are replaced by the
-        worker's part. If a worker dies, another calls `fn` again, and what it does to variables is applied once.
+        `schedule` pickles the function, the objects that it captures, and its arguments. It does not copy the strategy,
+        its variables, and the modules made in its scope: the worker uses its own. The worker gets its own part of
+        per-worker values and iterators. If a worker dies, another worker calls `fn` again, and the servers make each
+        update of `fn` once.
 
-        Raises: an earlier function's error, after all others have ended or been cancelled; TypeError: `fn` cannot be
-            called, or something in it or its arguments cannot be pickled (says what); ValueError: a RemoteValue among
-            the arguments, a variable made by `fn` (when the result is fetched); UnavailableError: no worker lives.
+        `schedule` waits only while 262,144 functions wait, or the unfinished functions take 1 GiB.
+
+        Returns: the result of `fn`. Its `get` raises ValueError if `fn` makes a variable.
+        Raises: the error of an earlier function, after all others have ended or been cancelled; TypeError if `fn` is
+            not callable, or it or an argument cannot be pickled (the text names the part); ValueError for a RemoteValue
+            among the arguments; UnavailableError if no worker lives, or the strategy was shut down.
         """
         args = () if args is None else args
         check_call("schedule", fn, args, kwargs)
@@ -95,15 +112,18 @@ class ClusterCoordinator:
         return self._put(fn, tuple(args), dict(kwargs or {}))
 
     def join(self) -> None:
-        """Wait until all that was scheduled has ended. The chief's torch modules have the servers' values then.
+        """Wait until all scheduled functions have ended. Then the chief's torch modules have the servers' values.
 
-        Raises: the first error of a function, after the others have ended or been cancelled; once.
+        Raises: the first error of a function, once, after the other functions have ended or been cancelled.
         """
         self._queue.wait()
         self._cluster.joined()
 
     def done(self) -> bool:
-        """Whether all that was scheduled has ended; if so, as `join`. Raises: as `join`."""
+        """Whether all scheduled functions have ended; then the chief's torch modules have the servers' values.
+
+        Raises: the first error of a function, once, after the other functions have ended or been cancelled.
+        """
         done = self._queue.done()
         if done:
             self._cluster.joined()
@@ -111,7 +131,15 @@ class ClusterCoordinator:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, no function is being executed: those that are end before, and others begin after it."""
+        """Wait until the running functions have ended; inside, no worker begins another function.
+
+        Called by: checkpoints, so that they have each function's updates all or not at all.
+
+        Example, on several ranks::
+
+            with coordinator.paused():
+                print(total.numpy())  # no worker changes it meanwhile
+        """
         try:
             with self._queue.paused():
                 yield
@@ -119,25 +147,29 @@ class ClusterCoordinator:
             self._dispatcher.hand_out()
 
     def fetch(self, val: Any) -> Any:
-        """`val`, a nest, with results in place of its RemoteValues, and NumPy arrays in place of tensors in them.
+        """Wait for the RemoteValues in a nest, and return the nest with their results in place.
 
-        Waits for them. Raises: what their functions raised.
+        Tensors and variables in a result become NumPy arrays.
+
+        Raises: the error of a function.
         """
         return nest.map_structure(
             lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
         )
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> per_worker.PerWorkerDataset:
-        """A dataset for each worker; `iter` gives what is passed to `schedule`.
+        """Make a dataset for each worker; pass `iter` of the result to `schedule`.
 
-        Each worker makes its own when it first needs it, and so it has all elements. Workers' random numbers differ,
-        also where the program has seeded them; a generator that the function seeds itself has the same on all, unless
-        it looks at `experimental_get_current_worker_index`. One worker makes it now, to see that it can.
+        Each worker makes its own dataset when it first needs it, with all elements. Workers draw different random
+        numbers, also if the program has seeded them. If the function seeds a generator itself, all workers draw the
+        same numbers, unless the seed depends on `experimental_get_current_worker_index`. One worker makes the dataset
+        now, so that errors appear here.
 
-        Args: dataset_fn: a function that returns a dataset, or a dataset that can be pickled: a DataLoader, any
-            iterable, what `experimental_distribute_dataset` returns.
-        Raises: ValueError for anything else, and for a function that makes variables; what making it raises;
-            TypeError: it cannot be pickled.
+        Args:
+            dataset_fn: a function that returns a dataset, or a dataset that can be pickled: a DataLoader, any iterable,
+                or the result of `experimental_distribute_dataset`.
+        Raises: ValueError for another argument, or if the function makes variables; the function's error; TypeError if
+            the argument cannot be pickled.
         """
         source = dataset_fn.source if isinstance(dataset_fn, UnbuiltDataset) else dataset_fn
         if not callable(source) and not isinstance(source, Iterable):
@@ -164,11 +196,22 @@ class ClusterCoordinator:
         return f"<{type(self).__name__} {workers=} {waiting=} {under_way=}>"
 
     def end(self) -> None:
-        """Nothing is scheduled any more, and what has not ended has failed. Called by: the strategy, as it ends."""
+        """Stop scheduling: unfinished functions fail with UnavailableError, and `schedule` raises it from now on.
+
+        Called by: the strategy's `shutdown`.
+
+        Example, on several ranks::
+
+            coordinator.join()
+            coordinator.end()  # strategy.shutdown() includes it
+        """
         self._dispatcher.end()
 
     def _call(self, fn: Callable[..., Any], argument: Any) -> Any:
-        """`fn(argument)`, by the next worker that is free; its error is not one of what was scheduled."""
+        """Have the next free worker call `fn(argument)`, wait, and return the result.
+
+        Raises: the error of `fn`, which does not cancel scheduled functions.
+        """
         return self._put(fn, (argument,), {}, internal=True).get()
 
     def _put(
@@ -189,12 +232,12 @@ class ClusterCoordinator:
         return result
 
     def __reduce__(self) -> Any:
-        # An object whose method is scheduled may have it among its attributes.
+        # A scheduled method may belong to an object that has the coordinator among its attributes.
         return OnTheChief, ()
 
 
 class OnTheChief:
-    """What a scheduled function finds in place of the coordinator."""
+    """Takes the place of the coordinator in a scheduled function: each use raises RuntimeError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError(
@@ -203,4 +246,4 @@ class OnTheChief:
 
 
 def _nothing(dataset: Any) -> None:
-    """Making the dataset was all."""
+    """Do nothing: unpickling the argument has made the worker's dataset."""

@@ -1,4 +1,4 @@
-"""The chief's side: hands closures to workers, and takes their results."""
+"""The chief's side of closures: it sends them to workers, and receives their results."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Cluster:
-    """On the chief, `strategy.extended.cluster`.
+    """The chief's connection to the workers: `strategy.extended.cluster` on the chief.
 
     Attributes:
-        workers: their ranks, by worker index.
-        over: gets ids of closures that will not be executed again, and the id before which none will.
-        joined: called when all closures have ended, and none has failed.
-        is_needed: whether nothing can be executed without a rank that has died.
-        coordinator: the only `ClusterCoordinator` of the strategy, once there is one.
+        workers: the workers' ranks, by worker index.
+        over: called with ids of closures that no worker will execute again, and the id before which all have ended.
+        joined: called when all closures have ended without an error.
+        is_needed: returns whether a dead rank had the last copy of variables, so that no closure can be executed.
+        coordinator: the only `ClusterCoordinator` of the strategy; None before it is made.
     """
 
     rpc: RpcEndpoint
@@ -47,18 +47,18 @@ class Cluster:
     coordinator: Any = None
 
 
-# What a worker has in hand while it works: for so many seconds, and so many closures at most.
+# The closures that a worker has in hand take about this many seconds, and are at most this many.
 _SECONDS_AHEAD = 5e-3
 _MOST_AHEAD = 64
-_FEWEST_OVER = 64  # closures that have ended, before servers hear of them
+_FEWEST_OVER = 64  # closures that have ended before the chief tells the servers
 
 
 class Dispatcher:
-    """Hands closures of `queue` to workers as they become free.
+    """Sends the queue's closures to workers as they become free.
 
-    A worker that has short ones gets several at a time, and the next before it has ended those. Closures of a worker
-    that dies go to the others; when a server dies, there is nothing to go on with. A thread reads what comes until
-    `end`, or the program's end.
+    A worker of short closures gets several at a time, and more before it has ended all of them. If a worker dies, the
+    other workers get its closures. If a server dies with the last copy of variables, all closures fail. A thread reads
+    the workers' messages until `end`, or the program's end.
     """
 
     def __init__(self, cluster: Cluster, queue: ClosureQueue, resources: ResourceTable) -> None:
@@ -74,12 +74,15 @@ class Dispatcher:
         self._rpc.on_lost(self._lose)
         for rank in sorted(self._rpc.channel.lost):
             self._lose(rank)
-        # Runs before the job's handler, which ends the workers: last in, first out.
+        # Exit handlers run last in, first out, so this handler runs before the job's handler ends the workers.
         atexit.register(self.end)
         threading.Thread(target=self._read, name="mpistrat coordinator", daemon=True).start()
 
     def hand_out(self) -> None:
-        """Called by: whoever has put something into the queue, or taken it out of a worker's hands."""
+        """Send waiting closures to workers that have room for more, the least busy worker first.
+
+        Called by: threads that have changed the queue or a worker's closures.
+        """
         with self._lock:
             for worker in sorted(self._workers.values(), key=lambda worker: len(worker.in_hand)):
                 waiting = len(self._queue)
@@ -87,14 +90,17 @@ class Dispatcher:
                     return
                 room = worker.ahead - len(worker.in_hand)
                 share = min(room, math.ceil(waiting / len(self._workers)))
-                # A worker that has some to go on with does not get the next one by one.
+                # A worker that still has closures gets the next ones in groups, not one by one.
                 if share > 0 and (not worker.in_hand or share >= worker.ahead // 2):
                     self._send(worker, self._queue.take(share))
 
     def end(self) -> None:
-        """Nothing is handed out any more, and what has not ended has failed."""
+        """Stop sending closures: unfinished closures fail with UnavailableError, and a message on stderr counts them.
+
+        Called by: the coordinator's `end`, and the process's exit.
+        """
         atexit.unregister(self.end)
-        with self._lock:  # not between another thread's taking a closure and sending it
+        with self._lock:  # so that no other thread has taken a closure and not sent it
             self._ended = True
             waiting, under_way, error = self._queue.close(
                 UnavailableError("the strategy was shut down: its workers have left")
@@ -103,10 +109,10 @@ class Dispatcher:
         notes = []
         if waiting or under_way:
             notes.append(
-                f"of the scheduled functions {waiting} were not executed, and of {under_way} it is not known"
+                f"of the scheduled functions {waiting} were not executed, and {under_way} may or may not have been"
             )
         if error is not None:
-            notes.append(f"one has raised {type(error).__name__}: {error!s:.300}")
+            notes.append(f"one function raised {type(error).__name__}: {error!s:.300}")
         if notes:
             tell(
                 f"the chief came to its end without ClusterCoordinator.join(): {'; '.join(notes)}",
@@ -138,7 +144,7 @@ class Dispatcher:
         outcomes, seconds = body
         with self._lock:
             worker = self._workers.get(source)
-            if worker is None or self._ended:  # lost, and others have its closures
+            if worker is None or self._ended:  # a dead worker: others have its closures
                 return
             worker.took(seconds / len(outcomes))
             name, ended = self._rpc.name_of(source), []
@@ -183,7 +189,7 @@ class Dispatcher:
     def _read(self) -> None:
         try:
             self._rpc.run_until(lambda: self._ended)
-        except Exception as error:  # nobody else would hear of it
+        except Exception as error:  # no other code would report it
             failed = UnavailableError(
                 f"the chief cannot hear its workers any more: {type(error).__name__}: {error}"
             )
@@ -192,13 +198,13 @@ class Dispatcher:
 
 
 class _LivingWorker:
-    """A worker that lives.
+    """A living worker, as the chief sees it.
 
     Attributes:
-        in_hand: the closures that were sent to it and have not ended, by id, in order.
-        ahead: how many it may have in hand.
-        known: ids of the resources that it has.
-        dropped: ids of those that it is to forget.
+        in_hand: the closures that the worker has got and not ended, by id, in order.
+        ahead: the number of closures that the worker may have in hand.
+        known: the ids of the resources that the worker has.
+        dropped: the ids of resources that the worker must forget, sent with its next closures.
     """
 
     def __init__(self, index: int, rank: int) -> None:
@@ -207,9 +213,10 @@ class _LivingWorker:
         self.ahead = 1
         self.known: set[int] = set()
         self.dropped: list[int] = []
-        self._seconds = 0.0  # that a closure takes: lately, or long ago and longer
+        # For a closure. A slow closure counts at once, and fades with later quick ones.
+        self._seconds = 0.0
 
     def took(self, seconds: float) -> None:
-        """A closure took so long."""
+        """Note that a closure has taken this many seconds, and adapt `ahead`."""
         self._seconds = max(seconds, 0.8 * self._seconds + 0.2 * seconds)
         self.ahead = max(1, min(_MOST_AHEAD, int(_SECONDS_AHEAD / max(self._seconds, 1e-9))))

@@ -1,4 +1,4 @@
-"""Errors of closures, as the worker sends them and the chief raises them."""
+"""Errors of closures: the worker packs them, and the chief raises them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpistrat.parameter_server.coordinator.pickling import dumps, loads
 
 
 class SentError(NamedTuple):
-    """An error, as it is sent.
+    """A closure's error in a message.
 
     Attributes:
-        packed: the exception; b"" where it cannot be pickled.
-        text: its class and what it says.
-        stack: the worker's traceback.
+        packed: the pickled exception; b"" if it cannot be pickled.
+        text: the exception's class name and text.
+        stack: the worker's traceback, as text.
     """
 
     packed: bytes
@@ -28,13 +28,16 @@ class SentError(NamedTuple):
 
 
 class WorkerTraceback(Exception):
-    """The cause of an error that a closure raised: where, on the worker."""
+    """The `__cause__` of a closure's error on the chief: its text is the worker's name and traceback."""
 
 
 def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) -> SentError:
-    """Called by: the worker, in the function that caught it."""
+    """Pack a closure's error for the chief. Called by: the worker, in the function that has caught the error.
+
+    Errors that would end the chief, such as SystemExit, become RuntimeErrors; StopIteration becomes OutOfRangeError.
+    """
     if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next  # without the frame that caught it
+        error.__traceback__ = error.__traceback__.tb_next  # without the frame of the caller
     stack = "".join(traceback.format_exception(error)).rstrip()
     raised = _as_error(error)
     packed = b""
@@ -44,7 +47,10 @@ def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) 
 
 
 def unpack_error(failure: SentError, worker: str, resolve: Callable[[Any], Any]) -> BaseException:
-    """The error, of its class where the chief can make one; a RuntimeError with its text otherwise."""
+    """Return the error for the chief to raise: of its own class if it can be unpickled, else a RuntimeError.
+
+    Args: worker: the worker's name, for the traceback in the error's `__cause__`.
+    """
     error = None
     with contextlib.suppress(Exception):
         error = loads(failure.packed, resolve)
@@ -55,7 +61,10 @@ def unpack_error(failure: SentError, worker: str, resolve: Callable[[Any], Any])
 
 
 def _without_init(value: Any) -> tuple[Any, ...] | None:
-    """How an exception of a user's class is copied. Python's way calls its `__init__` with the base's arguments."""
+    """Return a reduction of an exception that does not call its class's own `__init__`; None for other values.
+
+    Python's reduction calls the class's `__init__` with the arguments of the base class, and often fails.
+    """
     kind = type(value)
     if not isinstance(value, BaseException) or not _is_of_python(kind, "__init__"):
         return None
@@ -78,7 +87,7 @@ def _is_of_python(kind: type, method: str) -> bool:
 
 
 def _as_error(error: BaseException) -> Exception:
-    """What the chief is to raise: nothing that would end it, or a loop of its own, in silence."""
+    """Return the error for the chief to raise; replace errors that would silently end the chief or one of its loops."""
     if isinstance(error, StopIteration):
         return OutOfRangeError(
             "a scheduled function ended with StopIteration: an iterator that it called next() on has no more elements"

@@ -1,6 +1,6 @@
 """Values with a part on each worker: a closure gets the part of the worker that executes it.
 
-A part is a resource: what a worker makes for itself, once, when a closure first needs it.
+A part is a resource: each worker makes its own part once, when a closure first needs it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
 
 
 class _Key(NamedTuple):
-    """Names a resource in what is pickled. All other keys are those of `References`."""
+    """The key of a resource in a pickle. All other keys belong to `References`."""
 
     resource: int
 
 
 class Resource:
-    """How workers make something of their own; the chief's side of it.
+    """A resource, on the chief. Workers forget their parts when the chief drops it.
 
+    Args: packed: the pickled functions that make the parts: one for all workers, or one for each worker.
     Attributes:
-        id: in the closures that need it.
-        needs: all resources that it is made from, the needs of these included.
+        id: the resource's number, from 1.
+        needs: all resources that the functions use, directly or through other resources.
     """
 
     def __init__(
@@ -43,29 +44,29 @@ class Resource:
         self._dropped = table.dropped
 
     def packed_for(self, worker: int) -> bytes:
-        """A function without arguments, pickled."""
+        """Return the pickled function without arguments that makes the part of a worker (index from 0)."""
         return self._packed[worker % len(self._packed)]
 
     def __del__(self) -> None:
-        # Runs anywhere, and takes no locks therefore. No closure that needs it is left.
+        # May run in any thread at any point, so it takes no locks. No closure needs the resource any more.
         self._dropped.append(self.id)
 
 
 class PerWorker:
-    """A closure gets the executing worker's part of this."""
+    """A value with a part on each worker; a closure that captures it gets the executing worker's part."""
 
     _resource: Resource
 
     def resource(self, table: ResourceTable) -> Resource:
-        """How a worker makes its part."""
+        """Return the resource that makes the workers' parts."""
         return self._resource
 
 
 class ResourceTable:
-    """The resources of a coordinator, and how it packs what it sends.
+    """Makes the resources of a coordinator, and pickles its closures.
 
-    Args: workers: how many there are.
-    Attributes: dropped: the ids of resources that nobody has any more, for the workers to forget.
+    Args: workers: the number of workers.
+    Attributes: dropped: the ids of resources that the chief has dropped and the workers must forget.
     """
 
     def __init__(self, references: References, workers: int) -> None:
@@ -75,12 +76,16 @@ class ResourceTable:
         self._references = references
 
     def add(self, *makes: Callable[[], Any]) -> Resource:
-        """Args: makes: a function for all workers, or one for each. Raises: what pickling raises."""
+        """Pickle the functions of a new resource, and return the resource.
+
+        Args: makes: one function for all workers, or one for each worker.
+        Raises: the error of pickling.
+        """
         packed, needs = zip(*map(self.pack, makes), strict=True)
         return Resource(self, packed, [*itertools.chain(*needs)])
 
     def pack(self, value: Any) -> tuple[bytes, list[Resource]]:
-        """`value`, pickled, and all resources that it needs of a worker. Raises: the error of pickling."""
+        """Return `value` pickled, and all resources that a worker needs to unpickle it. Raises: the pickling error."""
         needs: list[Resource] = []
 
         def reference_of(part: Any) -> Any | None:
@@ -94,7 +99,7 @@ class ResourceTable:
 
 
 class ResourceCache:
-    """The resources that this worker has made, and the other objects that it resolves for what it unpickles."""
+    """A worker's parts of resources, made on first use; it resolves the keys in closures."""
 
     def __init__(self, references: References) -> None:
         self._references = references
@@ -102,14 +107,17 @@ class ResourceCache:
         self._made: dict[int, Any] = {}
 
     def update(self, packed: Mapping[int, bytes], dropped: Sequence[int]) -> None:
-        """Args: packed: new resources, by id. dropped: ids of resources to forget."""
+        """Store the pickled functions of new resources, by id, and forget the resources with ids in `dropped`."""
         self._packed.update(packed)
         for resource in dropped:
             self._packed.pop(resource, None)
             self._made.pop(resource, None)
 
     def resolve(self, key: Any) -> Any:
-        """Raises: ClosureInputError, when it cannot be made."""
+        """Return this worker's object for a key; make its part of a resource on first use.
+
+        Raises: ClosureInputError if making the part fails; its `original` is the error.
+        """
         if not isinstance(key, _Key):
             return self._references.resolve(key)
         if key.resource not in self._made:
@@ -118,21 +126,28 @@ class ResourceCache:
                 self._made[key.resource] = make()
             except Exception as error:
                 failed = ClosureInputError(
-                    f"a worker could not make what a closure needs of it: {type(error).__name__}: {error}"
+                    f"a worker could not make its part of a per-worker value: {type(error).__name__}: {error}"
                 )
                 failed.original = error
                 raise failed from error
         return self._made[key.resource]
 
 
-Call = Callable[[Callable[..., Any], Any], Any]  # a function and its argument, on any worker
+Call = Callable[[Callable[..., Any], Any], Any]  # has any worker call a function with one argument
 
 
 class PerWorkerValues(PerWorker):
-    """A value for each worker, in their order; a scheduled function gets that of the worker that executes it.
+    """A value for each worker; a scheduled function gets the value of the worker that executes it.
 
-    Args: values: RemoteValues.
-    Raises: AssertionError for anything else.
+    Args: values: a RemoteValue for each worker, in the order of worker indices.
+    Raises: AssertionError for values that are no RemoteValues.
+
+    Example, on several ranks::
+
+        seeds = [coordinator.schedule(int, args=(seed,)) for seed in (17, 42)]  # two workers
+        seed = ms.coordinator.PerWorkerValues(seeds)
+        draw = lambda seed: np.random.default_rng(seed).random()
+        coordinator.schedule(draw, args=(seed,))  # worker 0 gets 17, worker 1 gets 42
     """
 
     def __init__(self, values: Sequence[RemoteValue]) -> None:
@@ -147,7 +162,16 @@ class PerWorkerValues(PerWorker):
         return f"PerWorkerValues({list(self._values)!r:.400})"
 
     def resource(self, table: ResourceTable) -> Resource:
-        """Waits for the values. Raises: their errors; ValueError for another number of them."""
+        """Wait for the values, and return the resource that gives each worker its value.
+
+        Called by: `ClusterCoordinator.schedule`.
+        Raises: the error of a value's function; ValueError if the number of values is not the number of workers.
+
+        Example, on several ranks::
+
+            seed = ms.coordinator.PerWorkerValues(seeds)
+            seed.resource(table)  # schedule() calls it with the coordinator's ResourceTable
+        """
         if len(self._values) != table.workers:
             raise ValueError(
                 f"PerWorkerValues has {len(self._values)} values, and there are {table.workers} workers"
@@ -159,26 +183,26 @@ class PerWorkerValues(PerWorker):
 
 
 class PerWorkerDataset(PerWorker, Iterable[Any]):
-    """A dataset that each worker has for itself; made by `ClusterCoordinator.create_per_worker_dataset`."""
+    """A dataset with a copy on each worker. Made by: `ClusterCoordinator.create_per_worker_dataset`."""
 
     def __init__(self, resource: Resource, table: ResourceTable, call: Call) -> None:
         self._resource, self._resources, self._call = resource, table, call
 
     def __iter__(self) -> PerWorkerDistributedIterator:
-        """An iterator for each worker, which begins when a closure first gets it."""
+        """Return an iterator for each worker. A worker begins its iterator when a closure first gets it."""
         return PerWorkerDistributedIterator(self, self._resources)
 
     @functools.cached_property
     def element_spec(self) -> Any:
-        """The structure of an element, with an ArraySpec for each array; a worker reads its first one."""
+        """The structure of an element, with an ArraySpec for each array, as a worker sees in its first element."""
         return self._call(DatasetOfWorker.element_spec, self)
 
 
 class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
-    """An iterator for each worker: pass it to `schedule`, as an argument.
+    """An iterator for each worker, to be passed to `schedule` as an argument.
 
-    The function gets the iterator of its worker, and calls `next` on it. If `next` raises StopIteration, the closure's
-    error is an OutOfRangeError.
+    The function gets the iterator of its worker, and calls `next` on it. Its StopIteration becomes an OutOfRangeError
+    on the chief. On the chief itself `next` raises NotImplementedError.
     """
 
     def __init__(self, dataset: PerWorkerDataset, table: ResourceTable) -> None:
@@ -200,7 +224,11 @@ class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
 
 
 class DatasetOfWorker:
-    """A worker's dataset."""
+    """The dataset of one worker.
+
+    Args: source: a dataset, or a function that returns one.
+    Raises: ValueError if the function returns an object that is not iterable.
+    """
 
     def __init__(self, source: Any) -> None:
         dataset = source if isinstance(source, Iterable) else source()
@@ -209,7 +237,7 @@ class DatasetOfWorker:
                 f"a dataset function must return a dataset, which can be iterated; got {dataset!r:.60}"
             )
         self._dataset = safe_dataset(dataset)
-        self._begun: IteratorOfWorker | None = None  # for its spec; the next one
+        self._begun: IteratorOfWorker | None = None  # begun for `element_spec`, for `iterate`
         self._last: weakref.ref[IteratorOfWorker] | None = None
 
     def iterate(self) -> IteratorOfWorker:
@@ -218,14 +246,19 @@ class DatasetOfWorker:
         return iterator
 
     def element_spec(self) -> Any:
-        """Of the iterator that goes on, where there is one: a generator has no other elements."""
+        """Return the structure of an element, from the next element of the iterator in use, without consuming it.
+
+        If there is no such element, begin an iterator, for the next `iterate` to return.
+
+        Raises: ValueError if the dataset is empty.
+        """
         running = None if self._last is None else self._last()
         first = running.peek() if running else []
         if not first:
             self._begun = self._begun or IteratorOfWorker(iter(self._dataset))
             first = self._begun.peek()
         if not first:
-            raise ValueError("the dataset has no elements: what they look like is not known")
+            raise ValueError("the dataset has no elements, so that element_spec is not known")
         return spec_of(first[0])
 
 
@@ -239,13 +272,13 @@ class IteratorOfWorker(Iterator[Any]):
         return next(self._elements)
 
     def peek(self) -> list[Any]:
-        """The next element, which stays the next; none at the end."""
+        """Return a list of the next element without consuming it; [] at the end."""
         first = [*itertools.islice(self._elements, 1)]
         self._elements = itertools.chain(first, self._elements)
         return first
 
     def get_next(self) -> Any:
-        """The next element. Raises: OutOfRangeError at the end."""
+        """Return the next element. Raises: OutOfRangeError at the end."""
         for element in self._elements:
             return element
         raise OutOfRangeError("the worker's dataset has no more elements")

@@ -1,4 +1,4 @@
-"""How functions, their arguments and results are pickled: by value. An object that each rank has is sent as a key.
+"""Pickles functions, their arguments and results by value. An object that each rank has is pickled as a key.
 
 An error about an object that cannot be pickled names the path to the object.
 """
@@ -20,16 +20,19 @@ from mpistrat.parameter_server.rpc.endpoint import outcome_of
 
 
 class References(Protocol):
-    """Objects that each rank has, or has a part of: the strategy, variables, modules made in its scope."""
+    """Gives keys to objects that each rank has: the strategy, its variables, and torch tensors on servers."""
 
     def reference_of(self, value: Any) -> Any | None:
-        """The key of such an object; None for all others."""
+        """Return the key of an object that each rank has; None for an object to be pickled by value."""
 
     def resolve(self, key: Any) -> Any:
-        """This rank's object."""
+        """Return this rank's object for a key from another rank."""
 
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
-        """For an object that the other side is to take note of: its `__reduce__`; None for all others."""
+        """Return a reduction, as `__reduce__` does, that makes the other rank take note of the object; None for others.
+
+        Pickling calls it for objects without a key, such as torch modules and optimizers.
+        """
 
 
 # The methods of `References` that pickling calls.
@@ -40,7 +43,10 @@ ReductionOf = Callable[[Any], tuple[Any, ...] | None]
 def dumps(
     value: Any, reference_of: ReferenceOf, reduction_of: ReductionOf = lambda value: None
 ) -> bytes:
-    """Args: as of `References`. Raises: whatever the pickling raises."""
+    """Pickle `value`, with keys in place of the objects that each rank has. Raises: the error of pickling.
+
+    Args: reference_of, reduction_of: methods of `References`.
+    """
     with io.BytesIO() as file:
         _Pickler(file, reference_of, reduction_of).dump(value)
         return file.getvalue()
@@ -50,7 +56,7 @@ def loads(data: bytes, resolve: Callable[[Any], Any]) -> Any:
     return Unpickler(data, resolve).load()
 
 
-# Always copied; so are numbers, strings and collections, of which pickle does not ask.
+# Types that are always pickled by value, as are numbers, strings and collections.
 _COPIED = frozenset(
     {
         type,
@@ -73,7 +79,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._reference_of, self._reduction_of = reference_of, reduction_of
 
     def reducer_override(self, value: Any) -> Any:
-        # Pickle's own way for such keys, `persistent_id`, is asked of each occurrence of each number and string.
+        # Pickle's own hook for keys, `persistent_id`, is slower: it is called for each occurrence of each object.
         if type(value) not in _COPIED:
             if (key := self._reference_of(value)) is not None:
                 return _resolved, (key,)
@@ -94,8 +100,8 @@ class Unpickler(pickle.Unpickler):
 
 
 def _resolved(key: Any) -> NoReturn:
-    """Stands in a pickle for the reader's own `resolve`."""
-    raise RuntimeError("what was pickled for the ranks of a job is unpickled by `loads`")
+    """Marks a key in a pickle: `Unpickler` calls its own `resolve` in place of this function."""
+    raise RuntimeError("a pickle for the ranks of a job can only be unpickled by `loads`")
 
 
 _DEEPEST = 8
@@ -104,14 +110,14 @@ _DEEPEST = 8
 def raise_explained(
     values: Mapping[str, Any], pack: Callable[[Any], object], error: Exception
 ) -> NoReturn:
-    """Say why `values` could not be pickled together.
+    """Raise an error that says why `values` could not be pickled.
 
     Args:
-        values: by the names that people know them by.
-        pack: pickles a value.
-        error: what pickling all of them raised.
-    Raises: TypeError that names the innermost part that fails alone, such as "the function step → its variable
-        'trainer' → its attribute 'lock'"; `error` where nothing fails alone.
+        values: the values, by names for people.
+        pack: pickles one value.
+        error: the error of pickling all values together.
+    Raises: TypeError that names the innermost part that cannot be pickled alone, such as "the function step → its
+        variable 'trainer' → its attribute 'lock'"; `error` if each value can be pickled alone.
     """
 
     for name, value in values.items():
@@ -122,7 +128,7 @@ def raise_explained(
             module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
             raise TypeError(
                 f"cannot be pickled: {path}, of type {module}{kind.__qualname__} ({type(reason).__name__}: {reason}). "
-                "Make it where it is used, or leave it out"
+                "Make it inside the function that uses it, or leave it out"
             ) from refused
     raise error
 
@@ -130,7 +136,10 @@ def raise_explained(
 def _innermost(
     name: str, value: Any, error: Exception, pack: Callable[[Any], object]
 ) -> tuple[str, Any, Exception]:
-    """Goes down from `value`, which raised `error`, as long as a part raises when it is tried alone."""
+    """Descend from `value` to its innermost part that cannot be pickled alone, at most 8 levels deep.
+
+    Returns: the path of descriptions, the part, and its error.
+    """
     path, seen = [name], {id(value)}
     while len(path) <= _DEEPEST:
         for description, part in _parts(value):
@@ -148,7 +157,7 @@ def _innermost(
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The name and the value of each object that is pickled with `value`."""
+    """Yield a description and the value of each object that pickle would pickle with `value`."""
     if isinstance(value, types.FunctionType):
         yield from _captured(value)
     elif isinstance(value, types.MethodType):
@@ -190,7 +199,7 @@ def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names_of(code: types.CodeType) -> set[str]:
-    """Names of globals, and of attributes, that a function and those in it use."""
+    """Return the names of globals and attributes that a function and the functions defined in it use."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""What a scheduled function will have returned."""
+"""`RemoteValue`: the future result of a scheduled function."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ from mpistrat.variables.variable import Variable
 
 
 class RemoteValue(ReadsAsArray):
-    """The result of a scheduled function; made by `ClusterCoordinator.schedule`.
+    """The future result of a scheduled function.
 
+    Made by: `ClusterCoordinator.schedule`.
     Args:
-        changed: notified when it is there.
-        unpack: makes the value of the bytes that came.
-        name: the function's.
+        changed: the condition that is notified when the result has arrived.
+        unpack: unpickles the result.
+        name: the function's name.
     Attributes:
-        worker: the number of the worker that got the function last; None before.
+        worker: the index of the worker that got the function last; None before a worker gets it.
+
+    Example, on several ranks::
+
+        def first_rows(n):
+            return torch.ones(4, 2)[:n]
+        value = coordinator.schedule(first_rows, args=(2,))
+        value.get()    # waits; a tensor of shape [2, 2]
+        value.fetch()  # the same as a NumPy array
     """
 
     def __init__(
@@ -34,9 +43,9 @@ class RemoteValue(ReadsAsArray):
         self._error: BaseException | None = None
 
     def get(self) -> Any:
-        """What the function returned; waits for it.
+        """Wait for the function to end, and return its result.
 
-        Raises: what the function raised, each time it is called; CancelledError where the closure was cancelled.
+        Raises: the function's error, on each call; CancelledError if another function's error has cancelled it.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._finished)
@@ -44,26 +53,39 @@ class RemoteValue(ReadsAsArray):
         if self._error is not None:
             raise self._error.with_traceback(None)
         if packed is not None:
-            value = self._unpack(packed)  # not in the lock, for it may be large
+            value = self._unpack(packed)  # outside the lock, because a large result takes long
             with self._changed:
                 if self._packed is not None:
                     self._value, self._packed = value, None
         return self._value
 
     def fetch(self) -> Any:
-        """`get`, with NumPy arrays in place of tensors and variables."""
+        """Wait for the function to end, and return its result with NumPy arrays in place of tensors and variables.
+
+        Raises: the function's error, on each call; CancelledError if another function's error has cancelled it.
+        """
         return nest.map_structure(_fetched, self.get())
 
     def _read(self) -> NoReturn:
-        raise ValueError(f"{self!r} is not an array: take what its get() or fetch() returns")
+        raise ValueError(f"{self!r} is not an array: use the result of its get() or fetch()")
 
     def put(self, packed: bytes | None, error: BaseException | None = None) -> None:
-        """Called by: the queue, which holds `changed`, and notifies."""
+        """Set the function's pickled result, or its error.
+
+        Called by: the coordinator's queue, while it holds `changed`; it notifies `changed` afterwards.
+
+        Example:
+            >>> from threading import Condition
+            >>> value = ms.coordinator.RemoteValue(Condition(), bytes.decode)
+            >>> value.put(b"done")
+            >>> value.get()
+            'done'
+        """
         self._packed, self._error = packed, error
         self._finished = True
 
     def __repr__(self) -> str:
-        """Does not wait, and fetches nothing."""
+        """Describe the state of the result, without waiting for it or unpickling it."""
         if not self._finished:
             state = "waiting" if self.worker is None else f"with worker {self.worker}"
         elif self._error is not None:

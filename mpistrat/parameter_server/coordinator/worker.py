@@ -1,4 +1,4 @@
-"""A worker: executes closures that the chief sends."""
+"""A worker: it executes the closures that the chief sends."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 
 
-# Notices: from the chief, and to it.
-CLOSURES = "closures"  # resources by id, ids of dropped resources, [(id, name, payload)]
-OUTCOMES = "outcomes of closures"  # [(id, packed value, failure)], seconds they took
+# Notices: CLOSURES from the chief, OUTCOMES and RETURNED to the chief. Their bodies:
+CLOSURES = "closures"  # new resources by id, ids of dropped resources, [(id, name, payload)]
+OUTCOMES = "outcomes of closures"  # [(id, pickled result, error)], the seconds that all closures took together
 RETURNED = "closures not begun"  # ids
 
 _MOST_OUTCOMES = 16  # in a message
 _SECONDS_TO_COLLECT_OUTCOMES = 1e-3
 _SECONDS_TO_READ = 1e-3
-SECONDS_TO_KEEP = 0.05  # closures that wait behind another here
+SECONDS_TO_KEEP = 0.05  # the longest wait of a closure behind a running closure
 
 _Arrived = tuple[int, str, bytes]  # a closure's id, name and payload
 Outcome = tuple[int, bytes | None, SentError | None]
@@ -42,10 +42,10 @@ class Worker:
     """Executes closures one after the other, in the thread that calls `serve`.
 
     Args:
-        chief: its rank.
-        index: this worker's, from 0.
-        in_closure: gives, by a closure's id, the context to execute it in: updates in it are applied once, and its exit
-            waits for them. It yields a function to call between unpickling the closure and executing it.
+        chief: the chief's rank.
+        index: this worker's index, from 0.
+        in_closure: returns the context to execute a closure (by id) in. Servers make the updates in it once, and its
+            exit waits for them. It yields a function to call between unpickling the closure and executing it.
     """
 
     def __init__(
@@ -60,17 +60,20 @@ class Worker:
         self._in_closure = in_closure
         self._references, self._resources = references, ResourceCache(references)
         self._waiting: collections.deque[_Arrived] = collections.deque()
-        self._begun = 0.0  # when the closure under way was
+        self._begun = 0.0  # time when the running closure began
         self._busy = threading.Event()
         self._ending = False
         self._outcomes: list[Outcome] = []
-        self._seconds = 0.0  # that the outcomes took
-        self._sent = 0.0  # when outcomes last were
+        self._seconds = 0.0  # spent on the closures in `_outcomes`
+        self._sent = 0.0  # time when outcomes were last sent
         self._sending = threading.Lock()
         rpc.handle(CLOSURES, self._receive)
 
     def serve(self, until: Callable[[], bool]) -> None:
-        """Until `until()`, which is asked after each message. Closures that are not begun then are left."""
+        """Receive and execute closures until `until()` is true; check it after each message.
+
+        Closures that have not begun by then are not executed.
+        """
         watch = threading.Thread(target=self._keep_returning, name="mpistrat closures", daemon=True)
         watch.start()
         try:
@@ -117,13 +120,13 @@ class Worker:
                     return closure, NONE if value is None else pack(value), None
                 except Exception as error:
                     raise_explained({f"what {name} returned": value}, pack, error)
-        except KeyboardInterrupt:  # of the job, not of the closure
+        except KeyboardInterrupt:  # ends the job, and is no error of the closure
             raise
         except BaseException as error:
             return closure, None, pack_error(error, reference_of)
 
     def _send_outcomes(self, now: float) -> None:
-        """Called by: the thread that holds `_sending`."""
+        """Send the collected outcomes to the chief. Called by: a thread that holds `_sending`. Args: now: the time."""
         if self._outcomes:
             self._rpc.notify(self._chief, OUTCOMES, (self._outcomes, self._seconds))
         self._outcomes, self._seconds, self._sent = [], 0.0, now
@@ -131,7 +134,7 @@ class Worker:
     def _keep_returning(self) -> None:
         try:
             self._return_what_waits()
-        except Exception as error:  # nobody else would hear of it, and closures may be lost
+        except Exception as error:  # no other code would report it, and closures may be lost
             from mpistrat.liveness.ending.job_end import job_end  # here, because it starts MPI
 
             who = self._rpc.name_of(self._rpc.rank)
@@ -139,19 +142,22 @@ class Worker:
             job_end().end_job(f"ending the job: {who} cannot take closures any more: {what}", 1)
 
     def _return_what_waits(self) -> None:
-        """While a closure takes long, give back the closures behind it, and send the results of earlier closures."""
+        """While a closure runs longer than 50 ms, give the chief the closures behind it back, and earlier results.
+
+        Called by: a thread of its own, until the worker ends.
+        """
         while True:
             self._busy.wait()
             if self._is_sent():
                 time.sleep(SECONDS_TO_KEEP)
-            else:  # what finds no room in a pipe is sent while a thread here reads
+            else:  # a full pipe takes the rest of a message only while a thread of this rank reads
                 self._rpc.run_until(self._is_sent, SECONDS_TO_KEEP)
             if self._ending:
                 return
             now = time.perf_counter()
             if not self._busy.is_set() or now - self._begun < SECONDS_TO_KEEP:
                 continue
-            # More may have come, which nobody has read.
+            # The chief may have sent more closures that no thread has read.
             self._rpc.run_until(lambda: False, _SECONDS_TO_READ)
             back: list[int] = []
             while closure := _try(self._waiting.pop):
@@ -166,7 +172,7 @@ class Worker:
 
 
 def _try(pop: Callable[[], _Arrived]) -> _Arrived | None:
-    """None where the other thread has taken the last closure."""
+    """Return the result of `pop`; None if the other thread has taken the last closure."""
     try:
         return pop()
     except IndexError:
@@ -181,7 +187,10 @@ _worker: contextvars.ContextVar[int | None] = contextvars.ContextVar("worker", d
 
 @contextlib.contextmanager
 def executing(worker: int) -> Iterator[None]:
-    """For the time of a closure, or of making a dataset, on this worker."""
+    """Inside, `experimental_get_current_worker_index()` returns this worker's index.
+
+    Called by: the worker, around each closure.
+    """
     token = _worker.set(worker)
     try:
         yield
@@ -190,7 +199,18 @@ def executing(worker: int) -> Iterator[None]:
 
 
 def experimental_get_current_worker_index() -> int:
-    """The number, from 0, of the worker that runs this. Raises: RuntimeError outside scheduled functions."""
+    """Return the index, from 0, of the worker that executes the calling function.
+
+    Raises: RuntimeError outside scheduled functions and dataset functions.
+
+    Example, on several ranks::
+
+        def make_loader():  # each worker calls it
+            seed = ms.coordinator.experimental_get_current_worker_index()
+            generator = torch.Generator().manual_seed(seed)
+            return torch.utils.data.DataLoader(dataset, shuffle=True, generator=generator)
+        per_worker = coordinator.create_per_worker_dataset(make_loader)
+    """
     worker = _worker.get()
     if worker is None:
         raise RuntimeError(
@@ -201,10 +221,10 @@ def experimental_get_current_worker_index() -> int:
 
 
 def seed_for_worker(worker: int) -> None:
-    """Seed Python's, NumPy's and torch's generators by their own next number and that of the worker, from 0.
+    """Seed the random generators of Python, NumPy and torch with their own next number and the worker's index.
 
-    So a script that seeds them has the same numbers each time it is run, and others on each worker; as workers of a
-    DataLoader have them.
+    So a script that seeds them draws the same numbers in each run, and different numbers on each worker, like the
+    workers of a DataLoader. Torch is seeded only if the program has imported it.
     """
     random.seed(random.getrandbits(64) + worker)
     np.random.seed([np.random.randint(1 << 31), worker])

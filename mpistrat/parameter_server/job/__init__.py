@@ -1,1 +1,1 @@
-"""The ranks of a job with servers: how they meet, go on without lost ranks, and end."""
+"""The ranks of a job with servers: how they meet, continue after the death of a rank, and end."""

@@ -1,6 +1,6 @@
 """A job with servers, as one of its ranks sees it.
 
-mpi4py is imported by this file, and this file on first use: `import mpistrat` starts no MPI.
+This file imports mpi4py, and is imported on first use: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from mpistrat.parameter_server.server.server import ParameterServer
 from mpistrat.settings import shared_bytes, stall_seconds
 from mpistrat.topology import Topology
 
-# A notice to workers that run closures: the chief has no more.
+# A notice to workers that run closures: the chief has no more closures.
 END = "end"
-# Notices: a rank has come to `begin`; all ranks have.
+# Notices. _HERE: a rank has come to `begin`. _BEGIN: all ranks have.
 _HERE, _BEGIN = "here", "begin"
 # A notice: the path of the job's last checkpoint.
 _CHECKPOINT = "checkpoint"
-# One rank says why the job ends, and ends it. The others, who would say the same, leave it this time.
+# One rank says why the job ends, and ends it. Other ranks, which would say the same, wait this time.
 _SECONDS_FOR_THE_FIRST = 5.0
-_SECONDS_FOR_THE_OTHERS = 10.0  # to leave, before the chief
-_SECONDS_TO_SEND = 60.0  # at the end, what the others have not read yet
+_SECONDS_FOR_THE_OTHERS = 10.0  # the chief's longest wait at its end for the other ranks to leave
+_SECONDS_TO_SEND = 60.0  # the longest wait at a rank's end for other ranks to read its messages
 
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Surrounds all that the ranks do together until `begin`. Until then the death of a rank ends the job.
+    """Surround the collective work of the ranks before `begin`: if a rank dies in it, end the job.
 
-    Fault tolerant MPI raises errors on the other ranks, and MPI_Finalize would wait for the dead.
+    Fault tolerant MPI raises errors on the other ranks, and MPI_Finalize would wait for the dead rank.
+
+    Raises: MPI.Exception as it is, if MPI is not fault tolerant.
     """
     try:
         yield
@@ -52,33 +54,31 @@ def meeting() -> Iterator[None]:
 
 
 def _why_not_fault_tolerant() -> str:
-    """ "" where ranks can go on when one has died."""
+    """Return why the ranks cannot continue after the death of a rank; "" if they can."""
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         return "MPI was started without MPI_THREAD_MULTIPLE, its default in mpi4py"
     return why_not_fault_tolerant(MPI.Get_library_version())
 
 
 class ServerJob:
-    """What a rank needs to serve, or to use servers. Collective to make.
+    """A job with servers, on one of its ranks. Collective: all ranks construct it together.
 
     Args:
-        comm: the ranks of `topology` and of `roles`.
+        comm: the communicator with the ranks of `topology` and of `roles`.
         replicated: whether each server has a backup.
     Attributes:
-        topology: on which nodes the ranks are.
-        roles: who has which task.
-        outlives_ranks: whether the job goes on when a rank has died: all but a chief can.
-        why_not_fault_tolerant: "" where MPI is.
-        rpc: to all the ranks.
-        servers, workers: their ranks. A coordinator lets the workers run functions.
+        outlives_ranks: whether the job continues when a rank other than the chief has died.
+        why_not_fault_tolerant: the reason why it does not; "" if MPI is fault tolerant.
+        rpc: the messages between all ranks.
+        servers, workers: the ranks of the servers, and of the workers.
         clients: the ranks that use servers.
-        trainers: the ranks that train by themselves, where there is no coordinator.
-        client: to the servers; also on these.
-        server: this rank's; None on other ranks.
-        coordinator: the rank that lets others run functions, once all have begun; None where there is none.
-        ended: whether the chief has said that there is no more to do.
-        is_done: whether this rank neither serves nor uses the servers any more.
-        checkpoint: the path of the last one; "" before.
+        trainers: the chief's rank if there is a chief, then the workers' ranks.
+        client: reads and changes arrays on the servers; every rank has one.
+        server: this rank's server; None on a rank that is no server.
+        coordinator: the rank that schedules functions on workers, once all ranks have begun; None if no rank does.
+        ended: whether the chief has announced its end.
+        is_done: whether this rank has stopped serving, or using servers.
+        checkpoint: the path of the job's last checkpoint; "" before the first.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ServerJob:
         self.checkpoint = ""
         lost_ranks = LossPolicy(self)
         self.rpc.describe_death = lost_ranks.describe
-        self.rpc.on_lost(lost_ranks.lost)  # before the server's
+        self.rpc.on_lost(lost_ranks.lost)  # before the server's handler
         self.server: ParameterServer | None = None
         if roles.rank in self.servers:
             backup = self.client.routes.backups.get(roles.rank)
@@ -112,23 +112,23 @@ class ServerJob:
         self.rpc.handle(_HERE, self._comes)
         self.rpc.handle(_BEGIN, self._may_begin)
         self.rpc.handle(_CHECKPOINT, self._hear_of_checkpoint)
-        # Exit handlers run last in, first out: this one before the ranks wait for each other. It also runs where the
-        # program has forgotten its strategy by then: the servers wait for it.
+        # Exit handlers run last in, first out, so this handler runs before the ranks wait for each other. The servers
+        # wait for `done`, so it runs even if the program has dropped its strategy.
         atexit.register(self.done)
 
     def name_of(self, rank: int) -> str:
-        """Such as "worker 1 (rank 2)"."""
+        """Return the name of a rank for messages, such as "worker 1 (rank 2)"; "rank 2" for a rank without a task."""
         for task_type, ranks in self.roles.ranks.items():
             if rank in ranks:
                 return f"{task_type} {ranks.index(rank)} (rank {rank})"
         return f"rank {rank}"
 
     def begin(self, coordinates: bool) -> None:
-        """From now on, if MPI is fault tolerant, the death of a rank does not end the job. Collective.
+        """Let the job outlive the deaths of ranks from now on, if MPI is fault tolerant. Collective.
 
-        Returns when all ranks are here: before, some may wait for others in MPI, and nobody would tell them of a death.
+        Waits until all ranks are here: before, ranks may wait for each other in MPI, and would not hear of a death.
 
-        Args: coordinates: whether this rank lets others run functions.
+        Args: coordinates: whether this rank schedules functions on the workers.
         """
         if coordinates:
             self.coordinator = self.rpc.rank
@@ -149,7 +149,10 @@ class ServerJob:
         self._begun, self.coordinator = True, coordinator
 
     def tell_of_checkpoint(self, path: str) -> None:
-        """Name this checkpoint where variables are lost from now on, on all ranks. Called by: one rank, any thread."""
+        """Remember a checkpoint's path on all ranks: errors about lost variables name it.
+
+        Called by: the rank that saves or restores checkpoints, any thread.
+        """
         self.checkpoint = path
         if not self.is_done:
             self.rpc.notify_all(self.servers, _CHECKPOINT, path)
@@ -160,19 +163,24 @@ class ServerJob:
             self.rpc.notify_all(self.server.clients - {source}, _CHECKPOINT, path)
 
     def living(self, ranks: Iterable[int]) -> list[int]:
-        """The ranks among these that are not known to have died."""
+        """Return these ranks without the ranks that are known to have died."""
         lost = self.rpc.channel.lost
         return [rank for rank in ranks if rank not in lost]
 
     def serve(self) -> None:
-        """Do a server's work; return when all ranks that use it are done. Called by: servers."""
+        """Do a server's work, and return when all clients have left or died. Called by: a server's rank."""
         if self.server is not None and not self.is_done:
             with interrupts.ignore_interrupts():
                 self.server.serve()
             self._leave()
 
     def done(self) -> None:
-        """This rank does not use the servers any more. The chief's `done` lets the workers end, too."""
+        """Leave the servers; on the chief, let the workers end, too. A second call does nothing.
+
+        After a death, the coordinator first waits up to 10 s for the other ranks to leave.
+
+        Called by: `shutdown`, workers at their end, and the process's exit.
+        """
         if self.is_done:
             return
         self._leave()
@@ -183,18 +191,22 @@ class ServerJob:
         self._send_the_rest()
         lost = self.rpc.channel.lost
         if self.outlives_ranks and self.rpc.rank == self.coordinator and lost:
-            # With losses, nobody waits for the others at the end, and mpirun would kill them if this rank fails.
+            # After a death the ranks do not wait for each other at the end, and mpirun would kill the other ranks if
+            # this rank fails.
             others = self.rpc.size - 1
             self.rpc.run_until(lambda: len(lost) == others, _SECONDS_FOR_THE_OTHERS)
 
     def _send_the_rest(self) -> None:
-        """Read until the others have read everything: what found no room in a pipe goes out only meanwhile."""
+        """Receive until all of this rank's messages have gone out: a full pipe takes the rest only during a receive.
+
+        If a rank does not read its messages for 60 s, end the job.
+        """
         to = (*self.servers, *(self.workers if self.rpc.rank == self.coordinator else ()))
         if not self.rpc.run_until(lambda: not self.rpc.channel.unsent(to), _SECONDS_TO_SEND):
             names = ", ".join(map(self.name_of, self.rpc.channel.unsent(to)))
             job_end().end_job(
                 f"ending the job: {self.name_of(self.rpc.rank)} was at its end for {_SECONDS_TO_SEND:g} s, and "
-                f"{names} did not read what it had sent: see what they do (py-spy dump), or whether they were stopped",
+                f"{names} did not read its messages. See what they do (py-spy dump), or whether they were stopped",
                 1,
             )
 
@@ -207,13 +219,19 @@ class ServerJob:
 
 
 class LossPolicy:
-    """Decides whether the job goes on after the death of a rank, and who says so. Args: job: as this rank sees it."""
+    """Decides whether the job continues after the death of a rank, and which rank tells people.
+
+    Args: job: the job on this rank.
+    """
 
     def __init__(self, job: ServerJob) -> None:
         self._job = job
 
     def describe(self, rank: int) -> str:
-        """The text about a rank that has died, for errors and for people."""
+        """Return the text about a dead rank for errors and messages.
+
+        For a server it names the variables, and the backup that has them, or else the last checkpoint.
+        """
         job, died = self._job, f"{self._job.name_of(rank)} has died"
         if rank not in job.servers:
             return died
@@ -232,11 +250,14 @@ class LossPolicy:
         primary = job.name_of(routes.primaries[rank])
         return (
             f"{died}; {job.name_of(holder)} goes on with {_quoted(names.values())}, of which there is no other copy "
-            f"now, nor of what {primary} has made"
+            f"now, nor of the variables of {primary}"
         )
 
     def lost(self, rank: int) -> None:
-        """A rank has died, or has left without a word. End the job, or let one rank say who goes on."""
+        """Handle the death of a rank, or its exit without leaving: end the job, or let one rank tell that it continues.
+
+        Called by: the thread that reads.
+        """
         job = self._job
         if job.is_done or not self._concerns_server(rank):
             return
@@ -245,7 +266,7 @@ class LossPolicy:
             return
         job_end().end_without_finalize()
         if rank == job.coordinator and not job.ended:
-            self._end_job(f"{job.name_of(rank)} has died, which tells the others what to do")
+            self._end_job(f"{job.name_of(rank)} has died, and no other rank can schedule functions")
         lost = job.rpc.channel.lost
         if job.coordinator in lost or job.rpc.rank != self._speaker(rank):
             return
@@ -258,14 +279,17 @@ class LossPolicy:
         tell(self._who_goes_on(rank, others), "ERROR")
 
     def _concerns_server(self, rank: int) -> bool:
-        """Whether the rank is a client of this server, or another server while this one is in use."""
+        """Whether a death matters to this rank: a server ignores ranks that have left, and all without clients."""
         if self._job.server is None:
             return True
         clients = self._job.server.clients
         return rank in clients or (rank in self._job.servers and bool(clients))
 
     def _speaker(self, lost: int) -> int:
-        """The rank that tells people: a server's backup has the names of its arrays."""
+        """Return the rank that tells people about the death of `lost`; -1 if there is none.
+
+        A dead server's backup tells, because it has the names of the arrays; else the coordinator, or the first server.
+        """
         job = self._job
         holder = job.client.routes.holder_of(lost)
         if holder != lost:
@@ -280,7 +304,7 @@ class LossPolicy:
         if job.coordinator is not None:
             if not others:
                 return f"{died}, and no worker is left"
-            return f"{died}; {number} will execute what it had begun"
+            return f"{died}; {number} will execute its unfinished functions"
         text = f"{died}; the job goes on with {number}, and nobody reads its share of the data"
         workers = [worker for worker in job.workers if worker in others | {lost}]
         if workers[0] == lost and workers[1:]:
@@ -288,9 +312,9 @@ class LossPolicy:
         return text
 
     def _end_if_needed(self, rank: int) -> None:
-        """End the job if this rank needs the other one.
+        """End the job if this rank needs the dead `rank`: a server or the chief, and on a server also a client.
 
-        Launchers end a job as soon as they see a death, and the observer says who was the first; some never do.
+        First wait 5 s, because most launchers end a job when a rank dies, and the observer then tells who died first.
         """
         job = self._job
         needed = {*job.servers, *job.roles.ranks.get("chief", ())}
@@ -312,4 +336,4 @@ class LossPolicy:
 
 
 def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "what it kept"
+    return ", ".join(map(repr, names)) or "the variables that it kept"

@@ -1,4 +1,4 @@
-"""How a rank joins a job with parameter servers, and what its strategy's arguments must be for that."""
+"""How a rank joins a job with parameter servers, and the checks of its strategy's arguments."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ def join_job(
     description: str | None = None,
     replication: int = 1,
 ) -> tuple[ServerJob, tuple[str, ...]]:
-    """This rank's job, and its devices. Called by: every rank of `comm`.
+    """Meet the other ranks, and find this rank's task. Called by: every rank of `comm`.
 
     Args:
-        description: the strategy, with what of its arguments all ranks must be given; None where a rank makes none.
-        replication: on how many servers each variable is to be.
-        devices: of this rank, unless it is a server.
-    Raises, on all ranks: CollectiveMismatchError when they were given different strategies; ValueError when workers
-        have different numbers of devices, or there is but one server for two copies; what `check_devices` and
-        `job_roles` raise.
+        devices: this rank's devices; a server ignores them and uses its CPU.
+        chief: whether a chief schedules functions; None if this rank makes a `Server` and does not know.
+        description: the strategy and the arguments that must be equal on all ranks; None on a rank without a strategy.
+        replication: the number of servers that keep each variable, 1 or 2.
+    Returns: the job, and the names of this rank's devices.
+    Raises: on all ranks: CollectiveMismatchError if the ranks make different strategies; ValueError if workers have
+        different numbers of devices, if a single server cannot keep two copies, or if the tasks are wrong;
+        TopologyError if the ranks contradict each other about the tasks; the error of a rank's devices.
     """
     resolver = MPIClusterResolver(comm)
-    if resolver.comm is None:  # without MPI: what one rank lacks is told as with it
+    if resolver.comm is None:  # without MPI, so that a single rank gets the same errors as with MPI
         job_roles(resolver.topology(), lambda claim: [claim], cluster_resolver, num_ps, chief=chief)
     from mpistrat.parameter_server.job.job import ServerJob, meeting
 
@@ -54,7 +56,7 @@ def join_job(
         roles = job_roles(
             topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
         )
-        # Servers need no GPU: what a node has is for the others.
+        # Servers need no GPU and leave the node's GPUs to the other ranks.
         devices = ("cpu:0",) if roles.task_type == "ps" else devices
         with RaisingOnAll(communicator, "cannot use its devices"):
             checked = check_devices(devices)
@@ -65,7 +67,7 @@ def join_job(
         bound = bind(communicator, topology, checked)
     if replication > 1 and not job.outlives_ranks and roles.rank == job.trainers[0]:
         warnings.warn(
-            f"replication={replication} is of no use here, where the death of any rank is that of the job: "
+            f"replication={replication} is of no use here, because the death of any rank ends the job: "
             f"{job.why_not_fault_tolerant}",
             RuntimeWarning,
             stacklevel=3,
@@ -77,9 +79,10 @@ def join_job(
 def _agreed_replication(
     communicator: Communicator, roles: JobRoles, arguments: tuple[str | None, int, int]
 ) -> int:
-    """On how many servers each variable is, after the ranks have compared their arguments. Collective.
+    """Compare the ranks' arguments, and return the number of servers that keep each variable. Collective.
 
-    Args: arguments: this rank's strategy, replication, and number of devices.
+    Args: arguments: this rank's strategy (None without one), replication, and number of devices.
+    Raises: CollectiveMismatchError or ValueError, as `join_job`.
     """
     strategies, copies, replicas = zip(
         *communicator.all_gather_object(arguments, label="strategies"), strict=True
@@ -94,7 +97,7 @@ def _agreed_replication(
         raise ValueError(
             f"all workers, and a chief, need the same number of devices, got {by_rank}"
         )
-    replication: int = max(copies)  # a `Server` has no argument for it
+    replication: int = max(copies)  # the ranks of a `Server` have no such argument and say 1
     if replication > len(roles.ranks["ps"]):
         raise ValueError(
             f"replication={replication} needs as many parameter servers, each with a copy of its own, but there is "
@@ -104,7 +107,7 @@ def _agreed_replication(
 
 
 def resolver_of(roles: JobRoles) -> ClusterResolver:
-    """Tells a program its rank's task, as one of TF_CONFIG would."""
+    """Return a resolver that tells the program this rank's task, as a `TFConfigClusterResolver` does."""
     return SimpleClusterResolver(
         roles.cluster_spec, task_type=roles.task_type, task_id=roles.task_id
     )
@@ -116,9 +119,12 @@ def resolver_of_task(
     task_type: str | None,
     task_id: int | None,
 ) -> ClusterResolver | None:
-    """The resolver of the task that a program names, by a resolver or otherwise; None where it names none.
+    """Return a resolver of the task that the program names by a resolver, or by a cluster, a type and an id.
 
-    Without `cluster_spec` the task is one of TF_CONFIG's cluster.
+    Without `cluster_spec` the cluster comes from TF_CONFIG.
+
+    Returns: None if the program gives none of the arguments.
+    Raises: ValueError if it gives both a resolver and another argument.
     """
     if not cluster_spec and task_type is None and task_id is None:
         return cluster_resolver
@@ -137,7 +143,10 @@ def resolver_of_task(
 def devices_of_worker(
     devices: Sequence[str] | None, num_gpus_per_worker: int | None
 ) -> Sequence[str] | None:
-    """The devices that a program names: by a number of GPUs, the first that the rank sees, or its CPU for none."""
+    """Return the first GPUs that the rank sees, ["cpu:0"] for 0 GPUs, or `devices` if the number is None.
+
+    Raises: ValueError if both arguments are given, or the number is no int of 0 or more.
+    """
     if num_gpus_per_worker is None:
         return devices
     if devices is not None:
@@ -150,7 +159,7 @@ def devices_of_worker(
 
 
 def check_arguments(partitioner: Any, replication: Any) -> None:
-    """Raises: ValueError for arguments that no strategy with parameter servers takes."""
+    """Raises: ValueError if `partitioner` is neither None nor callable, or `replication` is not 1 or 2."""
     if partitioner is not None and not callable(partitioner):
         raise ValueError(
             f"variable_partitioner must be a function of shape and dtype, such as ms.experimental.partitioners."

@@ -1,1 +1,1 @@
-"""Torch modules whose parameters are on servers."""
+"""Torch modules that have their parameters on servers."""

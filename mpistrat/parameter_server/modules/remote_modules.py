@@ -1,7 +1,8 @@
-"""Torch modules whose parameters and buffers are on servers, on a rank that makes them itself.
+"""Torch modules that have their parameters and buffers on servers, on a rank that makes the modules itself.
 
-A run begins with what the servers have then; an optimizer's step sends its gradients there (`remote_steps`). What a run
-adds to buffers, such as batch norm's statistics, is added on the servers when it ends, as TensorFlow does.
+A run begins by pulling the servers' values. An optimizer's step sends the gradients to the servers (`remote_steps`).
+When a run ends, the servers add the amounts that it has added to buffers, such as batch norm's statistics, as in
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from mpistrat.replicas.torch_modules import ModuleParts
 
 
 class RemoteModules(StrategyModules):
-    """Modules that a coordinator's chief, or a worker without a chief, makes: equal on its replicas, and on servers.
+    """The torch modules that the chief of a coordinator, or a worker without a chief, makes in the strategy's scope.
+
+    Their parameters and buffers are on the servers, and equal on all replicas of this rank.
 
     Args:
-        place: finds a tensor of that name a place on the servers, once on each rank in the same order; the first
-            values are those of the rank that `owns`.
-        owns: as of `RemoteTensor`.
-        clock: this worker's; None where nothing is combined over workers.
+        place: makes or finds the arrays of a tensor (by name) on the servers and returns their addresses; every worker
+            calls it in the same order. The first values come from the rank with `owns=True`.
+        owns: whether the servers take the values that this rank writes outside optimizers' steps.
+        clock: this worker's clock; None on a chief.
     Attributes:
-        recorder: the modules.
-        tensors: their parameters and buffers.
-        steps: of their optimizers.
+        recorder: knows the modules that this rank has made in the scope.
+        tensors: the modules' parameters and buffers on the servers.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class RemoteModules(StrategyModules):
         return "sum" if workers == 1 else self.parts.rule.decided(f"step() over {workers} workers")
 
     def before_run(self) -> None:
-        """Give servers what is new, send what this rank has written if it owns that, and pull everything."""
+        """Place new tensors on the servers, send written tensors if this rank owns them, and pull all tensors."""
         self.mirror_new()
         self.tensors.begin_run(self.registry)
 
@@ -71,9 +73,11 @@ class RemoteModules(StrategyModules):
             self.before_run()
 
     def after_restore(self, objects: Iterable[Any]) -> None:
-        """Now, before other workers train: the servers get what this rank has, if it owns that.
+        """Send the restored values to the servers, before other workers train.
 
-        Called by: every worker, with the same objects, for optimizers have numbers in the order in which they come.
+        Only a rank with `owns=True` sends its parameters, buffers and optimizer state; the other ranks pull.
+
+        Called by: every worker, with the same objects in the same order, because that order numbers the optimizers.
         """
         self.before_run()
         for loaded in objects:
@@ -85,13 +89,16 @@ class RemoteModules(StrategyModules):
         self.before_run()
 
     def mirror_new(self) -> None:
-        """Give servers the parameters and buffers that are new."""
+        """Place the parameters and buffers of new modules on the servers."""
         new = self._mirroring.mirror_new()
         if new.parameters or new.buffers:
             self._place_new(new)
 
     def refresh(self, module: torch.nn.Module) -> None:
-        """Let the module's own parameters and buffers be what the servers have now."""
+        """Pull the servers' values into the module's own parameters and buffers, not into its submodules'.
+
+        Called by: torch, before the module's `state_dict()`, and before the module is pickled, saved or copied.
+        """
         self._mirroring.average_written_buffers(module)
         tensors = [*module._parameters.values(), *module._buffers.values()]
         self.tensors.sync(self.tensors.held(tensors))
@@ -114,7 +121,11 @@ class RemoteModules(StrategyModules):
         return itertools.chain.from_iterable(root.modules() for root in self.recorder.roots())
 
     def _is_looked_up(self, parameter: torch.Tensor, split: bool) -> bool:
-        """Whether embeddings alone use the parameter, and it is split or one of them wants sparse gradients."""
+        """Whether this rank keeps no copy of the parameter and pulls only the rows that a forward looks up.
+
+        True if only embeddings without `max_norm` use the parameter, and it is split over servers or one of the
+        embeddings has `sparse=True`. False if this rank has several replicas.
+        """
         if self.parts.group.num_local_replicas > 1:
             return False
         users = [

@@ -1,8 +1,8 @@
-"""Embeddings whose rows stay on servers: a forward pulls the rows that it looks up, and no rank has all of them.
+"""Embeddings that leave their rows on servers: a forward pulls the rows that it looks up, and no rank has all rows.
 
-The weight remains the program's `Parameter`, without memory of its own. What looks rows up gets a small tensor of them;
-backward leaves a sparse gradient in `.grad`, as `nn.Embedding(sparse=True)` does. Everything else that computes with
-the weight works on a copy of all of it.
+The weight remains the program's `Parameter`, without memory of its own. `functional.embedding` and `embedding_bag` get
+a small tensor of the rows that they look up, and backward puts a sparse gradient into `.grad`, as
+`nn.Embedding(sparse=True)` does. Every other computation with the weight pulls a copy of all rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.values import as_sparse
 
 _LOOKUPS = (functional.embedding, functional.embedding_bag)
-# Of a tensor, what is known without its numbers.
+# Attributes and methods of a tensor that do not need its numbers.
 _ABOUT = frozenset(
     (
         *("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "__hash__"),
@@ -35,13 +35,16 @@ _NUMBERS = tuple(
 
 
 def looks_up(module: torch.nn.Module) -> bool:
-    """Whether its weight is used by rows alone."""
+    """Whether the module is an embedding that uses its weight only by rows: `nn.Embedding` or `nn.EmbeddingBag`.
+
+    False with `max_norm`, because a forward then writes to the weight.
+    """
     embeds = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
     return embeds and module.max_norm is None
 
 
 def leave_on_servers(parameter: torch.Tensor, remote: RemoteTensor) -> None:
-    """Free the parameter's memory: its values are those on the servers."""
+    """Free the parameter's memory and turn it into a `RemoteRows`, whose values are on the servers alone."""
     hooks.before_export(_refuse_rows)
     shape = parameter.shape
     parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(shape)
@@ -52,7 +55,11 @@ def leave_on_servers(parameter: torch.Tensor, remote: RemoteTensor) -> None:
 
 
 class RemoteRows(torch.nn.Parameter):
-    """What the class of such a parameter becomes."""
+    """A parameter without memory: each use of it pulls its rows from the servers.
+
+    Made by: `leave_on_servers`, which changes the class of an existing parameter.
+    Attributes: remote: the parameter's arrays on the servers.
+    """
 
     remote: RemoteTensor
 
@@ -69,8 +76,8 @@ class RemoteRows(torch.nn.Parameter):
                 reads = getattr(func, "__self__", None) in _NUMBERS
                 if name == "__set__" and reads:
                     raise RuntimeError(
-                        "an embedding whose rows are on servers cannot be moved, or given other memory: do that in "
-                        "strategy.scope(), before it is left"
+                        "an embedding whose rows are on servers cannot be moved, or given other memory. Do that inside "
+                        "strategy.scope()"
                     )
                 if not reads:
                     return func(*args, **kwargs)
@@ -82,7 +89,7 @@ class RemoteRows(torch.nn.Parameter):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """All of it, here."""
+        """Return an ordinary parameter with a copy of all rows, pulled to this rank."""
         copy = torch.nn.Parameter(self.remote.pull(self), self.requires_grad)
         memo[id(self)] = copy
         return copy
@@ -92,23 +99,29 @@ class RemoteRows(torch.nn.Parameter):
 
 
 def _refuse_rows(module: torch.nn.Module) -> None:
-    """RuntimeError for a module that is to be exported or scripted, for what is done to memory is not asked here."""
+    """Raise RuntimeError if a parameter of a module to be exported or scripted is a `RemoteRows`.
+
+    Exported code reads a parameter's memory directly, without `__torch_function__`.
+    """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, RemoteRows):
             raise RuntimeError(
                 f"{name} of {type(module).__name__}: an embedding whose rows are on servers cannot be exported or "
-                "scripted; take copy.deepcopy(model), which has all rows"
+                "scripted. Export copy.deepcopy(model), which has all rows"
             )
 
 
 def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`func` of the rows that are looked up, instead of the weight."""
+    """Call `func`, an embedding function, with only the rows that its indices name in place of the whole weight.
+
+    Raises: RuntimeError with `max_norm`; TypeError if the indices, rather than the weight, are a `RemoteRows`.
+    """
     arguments = inspect.getcallargs(func, *args, **kwargs)
     weight, padding = arguments["weight"], arguments["padding_idx"]
     if arguments["max_norm"] is not None:
         raise RuntimeError("an embedding whose rows are on servers cannot have max_norm")
     if not isinstance(weight, RemoteRows):
-        raise TypeError("indices are not parameters")
+        raise TypeError("the indices are an embedding with its rows on servers")
     indices, arguments["input"] = torch.unique(arguments["input"], return_inverse=True)
     arguments["weight"] = _Rows.apply(weight, indices)
     if padding is not None:
@@ -119,7 +132,7 @@ def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a weight; its gradient is sparse."""
+    """Pull rows of a weight, by ascending indices; backward gives the weight a sparse gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: RemoteRows, indices: torch.Tensor) -> torch.Tensor:
@@ -134,7 +147,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """All of a weight; its gradient is dense."""
+    """Pull all rows of a weight; backward gives the weight a dense gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: RemoteRows) -> torch.Tensor:
@@ -146,7 +159,11 @@ class _Whole(torch.autograd.Function):
 
 
 def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """An operation in place, on its first tensor: if that is such a weight, on all of it, which is then sent."""
+    """Call `func`, an operation in place on its first tensor.
+
+    If that tensor is a `RemoteRows`, `func` writes to a copy of all rows; the servers get it if this rank owns the
+    parameter, and the result is the `RemoteRows`.
+    """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     target = leaves[at]

@@ -1,6 +1,6 @@
-"""Optimizers of parameters that are on servers: a step sends the gradients there, with the numbers of the param groups.
+"""Optimizers of parameters on servers: a step sends the gradients and the hyperparameters, and the servers step.
 
-The optimizer's state is on the servers, too: `state_dict()` reads it there.
+The optimizer's state is on the servers, too, and `state_dict()` pulls it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ def has_remote_parameters(optimizer: Optimizer) -> bool:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """What to call `step` with instead, or None. `args` begin with the optimizer itself."""
+    """Have the servers step an optimizer's parameters in place of this rank.
+
+    Called by: torch, before `optimizer.step()`; `args` begin with the optimizer itself.
+    Returns: the arguments for `step`, with a twin of the optimizer that has no parameters; None if no parameter is on
+        servers.
+    Raises: RuntimeError for a `step` with a closure, and, beside remote parameters or inside a run, for a parameter
+        that requires a gradient and is not on the servers.
+    """
     parameters = hooks.parameters_of(optimizer)
     remote = [*filter(_remote.__contains__, parameters)]
     if not remote and not _inside_run():
@@ -54,7 +61,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         )
     steps: RemoteSteps = _remote[remote[0]][1]
     steps.step(optimizer)
-    # A twin without parameters: what else `step` does to the optimizer, it does.
+    # The twin has no parameters to step. Other effects of `step` on the optimizer still happen.
     return (hooks.twin_of(optimizer, lambda _: []), *args[1:]), kwargs
 
 
@@ -63,7 +70,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _inside_run() -> bool:
-    """Whether a replica runs here of a strategy that has its variables on servers."""
+    """Whether this thread runs a replica of a strategy that has its variables on servers."""
     mode = current_mode()
     if mode.replica_context is None:
         return False
@@ -71,13 +78,13 @@ def _inside_run() -> bool:
 
 
 class RemoteSteps:
-    """The steps of all optimizers over the parameters that one strategy has on servers.
+    """Sends the steps of all optimizers of one strategy's parameters to the servers.
 
     Args:
-        clock: this worker's; None where nothing is combined over workers.
-        rule: tells whether the gradients of workers are combined to their "sum" or "mean".
-        next_number: of an optimizer that is stepped for the first time; equal on all workers, whose programs are the
-            same.
+        clock: this worker's clock; None in a job with a coordinator.
+        rule: returns "sum" or "mean": how the servers combine the gradients of workers.
+        next_number: returns the number of an optimizer that steps for the first time, equal on all workers, because
+            they run the same program.
     """
 
     def __init__(
@@ -92,15 +99,18 @@ class RemoteSteps:
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizer] = (
             weakref.WeakKeyDictionary()
         )
-        optimizers.install()  # whose hook comes first: it hides the gradients of all replicas but the first
+        optimizers.install()  # its hook must run first: it hides the gradients of all replicas but the first
         hooks.watch_steps(_before_step, _after_step)
 
     def add(self, parameter: torch.Tensor, remote: RemoteTensor) -> None:
-        """From now on the servers step `parameter`."""
+        """Register `parameter`: from now on a step of its optimizer happens on the servers."""
         _remote[parameter] = remote, self
 
     def step(self, optimizer: Optimizer) -> None:
-        """Have the servers step by the gradients that are there."""
+        """Send the gradients in `.grad` to the servers, and wait until they have applied or stored them.
+
+        Parameters without a gradient get no step.
+        """
         mean = self._rule() == "mean"
         remote = self.of(optimizer)
         now = None if self._clock is None else self._clock.round_to_send_in()
@@ -115,13 +125,13 @@ class RemoteSteps:
         self._tensors.client.change(changes)
 
     def of(self, optimizer: Optimizer) -> RemoteOptimizer:
-        """The optimizer on the servers: it is made there, with the state that was loaded here, if need be."""
+        """Return the optimizer's counterpart; it gets a number on first use, and the servers make it as `make` says."""
         remote = self._optimizers.get(optimizer) or self.know(optimizer, self._next_number())
         remote.make(optimizer)
         return remote
 
     def know(self, optimizer: Optimizer, number: int) -> RemoteOptimizer:
-        """The optimizer has this number on the servers."""
+        """Register the optimizer under its number on the servers, and return its `RemoteOptimizer`."""
         remote = self._optimizers[optimizer] = RemoteOptimizer(optimizer, number, self._tensors)
         return remote
 
@@ -131,7 +141,7 @@ def _changes(remote: RemoteTensor, gradient: torch.Tensor, step: GradientMethod)
         return remote.changes(step, gradient)
     gradient = gradient.coalesce()
     indices, values = gradient.indices()[0], gradient.values()
-    # Parts without any of the rows get a step, too: all count the same steps.
+    # Parts without any of the rows get a step, too, so that all parts count the same steps.
     return [
         Change(address, step, IndexedSlices(values[part], indices[part] - first))
         for address, first, part in remote.by_part(indices)
@@ -139,7 +149,10 @@ def _changes(remote: RemoteTensor, gradient: torch.Tensor, step: GradientMethod)
 
 
 class RemoteOptimizer:
-    """An optimizer of this rank, whose state is on the servers under a number."""
+    """An optimizer of this rank that has its state on the servers.
+
+    Attributes: number: the optimizer's number on the servers, equal on all ranks.
+    """
 
     def __init__(self, optimizer: Optimizer, number: int, tensors: RemoteTensors) -> None:
         self.number = number
@@ -150,7 +163,10 @@ class RemoteOptimizer:
         hooks.state_of_copies(optimizer, self._state)
 
     def make(self, optimizer: Optimizer) -> None:
-        """Have the servers keep state for all parameters: the state that was loaded here, if there is some."""
+        """Have the servers make the optimizer for its new remote parameters, and move state that was loaded here.
+
+        Raises: TypeError if the servers cannot make or step this class of optimizer.
+        """
         for group in optimizer.param_groups:
             new = {
                 p: _remote[p][0] for p in group["params"] if p in _remote and p not in self._made
@@ -167,14 +183,14 @@ class RemoteOptimizer:
         self._move_loaded_state(optimizer)
 
     def _move_loaded_state(self, optimizer: Optimizer) -> None:
-        """Send the state that was loaded here, if this rank owns it: it is not kept here."""
+        """Remove the state that was loaded on this rank, and send it to the servers if this rank owns the tensors."""
         for parameter in [p for p in optimizer.state if p in self._made]:
             if self._owns:
                 self._load(self._made[parameter], optimizer.state[parameter])
             del optimizer.state[parameter]
 
     def made_elsewhere(self, optimizer: Optimizer) -> None:
-        """Another rank has had the servers make it for all parameters."""
+        """Note that the servers have made the optimizer for all its parameters, at the request of another rank."""
         parameters = hooks.parameters_of(optimizer)
         self._made.update((p, _remote[p][0]) for p in parameters if p in _remote)
 
@@ -188,7 +204,7 @@ class RemoteOptimizer:
             self._optimizers.load_state(self.number, address, part)
 
     def _fetch(self, optimizer: Optimizer) -> None:
-        """Put the servers' state into the optimizer's."""
+        """Pull the servers' optimizer state into `optimizer.state`. Called by: torch, before `state_dict()`."""
         for parameter in hooks.parameters_of(optimizer):
             remote: RemoteTensor | None = self._made.get(parameter)
             if remote is None or parameter in optimizer.state:
@@ -208,7 +224,7 @@ class RemoteOptimizer:
         return state
 
     def _drop(self, optimizer: Optimizer, state_dict: Any = None) -> None:
-        """The servers have the state: it is not kept here."""
+        """Remove the state of remote parameters from `optimizer.state`. Called by: torch, after `state_dict()`."""
         for parameter in self._made:
             optimizer.state.pop(parameter, None)
 
@@ -223,7 +239,7 @@ def _as_torch(value: Any, parameter: torch.Tensor, layout: np.dtype[Any]) -> Any
 
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that does not keep the strategy alive, and does nothing without it."""
+    """Return a hook that calls `method` while its object lives, and does not keep the object alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(*args: Any) -> None:

@@ -1,7 +1,4 @@
-"""Torch parameters and buffers on servers: where they are, and how their values get there and back.
-
-Two ranks that have the same tensor name it by its place on the servers, in a key.
-"""
+"""Torch parameters and buffers on servers: their addresses, and how ranks send and pull their values."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ from mpistrat.parameter_server.client.client import Change, Client
 from mpistrat.parameter_server.protocol.messages import Address, GradientMethod
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, version
 
-# Of a tensor's parts, in order: the server's rank, and the array's number there.
+# A tensor's parts, in order: for each part, the server's rank and the array's number on that server.
 Places = tuple[tuple[int, int], ...]
 PARAMETER, ROWS, BUFFER = "parameter", "rows of a parameter", "buffer"
-# All that the other rank needs to find its tensor, or to make it: the kind, the places, the device, `requires_grad`.
+# The other rank finds or makes its tensor by this key: kind, places, device type and `requires_grad`.
 TensorKey = tuple[str, Places, str, bool]
 
 
@@ -30,10 +27,10 @@ class RemoteTensor:
     """One parameter or buffer on the servers.
 
     Attributes:
-        owns: whether this rank's values are everybody's where it writes the tensor outside optimizers' steps.
-        addresses: of its parts, which are its rows in order; one of all of it, if it is not split.
-        version: of the tensor when it last was equal to what the servers have.
-        rows_only: whether the values are on the servers alone, and ranks pull the rows that they need.
+        owns: whether the servers take the values that this rank writes to the tensor outside optimizers' steps.
+        addresses: the arrays of the tensor's parts, which are consecutive rows; one address if the tensor is not split.
+        version: torch's version counter of the tensor when it last had the servers' values.
+        rows_only: whether ranks keep no copy of the tensor, and pull the rows that they need.
     """
 
     client: Client
@@ -48,32 +45,38 @@ class RemoteTensor:
 
     @property
     def rows(self) -> list[int]:
-        """How many each part has."""
+        """The number of rows of each part."""
         return [address.spec.shape[0] for address in self.addresses]
 
     def pieces(self, tensor: torch.Tensor) -> list[tuple[Address, torch.Tensor]]:
-        """What `tensor`, of the same shape, has for each part."""
+        """Split `tensor`, of the whole shape, by parts. Returns: for each part its address and a view of its rows."""
         if not self.split:
             return [(self.addresses[0], tensor)]
         return list(zip(self.addresses, tensor.split(self.rows), strict=True))
 
     def changes(self, method: str | GradientMethod, operand: torch.Tensor) -> list[Change]:
-        """The update `method`, such as "assign" or an optimizer's step, by an `operand` of the same shape."""
+        """Return a change for each part: `method`, "assign" or an optimizer's step, by its rows of `operand`."""
         return [Change(address, method, piece) for address, piece in self.pieces(operand)]
 
     def by_part(self, indices: torch.Tensor) -> list[tuple[Address, int, slice]]:
-        """For each part its first row, and which of the ascending `indices` of rows are in it."""
+        """Divide ascending row `indices` among the parts.
+
+        Returns: for each part its address, the number of its first row, and the slice of `indices` that fall into it.
+        """
         bounds = [*itertools.accumulate(self.rows, initial=0)]
         cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
         slices = map(slice, cuts[:-1], cuts[1:])
         return [*zip(self.addresses, bounds[:-1], slices, strict=True)]
 
     def pull_rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Args: indices: of rows, ascending. Raises: IndexError."""
+        """Return a copy of the rows at `indices` (int64, ascending, shape [n]), on the device of `indices`.
+
+        Raises: IndexError if a row does not exist.
+        """
         count = sum(self.rows)
         for row in (*indices[:1].tolist(), *indices[-1:].tolist()):
             if not 0 <= row < count:
-                raise IndexError(f"row {row} of an embedding of {count} rows")
+                raise IndexError(f"row {row} of an embedding of {count} rows does not exist")
         parts = [
             self.client.rows(address, (indices[part] - first).cpu().numpy())
             for address, first, part in self.by_part(indices)
@@ -84,22 +87,22 @@ class RemoteTensor:
         return torch.cat(parts).to(indices.device)
 
     def pull(self, like: torch.Tensor) -> torch.Tensor:
-        """All of it, on the device of `like`."""
+        """Return a copy of the whole tensor, with the shape, dtype and device of `like`."""
         out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         self.client.pull_into(self.pieces(out))
         return out
 
     def assign(self, value: torch.Tensor) -> None:
-        """Send `value`, if this rank owns that."""
+        """Set the tensor on the servers to `value`; do nothing if this rank does not own the tensor."""
         if self.owns:
             self.client.change(self.changes("assign", value.detach()))
 
 
-Held = tuple[RemoteTensor, torch.Tensor]  # and this rank's copy, detached
+Held = tuple[RemoteTensor, torch.Tensor]  # a remote tensor and this rank's copy of it, detached
 
 
 class _PulledBuffer(NamedTuple):
-    """A buffer as a run began with it."""
+    """A buffer in a run. Attributes: before: a copy of the values that the run began with."""
 
     remote: RemoteTensor
     slot: BufferSlot
@@ -108,7 +111,10 @@ class _PulledBuffer(NamedTuple):
 
 
 class RemoteTensors:
-    """The tensors that one strategy has on servers. Args: owns: as of `RemoteTensor`."""
+    """The parameters and buffers that one strategy has on servers.
+
+    Args: owns: whether the servers take the values that this rank writes to the tensors outside optimizers' steps.
+    """
 
     def __init__(self, client: Client, owns: bool) -> None:
         self.client, self.owns = client, owns
@@ -126,13 +132,16 @@ class RemoteTensors:
         return remote
 
     def add(self, tensor: torch.Tensor, addresses: Sequence[Address]) -> RemoteTensor:
-        """The servers have at `addresses` what `tensor` is now, or has to become."""
+        """Register `tensor`, whose arrays are at `addresses`, and return its `RemoteTensor`.
+
+        The first `sync` or `begin_run` overwrites `tensor` with the servers' values.
+        """
         remote = RemoteTensor(self.client, self.owns, addresses, version(tensor))
         self._remote[tensor] = remote
         return remote
 
     def key_of(self, value: Any) -> TensorKey | None:
-        """The key by which other ranks find the tensor, too; None for other values."""
+        """Return the key by which another rank finds its own tensor; None if `value` is no tensor on the servers."""
         if not isinstance(value, torch.Tensor) or value not in self:
             return None
         remote = self[value]
@@ -144,11 +153,14 @@ class RemoteTensors:
         return kind, places, value.device.type, value.requires_grad
 
     def find(self, key: TensorKey) -> torch.Tensor:
-        """This rank's tensor, for which `key_of` gave this key."""
+        """Return this rank's tensor for a key that this rank's `key_of` has returned.
+
+        Raises: KeyError if the tensor was garbage-collected.
+        """
         return self._by_place[key[1]]
 
     def held(self, tensors: Iterable[torch.Tensor | None]) -> list[Held]:
-        """Those that are on servers, and whose values are here, too."""
+        """Return the tensors that are on servers and have a copy on this rank, each with its `RemoteTensor`."""
         return [
             (self[tensor], tensor.detach())
             for tensor in tensors
@@ -156,7 +168,7 @@ class RemoteTensors:
         ]
 
     def sync(self, held: Sequence[Held]) -> None:
-        """Send what this rank has written, if it owns that; then let `held` be what the servers have."""
+        """Pull the servers' values into the tensors of `held`; if this rank owns them, first send written tensors."""
         if self.owns:
             self.send_written(held)
         self.client.pull_into([piece for remote, tensor in held for piece in remote.pieces(tensor)])
@@ -164,7 +176,7 @@ class RemoteTensors:
             remote.version = version(tensor)
 
     def send_written(self, held: Sequence[Held]) -> None:
-        """Send what has been written here since it last was equal on the servers."""
+        """Send the tensors of `held` that this rank has written since they last were equal to the servers' values."""
         written = [(remote, tensor) for remote, tensor in held if version(tensor) != remote.version]
         self.client.change(
             [change for remote, tensor in written for change in remote.changes("assign", tensor)]
@@ -173,7 +185,7 @@ class RemoteTensors:
             remote.version = version(tensor)
 
     def begin_run(self, registry: Registry) -> None:
-        """Let the parameters and buffers of `registry` be what the servers have."""
+        """Pull the servers' values into the tensors of `registry`, and keep copies of the buffers for `end_run`."""
         slots = {slot.tensor(): slot for slot in registry.buffers}  # modules may share a buffer
         self.sync(self.held([*registry.parameters(), *slots]))
         self._pulled = [
@@ -183,7 +195,10 @@ class RemoteTensors:
         ]
 
     def end_run(self) -> None:
-        """Send what the run has added to buffers."""
+        """Send the difference that the run has made to each buffer; the servers add it.
+
+        Buffers of dtype bool, and buffers whose shape has changed, are not sent.
+        """
         changes: list[Change] = []
         for remote, slot, tensor, before in self._pulled:
             _put_back(slot, tensor)
@@ -196,12 +211,12 @@ class RemoteTensors:
         self.client.change(changes)
 
     def drop_run(self) -> None:
-        """What the run has added to buffers is not to be sent."""
+        """Forget the changes that the run has made to buffers, without sending them."""
         self._pulled = []
 
 
 def _put_back(slot: BufferSlot, tensor: torch.Tensor) -> None:
-    """A forward may have put another tensor in the buffer's place: its values are the buffer's."""
+    """If a forward has replaced the buffer `tensor` by one of the same shape and dtype, copy it back into `tensor`."""
     module, now = slot.module(), slot.tensor()
     if module is None or now is None or now is tensor:
         return

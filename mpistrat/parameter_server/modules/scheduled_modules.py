@@ -1,11 +1,11 @@
-"""Torch modules in the functions that a chief has its workers execute.
+"""Torch modules in the functions that a chief schedules on its workers.
 
-The chief sends a tensor on servers as its place there. Everything else of a module is sent by value with each function,
-as what a function captures is: also the numbers of an optimizer's param groups.
+The chief sends a tensor on servers as its place there. It sends everything else of a module by value with each
+function, also the hyperparameters of an optimizer's param groups.
 
 A worker has a tensor of its own for each parameter and buffer. At the beginning of each function, and of each run in
-it, the tensor gets the values that the servers have. The modules are made anew for each function, without gradients:
-no function depends on what the worker has executed before.
+it, the worker pulls the servers' values into the tensor. The worker unpickles the modules anew for each function,
+without gradients, so no function depends on the functions that the worker has executed before.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ SCHEDULER = "scheduler"  # the key of each learning-rate scheduler
 
 
 class WorkerModules(StrategyModules):
-    """The modules in the function that this worker executes. What a function makes itself is not on servers.
+    """The chief's torch modules in the function that this worker executes.
 
-    It also resolves the keys of tensors: see `coordinator.pickling.References`.
+    A module that the function itself makes is not on servers. Also resolves tensors' keys (`pickling.References`).
     """
 
     def __init__(self, parts: ModuleParts, client: Client) -> None:
@@ -79,7 +79,7 @@ class WorkerModules(StrategyModules):
         shape, dtype = addresses[0].spec.shape, addresses[0].spec.native_dtype
         if len(addresses) > 1:
             shape = (sum(address.spec.shape[0] for address in addresses), *shape[1:])
-        device = self.parts.replicas.device_of_modules or device  # the chief has one of its own
+        device = self.parts.replicas.device_of_modules or device  # the key has the chief's device
         memory = torch.zeros((), dtype=dtype, device=device).expand(shape)
         if kind != ROWS:
             memory = torch.empty(shape, dtype=dtype, device=device)
@@ -92,25 +92,31 @@ class WorkerModules(StrategyModules):
         return tensor
 
     def clear(self) -> None:
-        """The next function comes."""
+        """Forget the modules of the previous function. Called by: the worker, before it unpickles the next one."""
         self.registry.clear()
         self._modules.clear()
         self._tensors.drop_run()
 
     def arrived(self, value: torch.nn.Module | Optimizer, number: int | None) -> None:
-        """The function has `value`. Args: number: an optimizer's, on the servers."""
+        """Take note of a module or an optimizer that the function contains.
+
+        Args: number: an optimizer's number on the servers; None for a module.
+        """
         if isinstance(value, Optimizer) and number is not None:
             self._steps.know(value, number).made_elsewhere(value)
         elif isinstance(value, torch.nn.Module):
             self._modules.append(value)
 
     def begin(self) -> None:
-        """The function is unpickled, and is called next."""
+        """Place the function's modules on the worker's device, and pull the servers' values into their tensors.
+
+        Called by: the worker, between unpickling the function and calling it.
+        """
         device = self.parts.replicas.device_of_modules
         inside = {id(child) for module in self._modules for child in module.children()}
         for module in self._modules:
             if device is not None and id(module) not in inside:
-                compute_there(module, torch.device(device))  # its arguments come from the host
+                compute_there(module, torch.device(device))  # arguments are in host memory
             for key, buffer in module._buffers.items():
                 if buffer in self._tensors:
                     self.registry.add_buffer(key, module, key)
@@ -124,8 +130,8 @@ class WorkerModules(StrategyModules):
         for remote, parameter in self._tensors.held(self.registry.parameters()):
             if version(parameter) != remote.version:
                 raise RuntimeError(
-                    f"parameter {remote.addresses[0].name} was written in a scheduled function, by something else than "
-                    "an optimizer's step: that is not sent to the servers. Write it on the chief"
+                    f"parameter {remote.addresses[0].name} was written in a scheduled function, but not by an "
+                    "optimizer's step: the servers do not get the new values. Write the parameter on the chief"
                 )
         self._tensors.end_run()
 
@@ -134,11 +140,15 @@ class WorkerModules(StrategyModules):
         self.before_run()
 
     def stop_recording(self, failed: bool) -> None:
-        """Nothing was recorded."""
+        """Do nothing: a worker records no modules."""
 
 
 def arrive(strategy: AnyStrategy, number: int | None, value: Any, state: dict[str, Any]) -> None:
-    """Give `value` its state, and have this worker take note of it. Called by: unpickling a function."""
+    """Set the state of an unpickled module or optimizer, and have this worker take note of it.
+
+    Called by: pickle, on the worker, while it unpickles a function.
+    Args: number: an optimizer's number on the servers; None for a module.
+    """
     value.__setstate__(state)
     modules = strategy.extended.torch_references()
     assert isinstance(modules, WorkerModules)
@@ -147,33 +157,36 @@ def arrive(strategy: AnyStrategy, number: int | None, value: Any, state: dict[st
 
 def _refuse_new_optimizer() -> NoReturn:
     raise RuntimeError(
-        "optimizer.step(): a scheduled function has made this optimizer, and its state would be lost with it. Make "
-        "it on the chief, where its parameters are made"
+        "optimizer.step(): a scheduled function has made this optimizer, and the optimizer's state would be lost when "
+        "the function ends. Make the optimizer on the chief, as its parameters"
     )
 
 
 class _Scheduler:
-    """What a scheduled function finds in place of a learning-rate scheduler."""
+    """Takes the place of a learning-rate scheduler in a scheduled function: each use raises RuntimeError."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise RuntimeError(
-            f"{name} of a learning-rate scheduler was asked for on a worker: step it on the chief, whose optimizer's "
-            "numbers come with each function"
+            f"{name} of a learning-rate scheduler was used on a worker. Step the scheduler on the chief: each function "
+            "gets the optimizer's current learning rate from there"
         )
 
 
 class ChiefReferences:
-    """How the chief pickles what it has of torch: see `coordinator.pickling.References`.
+    """Pickles the chief's torch objects for scheduled functions (`coordinator.pickling.References`).
 
-    What the chief has written in place (`load_state_dict`, not `.data`) is sent to the servers with the next function
-    that needs it.
+    When a function needs a tensor that the chief has written in place (by `load_state_dict`, not by `.data`), the chief
+    first sends the tensor to the servers.
     """
 
     def __init__(self, strategy: AnyStrategy, modules: RemoteModules) -> None:
         self._strategy, self._modules = strategy, modules
 
     def reference_of(self, value: Any) -> Any | None:
-        """Raises: RuntimeError for a lazy parameter, and for a parameter with hooks."""
+        """Return the key of a tensor on servers or of a learning-rate scheduler; None for a value to be copied.
+
+        Raises: RuntimeError for a lazy parameter without a shape, and for a parameter with hooks.
+        """
         if isinstance(value, LRScheduler):
             return SCHEDULER if has_remote_parameters(value.optimizer) else None
         if not isinstance(value, (torch.nn.Module, torch.Tensor)):
@@ -192,8 +205,8 @@ class ChiefReferences:
             return None
         if value._backward_hooks or value._post_accumulate_grad_hooks:
             raise RuntimeError(
-                f"parameter {self._name_of(value)} has a hook, which does not travel: register it in the scheduled "
-                "function, or on its module"
+                f"parameter {self._name_of(value)} has a hook, and workers do not get hooks of parameters. Register it "
+                "in the scheduled function, or on the parameter's module"
             )
         self._modules.tensors.send_written(self._modules.tensors.held([value]))
         return key
@@ -202,17 +215,20 @@ class ChiefReferences:
         return self._modules.tensors.find(key)
 
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
-        """Modules and optimizers are copied so that the worker takes note of them."""
+        """Return the reduction of a recorded module, or of an optimizer with remote parameters; None for other values.
+
+        It has the worker call `arrive`.
+        """
         number = None
         if isinstance(value, torch.nn.Module):
             if not self._modules.recorder.knows(value):
                 return None
         elif isinstance(value, Optimizer) and has_remote_parameters(value):
             number = self._modules.steps.of(value).number
-            value._opt_called = True  # type: ignore[attr-defined]  # else schedulers say that they step too early
+            value._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that they step too early
         else:
             return None
-        with hooks.copied_as_it_is():  # what is on servers is sent as its place there
+        with hooks.copied_as_it_is():  # tensors on servers are sent as places: pull nothing
             reduced = value.__reduce_ex__(4)  # the lowest protocol that keeps the state apart
         if len(reduced) < 3 or any(reduced[3:]):
             return None

@@ -1,1 +1,1 @@
-"""What clients and servers agree on: messages, arrays in them and in shared memory, both sides of each guarantee."""
+"""The protocol of clients and servers: messages, arrays in shared memory, and both sides of each guarantee."""

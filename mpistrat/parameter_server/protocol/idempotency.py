@@ -1,7 +1,7 @@
-"""Updates are made once, however often they come: clients number them, and servers remember the numbers.
+"""Servers make each update once, even if it arrives several times: clients number updates, servers remember numbers.
 
-An update comes again when a worker has died and another one repeats its work, or when a server has died and its backup
-gets the request.
+An update arrives again when a worker has died and another worker repeats its closure, or when a server has died and its
+backup gets the request.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ from mpistrat.parameter_server.rpc.endpoint import outcome_of
 
 
 def session_of(client: int) -> int:
-    """The number of a client's session: all its updates outside pieces of work, whose numbers are 0 or more."""
+    """Return the number, below 0, of the session of a client (by rank): of its updates outside closures."""
     return -1 - client
 
 
 class UpdateNumbers:
     """Numbers a client's updates.
 
-    Args: session: the number of the client's session, if updates outside pieces of work may come again; otherwise None.
+    Args: session: the number of the client's session, if servers have backups and updates outside closures may arrive
+        again; otherwise None.
     """
 
     def __init__(self, session: int | None = None) -> None:
-        # Backward passes on GPUs, and programs, have threads of their own.
+        # Backward passes on GPUs and the program's own threads also make updates.
         self._lock = threading.Lock()
         self._session = session
         self._numbers = itertools.count()
-        self._open: set[int] = set()  # the first numbers of pushes that are not answered
+        self._open: set[int] = set()  # the first numbers of pushes that servers have not answered
         self._work: int | None = None
-        self._made: Counter[int] = Counter()  # updates of the piece of work, by array
+        self._made: Counter[int] = Counter()  # updates of the closure, by array
 
     @contextlib.contextmanager
     def within(self, work: int) -> Iterator[None]:
-        """Inside, the updates of all threads belong to a piece of work, and are numbered as when it was begun before.
+        """Inside, the updates of all threads belong to a closure, and their numbers begin at 0 for each array.
 
-        Args: work: its number, which grows.
+        A worker that repeats the closure gives its updates the same numbers.
+
+        Args: work: the closure's id.
         """
         with self._lock:
             self._work = work
@@ -52,7 +55,10 @@ class UpdateNumbers:
             self._work = None
 
     def number(self, key: int) -> tuple[int | None, int]:
-        """For the next update of this array: the piece of work, or the session, and the number in it."""
+        """Return (work, number) for the next update of the array `key`, as `Update` has them.
+
+        Outside `within`: (session, number), or (None, 0) without a session.
+        """
         with self._lock:
             if self._work is None:
                 return self._session, 0 if self._session is None else next(self._numbers)
@@ -61,9 +67,9 @@ class UpdateNumbers:
 
     @contextlib.contextmanager
     def push(self) -> Iterator[int]:
-        """Surrounds a push, from before its updates are numbered until it is answered.
+        """Surround a push, from before its updates get numbers until the servers have answered it.
 
-        Yields: the number before which all updates of the session are answered.
+        Yields `settled`: the servers have answered all updates of the session with smaller numbers.
         """
         with self._lock:
             opened = 0 if self._session is None else next(self._numbers)
@@ -77,12 +83,12 @@ class UpdateNumbers:
 
 
 class IdempotencyCache:
-    """What came of numbered updates on a server: their values, or the errors for which they could not be made."""
+    """Remembers the outcomes of numbered updates on a server: values or errors."""
 
     def __init__(self) -> None:
-        # By piece of work, then array and number.
+        # By closure or session, then by array and number.
         self._outcomes: dict[int, dict[tuple[int, int], InlineTensor | Exception | None]] = {}
-        self._over_before = 0  # pieces of work
+        self._over_before = 0  # the id before which all closures have ended
 
     def __len__(self) -> int:
         return sum(map(len, self._outcomes.values()))
@@ -90,9 +96,13 @@ class IdempotencyCache:
     def once(
         self, update: Update, name: str, make: Callable[[], InlineTensor | None]
     ) -> InlineTensor | None:
-        """What `make` returns or raises, now or when it was called for this update.
+        """Make an update unless it was made before. Return, or raise, the outcome of `make` from the first time.
 
-        Args: name: of the array.
+        An update without a number is always made. An OSError is not remembered: the client has died with its memory,
+        and the update arrives again.
+
+        Args: name: the array's name, for the error.
+        Raises: FailedPreconditionError if the update's closure is over; the error of `make`.
         """
         if update.work is None:
             return make()
@@ -104,8 +114,8 @@ class IdempotencyCache:
         which = update.key, update.number
         if which not in outcomes:
             outcome = outcome_of(make)
-            if isinstance(outcome, OSError):  # the client has died, with its memory
-                raise outcome  # and the update comes again
+            if isinstance(outcome, OSError):
+                raise outcome
             outcomes[which] = outcome
         found = outcomes[which]
         if isinstance(found, Exception):
@@ -113,15 +123,18 @@ class IdempotencyCache:
         return found
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
-        """Nobody repeats the pieces of work `over` any more, nor any with a number below `over_before`."""
+        """Forget the outcomes of closures that no worker repeats: the ids in `over`, and all ids below `over_before`.
+
+        Later updates of closures below `over_before` raise FailedPreconditionError in `once`.
+        """
         self._over_before = max(self._over_before, over_before)
-        # `over` may lack a piece of work that was begun repeatedly. Sessions have numbers below 0.
+        # `over` may lack a closure that was begun repeatedly. Sessions have numbers below 0.
         gone = {*over, *(work for work in self._outcomes if 0 <= work < over_before)}
         for work in gone & self._outcomes.keys():
             del self._outcomes[work]
 
     def settle(self, session: int, before: int) -> None:
-        """Nobody repeats the session's updates with numbers below `before`."""
+        """Forget the outcomes of a session's updates with numbers below `before`: the client does not repeat them."""
         outcomes = self._outcomes.get(session, {})
         for which in [which for which in outcomes if which[1] < before]:
             del outcomes[which]

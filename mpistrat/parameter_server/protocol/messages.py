@@ -1,6 +1,6 @@
-"""The protocol between clients and servers: the methods of their requests and notices, and what these carry.
+"""The protocol between clients and servers: the methods and the bodies of their messages.
 
-Small arrays are in the message itself, large ones in memory that both sides map.
+A message contains small arrays itself, and refers to large arrays in memory that both sides map.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ FIND, PULL, ROWS, OPTIMIZER_STATE = "find", "pull", "rows", "optimizer state"
 # Requests that change something.
 CREATE, UPDATE = "create", "update"
 MAKE_OPTIMIZER, LOAD_OPTIMIZER_STATE = "make optimizer", "load optimizer state"
-# Notices of the rank that creates arrays, and the request of ranks that wait for them.
+# Two notices of the rank that makes arrays, and the request of the ranks that wait for a published value.
 CANNOT_CREATE, PUBLISH, PUBLISHED = "cannot create", "publish", "published"
-# Notices: nobody repeats some pieces of work any more; a client does not use the server any more.
+# FORGET: no rank repeats some closures any more. DONE: a client does not use the server any more.
 FORGET, DONE = "forget", "done"
-# Changes that a server makes by itself and forwards to its backup. END_ROUNDS: all workers have ended the rounds before
-# a number; the body has that number and how many workers took part in each round. DROP_GRADIENTS: the gradients of a
-# worker's steps are dropped; the body is the first of these steps.
+# Changes that a server makes by itself and forwards to its backup. END_ROUNDS: all workers have ended the rounds with
+# smaller numbers than the body's; the body also tells how many workers took part in each round. DROP_GRADIENTS: the
+# server drops the gradients of a worker's steps; the body is the number of the first dropped step.
 END_ROUNDS, DROP_GRADIENTS = "end rounds", "drop gradients"
-# Notices of a worker: it has ended so many steps; the step after so many has failed. Both have a `Push`, too.
+# Notices of a worker: ENDED: it has ended a number of steps. FAILED: its step of that number has failed. The body of
+# each is the number and a `Push`.
 ENDED, FAILED = "steps ended", "step failed"
-# Requests of a worker: may the next step begin; how many steps each worker has ended.
+# Requests of a worker: MAY_BEGIN: wait until all workers have ended a number of steps. STEPS: the steps of each worker.
 MAY_BEGIN, STEPS = "may begin", "steps"
 
-# A pipe copies a message in pieces. From this many bytes on, shared memory is quicker.
+# A pipe copies a message in pieces. For more bytes than this, shared memory is quicker.
 _SMALL = 1 << 13
 
-# A server's function: calls its argument when all changes made so far outlive the server.
+# A server's function. It calls its argument when the backup has made all changes that the server has made so far.
 WhenSafe = Callable[[Callable[[], None]], None]
 
 
 class Push(NamedTuple):
-    """One of several messages that together change several servers.
+    """Marks the messages that belong together when one client changes several servers at the same time.
 
     Attributes:
-        number: grows, among the pushes of one client.
-        servers: the ranks of all these servers.
-        part: the server for which this message was made, though its backup may get it; None where all get the same.
+        number: grows with each push of a client.
+        servers: the ranks of all servers that get a message.
+        part: the server that this message is for, also if its backup gets it; None if all get the same message.
     """
 
     number: int
@@ -55,10 +56,11 @@ class Push(NamedTuple):
 
 
 class NewArray(NamedTuple):
-    """A new array: its first value is `value`.
+    """The body of CREATE: a new array, with the first value `value`.
 
     Attributes:
-        server: the server that is to make it. Its backup does when that server has died.
+        key: the array's number.
+        server: the rank of the server that makes the array; if it has died, its backup does.
     """
 
     key: int
@@ -69,14 +71,14 @@ class NewArray(NamedTuple):
 
 
 class GradientMethod(NamedTuple):
-    """The method of an update whose operand is a gradient.
+    """The method of an update that steps an optimizer with a gradient.
 
     Attributes:
-        optimizer: its number, equal on all workers.
-        hyperparameters: of the worker's param group now.
-        round: the worker's step, if the gradients of all workers' steps of this number are to be combined; else None.
-        mean: whether the gradients are combined by their mean over all workers that ended the step, as in
-            `MultiWorkerMirroredStrategy`, where a worker without a gradient counts with zeros; otherwise by their sum.
+        optimizer: the optimizer's number, equal on all workers.
+        round: the number of the worker's step, if the server combines the gradients of all workers' steps of that
+            number; None if the server applies the gradient at once.
+        mean: whether the server divides the combined gradient by the number of workers that ended the step, so that a
+            worker without a gradient counts with zeros, as in `MultiWorkerMirroredStrategy`. False takes the sum.
     """
 
     optimizer: int
@@ -89,12 +91,12 @@ class Update(NamedTuple):
     """A change of one array.
 
     Attributes:
-        key: of the array.
+        key: the array's number.
         method: a variable's method, such as "assign_add", or the step of an optimizer.
-        operand: an array, or two: the indices and values of rows.
-        work: the number of the piece of work that the update belongs to, or of the client's session, which is below 0;
-            None for an update that is not repeated.
-        number: of this update among those of the piece of work to this array, or among all of the session.
+        operand: one array for the whole, or two arrays: the indices and the values of rows.
+        work: the id (above 0) of the closure that makes the update, or the number (below 0) of the client's session;
+            None for an update that is never repeated.
+        number: in a closure, how many updates of this array precede this update; in a session, a number that grows.
     """
 
     key: int
@@ -105,11 +107,11 @@ class Update(NamedTuple):
 
 
 class Updates(NamedTuple):
-    """Updates of one client for one server, to be made one after the other.
+    """The body of UPDATE: updates of one client for one server, in order.
 
     Attributes:
-        push: where other updates of the same push go to other servers.
-        settled: no update of the client's session with a smaller number comes again; see `UpdateNumbers`.
+        push: marks the updates that the client sends to other servers at the same time; None without any.
+        settled: the client repeats no update of its session with a smaller number.
     """
 
     updates: list[Update]
@@ -118,11 +120,11 @@ class Updates(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """What an array is, without its numbers.
+    """The shape and dtype of an array.
 
     Attributes:
-        dtype: its name, such as "float32".
-        is_torch: whether it is a torch tensor, or a NumPy array.
+        dtype: the dtype's name, such as "float32".
+        is_torch: True for a torch tensor, False for a NumPy array.
     """
 
     shape: tuple[int, ...]
@@ -143,7 +145,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def native_dtype(self) -> Any:
-        """The dtype as an object of its library."""
+        """The dtype as a `torch.dtype` or a NumPy dtype."""
         if not self.is_torch:
             return np.dtype(self.dtype)
         import torch
@@ -151,7 +153,7 @@ class TensorSpec(NamedTuple):
         return getattr(torch, self.dtype)
 
     def empty(self) -> Array:
-        """An array of this spec without memory of its own: a prototype for others."""
+        """Return an array of this spec without memory: only its shape and dtype count."""
         if not self.is_torch:
             return np.broadcast_to(np.empty((), self.dtype), self.shape)
         import torch
@@ -159,7 +161,7 @@ class TensorSpec(NamedTuple):
         return torch.empty((), dtype=self.native_dtype, device="cpu").expand(self.shape)
 
     def array_in(self, memory: np.ndarray) -> Array:
-        """The bytes `memory` as an array of this spec, in place."""
+        """Return a view of `memory`, a NumPy array of bytes, as an array of this spec."""
         array: Array = memory
         if self.is_torch:
             import torch
@@ -169,10 +171,10 @@ class TensorSpec(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Names an array on a server; equal on all ranks.
+    """The address of an array on a server, equal on all ranks.
 
     Attributes:
-        server: the rank of the server that makes it.
+        server: the rank of the server that makes the array.
         key: the array's number.
     """
 
@@ -183,20 +185,23 @@ class Address(NamedTuple):
 
 
 class SharedTensor(NamedTuple):
-    """An array in memory that both sides map."""
+    """An array in memory that the sender and the receiver map."""
 
     handle: segments.RegionHandle
     spec: TensorSpec
 
 
 class InlineTensor(NamedTuple):
-    """An array in the message itself, as bytes: a tensor would need torch to be unpickled, and NumPy lacks dtypes."""
+    """An array in the message itself, as bytes.
+
+    A pickled tensor would need torch on the receiver, and NumPy lacks some dtypes.
+    """
 
     data: np.ndarray
     spec: TensorSpec
 
     def copied(self) -> InlineTensor:
-        """The same with data of its own, which does not change with the array."""
+        """Return a copy with its own bytes, so that later changes of the array do not change the message."""
         return InlineTensor(self.data.copy(), self.spec)
 
 
@@ -204,7 +209,7 @@ PackedTensor = SharedTensor | InlineTensor
 
 
 def inline(array: Array) -> InlineTensor:
-    """`array`, on the host, as part of a message."""
+    """Return an array in host memory as a part of a message. A contiguous array is not copied."""
     view = np.ascontiguousarray(view_of(array))
     return InlineTensor(view.reshape(-1).view(np.uint8), TensorSpec.of(array))
 
@@ -212,10 +217,11 @@ def inline(array: Array) -> InlineTensor:
 def pack(
     tensors: Sequence[Array], buffers: segments.Buffers | None
 ) -> tuple[list[PackedTensor], segments.SharedRegion | None]:
-    """Arrays of any device, for a message.
+    """Prepare arrays of any device for a message.
 
-    Args: buffers: memory that the receiver can map; None where it cannot.
-    Returns: also the region to give back once the receiver has read it, if there is one.
+    Args: buffers: this process's memory; None if the receiver cannot map it.
+    Returns: the packed arrays, and their region, to be given back once the receiver has read it. The region is None if
+        the arrays are in the message itself: without `buffers`, or if they have at most 8 KB together.
     """
     on_host = [arrays.to_host(arrays.detach(array)) for array in tensors]
     specs = [TensorSpec.of(array) for array in on_host]
@@ -234,14 +240,14 @@ def pack(
 
 
 def unpack(packed: PackedTensor, mappings: segments.Mappings) -> Array:
-    """The array, in the memory in which it came."""
+    """Return the array of a message, without a copy. Raises: OSError if the sender has died with its memory."""
     if isinstance(packed, InlineTensor):
         return packed.spec.array_in(packed.data)
     return packed.spec.array_in(mappings.at(packed.handle))
 
 
 def inlined(body: Any, mappings: segments.Mappings) -> Any:
-    """A message's body with InlineTensors in place of SharedTensors, for a receiver that cannot map these."""
+    """Return a message's body with an InlineTensor in place of each SharedTensor, for a receiver on another node."""
     if isinstance(body, SharedTensor):
         return inline(unpack(body, mappings))
     if isinstance(body, list):

@@ -1,4 +1,4 @@
-"""How a client reaches the servers: a server's backup gets its requests when the server has died."""
+"""How a client reaches the servers: when a server has died, its backup gets the requests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from mpistrat.parameter_server.rpc.segments import Mappings
 
 
 class Routes:
-    """
+    """Finds the living server that has an array, and sends it requests.
+
     Args:
-        servers: ranks, in task order.
-        replicated: whether the servers have backups.
+        servers: the servers' ranks, in task order.
+        replicated: whether each server has a backup: the next server, in a ring.
     Attributes:
-        backups: by server, each the next server, in a ring; empty where they have none.
-        primaries: by backup, the server that has it.
+        backups: each server's backup, by the server's rank; {} if the servers have no backups.
+        primaries: each backup's server, by the backup's rank.
     """
 
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
@@ -32,31 +33,34 @@ class Routes:
         self._has_left = False
 
     def copies_of(self, server: int) -> tuple[int, ...]:
-        """The servers that have the arrays made on `server`, itself first."""
+        """Return the servers that have the arrays made on `server`: the server itself, then its backup if any."""
         return (server, self.backups[server]) if server in self.backups else (server,)
 
     def holder_of(self, server: int) -> int:
-        """The living server that gets the requests about arrays made on `server`; that itself, if none lives."""
+        """Return the living server that has the arrays made on `server`; `server` itself if none lives."""
         if server not in self.backups:
             return server
         living = itertools.filterfalse(self.rpc.channel.has_died, self.copies_of(server))
         return next(living, server)
 
     def is_lost_with(self, rank: int) -> bool:
-        """Whether this rank had the last copy of some server's arrays."""
+        """Whether arrays are lost with the dead server `rank`: no living server has a copy of its arrays.
+
+        Also True if `rank` is the dead backup of such a server; False for a rank that is no server.
+        """
         return not self.lost().isdisjoint((rank, self.primaries.get(rank)))
 
     def lost(self) -> set[int]:
-        """The servers that have died with all copies of their arrays."""
+        """Return the servers that have died with all copies of their arrays."""
         died = self.rpc.channel.has_died
         return {server for server in self.servers if died(self.holder_of(server))}
 
     def call(
         self, server: int, method: str, body: Any = None, to: int | None = None
     ) -> FailoverRequest:
-        """Send a request about arrays made on `server`.
+        """Send a request about arrays made on `server` to the living server that has them.
 
-        Args: to: the holder of these arrays for which the body's tensors were packed; None where there are none.
+        Args: to: the server that the body's tensors were packed for; None if the body has no tensors.
         Raises: RuntimeError after `leave`.
         """
         self.check_use()
@@ -64,21 +68,21 @@ class Routes:
         return FailoverRequest(self, server, method, body, holder)
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
-        """For the messages that go to these servers now; None where there is but one."""
+        """Return a new `Push` for messages that go to these servers now; None for a single server."""
         to = tuple(servers)
         return Push(next(self._pushes), to) if len(to) > 1 else None
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
-        """Nobody repeats the pieces of work `over` any more, nor any with a number below `over_before`."""
+        """Tell all servers that no worker repeats the closures `over`, nor any with an id below `over_before`."""
         self.rpc.notify_all(self.servers, messages.FORGET, (list(over), over_before))
 
     def leave(self) -> None:
-        """This rank does not use the servers any more."""
+        """Tell all servers that this rank does not use them any more; later calls raise RuntimeError."""
         self._has_left = True
         self.rpc.notify_all(self.servers, messages.DONE)
 
     def check_use(self) -> None:
-        """Raises: RuntimeError after `leave`."""
+        """Raises: RuntimeError if this rank has called `leave`."""
         if self._has_left:
             raise RuntimeError(
                 "this rank has left the parameter servers (shutdown(), or the program's end): read and change "
@@ -87,7 +91,7 @@ class Routes:
 
 
 class FailoverRequest:
-    """A request that goes to the backup when the server has died. All requests to servers can be repeated."""
+    """A request that goes to the backup when the server has died. Clients may repeat every request."""
 
     def __init__(self, routes: Routes, server: int, method: str, body: Any, to: int) -> None:
         self._routes, self._server = routes, server
@@ -99,7 +103,12 @@ class FailoverRequest:
         return self._reply.come
 
     def wait(self, *, limited: bool = True) -> Any:
-        """As `PendingReply.wait`."""
+        """Wait for the reply's value. If the server dies meanwhile, send the request to its backup.
+
+        Args: limited: False waits without a limit, because the reply depends on a third rank.
+        Raises: the error that the server replied with; UnavailableError if neither the server nor its backup lives;
+            StallError if the server does not reply within MPISTRAT_STALL_SECONDS.
+        """
         rpc = self._routes.rpc
         while True:
             try:
@@ -108,7 +117,7 @@ class FailoverRequest:
                 asked, holder = self._reply.to, self._routes.holder_of(self._server)
                 if asked not in rpc.channel.lost:
                     raise
-                if holder == asked:  # the backup may have died, too, since that error was made
+                if holder == asked:  # the backup may have died, too, since the error was made
                     raise rpc.death_error(asked) from None
                 body = self._body
                 if not rpc.channel.shares_memory_with(holder):

@@ -1,7 +1,7 @@
 """Consistent snapshot: a client reads all servers as they are at one time.
 
-The client pauses updates on every server, one after the other, and then drains the pushes that some servers have made
-and others not: their parts pass the locks, so that what the client reads has a push on all its servers, or on none.
+The client pauses changes on every server, in turn. Some servers may then have made a push that other servers have not:
+the client lets the missing parts pass the locks. So it reads each push on all of its servers, or on none.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from mpistrat.parameter_server.protocol.messages import Push, WhenSafe
 from mpistrat.parameter_server.protocol.routes import Routes
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
-# The client's messages: a request to pause, a request to let these parts of pushes pass, and a notice to go on.
+# The client's messages. HOLD: a request to pause. ADMIT: a request to let some parts of pushes pass. RELEASE: a notice
+# that changes may continue.
 HOLD, ADMIT, RELEASE = "hold", "admit", "release"
-# Pushes per client and part. A client waits for a push before it begins the next, in each of its threads.
+# Pushes that a server remembers per client and part. Each thread of a client waits for a push before its next push.
 REMEMBERED = 16
 
 _PartOfPush = tuple[int, int, "int | None"]  # client, number, part
@@ -27,9 +28,9 @@ _Which = tuple[int, "int | None"]  # client, part
 
 
 class ChangeLock:
-    """On a server: a lock on changes: those of other clients wait while one client holds it.
+    """A server's lock on changes. While one client holds it, the changes of other clients wait.
 
-    Args: when_safe: for what has passed.
+    Args: when_safe: calls a function once the server's backup has made the changes that have passed.
     """
 
     def __init__(self, rpc: RpcEndpoint, when_safe: WhenSafe) -> None:
@@ -37,18 +38,20 @@ class ChangeLock:
         self._holder: int | None = None
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
         self._next: deque[Request] = deque()  # HOLD, of other clients
-        # By client and part.
+        # The last pushes that have passed, by client and part.
         self._passed: dict[_Which, deque[Push]] = defaultdict(partial(deque, maxlen=REMEMBERED))
-        self._admitted: set[_PartOfPush] = set()  # may pass, and have not come yet
-        self._admission: Request | None = None  # is answered when all of these have come
+        self._admitted: set[_PartOfPush] = set()  # parts that may pass and have not arrived
+        self._admission: Request | None = None  # ADMIT, answered when all parts have arrived
         rpc.handle(HOLD, self._hold)
         rpc.handle(ADMIT, self._admit)
         rpc.handle(RELEASE, self._release)
 
     def enter(self, source: int, push: Push | None, work: Callable[[], None]) -> None:
-        """Call `work` now, or when no other client holds the lock any more.
+        """Call `work`, a change of the client `source`: now, or once no other client holds the lock.
 
-        Args: push: where other servers get parts of it, too.
+        A part of a push that the holder has admitted passes at once.
+
+        Args: push: the push that the change is a part of; None for a change of one server.
         """
         part = push and (source, push.number, push.part)
         admitted = part in self._admitted
@@ -62,12 +65,12 @@ class ChangeLock:
             self._answer_if_all_came()
 
     def passed(self, source: int, push: Push | None) -> None:
-        """Remember that a push has passed, here or on the server whose backup this is."""
+        """Remember that a push has passed, on this server or on the primary that this server is the backup of."""
         if push is not None:
             self._passed[source, push.part].append(push)
 
     def lost(self, rank: int) -> None:
-        """Wait for nothing of a rank that has died."""
+        """Release the lock if the dead `rank` holds it, and stop waiting for the rank's admitted parts."""
         self._stop_waiting_for_lost()
         self._release(rank)
 
@@ -81,7 +84,7 @@ class ChangeLock:
     def _admit(self, request: Request) -> None:
         self._admission = request
         self._admitted = set(request.body)
-        self._enter_again()  # also what the dead have sent: it has come whole
+        self._enter_again()  # also the changes of dead clients, which have arrived whole
         self._stop_waiting_for_lost()
 
     def _stop_waiting_for_lost(self) -> None:
@@ -112,7 +115,13 @@ class ChangeLock:
 
 @contextlib.contextmanager
 def consistent_snapshot(routes: Routes) -> Iterator[None]:
-    """Inside, nobody else changes anything on the servers. Called by: a client."""
+    """Inside, no other client changes anything on the servers.
+
+    If a server with a backup dies meanwhile, the client pauses the remaining servers again.
+
+    Called by: the rank that saves or restores a checkpoint.
+    Raises: UnavailableError if arrays are lost with a server.
+    """
     held: list[int] = []
     try:
         while True:
@@ -129,10 +138,13 @@ def consistent_snapshot(routes: Routes) -> Iterator[None]:
 
 
 def _hold_all(routes: Routes, held: list[int]) -> None:
-    """Args: held: gets the servers that were asked, also those that have not answered in time."""
+    """Pause changes on all living servers, and drain the pushes that only some servers have made.
+
+    Args: held: this function appends each server that it asks, even if the server does not answer in time.
+    """
     passed: dict[int, Any] = {}
     for server in dict.fromkeys(map(routes.holder_of, routes.servers)):
-        # All clients ask in this order: no two hold some servers each.
+        # All clients ask in this order, so that no two clients hold some of the servers each.
         held.append(server)
         passed[server] = routes.rpc.call(server, HOLD).wait()
     missing = not_yet_everywhere(passed, routes.holder_of)
@@ -149,12 +161,11 @@ def not_yet_everywhere(
     passed: Mapping[int, Mapping[_Which, Sequence[Push]]],
     holder: Callable[[int], int],
 ) -> dict[int, set[_PartOfPush]]:
-    """By server, the parts of pushes that still have to pass there, because other parts have passed elsewhere.
+    """Return, by server, the parts of pushes that it still has to make, because another server has made its part.
 
     Args:
-        passed: each server's answer, by client and part. Threads of a client may send in another order than that of
-            numbers.
-        holder: the server that goes on in a server's place.
+        passed: each server's last pushes, by client and part. Their numbers may be out of order: several threads send.
+        holder: returns the living server that stands in for a server.
     """
     missing: dict[int, set[_PartOfPush]] = {server: set() for server in passed}
     for of_clients in passed.values():
@@ -169,6 +180,6 @@ def not_yet_everywhere(
 
 
 def _knows(passed: Sequence[Push], number: int) -> bool:
-    """Whether a server's pushes have this one, or it is so old that the server has forgotten it."""
+    """Whether a server has made the push `number`, or has forgotten it: it remembers 16 per client and part."""
     known = [push.number for push in passed]
     return number in known or (len(known) == REMEMBERED and number < min(known))

@@ -1,8 +1,8 @@
-"""How far each worker is, and how far one may be ahead of the slowest.
+"""Clocks: they count the steps of workers, and limit how far a worker may be ahead of the slowest.
 
 Stale synchronous parallel, as in Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
-Server", NIPS 2013. With a staleness of k, a worker may begin step c when all others have ended step c - k - 1. With
-k = 0 nobody begins a step before all have ended the one before.
+Server", NIPS 2013. With a staleness of k, a worker may begin step c when all other workers have ended step c - k - 1.
+With k = 0 no worker begins a step before all workers have ended the previous step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint, outcome
 
 
 class ServerClock:
-    """On a server: the steps of all workers.
+    """A server's clock: it counts the steps of all workers, and lets them begin steps.
 
     Args:
-        workers: ranks. A worker that is done, or has died, holds nobody back.
-        ended: is called with the number of steps that the slowest worker has ended, before any worker may begin. An
-            error that it returns is what each worker's next request to begin is refused with, once.
-        when_safe: for what `ended` has done.
+        workers: the workers' ranks. A worker that has left or died holds no other worker back.
+        ended: the clock calls it with the number of steps that the slowest worker has ended, before any worker may
+            begin a step. If it returns an error, each worker's next request to begin gets this error, once.
+        when_safe: calls a function once the server's backup has made the changes of `ended`.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class ServerClock:
         self._steps = dict.fromkeys(workers, 0)
         self._working = set(workers)
         self._waiting: list[Request] = []
-        self._errors: dict[int, Exception] = {}  # by worker that has not got it yet
+        self._errors: dict[int, Exception] = {}  # by the worker that must get the error
         rpc.handle(MAY_BEGIN, self._may_begin)
         rpc.handle(STEPS, lambda request: request.reply(self._steps))
 
     def steps_of(self, rank: int) -> int:
-        """How many steps the rank has ended; 0 for a rank that is no worker."""
+        """Return the number of steps that a rank has ended; 0 for a rank that is no worker."""
         return self._steps.get(rank, 0)
 
     def who_ended(self, step: int) -> int:
-        """How many workers have ended the step, those that have left since included."""
+        """Return the number of workers that have ended the step (from 0), including workers that left later."""
         return sum(steps > step for steps in self._steps.values())
 
     def leave(self, rank: int) -> None:
@@ -59,12 +59,12 @@ class ServerClock:
         self.look()
 
     def _may_begin(self, request: Request) -> None:
-        """Reply with the slowest worker's steps, once that has ended the step in the request."""
+        """Reply with the steps that the slowest worker has ended, once they are at least the request's number."""
         self._waiting.append(request)
         self.look()
 
     def look(self) -> None:
-        """Report how far the slowest worker is, and let the workers begin that may."""
+        """Report the steps of the slowest worker to `ended`, then answer the workers that may begin their steps."""
         slowest = min((self._steps[rank] for rank in self._working), default=1 << 62)
         error = self._on_ended(slowest)
         if error is not None:
@@ -79,16 +79,15 @@ class ServerClock:
 
 
 class WorkerClock:
-    """A worker's steps.
+    """A worker's clock: it counts the worker's steps, and waits for slower workers.
 
-    Args:
-        routes: to the servers. The worker asks the clock of the first server, or of its backup. With a staleness of 0
-            it asks those of all servers: each server combines the gradients that it got, once all workers have ended a
-            step.
-        max_staleness: how many steps ahead of the slowest worker a step may begin; None is any number.
+    The worker asks the clocks of the first server and of its backup. With a staleness of 0 it asks the clocks of all
+    servers, because each server combines its gradients once all workers have ended a step.
+
+    Args: max_staleness: the number of steps that a worker may be ahead of the slowest worker; None is any number.
     Attributes:
-        steps: how many this worker has ended.
-        combines: whether the gradients of all workers are combined.
+        steps: the number of steps that this worker has ended.
+        combines: whether the servers combine the gradients of all workers (`max_staleness` is 0).
     """
 
     def __init__(self, routes: Routes, max_staleness: int | None) -> None:
@@ -96,11 +95,11 @@ class WorkerClock:
         self.combines = max_staleness == 0
         self._servers = routes.servers if self.combines else routes.copies_of(routes.servers[0])
         self.steps = 0
-        self._slowest = 0  # as far as this worker knows
+        self._slowest = 0  # steps of the slowest worker, when this worker last asked
         self._has_sent = False
 
     def round_to_send_in(self) -> int | None:
-        """The step with whose gradients one that is sent now is combined; None where it is applied at once."""
+        """Return the step that a gradient sent now belongs to; None if servers apply gradients at once."""
         if not self.combines:
             return None
         self._has_sent = True
@@ -109,7 +108,8 @@ class WorkerClock:
     def begin(self) -> None:
         """Wait until the next step may begin.
 
-        Raises: the error of the steps before that a server could not make, once.
+        Raises: the error of a server that could not apply an earlier combined step, once; StallError if a worker stays
+            too far behind for MPISTRAT_STALL_SECONDS.
         """
         if self._max_staleness is None or self._slowest >= self.steps - self._max_staleness:
             return
@@ -125,9 +125,9 @@ class WorkerClock:
             ) from None
 
     def end(self) -> None:
-        """End a step. If this worker has sent gradients to be combined in it, wait until they are applied.
+        """End a step. If this worker has sent gradients to be combined in it, wait until the servers have applied them.
 
-        Raises: as `begin`.
+        Raises: the error of a server that could not apply the combined step; StallError after MPISTRAT_STALL_SECONDS.
         """
         self.steps += 1
         self._notify(ENDED)
@@ -136,7 +136,10 @@ class WorkerClock:
             self.begin()
 
     def fail(self) -> None:
-        """Drop the gradients that this worker has sent in the step to be combined, for the step may be tried again."""
+        """Have the servers drop the gradients that this worker has sent in the current step.
+
+        The step does not count, and the program may try it again.
+        """
         if self._has_sent:
             self._has_sent = False
             self._notify(FAILED)
@@ -146,13 +149,16 @@ class WorkerClock:
         self._routes.rpc.notify_all(self._servers, method, (self.steps, push))
 
     def all_steps(self) -> dict[str, int]:
-        """How many steps each worker has ended, by its name."""
+        """Return the number of steps that each worker has ended, by the worker's name ("worker 0 (rank 0)")."""
         steps = self._routes.call(self._servers[0], STEPS).wait()
         return {self._routes.rpc.name_of(rank): ended for rank, ended in steps.items()}
 
 
 def _all_of(calls: Sequence[FailoverRequest]) -> list[int]:
-    """Raises: StallError and UnavailableError at once; the first other error when all replies have come."""
+    """Wait for the replies of several servers.
+
+    Raises: StallError or UnavailableError at once; the first other error after all replies have arrived.
+    """
     answers: list[Any] = []
     for call in calls:
         answers.append(outcome_of(call.wait))

@@ -1,4 +1,4 @@
-"""An array as its server keeps it, and as other processes read it while the server may be writing."""
+"""A table: an array in memory that its server writes, while other processes of the node read it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpistrat.parameter_server.protocol.messages import SharedTensor, TensorSpec
 from mpistrat.parameter_server.rpc.segments import Segments
 from mpistrat.variables.updates import update_in_place
 
-# Before the array: how many times a write has begun or ended, and how many updates there were.
+# Bytes before the array. Their first two int64 count the begins and ends of writes, and the updates.
 _HEADER = 64
 _TURN, _UPDATES = 0, 1
 _ATTEMPTS = 3
@@ -27,14 +27,13 @@ T = TypeVar("T")
 
 
 class Table:
-    """An array on a server.
+    """An array on a server, in memory that other processes of the node can map.
 
     Attributes:
-        spec: what the array is.
-        handle: by which the other processes of the node map it.
-        array: in that memory.
-        shared: the array alone, for a message to a process that maps it.
-        updates: how many the array has had.
+        handle: names the memory for the processes that map it.
+        array: the array in this memory.
+        shared: the array alone, without the bytes before it, for a message to a process that maps it.
+        updates: the number of updates that the array has had.
     """
 
     def __init__(self, name: str, spec: TensorSpec, segments: Segments) -> None:
@@ -52,7 +51,10 @@ class Table:
 
     @contextlib.contextmanager
     def writing(self, updates: int = 1) -> Iterator[Array]:
-        """Surrounds each change of the array: a process that reads meanwhile reads again."""
+        """Surround a change of the array: a process that reads the array meanwhile reads it again.
+
+        Args: updates: the number to add to `updates` if the change succeeds.
+        """
         words = self._words
         words[_TURN] += 1
         before_others_see()
@@ -64,17 +66,17 @@ class Table:
             words[_TURN] += 1
 
     def update(self, method: str, operand: Any) -> None:
-        """Call a variable's method such as "assign_add", with an operand that fits."""
+        """Update the array by a variable's method such as "assign_add", with an operand that fits."""
         with self.writing() as array:
             update_in_place(method, array, operand)
 
     def rows(self, indices: Any) -> Array:
-        """A copy."""
+        """Return a copy of the rows at `indices`."""
         return self.array[indices]
 
 
 class MappedTable:
-    """A server's table, mapped by a process that reads it."""
+    """A server's table, mapped into another process that reads the array in place."""
 
     def __init__(self, spec: TensorSpec, memory: np.ndarray) -> None:
         self._words = _words(memory)
@@ -85,7 +87,7 @@ class MappedTable:
         return self._words[_UPDATES]
 
     def copy_to(self, out: Array) -> bool:
-        """Fill `out`. Returns: False where the server was writing all the time."""
+        """Copy the array to `out`. Returns: False if the server was writing in each of three attempts."""
 
         def copy() -> Array:
             out[...] = self._array
@@ -94,11 +96,14 @@ class MappedTable:
         return self._undisturbed(copy) is not None
 
     def rows(self, indices: Any) -> Array | None:
-        """A copy of some rows; None where the server was writing all the time."""
+        """Return a copy of the rows at `indices`; None if the server was writing in each of three attempts."""
         return self._undisturbed(partial(self._array.__getitem__, indices))
 
     def _undisturbed(self, read: Callable[[], T]) -> T | None:
-        """What `read` returns between two writes. As in Linux's seqlock, the turn is even and stays the same."""
+        """Return the result of a call of `read` that no write has disturbed: the counter stays even and the same.
+
+        As in Linux's seqlock. Returns: None if a write lasts more than 20 ms, or writes disturb three calls.
+        """
         words = self._words
         for _ in range(_ATTEMPTS):
             end = time.monotonic() + _SECONDS_FOR_AN_UPDATE

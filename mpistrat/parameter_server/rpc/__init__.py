@@ -1,1 +1,1 @@
-"""Calls from one rank to another: the messages, and who waits for which answer."""
+"""Calls from one rank to another: messages, requests, replies, and memory that processes share."""

@@ -17,23 +17,23 @@ from mpistrat.parameter_server.rpc.pipes import PipeInbox, PipeOutbox
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# `receive` asks MPI again and again. It sleeps in between, for this part of the time that it has waited so far.
+# `receive` asks MPI again and again. In between it sleeps for this fraction of the time that it has waited so far.
 _PAUSE = 1 / 32
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
-_SECONDS_BETWEEN_LOOKS = 0.01  # for ranks of other nodes that have died
+_SECONDS_BETWEEN_LOOKS = 0.01  # between questions to MPI about dead ranks of other nodes
 
 LOST: Final = "lost"  # the last message of a rank that has died
 
 
 class Unreadable:
-    """Takes the place of a message that cannot be unpickled. Args: error: why."""
+    """Takes the place of a message that cannot be unpickled. Attributes: error: the error of unpickling."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 def read_message(data: bytes | bytearray, buffers: Sequence[Any] = ()) -> Any:
-    """Unpickle a message. An Unreadable does not keep other messages from being read."""
+    """Unpickle a message. Returns: an Unreadable if that fails, so that the rank still reads other messages."""
     try:
         return pickle.loads(data, buffers=buffers)
     except Exception as error:
@@ -41,18 +41,17 @@ def read_message(data: bytes | bytearray, buffers: Sequence[Any] = ()) -> Any:
 
 
 class Channel:
-    """Messages between the ranks of `comm`. Collective to make.
+    """Messages between the ranks of `comm`. Collective: all ranks construct it together.
 
-    A rank that waits sleeps in the kernel if all others are on its node. Otherwise it asks MPI now and then, after
-    pauses of up to a millisecond.
+    A rank that waits sleeps in the kernel if pipes reach all ranks; otherwise it asks MPI at least every millisecond.
 
     Args:
-        comm: nobody else may use it.
-        outlives_ranks: whether MPI lets the other ranks go on when one has died.
+        comm: a communicator that only this channel uses.
+        outlives_ranks: whether MPI is fault tolerant: the living ranks continue when a rank has died.
         pipes: False sends everything through MPI.
     Attributes:
-        rank, size: as of `comm`.
-        lost: the ranks that have died, or have ended without a word.
+        rank, size: this rank, and the number of ranks, in `comm`.
+        lost: the ranks that this rank knows to have died, or to have ended without leaving.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Channel:
                 continue
             if peer != self.rank:
                 self._watch(peer, addresses[peer].pid)
-        reached = comm.allgather({*self._pipes})  # all ranks have opened what they could
+        reached = comm.allgather({*self._pipes})  # waits until all ranks have opened pipes
         self._mpi = MpiMessages(comm)
         reached_by_all = set.intersection(*reached)
         self._uses_mpi = len(self._pipes) < self.size or self.rank not in reached_by_all
@@ -93,14 +92,17 @@ class Channel:
     def _watch(self, peer: int, pid: int) -> None:
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError:  # before Linux 5.3: the launcher ends the job
+        except OSError:  # before Linux 5.3: only the launcher notices a death
             return
         weakref.finalize(self, os.close, pidfd).atexit = False
         self._pidfds[peer], self._watched[pidfd] = pidfd, peer
         self._poll.register(pidfd, select.POLLIN)
 
     def has_died(self, rank: int) -> bool:
-        """Whether the rank is known to have died, or can be seen to. Reads nothing. Called by: any thread."""
+        """Whether a rank has died, as far as this rank knows or its pidfd shows. Reads no messages.
+
+        False for a rank of another node until `receive` has noticed its death. Called by: any thread.
+        """
         if rank in self.lost or rank not in self._pidfds:
             return rank in self.lost
         poll = select.poll()  # a new one: only one thread at a time may use it
@@ -108,22 +110,22 @@ class Channel:
         return bool(poll.poll(0))
 
     def has_lost(self) -> bool:
-        """Whether any rank has died. Called by: any thread."""
+        """Whether any rank has died, as far as `has_died` can tell. Called by: any thread."""
         return any(self.has_died(rank) for rank in range(self.size))
 
     def pid_of(self, rank: int) -> int | None:
-        """The rank's process id on this node; None where no memory is shared."""
+        """Return the rank's process id; None if the rank is on another node or in another container."""
         return self._pipes[rank].pid if rank in self._pipes else None
 
     def shares_memory_with(self, rank: int) -> bool:
-        """Whether the two processes can open each other's files."""
+        """Whether this process can open the rank's files in /proc, and so map its memory."""
         return rank in self._pipes
 
     def send(self, to: int, message: Any) -> None:
-        """Send anything that can be pickled, without waiting for the receiver. Called by: any thread.
+        """Send any object that can be pickled, without waiting for the receiver. Called by: any thread.
 
-        A message that finds no room in the receiver's pipe goes out while some thread of this rank receives. Ranks that
-        have died get nothing.
+        If the receiver's pipe is full, the rest of the message goes out while a thread of this rank receives. A message
+        to a rank that has died is dropped.
         """
         with self._sending:
             pipe = self._pipes.get(to)
@@ -137,7 +139,7 @@ class Channel:
                 self._pipes[self.rank].put(b"")  # wakes a thread that polls already
 
     def unsent(self, to: Sequence[int]) -> list[int]:
-        """The living ranks among `to` for which some message is not yet under way. Called by: any thread."""
+        """Return the living ranks of `to` with messages from this rank still to be sent. Called by: any thread."""
         with self._sending:
             return [rank for rank in to if rank not in self.lost and self._is_sending(rank)]
 
@@ -146,7 +148,7 @@ class Channel:
         return self._mpi.is_sending(rank) if pipe is None else pipe.descriptor in self._full
 
     def wake(self) -> None:
-        """Let a waiting `receive` return. Called by: any thread."""
+        """Make a waiting `receive` return. Called by: any thread."""
         with self._sending:
             self._pipes[self.rank].put(b"")
 
@@ -154,9 +156,9 @@ class Channel:
         """Wait for messages. Called by: one thread at a time.
 
         Args: seconds: the longest wait.
-        Returns: (sender, message) pairs, those of one sender in the order of sending. LOST is a dead rank's last
-            message, though it may have sent more. [] after a `wake`, when a full pipe has been emptied, when the time
-            is over, and at times for no reason.
+        Returns: (sender, message) pairs, in the order of sending for each sender. A rank that dies gives one pair with
+            the message LOST; later messages from that rank are dropped. The list is empty after a `wake`, after a full
+            pipe has taken its waiting messages, after `seconds`, and sometimes for no reason.
         """
         begin = time.monotonic()
         while True:
@@ -169,14 +171,15 @@ class Channel:
                 time.sleep(min(left, max(_SHORTEST_PAUSE, min(waited * _PAUSE, _LONGEST_PAUSE))))
 
     def _look(self, seconds: float) -> tuple[list[tuple[int, Any]], bool]:
-        """Read what there is, after a wait of at most `seconds` for a pipe.
+        """Wait at most `seconds` for a pipe, and read all messages that have arrived.
 
-        Returns: the messages, and whether `receive` should return: a thread called `wake`, or a message has gone out.
+        Returns: the messages, and whether `receive` should return without one, because a thread called `wake` or a
+            message has gone out.
         """
         timeout = None if seconds == math.inf else math.ceil(seconds * 1000)
         ready = {descriptor for descriptor, _ in self._poll.poll(timeout)}
         dead = self._exited(ready)
-        # A rank that has died may have written until then.
+        # A dead rank may have written until its death, so the pipe is read until it is empty.
         received = self._inbox.read(everything=bool(dead))
         found = [(sender, read_message(data)) for sender, data in received if data]
         with self._sending:
@@ -185,7 +188,7 @@ class Channel:
                 found += [(source, read_message(*message)) for source, message in self._mpi.read()]
                 woken |= self._mpi.flush()
                 dead += self._failed_elsewhere()
-            # Messages of the dead may still come.
+            # Messages of dead ranks may still arrive.
             found = [(sender, message) for sender, message in found if sender not in self.lost]
             for rank in set(dead) - self.lost:
                 self.lost.add(rank)
@@ -195,14 +198,14 @@ class Channel:
         return found, woken
 
     def _exited(self, ready: set[int]) -> list[int]:
-        """The ranks of this node whose processes have ended."""
+        """Return the ranks of this node with an ended process, each once."""
         pidfds = ready & self._watched.keys()
         for pidfd in pidfds:
             self._poll.unregister(pidfd)
         return [self._watched.pop(pidfd) for pidfd in pidfds]
 
     def _flush_pipes(self, ready: set[int]) -> bool:
-        """Write to pipes that have room again. Returns: whether one has taken all that waited for it."""
+        """Write waiting messages to pipes that have room again. Returns: whether a pipe has taken all its messages."""
         emptied = [fd for fd in ready & self._full.keys() if self._full[fd].flush()]
         for descriptor in emptied:
             self._poll.unregister(descriptor)
@@ -210,7 +213,7 @@ class Channel:
         return bool(emptied)
 
     def _failed_elsewhere(self) -> list[int]:
-        """The ranks that MPI knows to have died; asked now and then."""
+        """Return the ranks that fault tolerant MPI knows to have died; [] if it was asked less than 10 ms ago."""
         now = time.monotonic()
         if not self._outlives_ranks or now - self._looked <= _SECONDS_BETWEEN_LOOKS:
             return []

@@ -1,4 +1,4 @@
-"""Remote procedure calls between ranks: requests, their replies, notices, and errors that other ranks raise."""
+"""Remote procedure calls between ranks: requests, replies, notices, and errors that travel to another rank."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mpistrat.errors import StallError, UnavailableError
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.rpc.channel import LOST, Channel, Unreadable
 
-# The first item of a message.
+# The first item of each message.
 _NOTICE, _REQUEST, _REPLY = range(3)
-SECONDS_BEHIND_ANOTHER = 0.05  # a thread waits behind the one that reads, before it checks again
+SECONDS_BEHIND_ANOTHER = 0.05  # a thread waits while another thread reads, before it checks again
 
 
 class Request(NamedTuple):
     """A request, as its handler gets it.
 
     Attributes:
-        source: the rank that has sent it.
-        ticket: names it there.
+        source: the rank that has sent the request.
+        ticket: the request's number on that rank.
     """
 
     channel: Channel
@@ -36,16 +36,15 @@ class Request(NamedTuple):
     body: Any
 
     def reply(self, outcome: Any = None) -> None:
-        """Reply with a value, or with an error that the other rank raises, of a class that can be pickled."""
+        """Send the reply: a value, or an exception for the other rank to raise; both are pickled."""
         self.channel.send(self.source, (_REPLY, self.ticket, outcome))
 
 
 class PendingReply:
-    """The reply to a request, which arrives later.
+    """The future reply to a request.
 
     Attributes:
-        to: the rank that was asked.
-        method: what it was asked for.
+        to: the rank that gets the request.
         come: whether the reply has arrived.
     """
 
@@ -57,11 +56,11 @@ class PendingReply:
         self._outcome: Any = None
 
     def wait(self, *, limited: bool = True) -> Any:
-        """Wait for the reply's value.
+        """Wait for the reply, and return its value.
 
-        Args: limited: False where the reply depends on a third rank, which may take as long as it lives.
-        Raises: the error that the other rank replied with; UnavailableError when that rank has died; StallError when it
-            does not reply within MPISTRAT_STALL_SECONDS.
+        Args: limited: False if the reply depends on a third rank and may take any time: the wait then only warns.
+        Raises: the error that the other rank replied with; UnavailableError if that rank has died; StallError if a
+            limited wait lasts MPISTRAT_STALL_SECONDS.
         """
         if not self.come:
             self._rpc.wait_for(self, limited)
@@ -75,15 +74,15 @@ class PendingReply:
 
 
 class RpcEndpoint:
-    """Sends and handles requests and notices. It has no thread: a rank that waits reads for all its threads.
+    """Sends and handles requests and notices.
+
+    The endpoint has no thread of its own: a thread that waits reads the messages for all threads of the rank.
 
     Args:
-        channel: nobody else may use it.
-        name_of: how people call a rank, such as "ps 0 (rank 3)".
-        stall_seconds: the longest wait for a reply; 0 is for ever.
-    Attributes:
-        stall_seconds: as given.
-        describe_death: the text of the error about a rank that has died.
+        channel: the messages between ranks; only this endpoint may use it.
+        name_of: returns the name of a rank for messages, such as "ps 0 (rank 3)".
+        stall_seconds: the longest wait for a reply; 0 waits for ever.
+    Attributes: describe_death: returns the text of the error about a rank that has died.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class RpcEndpoint:
         self.stall_seconds = stall_seconds
         self._registering = threading.RLock()
         self._handlers: dict[str, Callable[..., None]] = {}
-        self._early: dict[str, list[tuple[Any, ...]]] = {}  # what came before its handler
+        self._early: dict[str, list[tuple[Any, ...]]] = {}  # messages without a handler yet
         self._when_lost: list[Callable[[int], None]] = []
         self._tickets = itertools.count(1)
         self._open: dict[int, PendingReply] = {}
@@ -107,29 +106,33 @@ class RpcEndpoint:
         self._news = threading.Condition()
 
     def handle(self, method: str, handler: Callable[..., None]) -> None:
-        """Call `handler(source, body)` for each notice of this method, `handler(Request)` for each request.
+        """Set the handler of a method: `handler(source, body)` for its notices, or `handler(Request)` for its requests.
 
-        The thread that reads calls it. A handler must not wait for a reply.
+        The thread that reads calls it; for messages that have already arrived, this thread does. A handler must not
+        wait for a reply.
         """
-        with self._registering:  # what another thread reads meanwhile comes after the early ones
+        with self._registering:  # messages that another thread reads now are handled later
             self._handlers[method] = handler
             _call_all(partial(handler, *early) for early in self._early.pop(method, ()))
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
-        """Call `handler(rank)` once for each rank that dies, in the thread that reads."""
+        """Have the thread that reads call `handler(rank)` once for each rank that dies."""
         self._when_lost.append(handler)
 
     def notify(self, to: int, method: str, body: Any = None) -> None:
-        """Send a notice, which has no reply. Called by: any thread."""
+        """Send a notice: a message without a reply. Called by: any thread."""
         self.channel.send(to, (_NOTICE, method, body))
 
     def notify_all(self, ranks: Iterable[int], method: str, body: Any = None) -> None:
-        """`notify` each of these ranks."""
+        """Send the same notice to each of these ranks. Called by: any thread."""
         for rank in ranks:
             self.notify(rank, method, body)
 
     def call(self, to: int, method: str, body: Any = None) -> PendingReply:
-        """Send a request. Called by: any thread."""
+        """Send a request, without waiting for the reply. Called by: any thread.
+
+        Returns: the future reply; it raises UnavailableError if the rank `to` is known to have died.
+        """
         reply = PendingReply(self, to, method)
         ticket = next(self._tickets)
         self._open[ticket] = reply
@@ -141,11 +144,11 @@ class RpcEndpoint:
         return reply
 
     def run_until(self, until: Callable[[], bool], seconds: float = math.inf) -> bool:
-        """Read messages and call handlers until `until()` is true.
+        """Read messages and call their handlers until `until()` is true.
 
-        Called by: any thread. A thread checks `until` again as soon as another thread has handled messages.
-        Returns: False when `seconds` are over before.
-        Raises: the first error of a handler, once all messages that were read with its message have been handled.
+        A thread checks `until` again after another thread has handled messages. Called by: any thread.
+        Returns: True once `until()` is true; False if `seconds` pass before.
+        Raises: the first error of a handler, after all messages that were read together have been handled.
         """
         end = time.monotonic() + seconds
         while not until():
@@ -154,7 +157,7 @@ class RpcEndpoint:
                 return False
             if self._reading.acquire(blocking=False):
                 try:
-                    # Another thread may have read the message before this thread got to read.
+                    # Another thread may have read the message before this thread began to read.
                     if not until():
                         received = self.channel.receive(left)
                         _call_all(partial(self._handle, *message) for message in received)
@@ -169,7 +172,10 @@ class RpcEndpoint:
         return True
 
     def wait_for(self, reply: PendingReply, limited: bool = True) -> None:
-        """Run until the reply has come. A wait that is not limited only warns. Raises: StallError."""
+        """Read and handle messages until the reply has arrived.
+
+        Raises: StallError if a limited wait lasts `stall_seconds`. Another wait warns after that time, and continues.
+        """
         if self.run_until(lambda: reply.come, self.stall_seconds or math.inf):
             return
         waited = (
@@ -178,13 +184,13 @@ class RpcEndpoint:
         )
         if limited:
             raise StallError(
-                f"{waited}: see what that process does (py-spy dump), or whether it was stopped"
+                f"{waited}. See what that process does (py-spy dump), or whether it was stopped"
             )
-        tell(f"{waited}, which depends on what another rank does, and waits on")
+        tell(f"{waited}. The answer depends on another rank: the wait continues")
         self.run_until(lambda: reply.come)
 
     def death_error(self, rank: int) -> UnavailableError:
-        """The error for a caller that needs a rank that has died."""
+        """Return the error for a caller that needs the dead `rank`; `describe_death` makes its text."""
         return UnavailableError(self.describe_death(rank))
 
     def _handle(self, source: int, message: Any) -> None:
@@ -218,7 +224,7 @@ class RpcEndpoint:
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:
-    """Call all of them. Raises: the first error, after the other calls."""
+    """Make all calls. Raises: the first error, after all calls."""
     errors: list[BaseException] = []
     for call in calls:
         try:
@@ -240,7 +246,7 @@ _KNOWN_EVERYWHERE: tuple[type[Exception], ...] = (
 
 
 def outcome_of(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the error that it raises."""
+    """Call `work`, and return its result, or the Exception that it raises."""
     try:
         return work()
     except Exception as error:
@@ -248,7 +254,7 @@ def outcome_of(work: Callable[[], Any]) -> Any:
 
 
 def without_errors(outcomes: list[Any]) -> list[Any]:
-    """The outcomes. Raises: the first error among them."""
+    """Return `outcomes` as they are. Raises: the first exception in the list."""
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
@@ -256,10 +262,10 @@ def without_errors(outcomes: list[Any]) -> list[Any]:
 
 
 def portable_error(error: Exception) -> Exception:
-    """A server's error, for the rank that sent the request.
+    """Make a server's error fit to be sent to the rank that sent the request.
 
-    Returns: an error of the same class, or of a base class that all ranks have; otherwise a RuntimeError with the
-        server's traceback.
+    Returns: an error with the same text, of its class or a base class in `_KNOWN_EVERYWHERE`; otherwise a RuntimeError
+        with the server's traceback.
     """
     for known in _KNOWN_EVERYWHERE:
         if isinstance(error, known):
@@ -269,13 +275,14 @@ def portable_error(error: Exception) -> Exception:
 
 
 def attributed_error(error: BaseException, who: str) -> Exception:
-    """A rank's error, for the ranks that wait for what it did not manage.
+    """Copy a rank's error for the ranks that wait for its work.
 
-    Args: who: the rank and what it failed at, such as "worker 0 (rank 0) has not restored".
-    Returns: an error of the same class, if that is built in or `mpistrat`'s and takes a text; otherwise a RuntimeError.
+    Args: who: the rank and the failed work, such as "worker 0 (rank 0) has not restored".
+    Returns: an error of the same class, if the class is built in or in `mpistrat.errors` and can be made from a text;
+        otherwise a RuntimeError. Its text is `who`, then the class and the text of `error`.
     """
     text = f"{who}: {type(error).__name__}: {error}"
     if isinstance(error, Exception) and type(error).__module__ in ("builtins", errors.__name__):
-        with contextlib.suppress(TypeError):  # some take more than a text
+        with contextlib.suppress(TypeError):  # some classes take more than a text
             return type(error)(text)
     return RuntimeError(text)

@@ -1,6 +1,6 @@
-"""Messages between processes of different nodes: MPI, which makes progress only when somebody calls it.
+"""Messages through MPI, between processes of different nodes. MPI makes progress only while a thread calls it.
 
-mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+This file imports mpi4py, and is imported on first use: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ HEAD, BUFFERS = 1, 2  # tags
 
 
 class MpiMessages:
-    """Messages over `comm`, which nobody else may use. One thread at a time.
+    """Sends and receives messages over a communicator. Called by: one thread at a time.
 
-    Messages under way to or from a rank that has died are dropped in silence.
+    Messages to or from a rank that has died are dropped without an error.
+
+    Args: comm: a communicator that only this object uses.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self._sent: deque[tuple[int, list[MPI.Request], Any]] = deque()
-        self._arriving: dict[int, deque[_Arriving]] = {}  # by source, in its order
-        self._dropped: list[_Arriving] = []  # MPI may still write to them
+        self._arriving: dict[int, deque[_Arriving]] = {}  # by source, in the order of sending
+        self._dropped: list[_Arriving] = []  # kept because MPI may still write to their buffers
         self._broken: set[int] = set()  # ranks that MPI has reported as dead
 
     def put(self, to: int, message: Any) -> None:
@@ -46,19 +48,19 @@ class MpiMessages:
         self.flush()
 
     def flush(self) -> bool:
-        """Drop the messages that have gone out. Returns: whether there were any."""
+        """Forget the messages that MPI has sent. Returns: whether MPI has sent any since the last call."""
         before = len(self._sent)
         self._dropped = [message for message in self._dropped if not _all_done(message.requests)]
         self._sent = deque(entry for entry in self._sent if not _all_done(entry[1]))
         return len(self._sent) < before
 
     def is_sending(self, to: int) -> bool:
-        """Whether a message to this rank is under way."""
+        """Whether MPI is still sending a message to the rank `to`."""
         self.flush()
         return to in {entry[0] for entry in self._sent}
 
     def forget(self, rank: int) -> None:
-        """Drop what a dead rank has not sent to the end: the rest never comes."""
+        """Drop the incomplete messages of a dead rank, whose rest never arrives."""
         self._broken.add(rank)
         self._drop(rank)
 
@@ -66,9 +68,9 @@ class MpiMessages:
         self._dropped += self._arriving.pop(source, ())
 
     def failed_ranks(self) -> list[int]:
-        """The ranks that fault tolerant MPI knows to have died."""
+        """Return the ranks that fault tolerant MPI knows to have died; [] if there are none."""
         with contextlib.suppress(MPI.Exception):
-            self._comm.Iprobe()  # lets the news in
+            self._comm.Iprobe()  # lets MPI notice deaths
         group, failed = self._comm.Get_group(), self._comm.Get_failed()
         try:
             return list(failed.Translate_ranks(None, group))
@@ -77,7 +79,7 @@ class MpiMessages:
             failed.Free()
 
     def read(self) -> Iterator[tuple[int, tuple[bytes, list[np.ndarray]]]]:
-        """The messages that have come, as (source, (pickle, buffers)); those of one source in its order."""
+        """Yield the messages that have arrived, as (source, (pickle, buffers)), in each source's order of sending."""
         status = MPI.Status()
         while (head := self._probe(status)) is not None:
             if status.source in self._broken:
@@ -86,7 +88,7 @@ class MpiMessages:
                 arriving = _Arriving(self._comm, status.source, head, status.Get_count(MPI.BYTE))
                 self._arriving.setdefault(status.source, deque()).append(arriving)
         for source, queue in list(self._arriving.items()):
-            # All buffers have one tag, so those of a message are received after those of the messages before it.
+            # All buffers have the same tag, so a message's buffers arrive after the buffers of earlier messages.
             with self._until_loss_of(source):
                 while queue and queue[0].has_come():
                     yield source, queue.popleft().message
@@ -108,16 +110,16 @@ class MpiMessages:
         except MPI.Exception as error:
             if not means_rank_lost(error):
                 raise
-            self._comm.Ack_failed()  # otherwise MPI finds no message of other ranks any more
+            self._comm.Ack_failed()  # otherwise MPI finds no more messages from other ranks
             return None
 
 
 class _Arriving:
-    """A message that arrives: first its head, then its buffers.
+    """A message that is arriving: first its head, then its buffers.
 
     Attributes:
-        requests: of MPI, which may write to the buffers until they are done.
-        message: its pickle and its buffers, once it has come.
+        requests: MPI's receive requests; MPI may write to the buffers until all requests are done.
+        message: the message's pickle and buffers; they are valid once `has_come()` returns True.
     """
 
     def __init__(self, comm: MPI.Intracomm, source: int, head: MPI.Message, nbytes: int) -> None:
@@ -144,7 +146,7 @@ class _Arriving:
 
 
 def _all_done(requests: list[MPI.Request]) -> bool:
-    """Whether nothing of this moves any more."""
+    """Whether all requests have ended, also those that failed because the other rank has died."""
     return all(_is_done(request) for request in requests)
 
 

@@ -1,9 +1,9 @@
-"""Messages between processes of a node: each process reads one pipe, into which the others write.
+"""Messages between processes of a node: each process reads one pipe, and the other processes write into it.
 
-The others open the writing end as /proc/PID/fd/N. It has no name and no port, and other users' processes may not open
-it. A piece of up to PIPE_BUF bytes is written whole: it is neither mixed with other writers' pieces nor cut off by the
-writer's death (pipe(7)). A message consists of such pieces. A reader that waits sleeps in the kernel until one is
-written.
+The other processes open the pipe's writing end as /proc/PID/fd/N. The pipe has no name and no port, and other users'
+processes may not open it. The kernel writes a piece of up to PIPE_BUF bytes whole: it neither mixes the piece with
+other writers' pieces nor cuts it off when the writer dies (pipe(7)). A message consists of such pieces. A reader that
+waits sleeps in the kernel until a piece arrives.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ import weakref
 from collections import deque
 from typing import NamedTuple
 
-# Before each piece: its writer, how many bytes follow, and whether they are the message's last.
+# Before each piece: the writer's rank, the bytes that follow, and whether the piece is the message's last.
 _HEADER = struct.Struct("=IHH")
 _PIECE = select.PIPE_BUF - _HEADER.size
-# The kernel's limit for a user's pipe. A user with many pipes gets 64 KB.
+# Bytes in a pipe: the kernel's limit for a user. The pipe keeps its default of 64 KB if the user has many pipes.
 _CAPACITY = 1 << 20
 _AT_ONCE = 1 << 18  # bytes of a read
 
 
 class PipeAddress(NamedTuple):
-    """The writing end of a process's pipe."""
+    """The writing end of a process's pipe.
+
+    Attributes: inode: the pipe's inode, because `pid` may be another process in another container.
+    """
 
     pid: int
     descriptor: int
-    inode: int  # in another container, PID may be another process
+    inode: int
 
 
 class PipeInbox:
     """The pipe that this process reads.
 
     Attributes:
-        descriptor: readable when there is something to read.
-        address: where the others write.
+        descriptor: the reading end; poll shows it as readable when a piece has arrived.
+        address: the writing end, for the other processes.
     """
 
     def __init__(self) -> None:
         self.descriptor, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _CAPACITY)
-        # The writing end stays open: the others open it through this process.
+        # The writing end stays open, because the other processes open it through this process.
         self.address = PipeAddress(os.getpid(), writer, os.fstat(writer).st_ino)
         for end in (self.descriptor, writer):
             weakref.finalize(self, os.close, end).atexit = False
@@ -53,9 +56,10 @@ class PipeInbox:
         self._begun: dict[int, bytearray] = {}  # by writer
 
     def read(self, *, everything: bool = False) -> list[tuple[int, bytes | bytearray]]:
-        """The messages that have come, as (writer, message); those of one writer in its order.
+        """Return the messages that have arrived whole, as (writer's rank, message), in each writer's order.
 
-        Args: everything: read until the pipe is empty. Otherwise read once, since others may write all the time.
+        Args: everything: True reads until the pipe is empty; False reads once, at most 256 KB, because other processes
+            may write all the time.
         """
         found: list[tuple[int, bytes | bytearray]] = []
         while True:
@@ -68,7 +72,7 @@ class PipeInbox:
                 return found
 
     def _take(self, data: bytes, found: list[tuple[int, bytes | bytearray]]) -> int:
-        """Add the messages that `data` completes. Returns: where the first piece begins that is not whole."""
+        """Append the messages that `data` completes to `found`. Returns: the offset of the first incomplete piece."""
         start = 0
         while len(data) - start >= _HEADER.size:
             writer, length, last = _HEADER.unpack_from(data, start)
@@ -86,15 +90,16 @@ class PipeInbox:
         return start
 
     def forget(self, writer: int) -> None:
-        """Drop the message that a dead writer had begun."""
+        """Drop the message that a dead writer has begun and not finished."""
         self._begun.pop(writer, None)
 
 
 class PipeOutbox:
-    """The writing end of another process's pipe. One thread at a time.
+    """Writes messages to another process's pipe. Called by: one thread at a time.
 
+    Args: writer: this process's rank.
     Attributes: pid: the reader's process id.
-    Raises: OSError: this process cannot open it.
+    Raises: OSError if this process cannot open the pipe.
     """
 
     def __init__(self, address: PipeAddress, writer: int) -> None:
@@ -102,13 +107,16 @@ class PipeOutbox:
         self.descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if os.fstat(self.descriptor).st_ino != address.inode:
             os.close(self.descriptor)
-            raise OSError(f"process {address.pid} is another one here")
+            raise OSError(f"process {address.pid} is another one here, in another container")
         weakref.finalize(self, os.close, self.descriptor).atexit = False
         self.pid, self._writer = address.pid, writer
         self._unwritten: deque[bytes] = deque()
 
     def put(self, message: bytes) -> bool:
-        """Write as many pieces as fit; `flush` writes the rest. Returns: whether all fitted."""
+        """Write as many pieces of a message as the pipe has room for; `flush` writes the rest.
+
+        Never waits. Returns: whether the whole message, and all earlier messages, are written.
+        """
         for start in range(0, max(len(message), 1), _PIECE):
             piece = message[start : start + _PIECE]
             last = start + _PIECE >= len(message)
@@ -116,13 +124,16 @@ class PipeOutbox:
         return self.flush()
 
     def flush(self) -> bool:
-        """Write what fits of the rest. Returns: whether nothing is left."""
+        """Write as many waiting pieces as the pipe has room for, without waiting.
+
+        Returns: whether no piece is left; True also if the reader has died, and then the pieces are dropped.
+        """
         while self._unwritten:
             try:
                 os.write(self.descriptor, self._unwritten[0])
             except BlockingIOError:
                 return False
-            except BrokenPipeError:  # the reader has died, which `Channel` sees by its pidfd
+            except BrokenPipeError:  # the reader has died; `Channel` notices that
                 self._unwritten.clear()
                 return True
             self._unwritten.popleft()

@@ -1,4 +1,4 @@
-"""Memory of a process that the other processes of its node map, to read and write it in place."""
+"""Regions of a process's memory that the other processes of its node map, read and write in place."""
 
 from __future__ import annotations
 
@@ -15,27 +15,33 @@ from mpistrat.communicators.node.shared_memory import anonymous_file, mapped
 
 _LINE = 64  # bytes of a cache line
 _PAGE = 4096
-_SLAB = 1 << 22  # bytes of a file that small regions share
+_SLAB = 1 << 22  # bytes of a file that several small regions share
 
 
 def whole_lines(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole cache lines."""
+    """Round `nbytes` up to a multiple of a cache line (64 bytes)."""
     return -(-nbytes // _LINE) * _LINE
 
 
 class RegionHandle(NamedTuple):
-    """All that another process needs to map a region."""
+    """Names a region of shared memory for another process, which opens it as /proc/PID/fd/N.
+
+    Attributes:
+        inode: the file's inode, because the descriptor may later belong to another file.
+        size: the file's size in bytes.
+        first: the region's offset in the file, in bytes.
+    """
 
     pid: int
     descriptor: int
-    inode: int  # a descriptor may be another file's later
-    size: int  # of the file
+    inode: int
+    size: int
     first: int
     nbytes: int
 
 
 class SharedRegion(NamedTuple):
-    """Bytes of this process, and the handle by which others map them."""
+    """A region of this process's memory, as an array of bytes, and the handle by which other processes map it."""
 
     memory: np.ndarray
     handle: RegionHandle
@@ -49,13 +55,16 @@ _NOTHING = SharedRegion(np.empty(0, np.uint8), RegionHandle(0, 0, 0, 0, 0, 0))
 
 
 class Segments:
-    """Makes regions. A large region is a file in memory of its own; small ones share files, which are kept."""
+    """Makes regions of shared memory. A region of 1 MB or more has a file of its own; smaller regions share files."""
 
     def __init__(self) -> None:
-        self._rest = _NOTHING  # of the file that small regions share
+        self._rest = _NOTHING  # the free part of the file that small regions share
 
     def make(self, nbytes: int) -> SharedRegion:
-        """`nbytes` of zeros. Raises: OSError, MemoryError."""
+        """Return a new region of `nbytes` zeros.
+
+        Raises: OSError, MemoryError: there is no file or no memory.
+        """
         if nbytes >= _SLAB // 4:
             return _region_of_file(nbytes)
         room = whole_lines(max(nbytes, 1))
@@ -74,8 +83,8 @@ def _region_of_file(nbytes: int) -> SharedRegion:
     except BaseException:
         os.close(descriptor)
         raise
-    # The others open the file through this process, so it stays open while the memory is used. Each part of the array
-    # refers to its base.
+    # Other processes open the file through this process, so the file stays open while the memory is used. Each part of
+    # the array keeps the base alive.
     weakref.finalize(memory.base, os.close, descriptor).atexit = False
     inode = os.fstat(descriptor).st_ino
     return SharedRegion(
@@ -84,20 +93,23 @@ def _region_of_file(nbytes: int) -> SharedRegion:
 
 
 def _new_file() -> int:
-    """Raises: OSError: this process has as many files open as its hard limit allows."""
+    """Return the descriptor of a new in-memory file, with a higher soft limit of open files if needed.
+
+    Raises: OSError if the process has as many open files as its hard limit allows.
+    """
     try:
         return anonymous_file()
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-    # The soft limit is often 1,024, less than the arrays of a large model.
+    # The soft limit is often 1,024; a large model has more arrays.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return anonymous_file()
 
 
 class Buffers:
-    """Recycled regions, by size, which the other side of a request reads or fills. Called by: any thread."""
+    """Regions for the operands and replies of requests, recycled by size. Called by: any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,28 +117,29 @@ class Buffers:
         self._free: dict[int, list[SharedRegion]] = {}
 
     def take(self, nbytes: int) -> SharedRegion:
-        """A region of at least `nbytes`, to be given back."""
-        # There are few sizes, so that idle memory is at most twice the largest. Unwritten pages take no memory.
+        """Return a region of at least `nbytes`, with any content. The caller gives it back by `give_back`."""
+        # Sizes are powers of two, so idle regions of all sizes take at most twice the memory of the largest. Pages that
+        # no process has written take no memory.
         size = max(_PAGE, 1 << (nbytes - 1).bit_length())
         with self._lock:
             free = self._free.get(size)
             return free.pop() if free else self._segments.make(size)
 
     def give_back(self, region: SharedRegion | None) -> None:
-        """Recycle a region that nobody uses any more, here or elsewhere."""
+        """Recycle a region that no process uses any more. None does nothing."""
         if region is not None:
             with self._lock:
                 self._free.setdefault(region.handle.nbytes, []).append(region)
 
 
 class Mappings:
-    """Other processes' regions, mapped here."""
+    """Regions of other processes' memory, mapped into this process."""
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, int, int], np.ndarray] = {}
 
     def at(self, handle: RegionHandle) -> np.ndarray:
-        """The region's bytes. Raises: OSError: the process had died before."""
+        """Return the region's bytes in shared memory. Raises: OSError if its process has died and it is not mapped."""
         key = handle[:3]
         memory = self._files.get(key)
         if memory is None:
@@ -134,7 +147,7 @@ class Mappings:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 if os.fstat(descriptor).st_ino != handle.inode:
-                    raise OSError(f"{path} is another file here")
+                    raise OSError(f"{path} is another file here, not that of the region")
                 memory = mapped(descriptor, handle.size)
             finally:
                 os.close(descriptor)
@@ -142,6 +155,6 @@ class Mappings:
         return memory[handle.first : handle.first + handle.nbytes]
 
     def forget(self, pid: int | None) -> None:
-        """Unmap the regions of a process that has died."""
+        """Unmap the regions of a process that has died; do nothing for None."""
         for key in [key for key in self._files if key[0] == pid]:
             del self._files[key]

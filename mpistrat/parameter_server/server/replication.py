@@ -1,8 +1,9 @@
-"""Primary-backup replication: a server's backup, which is another server, goes on with its arrays when it has died.
+"""Primary-backup replication: a server's backup, another server, takes over its arrays after its death.
 
-The primary forwards all changes of the arrays made on it, in the order in which it makes them, and answers for a change
-when the backup has made it, too. Clients send the requests that the primary has not answered again, to the backup. A
-reader may see a change that is not answered for yet. That change is lost if the primary and the client both die.
+The primary forwards all changes of its arrays to the backup, in the order in which it makes them, and answers a client
+when the backup has made the change, too. When the primary dies, clients send its unanswered requests again, to the
+backup. A reader may see a change that the primary has not answered yet. That change is lost if the primary and the
+client both die.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint, outcome_of
 from mpistrat.parameter_server.rpc.segments import Buffers, SharedRegion
 from mpistrat.parameter_server.server.store import Store
 
-# Notices between the two. CHANGE: number, method, source and body of a change. CHANGED: the number of a change that was
-# tried, and why it could not be made, or "". ABANDON: the backup is to forget everything.
+# Notices between primary and backup. CHANGE: the number, method, source and body of a change. CHANGED: the number of a
+# change that the backup has tried, and the reason of its failure or "". ABANDON: the backup must forget all copies.
 CHANGE, CHANGED, ABANDON = "change of a backup", "changed backup", "abandon backup"
 
 
 @dataclass
 class Forwarded:
-    """A change that was forwarded.
+    """A change that the primary has forwarded to its backup.
 
     Attributes:
-        failed: whether it failed on the primary; to be set before the next message is read.
-        region: memory that the message refers to, if there is any.
-        waiting: calls that wait until the backup has made it.
+        number: the change's number, from 1.
+        failed: whether the change failed on the primary; the primary sets it before it reads the next message.
+        region: the memory that the message refers to; None if the message contains its arrays.
+        waiting: functions to call when the backup has made the change.
     """
 
     number: int
@@ -46,37 +48,40 @@ class Forwarded:
 
 
 class Backup:
-    """A server's backup, as the server sees it.
+    """The primary's side of replication: forwards changes to the backup.
 
-    Args: rank: of the backup; None for a server without one.
+    Args: rank: the backup's rank; None for a server without a backup.
     """
 
     def __init__(self, rpc: RpcEndpoint, rank: int | None) -> None:
         self._rpc, self._rank = rpc, rank
         self._shares_memory = rank is not None and rpc.channel.shares_memory_with(rank)
         self._buffers = Buffers()
-        self._names: dict[int, str] = {}  # of the arrays that the backup has, by key
+        self._names: dict[int, str] = {}  # names of the arrays that the backup has, by key
         self._forwarded: deque[Forwarded] = deque()
         self._count = 0
         rpc.handle(CHANGED, self._changed)
 
     def covers(self, keys: Iterable[int]) -> bool:
-        """Whether the backup has these arrays."""
+        """Whether the backup lives and has copies of all these arrays."""
         return self._rank is not None and self._names.keys() >= {*keys}
 
     def forward(
         self, method: str, source: int, body: Any, region: SharedRegion | None = None
     ) -> Forwarded:
-        """Let the backup, if there is one, make the change that `source` asked for."""
+        """Send a change that the rank `source` asked for to the backup; without a backup, send nothing.
+
+        Returns: the forwarded change, for the caller to set `failed`.
+        """
         forwarded = Forwarded(self._count + 1, region)
         if self._rank is not None:
             self._rpc.notify(self._rank, CHANGE, (forwarded.number, method, source, body))
-            self._count = forwarded.number  # after what may fail
+            self._count = forwarded.number  # after `notify`, which may fail
             self._forwarded.append(forwarded)
         return forwarded
 
     def forward_new(self, source: int, new: messages.NewArray, table: Table) -> None:
-        """Let the backup make an array that was made here, and that nobody changes before it is answered for."""
+        """Have the backup make a copy of a new array. No client changes the array before the primary has answered."""
         if self._rank is None:
             return
         value = table.shared if self._shares_memory else messages.inline(table.array)
@@ -86,7 +91,12 @@ class Backup:
     def forward_updates(
         self, source: int, updates: messages.Updates, operands: Sequence[Array]
     ) -> Forwarded:
-        """Args: operands: of all updates. They are packed in this process's memory: the client's goes with it."""
+        """Forward a client's updates to the backup.
+
+        The operands are copied to this process's memory, because the client's memory is gone when the client dies.
+
+        Args: operands: the arrays of all updates, in order.
+        """
         packed, region = messages.pack(operands, self._buffers if self._shares_memory else None)
         parts = iter(packed)
         again = [
@@ -96,7 +106,10 @@ class Backup:
         return self.forward(messages.UPDATE, source, updates._replace(updates=again), region)
 
     def when_safe(self, call: Callable[[], None]) -> None:
-        """Call it when the backup has made all changes forwarded so far; now, where there are none."""
+        """Call a function when the backup has made all changes forwarded so far; call it now if it has.
+
+        The function is also called when the backup dies or is abandoned.
+        """
         if self._forwarded:
             self._forwarded[-1].waiting.append(call)
         else:
@@ -113,11 +126,11 @@ class Backup:
         forwarded = self._forwarded[0]
         assert forwarded.number == number, (forwarded.number, number)
         if bool(why_not) != forwarded.failed:
-            self._rpc.notify(self._rank, ABANDON)  # before an answer for what the backup lacks
+            self._rpc.notify(self._rank, ABANDON)  # before clients get answers
             names = ", ".join(map(repr, self._names.values()))
             tell(
                 f"{self._rpc.name_of(self._rpc.rank)} has no replica any more of {names}, because "
-                f"the two came to differ: {why_not or 'it could do what failed here'}"
+                f"the two came to differ: {why_not or 'the replica made a change that failed here'}"
             )
             self._end()
             return
@@ -135,19 +148,19 @@ class Backup:
 
 
 class BackupCopies:
-    """The copies of another server's arrays, on the server that is its backup.
+    """The backup's side of replication: the copies of the primary's arrays.
 
-    They change only as the primary says, in its order, until it has died.
+    Until the primary has died, the copies change only by the changes that it forwards, in its order.
 
     Args:
-        store: this server's own, which shares its memory with the copies, and gets them when the primary has died.
-        lock: remembers the pushes that the primary's lock has let pass, for clients that ask this server in its place.
-        taken_over: is called when `store` has got the copies.
+        store: this server's own arrays; it gets the copies when the primary has died.
+        lock: remembers the pushes that the primary has made, for clients that ask this server after its death.
+        taken_over: a function to call when `store` has got the copies.
     Attributes:
-        copies: a store of their own.
-        primary: the primary's rank, once it has forwarded something.
-        names: of the arrays, by key.
-        given_up: the names of arrays whose copies came to differ.
+        copies: a separate store with the copies.
+        primary: the primary's rank; None before its first change.
+        names: the names of the copied arrays, by key.
+        given_up: the names, by key, of the arrays that the primary has told this server to abandon.
     """
 
     def __init__(
@@ -160,7 +173,7 @@ class BackupCopies:
         self._rpc, self._store = rpc, store
         self._lock, self._taken_over = lock, taken_over
         self.copies = store.sibling()
-        self._is_over = False  # the primary's changes do not count any more
+        self._is_over = False  # whether this server has taken over
         self.primary: int | None = None
         self.names: dict[int, str] = {}
         self.given_up: dict[int, str] = {}
@@ -176,9 +189,9 @@ class BackupCopies:
         rpc.handle(ABANDON, self._give_up)
 
     def claim(self, key: int) -> None:
-        """Take over if this array is among the copies: clients ask here when the primary has died.
+        """Take over if the array `key` is among the copies: only clients that know of the primary's death ask for it.
 
-        Raises: UnavailableError: the array's copy was given up.
+        Raises: UnavailableError if the array's copy was given up.
         """
         if key in self.given_up:
             raise UnavailableError(
@@ -193,7 +206,10 @@ class BackupCopies:
             self._take_over()
 
     def _take_over(self) -> None:
-        """Adopt the copies. Changes that the primary may still have sent do not count: clients ask again, here."""
+        """Move the copies to this server's own store.
+
+        Later changes of the primary are refused: the clients send their requests again, to this server.
+        """
         self._is_over = True
         self._store.adopt(self.copies)
         self._taken_over()
@@ -206,7 +222,7 @@ class BackupCopies:
         self._rpc.notify(primary, CHANGED, (number, why_not))
 
     def _make(self, method: str, source: int, change: Any) -> None:
-        if self._is_over:  # only a primary that lives against all evidence gets this error
+        if self._is_over:  # only a primary that was wrongly taken for dead gets this error
             raise RuntimeError("another server has taken over")
         if method not in self._changes:
             raise ValueError(f"a backup knows no change {method!r}")
@@ -232,4 +248,4 @@ class BackupCopies:
 
     def _give_up(self, source: int, body: None) -> None:
         self.given_up, self.names = self.names, {}
-        self.copies = self._store.sibling()  # drops the arrays, and their optimizers' state
+        self.copies = self._store.sibling()  # an empty store, without arrays and optimizer state

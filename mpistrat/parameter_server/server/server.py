@@ -1,6 +1,6 @@
-"""A server: it keeps arrays, and changes them in the order in which the updates come.
+"""A server: it keeps arrays, and changes them in the order in which the updates arrive.
 
-The gradients of all workers are combined when all have ended a step, which is a round.
+A round is a step of all workers: the server combines their gradients when all workers have ended the step.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mpistrat.parameter_server.server.store import ServerOptimizers, Store
 
 
 class Rounds:
-    """Ends rounds, on this server and its backup.
+    """Ends rounds: when all workers have ended a step, it applies their combined gradients here and on the backup.
 
-    Args: workers: their ranks.
+    Args: workers: the workers' ranks.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Rounds:
         rpc.handle(messages.FAILED, partial(self._enter, self._drop_gradients))
 
     def leave(self, rank: int, died: bool) -> None:
-        """A rank's last step is over. The gradients of a dead worker's unfinished step are dropped."""
+        """Stop waiting for the steps of a rank that has left. If it `died`, drop its unfinished step's gradients."""
         if died:
             self._drop_gradients(rank, self._clock.steps_of(rank))
         self._clock.leave(rank)
 
     def take_over(self) -> None:
-        """End the rounds of arrays that came here with their gradients, by what this server knows of the workers."""
+        """End rounds of arrays that this server has just taken over; drop the gradients of dead workers' last steps."""
         for rank in self._rpc.channel.lost:
             self._optimizers.forget(rank, self._clock.steps_of(rank))
         self._clock.look()
@@ -64,7 +64,11 @@ class Rounds:
         self._backup.forward(messages.DROP_GRADIENTS, worker, steps)
 
     def _end(self, before: int) -> Exception | None:
-        """End the rounds with smaller numbers. Returns: the error of a step that could not be made."""
+        """End the rounds with numbers below `before`, on this server and on its backup.
+
+        Called by: the clock, with the number of steps that the slowest worker has ended.
+        Returns: the first error of an array's step; None if all steps succeeded.
+        """
         rounds = self._optimizers.pending_rounds(before)
         if not rounds:
             return None
@@ -86,8 +90,8 @@ class Announcements:
     """Answers each rank that waits for a name once the name is announced.
 
     Args:
-        creator: the rank that announces. Nobody waits once it has left.
-        when_safe: for what was announced.
+        creator: the rank that announces names; once it has left, waiting ranks get an UnavailableError.
+        when_safe: calls a function once the backup has made all changes so far.
     """
 
     def __init__(self, rpc: RpcEndpoint, creator: int | None, when_safe: messages.WhenSafe) -> None:
@@ -100,13 +104,18 @@ class Announcements:
         rpc.handle(messages.PUBLISHED, self.answer)
 
     def announce(self, name: Hashable, outcome: Any) -> None:
-        """Args: name: a key, for an array. outcome: what the ranks that wait get; an error is raised there."""
+        """Announce a name, unless it was announced before, and answer the ranks that wait for it.
+
+        Args:
+            name: an array's key, or a published name.
+            outcome: the value that the waiting ranks get; they raise an exception.
+        """
         self._announced.setdefault(name, outcome)
         for request in self._waiting.pop(name, []):
             self.answer(request)
 
     def answer(self, request: Request) -> None:
-        """Reply once the name in the request is announced."""
+        """Reply to a request once the name in it is announced, or the creator has left."""
         name = request.body
         if name not in self._announced and self._no_more is None:
             self._waiting.setdefault(name, []).append(request)
@@ -115,12 +124,12 @@ class Announcements:
         self._when_safe(partial(request.reply, outcome))
 
     def leave(self, rank: int, died: bool) -> None:
-        """Refuse to wait for more, if the rank is the creator."""
+        """If the rank is the creator, answer all waiting and later requests for other names with UnavailableError."""
         if rank != self._creator or self._no_more is not None:
             return
         self._no_more = UnavailableError(
             f"{self._rpc.name_of(rank)} has {'died' if died else 'left'} before it made a variable, or told of a "
-            "checkpoint, that others wait for"
+            "checkpoint, that other ranks wait for"
         )
         waiting, self._waiting = self._waiting, {}
         for request in itertools.chain(*waiting.values()):
@@ -128,18 +137,16 @@ class Announcements:
 
 
 class ParameterServer:
-    """Serves the arrays of one rank, in the thread that calls `serve`.
+    """A parameter server: handles the requests of clients, in the thread that calls `serve`.
 
     Args:
-        rpc: to the other ranks.
-        clients: the ranks that use the server. It leaves when all of them are done, or have died.
-        workers: the clients whose steps it counts.
-        creator: the rank that creates arrays, and announces checkpoints.
-        backup: the server that goes on with the arrays made here when this one has died; None where none does.
+        clients: the ranks that use the server. `serve` returns when all of them have left or died.
+        workers: the clients that count steps.
+        creator: the rank that makes arrays and announces checkpoints.
+        backup: the rank of the server's backup; None for a server without a backup.
     Attributes:
-        clients: those that still use it.
-        store: its arrays.
-        backup_copies: of the arrays of the server whose backup this one is.
+        clients: the ranks that still use the server.
+        backup_copies: the copies of another server's arrays, if this server is its backup.
     """
 
     def __init__(
@@ -175,7 +182,7 @@ class ParameterServer:
         rpc.on_lost(self._lost)
 
     def serve(self) -> None:
-        """Return when nobody uses the server any more."""
+        """Handle requests, and return when no client uses the server any more. Called by: the server's rank."""
         self._rpc.run_until(lambda: not self.clients)
 
     def _read(self, read: Callable[[Any, Any], Any], request: Request) -> None:
@@ -191,14 +198,14 @@ class ParameterServer:
         self._reply_when_safe(request, _description(table))
 
     def _find(self, request: Request) -> None:
-        """Reply once the array is there: another rank may not have made it yet."""
+        """Reply with an array's name, spec and handle, once the creator has made the array."""
         key = request.body
         if self.store.has(key):
             self._announcements.announce(key, _description(self.store.table(key)))
         self._announcements.answer(request)
 
     def _update(self, request: Request) -> None:
-        # Now: when the client dies, its memory cannot be mapped any more.
+        # The operands are mapped now, because a dead client's memory cannot be mapped later.
         self.store.map_operands(request.body)
         work = partial(_refusing, self._make_updates, request)
         self._lock.enter(request.source, request.body.push, work)
@@ -207,7 +214,7 @@ class ParameterServer:
         updates: Updates = request.body
         forwarded = None
         if self._backup.covers(update.key for update in updates.updates):
-            # First, so that the backup makes the updates meanwhile. There may be no memory for it.
+            # Forwarded first: the backup works at the same time, and missing memory for the copies stops all changes.
             packed = itertools.chain(*(update.operand for update in updates.updates))
             operands = [unpack(operand, self.store.mappings) for operand in packed]
             forwarded = self._backup.forward_updates(request.source, updates, operands)
@@ -235,7 +242,7 @@ class ParameterServer:
         self._reply_when_safe(request, outcome)
 
     def _reply_when_safe(self, request: Request, outcome: Any) -> None:
-        """When the change that the reply is about outlives this server, if there is a backup."""
+        """Reply with a value or an error, once the backup has made all changes so far; at once without a backup."""
         if isinstance(outcome, Exception):
             outcome = portable_error(outcome)
         self._backup.when_safe(partial(request.reply, outcome))
@@ -246,12 +253,12 @@ class ParameterServer:
         self._announcements.leave(rank, died)
 
     def _lost(self, rank: int) -> None:
-        """Finish the work that has come whole from a dead rank; wait for nothing else of it."""
+        """Finish the requests that a dead rank has sent whole, and stop waiting for the rank."""
         self._backup.lost(rank)
         self.backup_copies.lost(rank)
         self._lock.lost(rank)
         self._leave(rank, died=True)
-        # After its pushes, which may wait for the lock.
+        # After the rank's pushes, which may wait for the lock and use its memory.
         pid = self._rpc.channel.pid_of(rank)
         self._lock.enter(rank, None, partial(self.store.mappings.forget, pid))
 
@@ -261,7 +268,7 @@ def _description(table: Table) -> Any:
 
 
 def _refusing(handler: Callable[[Request], None], request: Request) -> None:
-    """Reply with the error that the handler raises."""
+    """Call a handler of requests; if it raises an Exception, reply with the error."""
     try:
         handler(request)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""torch.optim on the arrays that a server keeps: each array's optimizer state lives once, beside it.
+"""torch.optim on a server's arrays: the server keeps one optimizer state for each array.
 
-Nothing here communicates. A worker describes its optimizer by an `OptimizerDefinition`, once. With each gradient it
-sends the numbers of its param group, since schedulers change them.
+This file does not communicate. A worker describes its optimizer by an `OptimizerDefinition`, once. With each gradient
+it sends the hyperparameters of its param group, because schedulers change them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.pytorch.elementwise_optimizers import why_not_elementwise
 from mpistrat.pytorch.gradients.values import as_sparse
 
-State = dict[str, Any]  # by name: NumPy arrays, those of no dimension included, and Python numbers
+State = dict[str, Any]  # by name: NumPy arrays, also arrays without dimensions, and Python numbers
 
-# The server chooses how a step is computed: a worker's choice may be for a GPU, where `fused` and `capturable` need the
-# parameter. Fused on the CPU is one pass over memory: Adam takes a ninth of its time.
+# The server chooses how to compute a step: a worker's choice of `fused` and `capturable` may be for a GPU. Fused on the
+# CPU is one pass over memory: Adam takes a ninth of the time.
 _HOW = {"foreach": False, "fused": True, "capturable": False, "differentiable": False}
 # In torch 2.13 fused SGD on the CPU leaves bfloat16 and float16 unchanged (pytorch issue 191763).
 _FUSED = (torch.float32, torch.float64)
@@ -32,10 +32,9 @@ _FUSED = (torch.float32, torch.float64)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizerDefinition:
-    """A torch optimizer of one param group, as a worker describes it to the servers. It can be pickled.
+    """A torch optimizer with one param group, as a worker describes it to the servers. It can be pickled.
 
-    Attributes:
-        keywords: the constructor's arguments besides the parameters.
+    Attributes: keywords: the constructor's arguments besides the parameters.
     """
 
     cls: type[Optimizer]
@@ -43,9 +42,9 @@ class OptimizerDefinition:
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerDefinition:
-        """The definition of `group`, one of the optimizer's param groups.
+        """Describe `group`, one of the optimizer's param groups.
 
-        Raises: TypeError: the servers cannot make such an optimizer, or cannot step it.
+        Raises: TypeError if `step` requires a closure, or the param group lacks an argument of the constructor.
         """
         kind = type(optimizer)
         closure = inspect.signature(kind.step).parameters.get("closure")
@@ -72,14 +71,14 @@ class OptimizerDefinition:
 
 
 def _keywords_of(cls: type[Optimizer]) -> set[str]:
-    """The constructor's arguments but for the parameters, `*others` and `**others`."""
+    """Return the names of the constructor's arguments, without the parameters, `*args` and `**kwargs`."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = list(inspect.signature(cls).parameters.values())[1:]
     return {p.name for p in parameters if p.kind not in several}
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All of a param group but its parameters. Tensors of one element become plain numbers."""
+    """Return the values of a param group without its parameters and their names. Tensors become plain numbers."""
     skipped = ("params", "param_names")
     return {name: _plain(value) for name, value in group.items() if name not in skipped}
 
@@ -91,12 +90,13 @@ def _plain(value: Any) -> Any:
 
 
 class ServerOptimizer:
-    """Steps one array on a server in place, and keeps the state for it.
+    """Steps one array on a server in place, and keeps the optimizer state of the array.
 
     Args:
-        array: C-contiguous and writable: the server's memory.
-        shard: `array` is a part of a variable.
-    Raises: TypeError: the optimizer cannot step a shard, since it does not update element by element.
+        array: C-contiguous and writable memory of the server.
+        shard: whether `array` is one part of a split variable.
+    Raises: ValueError if the array is not C-contiguous; TypeError for a shard if the optimizer does not update element
+        by element.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ServerOptimizer:
         if shard and why:
             raise TypeError(f"a variable in shards cannot be stepped: {why}")
         self._why_no_rows = _why_no_rows(definition.cls)
-        # It steps the whole array, rows gathered from it, and others by turns.
+        # It steps different tensors: the whole array, rows gathered from it, and a row of zeros.
         self._optimizer = definition.make(self._whole)
         self._group = self._optimizer.param_groups[0]
         self._state: dict[str, Any] = self._optimizer.state[self._whole]
@@ -119,20 +119,18 @@ class ServerOptimizer:
     def step(self, gradient: Array | IndexedSlices, hyperparameters: Mapping[str, Any]) -> None:
         """Update the array by `gradient`, of its shape and dtype, or of some of its rows.
 
-        A step by rows, whose indices may repeat, reads and writes these rows of the array and of its state only. All
-        others stay as they are: neither weights nor moments decay there, as with torch.optim.SparseAdam and TensorFlow
-        Addons' LazyAdam, and unlike a dense gradient with rows of zeros. A gradient without rows counts as a step, too.
-        Shards that all get each step compute what the whole array would.
+        A step by rows reads and writes only these rows of the array and of its state; the indices may repeat. All other
+        rows stay as they are: neither weights nor moments decay there, as with torch.optim.SparseAdam and TensorFlow
+        Addons' LazyAdam, and unlike with a dense gradient that has rows of zeros. A gradient without rows counts as a
+        step, too. If all shards of a variable get each step, they compute the same values as the whole array would.
 
-        Args:
-            hyperparameters: of the worker's param group now.
-        Raises: ValueError, TypeError, IndexError: the gradient does not fit; nothing is changed.
+        Raises: ValueError, TypeError or IndexError if the gradient does not fit; nothing is changed then.
         """
         self.check(gradient)
         taken = hyperparameters.keys() - _HOW.keys()
         self._group.update({name: hyperparameters[name] for name in taken})
         if self._cls is torch.optim.SGD and self._whole.dtype in _FUSED:
-            # Without momentum and decay the other way is one pass, too, and takes a tenth less time.
+            # Without momentum and weight decay, unfused SGD is one pass, too, and takes a tenth less time.
             self._group["fused"] = bool(self._group["momentum"] or self._group["weight_decay"])
         if isinstance(gradient, IndexedSlices):
             self._step_rows(gradient)
@@ -140,7 +138,11 @@ class ServerOptimizer:
             self._state = self._take(self._whole, _tensor(gradient), self._state)
 
     def check(self, gradient: Array | IndexedSlices) -> None:
-        """Raises: what `step` would."""
+        """Check a gradient without using it.
+
+        Raises: TypeError for another dtype, or a kind (rows or whole) that the optimizer cannot use; ValueError for
+            another shape; IndexError for a row that does not exist.
+        """
         if isinstance(gradient, IndexedSlices):
             self._check_rows(gradient)
             return
@@ -173,7 +175,7 @@ class ServerOptimizer:
     def _step_rows(self, slices: IndexedSlices) -> None:
         values = _tensor(slices.values)
         index = torch.from_numpy(np.asarray(slices.indices).astype(np.int64))
-        # Each index once, in ascending order, and the sums of their rows
+        # Each index once, in ascending order, with the sum of its rows
         index, inverse = torch.unique(index, return_inverse=True)
         gradient = values.new_zeros((len(index), *values.shape[1:])).index_add_(0, inverse, values)
         rows = self._whole.index_select(0, index)
@@ -193,7 +195,7 @@ class ServerOptimizer:
     def _take(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Step `parameter`, which has `state`. Returns: its state then."""
+        """Step `parameter`, with the optimizer state `state`. Returns: the state after the step."""
         if issubclass(self._cls, torch.optim.SparseAdam) and parameter is not self._whole:
             every = torch.arange(len(gradient), device=gradient.device)
             gradient = as_sparse(every, gradient, gradient.shape, is_coalesced=True)
@@ -209,7 +211,7 @@ class ServerOptimizer:
             self._optimizer.state.clear()
 
     def _initial(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """What `names` of the state are in a row at first: what a step by zero makes them in a row of zeros."""
+        """Return the first values of a row's state tensors, by name: the state after a zero gradient steps zeros."""
         if not names:
             return {}
         row = self._whole.new_zeros((1, *self._whole.shape[1:]))
@@ -219,12 +221,15 @@ class ServerOptimizer:
     def _full(self, row: torch.Tensor) -> torch.Tensor:
         if row.any():
             return row.expand(self._whole.shape).clone()
-        # Pages of NumPy's zeros take memory when they are written.
+        # Pages of NumPy's zeros take no memory until a step writes them.
         zeros = np.zeros(self._whole.numel() * row.element_size(), np.uint8)
         return torch.from_numpy(zeros).view(row.dtype).view(self._whole.shape)
 
     def state_dict(self) -> State:
-        """The state: empty before the first step. Its arrays are the server's memory, which the next step changes."""
+        """Return the state, by name; {} before the first step.
+
+        Its arrays are the server's own memory, and the next step changes them.
+        """
         return {
             name: view_of(to_host(value)) if isinstance(value, torch.Tensor) else value
             for name, value in self._state.items()
@@ -232,9 +237,9 @@ class ServerOptimizer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a copy of `state`, which `state_dict` gave for an array of this shape.
+        """Replace the state by a copy of `state`, a `state_dict()` of an array of the same shape.
 
-        Raises: ValueError: it is of another shape; nothing is changed.
+        Raises: ValueError if an array of `state` has another shape; nothing is changed then.
         """
         loaded = dict(state)
         by_part = not _why_not_by_part(self._cls)
@@ -253,7 +258,10 @@ class ServerOptimizer:
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """The memory of `array`; a copy if it is read-only, which torch does not know, or not C-contiguous."""
+    """Return `array` as a tensor in the same memory, or a copy if it is not C-contiguous or read-only.
+
+    Torch has no read-only tensors.
+    """
     if isinstance(array, np.ndarray) and not array.flags.carray:
         array = array.copy()
     return as_tensor(array).contiguous()
@@ -264,11 +272,11 @@ def _has_shape(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def join_states(states: Sequence[State]) -> State:
-    """The state of a whole array, from those of its consecutive shards.
+    """Join the states of an array's consecutive shards to the state of the whole array.
 
-    Counts of steps are those of the shard with most steps.
+    Numbers, such as the count of steps, come from the shard with the most steps.
 
-    Raises: ValueError: the shards have state of different names.
+    Raises: ValueError if the shards' states have different names.
     """
     if len({frozenset(state) for state in states}) > 1:
         raise ValueError(
@@ -282,7 +290,10 @@ def join_states(states: Sequence[State]) -> State:
 
 
 def split_state(state: State, rows: Sequence[int]) -> list[State]:
-    """The inverse: the state of each shard, of as many rows as `rows` says. Arrays are views."""
+    """Split the state of a whole array into the states of its shards, in views: the inverse of `join_states`.
+
+    Args: rows: the number of rows of each shard.
+    """
     ends = np.cumsum(rows)
     return [
         {
@@ -298,7 +309,7 @@ def _is_split(value: Any) -> bool:
 
 
 def _why_not_by_part(cls: type[Optimizer]) -> str:
-    # SparseAdam is not among those known, since it takes sparse gradients alone.
+    # SparseAdam takes only sparse gradients, so `why_not_elementwise` does not know it.
     return "" if issubclass(cls, torch.optim.SparseAdam) else why_not_elementwise(cls)
 
 

@@ -1,4 +1,4 @@
-"""The arrays of a server, their optimizers, and which updates they have had."""
+"""The arrays of a server, their optimizers, and the outcomes of their numbered updates."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class ServerOptimizers:
-    """The optimizers of a server's arrays.
+    """The optimizers of a server's arrays, and the gradients that wait to be combined.
 
     Attributes:
-        by_key: the optimizers, by number and array.
-        pending: the workers' gradients, by round, then optimizer, array and how many times before.
+        by_key: the optimizers, by (optimizer number, array key).
+        pending: the workers' gradients: by round, then by (optimizer number, array key, earlier steps in the round).
     """
 
     def __init__(self) -> None:
@@ -40,18 +40,23 @@ class ServerOptimizers:
     def step(
         self, key: int, table: Table, step: messages.GradientMethod, gradient: Any, worker: int
     ) -> None:
-        """
-        Args: gradient: an array, or `IndexedSlices`, in memory that may change after this.
-        Raises: ValueError, TypeError, IndexError: the gradient does not fit.
+        """Step an array's optimizer with a worker's gradient, or keep a copy of the gradient until its round ends.
+
+        Args:
+            step: the optimizer's number, hyperparameters and round; without a round the step happens now.
+            gradient: an array or `IndexedSlices`, in memory that may change later.
+            worker: the worker's rank.
+        Raises: ValueError, TypeError or IndexError if the gradient does not fit the array; TypeError if one worker of
+            the round sends rows and another a whole array.
         """
         optimizer = self.of(step.optimizer, key)
         if step.round is None:
             with table.writing():
                 optimizer.step(gradient, step.hyperparameters)
             return
-        optimizer.check(gradient)  # now: it is this worker's error
+        optimizer.check(gradient)  # now, so that this worker gets the error
         of_round = self.pending.setdefault(step.round, {})
-        for time in itertools.count():  # a worker may take several steps in one of the strategy's
+        for time in itertools.count():  # a worker may step several times in a round
             pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, {}, {}))
             if worker not in pending.gradients:
                 _check_alike(gradient, pending)
@@ -60,16 +65,16 @@ class ServerOptimizers:
                 return
 
     def pending_rounds(self, before: int) -> list[int]:
-        """The rounds with smaller numbers that have not ended."""
+        """Return the numbers below `before` of the rounds that have gradients, in ascending order."""
         return sorted(number for number in self.pending if number < before)
 
     def end_rounds(
         self, before: int, who_ended: Callable[[int], int]
     ) -> list[tuple[str, Exception]]:
-        """Make the steps of the rounds with smaller numbers, which all workers have ended.
+        """Apply the combined gradients of all rounds with numbers below `before`: all workers have ended these rounds.
 
-        Args: who_ended: how many workers took part in a round.
-        Returns: the names of arrays whose steps failed, with the errors. All others have stepped.
+        Args: who_ended: returns the number of workers that took part in a round.
+        Returns: for each step that failed, the array's name and the error. The other arrays have stepped.
         """
         failed = []
         for number in self.pending_rounds(before):
@@ -79,12 +84,12 @@ class ServerOptimizers:
                     combined = _combined(pending, who_ended(number))
                     with pending.table.writing():
                         self.of(optimizer, key).step(combined, pending.first.hyperparameters)
-                except Exception as error:  # an optimizer's may be any
+                except Exception as error:  # an optimizer may raise any error
                     failed.append((pending.table.name, error))
         return failed
 
     def forget(self, worker: int, ended: int) -> None:
-        """Drop the gradients of a worker that has died, or failed, after so many steps: some may not have come."""
+        """Drop a worker's gradients of rounds from number `ended` on: the worker has died or failed in that step."""
         for number, of_round in self.pending.items():
             if number >= ended:
                 for pending in of_round.values():
@@ -93,7 +98,7 @@ class ServerOptimizers:
                 self.pending[number] = left
 
     def adopt(self, other: ServerOptimizers) -> None:
-        """Move all optimizers of `other`, which are of other arrays, here."""
+        """Add all optimizers and gradients of `other`, which are for other arrays."""
         self.by_key.update(other.by_key)
         for number, of_round in other.pending.items():
             self.pending.setdefault(number, {}).update(of_round)
@@ -114,7 +119,7 @@ class _Pending(NamedTuple):
 
     @property
     def first(self) -> messages.GradientMethod:
-        """The step of the lowest rank, whichever came first."""
+        """The step of the worker with the lowest rank, so that the order of arrival has no effect."""
         return self.steps[min(self.gradients)]
 
 
@@ -134,7 +139,10 @@ def _copied(gradient: Any) -> Any:
 
 
 def _combined(pending: _Pending, workers: int) -> Any:
-    """The gradients of so many workers, added in the order of their ranks, so that the bits are the same each time."""
+    """Add or average the gradients of a step, in the order of ranks, so that the result has the same bits each time.
+
+    Args: workers: the number of workers that took part in the round; the mean is the sum divided by it.
+    """
     gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
     if isinstance(gradients[0], IndexedSlices):
         total = add_slices(gradients)
@@ -147,20 +155,18 @@ def _combined(pending: _Pending, workers: int) -> Any:
     return total
 
 
-# An answer to an update brings the new value along if it has at most so many bytes.
+# The reply to an update contains the array's new value if the array has at most this many bytes.
 SMALL_VALUE = 1 << 12
 
 
 class Store:
-    """Called by: the thread that serves.
+    """The arrays of a server, and the operations on them. Called by: the thread that serves.
 
-    Args:
-        find_elsewhere: is called with the key of each array that is asked for and is not here, and may add it.
+    Args: find_elsewhere: the store calls it with the key of an array that it lacks; it may add the array.
     Attributes:
         by_key: the arrays.
-        optimizers: of these arrays.
-        idempotency: of their numbered updates.
-        mappings: memory of the processes that send operands.
+        idempotency: the outcomes of numbered updates.
+        mappings: the mapped memory of processes that send operands.
     """
 
     def __init__(self, find_elsewhere: Callable[[int], None] = lambda key: None) -> None:
@@ -172,7 +178,7 @@ class Store:
         self._segments = Segments()
 
     def create(self, new: messages.NewArray) -> Table:
-        """Make the array, unless it is here."""
+        """Make an array with its first value, unless the store has it. Returns: the array's table."""
         if not self.has(new.key):
             table = Table(new.name, new.spec, self._segments)
             with table.writing(updates=0) as array:
@@ -181,7 +187,7 @@ class Store:
         return self.by_key[new.key]
 
     def has(self, key: int) -> bool:
-        """Whether the array is here, or can be found elsewhere."""
+        """Whether the store has the array, after asking `find_elsewhere` if it lacks it."""
         if key not in self.by_key:
             self._find_elsewhere(key)
         return key in self.by_key
@@ -192,12 +198,12 @@ class Store:
         return self.by_key[key]
 
     def pull(self, key: int, target: messages.PackedTensor | None) -> messages.InlineTensor | None:
-        """The array: in the client's memory `target`, or returned."""
+        """Copy an array into the client's memory `target` and return None; if `target` is None, return a copy."""
         table = self.table(key)
         if isinstance(target, messages.SharedTensor):
             messages.unpack(target, self.mappings)[...] = table.array
             return None
-        # MPI may read it later, when the array has changed.
+        # A copy, because MPI may send it later, when the array has changed.
         return messages.inline(table.array).copied()
 
     def rows(self, key: int, indices: messages.PackedTensor) -> messages.InlineTensor:
@@ -205,9 +211,10 @@ class Store:
         return messages.inline(table.rows(messages.unpack(indices, self.mappings)))
 
     def update(self, client: int, updates: messages.Updates) -> list[messages.InlineTensor | None]:
-        """Make the updates that are not made yet, also those after one that fails.
+        """Make a client's updates in order, except numbered updates that were made before.
 
-        Returns: for each update, the value then, if it is small. Raises: the first error, once all have been tried.
+        Returns: for each update, the array's value after it; None above 4 KB, and for an optimizer's step.
+        Raises: the first error, after all updates have been tried.
         """
         self.idempotency.settle(session_of(client), updates.settled)
         return without_errors(
@@ -231,7 +238,7 @@ class Store:
         return self.idempotency.once(update, table.name, make)
 
     def map_operands(self, updates: messages.Updates) -> None:
-        """Map the memory of all operands. Raises: OSError: the memory is gone."""
+        """Map the memory of all operands into this process. Raises: OSError if the client has died with its memory."""
         for update in updates.updates:
             for operand in update.operand:
                 if isinstance(operand, messages.SharedTensor):
@@ -240,7 +247,13 @@ class Store:
     def make_optimizer(
         self, optimizer: int, packed: bytes, arrays: Sequence[tuple[int, bool]]
     ) -> None:
-        """Args: packed: its definition. arrays: their keys, and whether each is a part of a variable."""
+        """Make an optimizer for arrays, except for arrays that have it.
+
+        Args:
+            packed: the pickled `OptimizerDefinition`.
+            arrays: the key of each array, and whether the array is one part of a split variable.
+        Raises: NotFoundError if the store lacks an array; TypeError if the optimizer cannot step a part.
+        """
         from mpistrat.parameter_server.server.server_optimizers import ServerOptimizer
 
         definition, made = pickle.loads(packed), self.optimizers.by_key
@@ -252,20 +265,20 @@ class Store:
     def optimizer_state(self, optimizer: int, key: int) -> Any:
         self.has(key)
         state = self.optimizers.of(optimizer, key).state_dict()
-        return {name: copy.copy(value) for name, value in state.items()}  # as in `pull`
+        return {name: copy.copy(value) for name, value in state.items()}  # MPI may send it later
 
     def load_optimizer_state(self, optimizer: int, key: int, state: Any) -> None:
         self.has(key)
         self.optimizers.of(optimizer, key).load_state_dict(state)
 
     def sibling(self) -> Store:
-        """An empty store for other arrays of this process, which shares the numbered updates and the mappings."""
+        """Return an empty store that shares this store's numbered updates and mappings."""
         sibling = Store()
         sibling.idempotency, sibling.mappings = self.idempotency, self.mappings
         return sibling
 
     def adopt(self, other: Store) -> None:
-        """Move all arrays of `other` here."""
+        """Move all arrays and optimizers of `other` to this store, and leave `other` empty."""
         self.by_key.update(other.by_key)
         self.optimizers.adopt(other.optimizers)
         other.by_key, other.optimizers = {}, ServerOptimizers()

@@ -1,1 +1,1 @@
-"""The strategies with variables on servers, and the `Server` of a rank with a task."""
+"""The strategies with variables on servers, and `Server`, which does the work of one rank."""

@@ -1,4 +1,4 @@
-"""A chief that has workers run functions, with variables on servers."""
+"""`ParameterServerStrategy`: a chief has workers run functions, and the variables are on servers."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _STRATEGY, _VARIABLE, _OF_TORCH = "strategy", "variable", "of torch"
 
 
 class ObjectReferences:
-    """The strategy, its variables, and what torch modules have on servers.
+    """Resolves keys of a strategy, its variables, and its torch tensors on servers; see `pickling.References`.
 
-    A key has all that is needed to make the other side's form.
+    A key contains all that the other rank needs to find or make its own object.
     """
 
     def __init__(self, strategy: AnyStrategy, job: ServerJob) -> None:
@@ -52,7 +52,7 @@ class ObjectReferences:
         self._made: dict[Any, Any] = {}
 
     def reference_of(self, value: Any) -> Any | None:
-        """The key of `value`; None for what is copied."""
+        """Return the key of the strategy, a variable or a torch tensor on servers; None for a value to be copied."""
         if value is self._strategy:
             return (_STRATEGY,)
         of_torch = self._of_torch
@@ -84,29 +84,46 @@ class ObjectReferences:
 
 
 class ParameterServerStrategy(Strategy):
-    """A chief that has workers run functions, with variables on servers; see `ClusterCoordinator`.
+    """A chief has workers run functions, and the variables are on servers; see `ClusterCoordinator`.
 
-    The chief makes variables, and schedules functions; workers run them, each when it is free, and read and change the
-    variables there. On the ranks of workers and servers the constructor works for the chief, and leaves by SystemExit
-    when the chief has come to its end: what follows it in the program is the chief's alone. What is said elsewhere of
-    all ranks holds of the one that calls: `run`, `reduce`, `gather` and a replica's collectives, on the chief or in a
-    function, are of its own replicas.
+    The chief makes variables and schedules functions. A worker that is free runs the next function, and reads and
+    changes the variables on the servers. On workers and servers the constructor works for the chief, and raises
+    SystemExit when the chief ends: only the chief runs the rest of the program. `run`, `reduce`, `gather` and a
+    replica's collectives, on the chief or in a function, combine only the replicas of the rank that calls them.
 
     Called by: every rank of the job (or of `comm`).
     Args:
-        cluster_resolver: names each rank's task, one of them "chief"; its addresses are not used, MPI carries the
-            bytes. None with `num_ps`, TF_CONFIG, or a heterogeneous Slurm job, whose first component has the chief and
-            the servers.
-        variable_partitioner: how variables are split over servers; None splits none.
-        num_ps: so many ranks are servers, the last of each node in turn; rank 0 is the chief.
-        replication: 2 keeps a second copy of each server's variables, and of their optimizers' state, on the next
-            server, which goes on with them when the first has died; fault tolerant MPI is needed for that. A change
-            is acknowledged when both servers have it.
-        devices: of each worker, one replica each; None is one replica on the rank's own device. With several, torch
-            modules in the scope raise NotImplementedError.
-        gradients: as of `MirroredStrategy`, over the replicas of one worker.
-        comm: the mpi4py communicator of the ranks that take part; None is all.
-    Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
+        cluster_resolver: names each rank's task; one task is "chief". MPI carries the bytes: addresses are not used.
+            None if `num_ps`, TF_CONFIG, or a heterogeneous Slurm job gives the tasks. In such a Slurm job the first
+            component has the chief and the servers.
+        variable_partitioner: splits variables over servers; None splits none.
+        num_ps: the number of ranks that are servers: the last rank of each node, in turn. Rank 0 is the chief.
+        replication: 2 keeps a second copy of each server's variables and optimizer state on the next server. That
+            server continues with the copy when the first has died, and acknowledges a change when both have it. Needs
+            fault tolerant MPI. 1 keeps no second copy.
+        devices: the devices of each worker, one replica on each; None is one replica on the rank's own device. With
+            several devices, torch modules in the scope raise NotImplementedError.
+        gradients: "sum" or "mean": how a worker combines the gradients of its replicas; with None, the first loss that
+            the program scales decides, as in `MirroredStrategy`.
+        comm: the mpi4py communicator of the ranks that take part; None is all ranks.
+    Raises: ValueError, TopologyError: on all ranks, if the tasks of the ranks contradict each other.
+
+    Example, on several ranks::
+
+        strategy = ms.ParameterServerStrategy(num_ps=1)  # only the chief returns from here
+        coordinator = ms.coordinator.ClusterCoordinator(strategy)
+        with strategy.scope():
+            total = ms.Variable(0.0)
+        coordinator.schedule(total.assign_add, args=(1.0,))
+        coordinator.join()  # total.numpy() is 1.0
+
+    Example, on several ranks::
+
+        def step(iterator):  # a worker executes it
+            losses = strategy.run(lambda batch: batch.mean(), args=(next(iterator),))
+            return strategy.reduce("mean", losses, axis=None)
+        loss = coordinator.schedule(step, args=(iterator,))
+        strategy.shutdown()  # workers and servers leave
     """
 
     _extended: ServersExtended
@@ -143,7 +160,7 @@ class ParameterServerStrategy(Strategy):
             self.work()
             raise SystemExit(0)
         if job.roles.task_type != "chief":
-            return  # an evaluator, which reads the variables
+            return  # an evaluator: it only reads the variables
         self._extended.cluster = Cluster(
             job.rpc,
             job.workers,
@@ -155,13 +172,22 @@ class ParameterServerStrategy(Strategy):
 
     @classmethod
     def of_worker(cls, job: ServerJob, devices: Sequence[str]) -> ParameterServerStrategy:
-        """What the functions on a worker have, whose rank has joined the job already."""
+        """Make the strategy of a worker whose rank has already joined the job.
+
+        Called by: `Server.join`, on a worker.
+        Args: devices: the worker's devices, one replica on each.
+
+        Example, on several ranks::
+
+            strategy = ms.ParameterServerStrategy.of_worker(job, devices)
+            strategy.work()  # returns when the chief ends
+        """
         strategy = cls.__new__(cls)
         Strategy.__init__(strategy, with_servers(strategy, job, devices, None, None))
         return strategy
 
     def work(self) -> None:
-        """Run the chief's functions until it has come to its end. Called by: a worker."""
+        """Run the chief's functions, and return when the chief ends. Called by: a worker."""
         job = self._extended.job
         seed_for_worker(job.roles.task_id)
         chief, references = job.roles.ranks["chief"][0], ObjectReferences(self, job)
@@ -183,7 +209,7 @@ class ParameterServerStrategy(Strategy):
             self._modules.made.begin()
 
     def _refresh(self) -> None:
-        """What the chief's modules have is what the servers have."""
+        """Pull the servers' values into the chief's torch modules. Called by: the coordinator, when all has ended."""
         if self._modules.made is not None:
             self._modules.made.before_run()
 
@@ -209,8 +235,8 @@ class ParameterServerStrategy(Strategy):
     def _warn_on_chief(self, method: str) -> None:
         if self._extended.cluster is not None:
             warnings.warn(
-                f"{method} works on the chief here, and on no worker: call it in a function that "
-                "ClusterCoordinator.schedule is given",
+                f"{method} works on the chief here, and on no worker: call it in a function that you pass to "
+                "ClusterCoordinator.schedule",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -218,14 +244,32 @@ class ParameterServerStrategy(Strategy):
     def experimental_distribute_dataset(  # type: ignore[override]
         self, dataset: Any, options: InputOptions | None = None
     ) -> UnbuiltDataset:
-        """For `ClusterCoordinator.create_per_worker_dataset`: each worker makes its own. `options` do nothing."""
+        """Wrap a dataset for `ClusterCoordinator.create_per_worker_dataset`; each worker makes its own copy.
+
+        Args: options: have no effect, and a warning says so.
+
+        Example, on several ranks::
+
+            distributed = strategy.experimental_distribute_dataset([1.0, 2.0, 3.0])
+            iterator = iter(coordinator.create_per_worker_dataset(distributed))
+        """
         self._check_input_options(options)
         return UnbuiltDataset(dataset)
 
     def distribute_datasets_from_function(  # type: ignore[override]
         self, dataset_fn: Any, options: InputOptions | None = None
     ) -> UnbuiltDataset:
-        """For `ClusterCoordinator.create_per_worker_dataset`: each worker calls `dataset_fn(InputContext())`."""
+        """Wrap a function for `ClusterCoordinator.create_per_worker_dataset`.
+
+        Each worker calls `dataset_fn(InputContext())` and uses the dataset that it returns.
+
+        Args: options: have no effect, and a warning says so.
+
+        Example, on several ranks::
+
+            distributed = strategy.distribute_datasets_from_function(lambda context: range(100))
+            iterator = iter(coordinator.create_per_worker_dataset(distributed))
+        """
         self._check_input_options(options)
         return UnbuiltDataset(functools.partial(dataset_fn, InputContext()))
 
@@ -238,7 +282,12 @@ class ParameterServerStrategy(Strategy):
             )
 
     def shutdown(self) -> None:
-        """Let workers and servers leave. Called by: the chief, which can use neither after it."""
+        """Let workers and servers leave.
+
+        Functions that have not ended fail with UnavailableError, and an error message on stderr counts them.
+
+        Called by: the chief, which can use neither workers nor servers afterwards.
+        """
         cluster = self._extended.cluster
         if cluster is not None and cluster.coordinator is not None:
             cluster.coordinator.end()

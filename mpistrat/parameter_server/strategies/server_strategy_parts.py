@@ -1,4 +1,4 @@
-"""The parts of strategies with parameter servers, put together; what their ranks do for checkpoints."""
+"""The parts of strategies with parameter servers, and the roles of their ranks in checkpoints."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class CheckpointsOfJob(CheckpointRole):
-    """One rank saves and restores what is on the servers; the others follow.
+    """A rank's role in checkpoints of a job with servers: one rank saves and restores, and the other ranks follow it.
 
     Args:
-        owns: whether this rank makes variables.
-        paused: a context in which no function of a coordinator is half executed.
+        owns: whether this rank makes the variables.
+        paused: returns a context in which no worker executes a function.
     """
 
     all_take_part = False
@@ -55,7 +55,10 @@ class CheckpointsOfJob(CheckpointRole):
 
     @property
     def saves(self) -> bool:
-        """The rank that makes variables; of workers that train by themselves the first that is still alive."""
+        """Whether this rank saves checkpoints now.
+
+        In a cluster with a chief, the rank that makes the variables saves; otherwise the first living worker does.
+        """
         if self._owns or "chief" in self._job.roles.ranks:
             return self._owns
         living = itertools.filterfalse(self._job.rpc.channel.has_died, self._job.workers)
@@ -106,19 +109,17 @@ class CheckpointsOfJob(CheckpointRole):
 
 
 class ServersExtended(StrategyExtended):
-    """The replicas of one rank, with variables on servers.
+    """The `extended` of a strategy with variables on servers, on one rank.
 
     Args:
-        is_worker: whether this rank is one of the workers that train by themselves.
+        is_worker: whether this rank is a worker that trains by itself, without a coordinator.
 
     Attributes:
-        job: the ranks.
-        makes_variables: whether this rank's initial values are everybody's: the chief's, or worker 0's where there is
-            no chief.
-        variables: on the servers.
-        torch_references: gives the names by which values of torch are pickled. Called by: `ObjectReferences`, where
-            torch is imported.
-        cluster: what a chief's coordinator needs; None on other ranks.
+        makes_variables: whether this rank's initial values become the variables' values: True on the chief, or on
+            worker 0 in a job without a chief.
+        torch_references: returns the `References` that pickle torch objects. Only `ObjectReferences` calls it, after
+            the program has imported torch.
+        cluster: connects the chief's coordinator to the workers; None on other ranks.
     """
 
     variables: VariablesOnServers
@@ -138,7 +139,10 @@ class ServersExtended(StrategyExtended):
         self.job, self._is_worker = job, is_worker
 
     def check_destination(self, destinations: Any) -> None:
-        """As TensorFlow does; a server's device is as good as this worker's."""
+        """Check a `reduce` destination, as TensorFlow does; a server's device, or this worker's, is fine.
+
+        Raises: ValueError if a worker without a coordinator names a device of another worker.
+        """
         if not self._is_worker or not isinstance(destinations, str):
             return
         task, roles = task_of(destinations), self.job.roles
@@ -156,9 +160,11 @@ def with_servers(
     gradients: str | None,
     clock: WorkerClock | None = None,
 ) -> ServersExtended:
-    """The parts of a strategy on this rank. A server serves here, and leaves by SystemExit.
+    """Make the `extended` of a strategy on this rank. On a server, serve instead, and raise SystemExit at the end.
 
-    Args: clock: of a worker that trains by itself; None on a chief, and on a worker that runs its functions.
+    Args:
+        gradients: "sum", "mean", or None: how a worker combines the gradients of its replicas.
+        clock: the clock of a worker that trains by itself; None on a chief, and on a worker of a chief.
     """
     if job.roles.task_type == "ps":
         job.serve()
@@ -166,7 +172,7 @@ def with_servers(
     roles, coordinated = job.roles, clock is None
     owns = roles.rank == job.trainers[0]
     trains = roles.rank in job.trainers
-    # What runs on servers is none of the program.
+    # The program's topology has only the ranks that train: servers run no part of the program.
     topology = job.topology.part(job.trainers) if trains else Topology.single()
     group = ReplicaGroup(LocalCommunicator(), tuple(devices), (len(devices),), topology=topology)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
@@ -205,7 +211,7 @@ def with_servers(
         return cluster.coordinator.paused()
 
     checkpoints = CheckpointsOfJob(job, owns, paused)
-    # Each worker reads its part of each global batch for itself: no other waits for it.
+    # Each worker reads its own part of each global batch, and no other worker waits for it.
     pipelines = (len(job.trainers), job.trainers.index(roles.rank)) if trains else (1, 0)
     share = Share(*pipelines, len(devices) * pipelines[0], range(len(devices)))
     plan = InputPlan(share, pipelines, group.worker_devices, partial_steps=False)

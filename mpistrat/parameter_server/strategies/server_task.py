@@ -1,4 +1,4 @@
-"""`Server`: a rank with a task, which does its work when the program calls `join`."""
+"""`Server`: a parameter server or a worker that does its work when the program calls `join`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,27 @@ if TYPE_CHECKING:
 class Server:
     """A parameter server, or a worker of a coordinator; `join` does its work.
 
-    The other ranks make their strategies, or servers, meanwhile: all of them meet in the constructors.
+    Each rank of the job (or of `comm`) makes either a `Server` or a strategy; all ranks meet in the constructors.
 
-    Called by: the ranks that are to be servers; all ranks of the job (or of `comm`) make one, or a strategy.
+    Called by: the ranks that are parameter servers or workers.
     Args:
         server_or_cluster_def: the cluster: a dict such as {"ps": ["n1"], "worker": ["n2"]}, a ClusterSpec, a
             ClusterDef, or a ServerDef. MPI carries the bytes: addresses are only names.
-        job_name, task_index: this rank's task; left out where the cluster allows only one answer.
-        protocol, config: do nothing, and task 0 says so once; `server_def` has the protocol.
-        start: False waits for `start()`.
-        comm: the mpi4py communicator of the ranks that take part; None is all.
-    Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
+        job_name, task_index: this rank's task, such as "ps" and 0. None takes the cluster's only job, or the job's only
+            task.
+        protocol, config: have no effect, and task 0 warns of it once; `server_def` contains the protocol.
+        start: True meets the other ranks at once; False waits for `start()`.
+        comm: the mpi4py communicator of the ranks that take part; None is all ranks.
+    Attributes: server_def: the cluster and this rank's task in it.
+    Raises: ValueError, TopologyError: on all ranks, if the tasks of the ranks contradict each other.
+
+    Example, on several ranks::
+
+        cluster = {"ps": ["a"], "chief": ["b"], "worker": ["c"]}
+        server = ms.Server(cluster, "ps", 0, start=False)  # on the rank of ps 0
+        server.start()   # meets the other ranks
+        server.target    # "mpi://0" on rank 0
+        server.join()    # serves until no rank needs the server
     """
 
     def __init__(
@@ -64,7 +74,7 @@ class Server:
             self.start()
 
     def start(self) -> None:
-        """Meet the other ranks. Collective."""
+        """Meet the other ranks. Collective. A second call does nothing."""
         if self._job is not None:
             return
         task = self.server_def
@@ -74,7 +84,10 @@ class Server:
 
     @property
     def target(self) -> str:
-        """Names this rank, such as "mpi://3"; nobody connects to it."""
+        """The name of this rank, such as "mpi://3"; no program connects to it.
+
+        Raises: RuntimeError before `start`.
+        """
         return f"mpi://{self._started().rpc.rank}"
 
     def _started(self) -> ServerJob:
@@ -83,7 +96,12 @@ class Server:
         return self._job
 
     def join(self) -> None:
-        """Do this rank's work; return when nobody needs it any more."""
+        """Do this rank's work, and return when no rank needs it any more.
+
+        A parameter server serves its arrays; a worker runs the chief's functions.
+
+        Raises: RuntimeError before `start`, for any other task, and for a worker of a cluster without a chief.
+        """
         job = self._started()
         if self.server_def.job_name == "ps":
             job.serve()
@@ -91,6 +109,6 @@ class Server:
             ParameterServerStrategy.of_worker(job, self._devices).work()
         else:
             raise RuntimeError(
-                f"a {self.server_def.job_name} has no work to join where no other rank is its chief: make a strategy "
-                "on its rank instead"
+                f"join(): a {self.server_def.job_name} has no work to join where no other rank is its chief. Make a "
+                "strategy on this rank instead"
             )

@@ -1,4 +1,4 @@
-"""Workers that train each by itself, with variables on servers."""
+"""`compat.v1.ParameterServerStrategy`: each worker trains by itself, and the variables are on servers."""
 
 from __future__ import annotations
 
@@ -29,45 +29,64 @@ if TYPE_CHECKING:
 
 
 class _Servers(NamedTuple):
-    """What a worker has of its job; a rank that works alone has none."""
+    """The job and the clock of a worker; a rank that works alone has neither."""
 
     job: ServerJob
     clock: WorkerClock
 
 
 class BetweenGraphStrategy(Strategy):
-    """Workers that train each by itself, with variables on servers: `mpistrat.compat.v1.ParameterServerStrategy`.
+    """Each worker trains by itself, and the variables are on servers: `mpistrat.compat.v1.ParameterServerStrategy`.
 
-    Every worker runs the same program. A step reads what the servers have then and sends them its updates; nobody waits
-    for other workers, unless `max_staleness` says so. Worker 0's initial values are everybody's. A worker with several
-    replicas combines what they do first.
+    Every worker runs the same program. A step reads the servers' values and sends its updates to the servers. No worker
+    waits for other workers, unless `max_staleness` says so. The variables begin with worker 0's initial values. A
+    worker with several replicas first combines the updates of its replicas.
 
-    What is said elsewhere of all ranks, or of replicas in sync, holds of this worker's replicas: `reduce`, `gather` and
-    a replica's collectives combine these only, and wait for no other worker. Of a DataLoader that shuffles each worker
-    has its own sampler: seeded alike, together they read each example once. What a checkpoint has beside variables is
-    what the worker has that saves: the first that is alive. A signal that ends the job ends servers at once.
+    `reduce`, `gather` and a replica's collectives combine this worker's replicas only, and wait for no other worker.
+    Each worker has its own sampler for a DataLoader that shuffles: with equal seeds, the workers together read each
+    example once. The first living worker saves checkpoints; everything in a checkpoint beside the variables comes from
+    that worker. A signal that ends the job ends servers at once.
 
-    Called by: every rank of the job (or of `comm`). On a server's rank the constructor serves, and leaves by SystemExit
-    when all workers have come to their ends.
+    Called by: every rank of the job (or of `comm`). On a server the constructor serves, and raises SystemExit when all
+    workers have ended.
     Args:
-        cluster_resolver: names each rank's task; its addresses are not used, MPI carries the bytes. None with
-            `num_ps`, TF_CONFIG, or a heterogeneous Slurm job, whose first component has the servers. One rank of which
-            nothing tells a task keeps the variables itself.
-        num_ps: so many ranks are servers, the last of each node in turn.
-        variable_partitioner: how variables are split over servers; None splits none.
-        max_staleness: how many steps a worker may be ahead of the slowest; 0 is synchronous, None asynchronous. With 0
-            a run whose optimizers step returns when the steps of all workers are made, and raises the error that
-            prevented them; the gradients of one that raises are dropped.
-        replication: as of `mpistrat.ParameterServerStrategy`.
-        devices: this worker's devices, one replica each; None is one replica on the rank's own device.
-        gradients: as of `MirroredStrategy`, over the replicas of one worker; with `max_staleness=0` over the workers,
-            too, where an optimizer's step is refused as long as nothing says which.
-        comm: the mpi4py communicator of the ranks that take part; None is all.
-        num_gpus_per_worker: in place of `devices`, the first so many GPUs that this rank sees; 0 is one CPU.
-        cluster_spec, task_type, task_id: in place of `cluster_resolver`, this rank's task of a cluster: a dict such as
-            {"worker": ["a", "b"], "ps": ["c"]}, or a ClusterSpec. Without `cluster_spec`, of that in TF_CONFIG.
-    Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit, such as `cluster_spec` without
-        `task_type` or `task_id`.
+        cluster_resolver: names each rank's task. MPI carries the bytes: addresses are not used. None if `num_ps`,
+            TF_CONFIG, or a heterogeneous Slurm job gives the tasks. In such a Slurm job the first component has the
+            servers. A single rank without any of these keeps the variables itself.
+        num_ps: the number of ranks that are servers: the last rank of each node, in turn.
+        variable_partitioner: splits variables over servers; None splits none.
+        max_staleness: the number of steps that a worker may be ahead of the slowest worker; 0 is synchronous, None is
+            asynchronous. With 0, a run in which optimizers step returns when the servers have applied the combined step
+            of all workers, and raises the error that prevented it. If the run raises, its gradients are dropped.
+        replication: 2 keeps a second copy of each server's variables and optimizer state on the next server, as in
+            `mpistrat.ParameterServerStrategy`. 1 keeps no second copy.
+        devices: this worker's devices, one replica on each; None is one replica on the rank's own device.
+        gradients: "sum" or "mean": how a worker combines the gradients of its replicas; with None, the first loss that
+            the program scales decides, as in `MirroredStrategy`. With `max_staleness=0` the servers combine the
+            workers' gradients by the same rule, and an optimizer's step raises RuntimeError while nothing has decided.
+        comm: the mpi4py communicator of the ranks that take part; None is all ranks.
+        num_gpus_per_worker: the number of GPUs to use in place of `devices`: the first GPUs that this rank sees; 0 uses
+            the CPU.
+        cluster_spec, task_type, task_id: this rank's task, in place of `cluster_resolver`. The cluster is a dict such
+            as {"worker": ["a", "b"], "ps": ["c"]}, or a ClusterSpec; None takes the cluster in TF_CONFIG.
+    Raises: ValueError, TopologyError: on all ranks, if the tasks of the ranks contradict each other, such as
+        `cluster_spec` without `task_type` or `task_id`.
+
+    Example:
+        >>> strategy = ms.compat.v1.ParameterServerStrategy()  # one rank keeps the variables itself
+        >>> with strategy.scope():
+        ...     count = ms.Variable(0)
+        >>> int(strategy.run(lambda: count.assign_add(1)))
+        1
+
+    Example, on several ranks::
+
+        strategy = ms.compat.v1.ParameterServerStrategy(num_ps=1, max_staleness=0)
+        for batch in batches:
+            loss = strategy.run(train_step, args=(batch,))
+        print(strategy.steps)        # {"worker 0 (rank 0)": 100, "worker 1 (rank 1)": 100}
+        print(strategy.bytes_moved)  # {"pulled": 81920, "pushed": 81920}
+        strategy.shutdown()
     """
 
     why_no_replica_block = (
@@ -137,14 +156,18 @@ class BetweenGraphStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """One step of this worker: call `fn` on each of its replicas, with what the servers have now.
+        """Make one step of this worker: pull the servers' values, and call `fn` on each of the worker's replicas.
 
-        Called by: each worker, as often as it likes; with `max_staleness` it waits for those that are behind.
-        Args: as of `Strategy.run`.
-        Returns: what `fn` returned; with several replicas a structure of `PerReplica` values.
-        Raises: what `fn` raised: then it counts as no step, and what was sent to be combined is dropped. StallError:
-            others are too far behind for too long. With `max_staleness=0`, why a step by all workers' gradients could
-            not be made.
+        With `max_staleness`, the worker first waits until no worker is further behind than that.
+
+        Called by: each worker, as often as it likes.
+        Args:
+            fn: the function to call on each replica.
+            args, kwargs: the arguments of `fn`; each replica gets its own component of a `PerReplica` value.
+        Returns: the result of `fn`; with several replicas, a structure of `PerReplica` values.
+        Raises: the error of `fn`; the run then counts as no step, and gradients to be combined are dropped. StallError
+            when a worker stays too far behind for MPISTRAT_STALL_SECONDS. With `max_staleness=0`, the error of a server
+            that could not apply the combined step of all workers.
         """
         if self._servers is None:
             return super().run(fn, args, kwargs, options)
@@ -160,20 +183,23 @@ class BetweenGraphStrategy(Strategy):
         return result
 
     def shutdown(self) -> None:
-        """Use the servers no more, as at the program's end: this worker holds nobody back; they leave with the last."""
+        """Leave the servers, as at the program's end. Other workers no longer wait for this worker's steps.
+
+        The servers end when the last worker has left.
+        """
         if self._servers is not None:
             self._servers.job.done()
 
     @property
     def steps(self) -> dict[str, int]:
-        """How many times each worker has called `run`, such as {"worker 0 (rank 0)": 17}: who lags, and how far."""
+        """The number of steps that each worker has ended, such as {"worker 0 (rank 0)": 17}: it shows who lags."""
         if self._servers is None:
             return {"worker 0 (rank 0)": self.runs}
         return self._servers.clock.all_steps()
 
     @property
     def bytes_moved(self) -> dict[str, int]:
-        """How many bytes of variables this worker has {"pulled": from servers, "pushed": to them} so far."""
+        """Bytes of variables that this worker has read from servers ("pulled") and sent to servers ("pushed")."""
         if self._servers is None:
             return {"pulled": 0, "pushed": 0}
         client = self._servers.job.client
