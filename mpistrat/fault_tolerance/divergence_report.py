@@ -1,4 +1,4 @@
-"""Names, in words, the copies of a mirrored value that differ from the others."""
+"""Finds the copies of a mirrored value that differ, and describes them in words."""
 
 from __future__ import annotations
 
@@ -17,24 +17,32 @@ from mpistrat.fault_tolerance.mirrored_state import Key, MirroredThing, mirrored
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
-_MOST_TOLD = 8  # copies, or names
-_MOST_CHARACTERS = 80  # of a value
+_MOST_TOLD = 8  # copies or names in a message
+_MOST_CHARACTERS = 80  # of a value in a message
 
 _WHAT_TO_DO = """\
-Go on from a checkpoint of before, or, if rank 0's values will do, call strategy.mirror(module) on every rank. To find
-the cause: does one rank alone load or write it (`if rank == 0:`, a tensor's .data, an optimizer's state)? If it comes
-back on one node without that, suspect the node's memory or processor."""
+Restore an earlier checkpoint, or, if rank 0's values are right, call strategy.mirror(module) on every rank. To find
+the cause: does one rank alone load or write a tensor (`if rank == 0:`, a tensor's .data, an optimizer's state)? If the
+difference comes back on one node without that, suspect the node's memory or processor."""
 
 
 class Digested(NamedTuple):
-    """One mirrored thing, as it was when it was compared: for each of this rank's copies, what it is and its digest."""
+    """Digests of one mirrored value on this rank, taken when it was compared.
+
+    Attributes:
+        name: name of the value, for messages.
+        descriptions: for each copy of this rank, its dtype and shape as a text, or the `repr` of a value that is no
+            array.
+        digests: for each copy of this rank, its digest of 8 bytes.
+    """
 
     name: str
-    descriptions: tuple[str, ...]  # dtype and shape; the value of what is no array
+    descriptions: tuple[str, ...]  # of each copy
     digests: tuple[bytes, ...]
 
     @classmethod
     def of(cls, thing: MirroredThing) -> Digested:
+        """Compute the digests and the descriptions of the copies of `thing`."""
         descriptions = (
             describe(copy) if arrays.is_array(copy) else repr(copy) for copy in thing.copies
         )
@@ -44,7 +52,15 @@ class Digested(NamedTuple):
 def find_divergence(
     strategy: Strategy, digested: dict[Key, Digested], when: str
 ) -> DivergenceError | None:
-    """The first thing whose copies differ; None if ranks only have dropped different things. Collective."""
+    """Return the error that describes the first mirrored value whose copies differ.
+
+    Called by: every rank, after digests differed.
+    Args:
+        digested: this rank's digests, by key. The bits of the first difference are read from `strategy` now.
+        when: when the values were compared, for the message.
+    Returns: None if the copies of all values that every rank still has are equal. Then some ranks have only dropped
+        values.
+    """
     communicator = strategy.extended.communicator
     by_rank = communicator.all_gather_object(digested, label="digests of what is mirrored")
     common = set.intersection(*map(set, by_rank))
@@ -71,16 +87,17 @@ def find_divergence(
 
 
 def _some(names: list[str]) -> str:
+    """Return the first `_MOST_TOLD` names as a text, with … if there are more."""
     return ", ".join(names[:_MOST_TOLD] + ["…"] * (len(names) > _MOST_TOLD))
 
 
 class Copies:
-    """All ranks' copies of one thing, grouped by their digests.
+    """All ranks' copies of one mirrored value, grouped by their digests.
 
     Attributes:
-        are_equal: there is one group.
+        are_equal: whether all copies are in one group.
         reference: (rank, copy) of the first copy in the largest group.
-        suspects: ranks with a copy outside of that group; empty where another group is as large.
+        suspects: ranks with a copy outside of the largest group; empty if another group is as large.
     """
 
     def __init__(self, by_rank: list[Digested]) -> None:
@@ -97,24 +114,28 @@ class Copies:
         self.suspects = tuple(sorted(suspects)) if has_majority else ()
 
     def verdict(self, nodes: Sequence[str]) -> str:
-        """Which ranks are probably wrong. Args: nodes: the name of each rank's."""
+        """Say which ranks are probably wrong. Args: nodes: the node name of each rank, by rank."""
         if not self.suspects:
             return "Which copy is wrong cannot be known: no value has the majority."
         suspects = [f"rank {rank} (node {nodes[rank]})" for rank in self.suspects]
         return f"Most copies are equal, so what is wrong is probably {_some(suspects)}."
 
     def name_of(self, rank: int, copy: int) -> str:
+        """Name one copy: "rank 3", or "replica 5 (rank 2)" if a rank has a copy for each of its replicas."""
         if len(self._by_rank[rank].digests) == 1:
             return f"rank {rank}"
         replica = sum(len(thing.digests) for thing in self._by_rank[:rank]) + copy
         return f"replica {replica} (rank {rank})"
 
     def descriptions(self) -> list[str]:
-        """A line for each copy, where what they are already says how they differ: a number, or another shape."""
+        """Return a line for each copy if the descriptions differ: numbers with other values, or arrays of other shapes.
+
+        Returns: an empty list if all descriptions are equal. Then only the arrays' bits can show the difference.
+        """
         different = {d for thing in self._by_rank for d in thing.descriptions}
         if len(different) == 1:
             return []
-        shared = os.path.commonprefix(list(different))  # noqa: RUF071 - by characters, as is meant
+        shared = os.path.commonprefix(list(different))  # noqa: RUF071 - a prefix by characters is meant
         begin = max(0, len(shared) - _MOST_CHARACTERS // 2)
         return [
             f"{self.name_of(rank, copy)}: {'…' * (begin > 0)}{described[begin:][:_MOST_CHARACTERS]}"
@@ -124,7 +145,10 @@ class Copies:
 
 
 def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
-    """A line for each copy that differs from the reference, which is sent to all."""
+    """Return a line for each copy that differs from the reference copy: how many elements differ, and where most.
+
+    Called by: every rank. The rank of the reference copy broadcasts it.
+    """
     communicator = strategy.extended.communicator
     things = mirrored_state(strategy)[key].copies
     flats = [arrays.to_host(bits(thing)) for thing in things]

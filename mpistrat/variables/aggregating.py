@@ -1,4 +1,4 @@
-"""A variable of which several replicas have one copy in common."""
+"""A variable with one copy that several replicas share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from mpistrat.variables.variable import DistributedVariable
 
 
 class AggregatingVariable(DistributedVariable):
-    """One copy; what the replicas assign inside `run` is combined and applied once."""
+    """A variable with one copy for all replicas. An update inside `run` combines the replicas' operands, and applies them
+    once.
+
+    Outside `run`, and inside `extended.update`, an update changes the copy directly. Raises: ValueError for an update
+    inside `run` with aggregation NONE.
+    """
 
     def read_value(self) -> Any:
         self._here()
@@ -22,6 +27,11 @@ class AggregatingVariable(DistributedVariable):
         return self._values[0].sparse_read(indices)
 
     def _update_inside_run(self, replica: int, method: str, operand: Any) -> Any:
+        """Combine the operands of all replicas by `merge_call`, and update the copy once.
+
+        Returns: the new value, on the device of this replica.
+        Raises: ValueError with aggregation NONE.
+        """
         if per_thread.updated_replica is not None:
             return self._values[0]._update(method, operand)
         if self.aggregation is VariableAggregation.NONE:
@@ -30,8 +40,9 @@ class AggregatingVariable(DistributedVariable):
                 "an aggregation (SUM, MEAN or ONLY_FIRST_REPLICA)"
             )
         updated = get_replica_context().merge_call(self._merge_update, (method, operand))
-        readers = getattr(self._values[0], "readers", ())  # not of one on a server
+        readers = getattr(self._values[0], "readers", ())  # a variable on a server has none
         return arrays.to_device(updated, readers[replica]) if readers else updated
 
     def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:
+        """Update the copy with the aggregated `operand`. Called by: `merge_call`, once for all replicas."""
         return self._values[0]._update(method, self._aggregated(operand, f"{method} to"))

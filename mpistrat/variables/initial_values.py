@@ -1,4 +1,4 @@
-"""What a variable begins with."""
+"""Makes the array that a variable begins with."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from mpistrat import arrays
 def initial_array(
     initial_value: Any, dtype: Any, shape: tuple[int, ...] | None = None
 ) -> arrays.Array:
-    """A variable's first value: `initial_value`, or what it returns, as an array of `dtype`.
+    """Return a variable's first value as an array of `dtype`.
 
-    Raises: TypeError when it is not numbers; ValueError when it is None, or its shape is not `shape`.
+    Args:
+        initial_value: an array, numbers, or a function that returns one of them. A function of parts is called for the
+            whole variable as its only part, if `shape` is given.
+        dtype: the dtype to convert to; None keeps the dtype.
+        shape: the expected shape; None accepts any.
+    Raises:
+        TypeError: the value is not numbers.
+        ValueError: it is None, or has another shape than `shape`.
     """
     if initial_value is None:
         raise ValueError("a variable needs an initial value, got None")
@@ -24,7 +31,7 @@ def initial_array(
     read = arrays.detach_read(value)
     if not arrays.is_array(read):
         read = arrays.as_operand(read) if dtype is None else arrays.as_array(read)
-    if getattr(read.dtype, "hasobject", False):  # other ranks would take its pointers for their own
+    if getattr(read.dtype, "hasobject", False):  # its pointers would be sent to other ranks as numbers
         raise TypeError(f"a variable holds numbers, got an array of {read.dtype} objects")
     if shape is not None and tuple(read.shape) != shape:
         raise ValueError(
@@ -34,29 +41,46 @@ def initial_array(
 
 
 class ShardInfo(NamedTuple):
-    """A part of a variable: its shape, and the place of its first element in the whole. As in TensorFlow."""
+    """A part of a variable, with the names that TensorFlow uses.
+
+    Attributes:
+        shape: shape of the part.
+        offset: index of the part's first element in the whole variable.
+    """
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
 
 def takes_parts(initial_value: Any) -> bool:
-    """Whether it is a function of `shard_info`, or of `partition_shape` and `partition_offset`, as TensorFlow's are."""
+    """Whether `initial_value` is a function that makes parts of a variable, as TensorFlow's functions do.
+
+    Such a function has the parameter `shard_info`, or the parameters `partition_shape` and `partition_offset`.
+    """
     parameters = _parameters(initial_value)
     return "shard_info" in parameters or {"partition_shape", "partition_offset"} <= parameters
 
 
 def _parameters(fn: Any) -> Set[str]:
+    """Return the names of a function's parameters; empty for other objects, and for functions without a signature."""
     try:
         return inspect.signature(fn).parameters.keys()
-    except (TypeError, ValueError):  # no function, or one that does not say
+    except (TypeError, ValueError):  # no function, or a builtin without a signature
         return frozenset()
 
 
 def called_for_part(
     fn: Callable[..., Any], dtype: Any, shape: tuple[int, ...], first: int = 0
 ) -> arrays.Array:
-    """The initial value of the part of a variable that begins at row `first`."""
+    """Return the initial value of a variable's part, from a function that makes parts.
+
+    Args:
+        fn: a function with `shard_info`, or with `partition_shape` and `partition_offset`.
+        dtype: the dtype to convert to; None keeps the dtype.
+        shape: shape of the part.
+        first: row of the whole variable at which the part begins.
+    Raises: the errors of `initial_array`.
+    """
     offset = tuple([first, *[0] * (len(shape) - 1)][: len(shape)])
     if "shard_info" in _parameters(fn):
         keywords: dict[str, Any] = {"shard_info": ShardInfo(shape, offset)}

@@ -1,4 +1,4 @@
-"""A variable that is split along its first axis into several: `ShardedVariable`."""
+"""`ShardedVariable`: a variable that is split into several variables along its first axis."""
 
 from __future__ import annotations
 
@@ -17,20 +17,28 @@ from mpistrat.variables.variable import Variable
 
 
 class ShardedVariable(Variable):
-    """Variables that are the rows of one, in order.
+    """A variable that is split into several variables, its shards: they hold its rows, in order.
 
-    It reads, and is indexed, as the whole would be: by integers, slices, `...`, None and masks. What touches some rows
-    only asks the shards that have them. `assign` and its like take the whole value; they and the `scatter` methods
-    return the variable. Arithmetic with it puts the whole together. Iteration gives the variables.
+    It reads, and is indexed, like the whole variable: by integers, slices, `...`, None and masks. Reading some rows
+    asks only the shards that have them. `assign` and its relatives take the whole value; they and the `scatter` methods
+    return the sharded variable. Arithmetic with it reads the whole value. Iteration yields the shards.
 
     Args:
-        variables: of one dtype, and of shapes that differ in their first size only.
-        name: for error messages and checkpoints.
+        variables: the shards, of one dtype, with shapes that differ only in their first size.
+        name: name for error messages and checkpoints.
     Attributes:
-        variables: as given.
-        offsets: the first row of each.
+        variables: list of the shards.
+        offsets: list of the first row of each shard.
     Raises:
-        TypeError: no variables. ValueError: they do not fit together.
+        TypeError: `variables` is no list of variables. ValueError: their dtypes or shapes do not fit together.
+
+    Example:
+        >>> table = ms.ShardedVariable([ms.Variable([1.0, 2.0]), ms.Variable([3.0])], name="table")
+        >>> table.read_value(), table.sparse_read([2, 0])
+        (array([1., 2., 3.]), array([1., 3.]))
+        >>> table.load_state(table.state() + 1)
+        >>> table[1:], table.offsets
+        (array([3., 4.]), [0, 2])
     """
 
     def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
@@ -77,9 +85,12 @@ class ShardedVariable(Variable):
             variable.load_state(rows)
 
     def sparse_read(self, indices: Any) -> Array:
-        """The rows at `indices`, shard by shard, and within a shard in the order of `indices`, as in TensorFlow.
+        """Return the rows at `indices`, shard by shard, and within a shard in the order of `indices`, as in TensorFlow.
 
-        Args: indices: integers, of shape [n]. Returns: an array of shape [n, ...].
+        Args:
+            indices: integers of shape [n].
+        Returns: an array of shape [n, ...].
+        Raises: NotImplementedError if the shards are not as equal as TensorFlow's; IndexError for a row outside.
         """
         positions, owners = self._division.owners(indices, "sparse_read")
         return self._joined(
@@ -110,6 +121,7 @@ class ShardedVariable(Variable):
         return self.read_value()[key]
 
     def _rows(self, wanted: range) -> Array:
+        """Return the rows of `wanted`, from the shards that have them. Its step may be negative."""
         if wanted.step < 0:
             return arrays.flipped(self._rows(wanted[::-1]))
         parts = []
@@ -122,12 +134,13 @@ class ShardedVariable(Variable):
         return self._joined(parts)
 
     def _joined(self, parts: list[Array]) -> Array:
-        """The rows of all `parts`; without any, an array of no rows."""
+        """Concatenate the rows of all `parts`. Returns: an array of no rows if there are no parts."""
         if len(parts) > 1:
             return arrays.concatenate(parts)
         return parts[0] if parts else self.variables[0].read_value()[:0]
 
     def _update(self, method: str, operand: Any) -> ShardedVariable:
+        """Update each shard with its rows of `operand`, or its slices for a scatter method. Returns: this variable."""
         scatters = method.startswith("scatter_")
         parts = (
             self._slices_of_shards(method, operand) if scatters else self._rows_of_shards(operand)
@@ -140,16 +153,21 @@ class ShardedVariable(Variable):
             variable._update(method, operand)
 
     def _slices_of_shards(self, method: str, slices: Any) -> list[IndexedSlices]:
+        """Return the IndexedSlices for each shard, with indices that count from its first row."""
         check_is_slices(self.name, slices)
         positions, owners = self._division.owners(slices.indices, method)
         parts = []
         for shard, offset in enumerate(self.offsets):
-            # Also where there are none: updates of distributed variables are collective.
+            # A shard without rows is updated, too, because updates of distributed variables are collective.
             (rows,) = np.nonzero(owners == shard)
             parts.append(IndexedSlices(slices.values[rows], positions[rows] - offset))
         return parts
 
     def _rows_of_shards(self, value: Any) -> list[Array]:
+        """Return the rows of `value` for each shard.
+
+        Raises: TypeError if `value` is not numbers; InvalidArgumentError if it has another shape than the variable.
+        """
         whole = arrays.detach_read(value)
         if not arrays.is_array(whole):
             try:
@@ -161,11 +179,14 @@ class ShardedVariable(Variable):
 
 
 class Division:
-    """Divides the rows of the variable `name` into shards of these sizes.
+    """Divides the rows of a variable among its shards.
 
+    Args:
+        name: name of the variable, for messages.
+        sizes: number of rows of each shard.
     Attributes:
         offsets: the first row of each shard.
-        ends: the row after its last.
+        ends: the row after the last row of each shard.
     """
 
     def __init__(self, name: str, sizes: list[int]) -> None:
@@ -174,35 +195,45 @@ class Division:
         self.offsets = [0, *self.ends[:-1]]
 
     def parts(self, whole: Array) -> list[Array]:
+        """Return the rows of `whole` for each shard, as views."""
         return [whole[start:end] for start, end in zip(self.offsets, self.ends, strict=True)]
 
     def owners(self, indices: Any, method: str) -> tuple[np.ndarray, np.ndarray]:
-        """The indices on the host, and the shard that has the row at each.
+        """Return the indices on the host (int64[n]), and for each index the number of the shard that has the row.
 
-        Raises, for `method`: NotImplementedError: the shards are not as TensorFlow has them.
+        Args:
+            indices: integers of shape [n].
+            method: the caller's name, for the message.
+        Raises:
+            ValueError: `indices` is not 1-D. TypeError: they are not integers. IndexError: a row is outside.
+            NotImplementedError: the shards are not as equal as TensorFlow's.
         """
         array = arrays.as_array(indices)
         if array.ndim != 1:
             raise ValueError(f"indices must be one row of numbers, got shape {list(array.shape)}")
-        if not (arrays.is_integer(array) or not arrays.num_elements(array)):  # [] has no integers
+        if not (arrays.is_integer(array) or not arrays.num_elements(array)):  # the dtype of [] is no integer
             raise TypeError(f"indices must be integers, got {arrays.dtype_name(array)}")
         positions = arrays.to_numpy(array).astype(np.int64, copy=False)
         check_rows(self._name, positions, self.ends[-1])
         if self._sizes != equal_parts(self.ends[-1], len(self._sizes)):
             raise NotImplementedError(
-                f"variable {self._name!r}: {method} needs shards of equal sizes, of which the first ones may have a "
-                f"row more; they have {self._sizes} rows"
+                f"variable {self._name!r}: {method} needs shards of equal sizes; only the first ones may have a "
+                f"row more. The shards have {self._sizes} rows"
             )
         return positions, np.searchsorted(self.ends, positions, side="right")
 
 
 def equal_parts(rows: int, count: int) -> list[int]:
-    """As TensorFlow has it: rows are shared out as equally as they can be, the first shards have more."""
+    """Return the number of rows of each of `count` shards, as in TensorFlow: equal, the first ones may have one more."""
     each, more = divmod(rows, count)
     return [each + (part < more) for part in range(count)]
 
 
 def _check_index(part: Any) -> None:
+    """Check one part of an index of a ShardedVariable.
+
+    Raises: TypeError unless it is an int, a slice of ints, `...`, None or a mask; ValueError for a slice with step 0.
+    """
     if isinstance(part, slice):
         for bound in (part.start, part.stop, part.step):
             if not isinstance(bound, (int, np.integer, type(None))):
