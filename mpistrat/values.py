@@ -1,4 +1,4 @@
-"""Distributed values: one component for each replica of this rank, and how they are made and taken apart."""
+"""Distributed values: one component for each replica of this rank, and functions that build and split them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from mpistrat.context import current_local_replica, per_thread
 
 
 class ReadsAsArray:
-    """Stands for an array where NumPy or torch takes one. A subclass says for which, in `_read`."""
+    """A value that NumPy and torch take as an array. A subclass implements `_read`, to return the array."""
 
     def _read(self) -> Any:
+        """Return the array, tensor or number that this value stands for here."""
         raise NotImplementedError
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self._read(), dtype=dtype)
 
     def _read_array(self) -> Any:
+        """Return the value as an array of its library; a NumPy scalar becomes a 0-D array."""
         array = arrays.as_array(self._read())
         return np.asarray(array) if isinstance(array, np.generic) else array
 
-    def __dlpack__(self, **how: Any) -> Any:  # torch.as_tensor, torch.tensor, from_dlpack
+    def __dlpack__(self, **how: Any) -> Any:  # for torch.as_tensor, torch.tensor and from_dlpack
         array = self._read_array()
         try:
             return array.__dlpack__(**how)
@@ -51,13 +53,15 @@ class ReadsAsArray:
 def call_with_tensors(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A function of torch, called with what the distributed values among its arguments read as.
+    """Call a function of torch with tensors in place of the distributed values among its arguments.
 
-    Raises: TypeError where one reads as an array of another library, or where the function would write to one.
+    Called by: torch (`__torch_function__`), for a function with such an argument.
+    Returns: the function's return value.
+    Raises: TypeError if a distributed value holds an array of another library, or if the function would write to one.
     """
     import torch
 
-    # torch.compile, which traces this, does not know the names of torch's functions.
+    # torch.compile traces this code, and does not know the names of torch's functions.
     name = "function" if torch.compiler.is_compiling() else getattr(func, "__name__", repr(func))
 
     def refuse(leaf: ReadsAsArray) -> None:
@@ -81,7 +85,7 @@ def call_with_tensors(
     return func(*tensors, **{key: _mapped(read, value) for key, value in kwargs.items()})
 
 
-# Functions that write to other arguments than the first: to which, and by which keyword.
+# Functions that write to other arguments than the first: the keyword that makes them write, and their positions.
 _WRITES_BY_KEYWORD = {
     "batch_norm": ("training", slice(1, 3)),
     "instance_norm": ("use_input_stats", slice(1, 3)),
@@ -91,7 +95,11 @@ _WRITES_BY_KEYWORD = {
 
 
 def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """The arguments to which a function of torch writes."""
+    """Return the arguments that a function of torch writes to; empty if it writes to none. `out` is not among them.
+
+    Args:
+        name: name of the function. A name like "add_" writes to the first argument.
+    """
     if kwargs.get("inplace") or (name[-1:] == "_" and name[-2:] != "__"):
         return [*args, *kwargs.values()][:1]
     keyword, positions = _WRITES_BY_KEYWORD.get(name, ("", slice(0)))
@@ -101,7 +109,10 @@ def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seque
 
 
 def _mapped(fn: Callable[[ReadsAsArray], Any], argument: Any) -> Any:
-    """`argument`, with `fn` of each distributed value in its place. No `nest`, of whose caches torch.compile warns."""
+    """Return `argument` with `fn(value)` in place of each distributed value, in lists and tuples, too.
+
+    It does not use `nest`, because torch.compile warns of the caches there.
+    """
     if isinstance(argument, ReadsAsArray):
         return fn(argument)
     if isinstance(argument, (list, tuple)):
@@ -112,6 +123,7 @@ def _mapped(fn: Callable[[ReadsAsArray], Any], argument: Any) -> Any:
 
 
 def _named(value: ReadsAsArray) -> str:
+    """Name a value for a message: by its `name`, if it has one, else by its type."""
     name = getattr(value, "name", None)
     return f"a {type(value).__name__}" if name is None else f"variable {name!r}"
 
@@ -119,11 +131,18 @@ def _named(value: ReadsAsArray) -> str:
 class DistributedValues(ReadsAsArray):
     """A value with a component on each replica of this rank.
 
-    Inside `run` it stands for its replica's component, where NumPy or torch takes an array. Outside, that is a
-    ValueError.
+    Inside `run` NumPy and torch take it as its replica's component. Outside `run` this raises ValueError.
 
+    Args:
+        values: the components, in replica order; at least one.
     Attributes:
-        values: the components, in replica order.
+        values: tuple of the components, in replica order.
+    Raises: ValueError for no components.
+
+    Example:
+        >>> values = ms.DistributedValues([np.arange(2), np.arange(3)])
+        >>> [component.shape for component in values.values]
+        [(2,), (3,)]
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -136,6 +155,7 @@ class DistributedValues(ReadsAsArray):
         return self._values
 
     def _read(self) -> Any:
+        """Return the component of the replica that this thread runs. Raises: ValueError outside `run`."""
         if per_thread.updated_replica is not None:
             return select_replica(per_thread.updated_replica, self)
         context = per_thread.modes[-1].replica_context if per_thread.modes else None
@@ -152,14 +172,23 @@ class DistributedValues(ReadsAsArray):
 
 
 class PerReplica(DistributedValues):
-    """Components that differ from replica to replica; together they have no single value.
+    """A distributed value whose components differ between replicas; as a whole it has no single value.
 
-    Take them apart with `strategy.experimental_local_results`, or combine them with
-    `strategy.reduce` or `strategy.gather`. Inside `run` it converts to its replica's component.
+    `strategy.experimental_local_results` splits it into components; `strategy.reduce` and `strategy.gather` combine
+    them. Inside `run` it converts to its replica's component.
+
+    Example:
+        >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> ids = strategy.run(lambda: np.array(ms.get_replica_context().replica_id_in_sync_group))
+        >>> isinstance(ids, ms.PerReplica), strategy.experimental_local_results(ids)
+        (True, (array(0), array(1)))
+        >>> strategy.reduce("SUM", ids, axis=None)
+        array(1)
     """
 
 
 def _forward(name: str) -> Any:
+    """Return a method that applies the operator `name` to the value that `self._read()` returns."""
     function = getattr(operator, name)
 
     def forwarded(self: Any, *args: Any) -> Any:
@@ -169,6 +198,7 @@ def _forward(name: str) -> Any:
 
 
 def _reflect(name: str) -> Any:
+    """Return a method that applies the operator `name` with the value of `self._read()` on the right side."""
     function = getattr(operator, name)
 
     def reflected(self: Any, other: Any) -> Any:
@@ -182,7 +212,7 @@ _OTHERS = ("neg", "pos", "abs", "lt", "le", "gt", "ge", "getitem")
 
 
 class ActsAsArray(ReadsAsArray):
-    """Has the operators and conversions of what it reads as, too."""
+    """A value that also has the operators and conversions of the array that it stands for."""
 
     __array_priority__ = 1000  # NumPy arrays leave `array + self` to our __radd__
 
@@ -203,9 +233,18 @@ for _name in _BINARY:
 
 
 class Mirrored(ActsAsArray, DistributedValues):
-    """Components that are equal on every replica; it stands for any of them."""
+    """A distributed value whose components are equal on all replicas; it stands for any of them, outside `run`, too.
+
+    Attributes and methods that it does not have itself come from the component.
+
+    Example:
+        >>> learning_rate = ms.Mirrored([np.float32(0.5), np.float32(0.5)])  # for two replicas
+        >>> float(learning_rate), float(2 * learning_rate)
+        (0.5, 1.0)
+    """
 
     def _read(self) -> Any:
+        """Return the component of this thread's replica; outside `run` the first component."""
         return self._values[current_local_replica() or 0]
 
     def __getattr__(self, name: str) -> Any:
@@ -215,11 +254,15 @@ class Mirrored(ActsAsArray, DistributedValues):
 
 
 class PassedWhole:
-    """Marks distributed values that `run` hands to every replica whole: variables."""
+    """Marks distributed values that `run` passes to every replica as a whole: variables."""
 
 
 def select_replica(index: int, structure: Any) -> Any:
-    """`structure` with every distributed value replaced by the component of local replica `index`."""
+    """Return `structure` with each distributed value replaced by its component for local replica `index`.
+
+    Variables stay as they are. Called by: `run`, for each replica's arguments.
+    Raises: ValueError if a value has no component for the replica.
+    """
     if isinstance(structure, DistributedValues):
         if isinstance(structure, PassedWhole):
             return structure
@@ -236,15 +279,18 @@ def select_replica(index: int, structure: Any) -> Any:
 
 
 def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
-    """Combine what the replicas of this rank returned, or passed, into one structure of distributed values.
+    """Combine the results of this rank's replicas into one structure of distributed values.
 
-    The first replica's structure drives; the others must match it (AssertionError). A leaf that is
-    the same object on all replicas stays itself, others become `PerReplica`. So do all Python numbers: whether two
-    equal ones are one object is chance, and what `reduce(SUM, n_correct)` gives must not depend on it.
+    The first replica's result gives the structure. A leaf that is the same object on all replicas stays itself; other
+    leaves become `PerReplica`. Python numbers always become `PerReplica`: whether equal numbers are one object is
+    chance, and the result of `reduce(SUM, n_correct)` must not depend on it.
 
+    Called by: `run` and `merge_call`.
     Args:
-        values: one result per replica.
-        always_wrap: wrap every leaf, also for a single replica.
+        values: one result for each replica.
+        always_wrap: wrap every leaf, also of a single replica. Without it a single replica's result is returned as it
+            is.
+    Raises: AssertionError if the replicas' structures differ.
     """
     first = values[0]
     if len(values) == 1 and not always_wrap:
@@ -257,7 +303,10 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
 
 
 def _children(value: Any, values: Sequence[Any]) -> list[Any]:
-    """The parts of one of `values`, in the order of the first one's. Raises: AssertionError: they differ."""
+    """Return the parts of `value`, a replica's list, tuple or mapping, in the order of the first replica's parts.
+
+    Raises: AssertionError if it has another structure than the first of `values`.
+    """
     first = values[0]
     if isinstance(first, Mapping):
         if isinstance(value, Mapping) and set(value) == set(first):
@@ -271,6 +320,11 @@ def _children(value: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def _regrouped_leaf(values: Sequence[Any], always_wrap: bool) -> Any:
+    """Combine the leaves of all replicas into one value.
+
+    Returns: the leaf itself if it is one object on all replicas, and no number; a variable's container for its
+        components; else a `PerReplica`.
+    """
     first = values[0]
     same = len({*map(id, values)}) == 1
     if same and isinstance(first, PassedWhole):

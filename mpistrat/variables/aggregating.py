@@ -11,11 +11,12 @@ from mpistrat.variables.variable import DistributedVariable
 
 
 class AggregatingVariable(DistributedVariable):
-    """A variable with one copy for all replicas. An update inside `run` combines the replicas' operands, and applies them
-    once.
+    """A variable with one copy for all replicas of a rank.
 
-    Outside `run`, and inside `extended.update`, an update changes the copy directly. Raises: ValueError for an update
-    inside `run` with aggregation NONE.
+    An update inside `run` combines the replicas' operands as `aggregation` says, and applies them once. Outside `run`,
+    and inside `extended.update`, an update changes the copy directly.
+
+    Raises: ValueError for an update inside `run` with aggregation NONE.
     """
 
     def read_value(self) -> Any:

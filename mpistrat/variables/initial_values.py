@@ -17,7 +17,7 @@ def initial_array(
     Args:
         initial_value: an array, numbers, or a function that returns one of them. A function of parts is called for the
             whole variable as its only part, if `shape` is given.
-        dtype: the dtype to convert to; None keeps the dtype.
+        dtype: the dtype to convert to; None keeps the dtype of an array.
         shape: the expected shape; None accepts any.
     Raises:
         TypeError: the value is not numbers.
@@ -76,7 +76,7 @@ def called_for_part(
 
     Args:
         fn: a function with `shard_info`, or with `partition_shape` and `partition_offset`.
-        dtype: the dtype to convert to; None keeps the dtype.
+        dtype: the dtype to convert to; None keeps the dtype of an array.
         shape: shape of the part.
         first: row of the whole variable at which the part begins.
     Raises: the errors of `initial_array`.

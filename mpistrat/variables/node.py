@@ -20,10 +20,10 @@ from mpistrat.variables.variable import PlainVariable
 def variable_of_node(
     communicator: Communicator, value: Array, trainable: bool, name: str, *how: Any
 ) -> PlainVariable:
-    """Make a `NodeVariable`, or a `PlainVariable` on each rank where the ranks can have no common memory.
+    """Make a `NodeVariable`; make a `PlainVariable` on each rank if the ranks can have no common memory.
 
-    They can have none on a GPU, on one rank, for an empty array, and if the node lacks shared memory; rank 0 warns of
-    the last.
+    An array on a GPU, an empty array and a single rank always get a PlainVariable. If the node lacks common memory,
+    rank 0 warns of the reason.
 
     Called by: every rank of the node, in the same order.
     Args:

@@ -12,7 +12,9 @@ _BYTES_PER_STRING = 16
 
 
 class Partitioner:
-    """Decides how `ParameterServerStrategy` splits variables. A function with the arguments of `__call__` works as well.
+    """Decides how `ParameterServerStrategy` splits variables.
+
+    A function with the arguments of `__call__` works as well.
 
     Example:
         >>> class HalfPartitioner(ms.experimental.partitioners.Partitioner):

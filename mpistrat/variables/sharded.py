@@ -35,10 +35,10 @@ class ShardedVariable(Variable):
     Example:
         >>> table = ms.ShardedVariable([ms.Variable([1.0, 2.0]), ms.Variable([3.0])], name="table")
         >>> table.read_value(), table.sparse_read([2, 0])
-        (array([1., 2., 3.]), array([1., 3.]))
+        (array([1., 2., 3.], dtype=float32), array([1., 3.], dtype=float32))
         >>> table.load_state(table.state() + 1)
         >>> table[1:], table.offsets
-        (array([3., 4.]), [0, 2])
+        (array([3., 4.], dtype=float32), [0, 2])
     """
 
     def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
@@ -224,7 +224,7 @@ class Division:
 
 
 def equal_parts(rows: int, count: int) -> list[int]:
-    """Return the number of rows of each of `count` shards, as in TensorFlow: equal, the first ones may have one more."""
+    """Return the rows of each of `count` shards, as in TensorFlow: equal, the first ones may have one more."""
     each, more = divmod(rows, count)
     return [each + (part < more) for part in range(count)]
 

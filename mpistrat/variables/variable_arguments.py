@@ -1,4 +1,4 @@
-"""What a program asks of a variable that it makes."""
+"""Checks the arguments of `Variable`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from mpistrat.variables.initial_values import initial_array
 
 
 class VariableArguments(NamedTuple):
-    """The arguments of `Variable`, those of them that may be left out filled in.
+    """The checked arguments of `Variable`, with defaults in place of None.
 
     Attributes:
-        initial_value: an array, or what `initial_values` makes one of.
-        dtype, shape: what the array shall have; None is what it has.
+        initial_value: an array, numbers, or a function that `initial_values.initial_array` calls for them.
+        trainable: whether optimizers update it; by default True, but False for ON_READ.
+        name: its name; "Variable" by default.
+        dtype: the dtype to convert the initial value to; None keeps the dtype of an array.
         synchronization: ON_WRITE or ON_READ.
+        aggregation: how operands (ON_WRITE) or copies (ON_READ) of replicas are combined.
+        shape: the shape that the initial value must have; None accepts any.
     """
 
     initial_value: Any
@@ -29,7 +33,7 @@ class VariableArguments(NamedTuple):
     shape: tuple[int, ...] | None
 
     def initial_array(self) -> arrays.Array:
-        """The whole first value. Raises: what `initial_values.initial_array` raises."""
+        """Return the whole first value as an array. Raises: the errors of `initial_values.initial_array`."""
         return initial_array(self.initial_value, self.dtype, self.shape)
 
 
@@ -42,7 +46,10 @@ def checked_arguments(
     aggregation: VariableAggregation,
     shape: Sequence[int] | None,
 ) -> VariableArguments:
-    """ValueError or TypeError for arguments of `Variable` that no strategy takes."""
+    """Check the arguments of `Variable`, and fill in the defaults.
+
+    Raises: ValueError or TypeError for arguments that no strategy accepts.
+    """
     for argument, value, kind in (
         ("synchronization", synchronization, VariableSynchronization),
         ("aggregation", aggregation, VariableAggregation),
