@@ -1,4 +1,4 @@
-"""What the v1 methods make datasets of."""
+"""Datasets that the methods of v1 strategies return or distribute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from mpistrat.replicas.input_plan import Share
 
 
 class Calls:
-    """The values that a function gives, until it raises OutOfRangeError."""
+    """A dataset of the values that a function returns, until the function raises OutOfRangeError.
+
+    Made by: `make_input_fn_iterator`, from a function that returns the next batch.
+    """
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -28,7 +31,12 @@ class Calls:
 
 
 class BatchesOfWorker:
-    """Of batches that all replicas of all workers take in turn, those of this worker's replicas."""
+    """The batches of this worker's replicas, from batches that all replicas of all workers take in turn.
+
+    Args:
+        batches: the batches of all replicas; equal on all workers.
+        share: this worker's share of the input: the numbers of its replicas (`pieces`) and of all replicas.
+    """
 
     def __init__(self, batches: Iterable[Any], share: Share) -> None:
         self._batches, self._share = safe_dataset(batches), share
@@ -39,8 +47,10 @@ class BatchesOfWorker:
 
 
 class NumpyDataset:
-    """The slices of a nest of arrays along axis 0: a sequence, and what `BatchedDataset` takes.
+    """A dataset of the slices of arrays along axis 0: a sequence, as `BatchedDataset` takes it.
 
+    Args:
+        numpy_input: a nest of arrays. A list of arrays is stacked into one array.
     Raises:
         ValueError: the arrays do not have equal first dimensions.
     """
@@ -69,7 +79,7 @@ class NumpyDataset:
 
 
 def _stacked(numpy_input: Any) -> Any:
-    """`numpy_input` with its lists, which tf.data takes for arrays, as arrays."""
+    """Return `numpy_input` with an array in place of each list, because tf.data takes lists for arrays."""
     if isinstance(numpy_input, list):
         return np.stack([np.asarray(leaf) for leaf in numpy_input]) if numpy_input else np.zeros(0)
     if nest.is_structure(numpy_input):
