@@ -260,7 +260,9 @@ class PassedWhole:
 def select_replica(index: int, structure: Any) -> Any:
     """Return `structure` with each distributed value replaced by its component for local replica `index`.
 
-    Variables stay as they are. Called by: `run`, for each replica's arguments.
+    Variables stay as they are.
+
+    Called by: `run`, for each replica's arguments.
     Raises: ValueError if a value has no component for the replica.
     """
     if isinstance(structure, DistributedValues):

@@ -1,4 +1,4 @@
-"""Errors about files, with the file, its sizes and the rank."""
+"""Adds the file, its sizes and the rank to errors about files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 @contextlib.contextmanager
 def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
-    """An OSError of the body names `path`, and has the text of `sizes`. It is the only one that is printed."""
+    """Raise an OSError of the body as a new one that names `path`, and has the text of `sizes`.
+
+    Args:
+        path: the file or folder.
+        sizes: returns a text such as "0 of 8 bytes are written". Called when the error is raised.
+    """
     try:
         yield
     except OSError as error:
@@ -18,11 +23,11 @@ def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_rank(rank: int) -> Iterator[None]:
-    """An error of the body about a file names the rank, too."""
+    """Add the rank to the text of an OSError or ValueError of the body. An OSError without errno stays as it is."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # a sentence of ours
+        if error.errno is None:  # an error of this package, such as TimeoutError
             raise
         text = f"{error.strerror}, {on_ranks([rank])}"
         raise OSError(error.errno, text, error.filename, None, error.filename2) from None
@@ -31,12 +36,13 @@ def on_rank(rank: int) -> Iterator[None]:
 
 
 def on_ranks(ranks: Sequence[int]) -> str:
+    """Return the text "on rank 3", or "on rank 3 and 2 others" for several ranks."""
     more = len(ranks) - 1
     return f"on rank {ranks[0]}" + (f" and {more} other{'s' * (more > 1)}" if more else "")
 
 
 def free_bytes(path: str) -> str:
-    """Of the file system that a file is in, for people."""
+    """Say how many bytes are free on the file system of the folder that contains `path`."""
     with contextlib.suppress(OSError):
         system = os.statvfs(os.path.dirname(path))
         return f"{system.f_frsize * system.f_bavail} bytes are free"

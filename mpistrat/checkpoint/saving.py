@@ -1,8 +1,8 @@
-"""One save, on one rank: files are written on a thread of their own, from copies.
+"""One save on one rank: a thread of its own writes the files, from copies of the states.
 
-No message tells rank 0 that all have written, for training has MPI meanwhile: each other rank leaves a note in the
-folder, and rank 0 looks for the notes. Where the program waits anyway, ranks tell each other (`heard`): some network
-file systems show a new file only after half a minute.
+Training uses MPI meanwhile, so no message tells rank 0 that all ranks have written. Each other rank leaves a note in
+the folder, and rank 0 looks for the notes. Where the program waits anyway, ranks tell each other by a message
+(`heard`), because some network file systems show a new file only after half a minute.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SECONDS_WITHOUT_PROGRESS = 300.0
 _SECONDS_BETWEEN_LOOKS = 0.005, 0.25
 
 Written = Mapping[str, tuple[int, int]]
-# By name, the chunks of a file, in order. A chunk may be made late, on the thread that writes.
+# The chunks of each file, by name. An iterable may make its chunks late, on the thread that writes.
 Files = Mapping[str, Iterable["bytes | np.ndarray"]]
 
 
 class SavingProgress(NamedTuple):
-    """How far one rank is: attributes as of `Saving`."""
+    """The progress of one rank; the attributes are those of `Saving`."""
 
     is_finished: bool
     is_well: bool  # without an error
@@ -42,6 +42,7 @@ class SavingProgress(NamedTuple):
 
 
 class _Abandoned(Exception):
+    """Ends the work of a thread, because another rank has failed or is lost."""
     pass
 
 
@@ -51,16 +52,17 @@ class Saving(abc.ABC):
 
     Attributes:
         checkpoint: the checkpoint that is saved.
-        files: this rank's, by name.
-        began: when the program asked for it, by `time.monotonic()`.
-        communicator: over the ranks that save; nothing is sent over it.
-        written: (bytes, CRC-32) of this rank's files by name, once they and the note are on disk; None before, and on
-            rank 0.
-        seconds: from `began` until this rank's thread had done its work; 0.0 before, and when that failed.
-        error: why this rank failed, once `finished` is set.
-        heard: `written` of other ranks, as far as they have said so.
-        finished: set when the thread has done with its work.
-        abandoned: set when it need not wait for other ranks any longer: one has failed, and will say why.
+        files: the files that this rank writes, by name; empty once `finished` is set.
+        began: time of the program's call of `save`, by `time.monotonic()`.
+        communicator: communicator of the ranks that save; nothing is sent over it.
+        written: (bytes, CRC-32) of this rank's files by name, once the files and the note are on disk; None before, and
+            on rank 0.
+        seconds: time from `began` until this rank's thread had done its work; 0.0 before, and after an error.
+        error: the error of this rank, once `finished` is set; None without one.
+        heard: `written` of other ranks, as far as messages have told it.
+        finished: an event; set when the thread has ended its work.
+        abandoned: an event; set when another rank has failed, so that the thread need not wait for other ranks. The
+            failed rank reports the error.
     """
 
     checkpoint: UnfinishedCheckpoint
@@ -75,14 +77,17 @@ class Saving(abc.ABC):
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event, init=False)
 
     def start(self) -> None:
-        # No daemon: the interpreter waits for it at its end, before MPI is finalized.
+        # No daemon, so that the interpreter waits for the thread at exit, before MPI is finalized.
+        """Start the thread that writes the files."""
         threading.Thread(target=self._run, name="mpistrat checkpoint", daemon=False).start()
 
     def progress(self) -> SavingProgress:
-        is_finished = self.finished.is_set()  # first: then the rest does not change any more
+        """Return how far this rank is."""
+        is_finished = self.finished.is_set()  # read first: nothing else changes after it is set
         return SavingProgress(is_finished, self.error is None, self.written, self.seconds)
 
     def _run(self) -> None:
+        """Write the files, and keep an error in `error`. Runs on the thread."""
         try:
             with contextlib.suppress(_Abandoned), on_rank(self.communicator.rank):
                 self._ensure_folder()
@@ -100,13 +105,14 @@ class Saving(abc.ABC):
 
     @abc.abstractmethod
     def _ensure_folder(self) -> None:
-        """Return when the checkpoint's folder is there."""
+        """Return when the checkpoint's folder exists."""
 
     @abc.abstractmethod
     def _finish(self, written: Written) -> None:
-        """This rank's files are on disk."""
+        """Do what follows when this rank's files are on disk. Args: written: (bytes, CRC-32) of each file, by name."""
 
     def _note(self, rank: int) -> str:
+        """Return the path of a rank's note, with which it tells rank 0 that its files are on disk."""
         return os.path.join(self.checkpoint.folder, f"written-by-rank-{rank}")
 
 
@@ -114,7 +120,10 @@ class ReportingSave(Saving):
     """The work of each rank but 0: it writes its files, and reports them to rank 0 by a note in the folder."""
 
     def _ensure_folder(self) -> None:
-        """Wait until rank 0 has made the folder. No other rank makes it: it may have been given up."""
+        """Wait until rank 0 has made the folder. Other ranks do not make it, because rank 0 may have given it up.
+
+        Raises: TimeoutError after `SECONDS_WITHOUT_PROGRESS`.
+        """
         since = time.monotonic()
         while not os.path.isdir(self.checkpoint.folder):
             if self.abandoned.is_set() or self.communicator.contract.has_lost_a_rank():
@@ -128,6 +137,7 @@ class ReportingSave(Saving):
             self.abandoned.wait(_pause_after(waited))
 
     def _finish(self, written: Written) -> None:
+        """Write the note, under its name only when it is complete."""
         note = self._note(self.communicator.rank)
         durable_files.write(note + ".unfinished", [sealed(written)])
         os.rename(note + ".unfinished", note)
@@ -139,8 +149,9 @@ class CompletingSave(Saving):
     """The work of rank 0: it makes the folder, writes its files, waits for all notes, and completes the checkpoint.
 
     Args:
-        directory, keep: where the checkpoint is, and how many checkpoints stay there.
-        completed: is called with the checkpoint's path.
+        directory: the directory of the checkpoint.
+        keep: number of checkpoints that stay in the directory.
+        completed: function that is called with the path of the complete checkpoint.
     """
 
     directory: OpenDirectory
@@ -151,25 +162,30 @@ class CompletingSave(Saving):
         durable_files.make_folder(self.checkpoint.folder)
 
     def _finish(self, written: Written) -> None:
+        """Wait for the notes of all ranks, write the manifest, and delete old checkpoints."""
         files = dict(written)
         for rank in range(1, self.communicator.size):
             files.update(self._note_of(rank))
-        # A job that was killed right after `complete` has left one checkpoint more than `keep`. The disk needs room for
-        # that one, and not for a second.
+        # A job that was killed right after `complete` has left one checkpoint more than `keep`. It is deleted first, so
+        # that the disk needs room for one further checkpoint, and not for two.
         self.directory.keep_newest(self.keep)
         self.directory.complete(self.checkpoint, self.communicator.size, files)
         self.completed(self.checkpoint.path)
         self.directory.keep_newest(self.keep)
 
     def _note_of(self, rank: int) -> Written:
-        """Wait for the note of a rank, and remove it. Returns: `written` of that rank."""
+        """Wait for the note of a rank, and remove it.
+
+        Returns: `written` of that rank.
+        Raises: TimeoutError if no file in the folder grows for `SECONDS_WITHOUT_PROGRESS`.
+        """
         note, folder = self._note(rank), self.checkpoint.folder
         progress: Any = None
         since = time.monotonic()
         while rank not in self.heard and not os.path.exists(note):
             if self.abandoned.is_set():
                 raise _Abandoned
-            if self.communicator.contract.has_lost_a_rank():  # it cannot be completed
+            if self.communicator.contract.has_lost_a_rank():  # the checkpoint cannot be completed
                 self.directory.give_up(self.checkpoint)
                 raise _Abandoned
             now, seen = time.monotonic(), _sizes(folder)
@@ -182,20 +198,22 @@ class CompletingSave(Saving):
                 )
             self.abandoned.wait(_pause_after(now - since))
         written: Written = {}
-        with contextlib.suppress(FileNotFoundError):  # heard of, but not seen yet
+        with contextlib.suppress(FileNotFoundError):  # a message told it, but the note is not visible yet
             written = files_of(unsealed(durable_files.read_text(note), note))
             os.unlink(note)
         return self.heard.get(rank, written)
 
 
 def _pause_after(waited: float) -> float:
+    """Return the pause before the next look, in seconds: it grows with the time that was waited."""
     shortest, longest = _SECONDS_BETWEEN_LOOKS
     return min(max(waited / 16, shortest), longest)
 
 
 def _sizes(folder: str) -> dict[str, int]:
+    """Return the size in bytes of each file in `folder`, by name."""
     sizes = {}
     for name in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError):  # it has just got another name
+        with contextlib.suppress(FileNotFoundError):  # the file was just renamed
             sizes[name] = os.stat(os.path.join(folder, name)).st_size
     return sizes

@@ -1,4 +1,4 @@
-"""The files that a rank writes for a checkpoint, from copies of the states."""
+"""Makes the files that a rank writes for a checkpoint, from copies of the states."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from mpistrat.checkpoint.tensor_file import Snapshot
 
 
 class Snapshots:
-    """Copies of states, in memory that is used again: pages of new memory cost more than the copy itself."""
+    """Copies of states, in memory that is used again, because new pages of memory cost more than the copy itself."""
 
     def __init__(self) -> None:
-        # By the file's name without the suffix.
+        # The copies of arrays, by their file's name without the suffix.
         self._kept = collections.defaultdict[str, Snapshot](functools.partial(Snapshot, {}))
 
     def forget(self) -> None:
-        """Free the memory."""
+        """Free the memory of the copies."""
         self._kept.clear()
 
     def files(self, state: Mapping[str, Any], rank: int) -> Files:
-        """The files that `rank` writes, from copies of the states.
+        """Return the files that `rank` writes, from copies of the states.
 
-        Each rank writes its own states, and its parts of sharded tensors. Rank 0 also writes the states that are the
-        same on all ranks.
+        Each rank writes its own states, and its parts of sharded tensors. Rank 0 also writes the states that are equal
+        on all ranks.
 
-        Args: state: as of `Checkpoint.state_dict`.
+        Args:
+            state: the states, as `Checkpoint.state_dict` returns them.
+            rank: this rank.
+        Returns: the chunks of each file, by the file's name. A JSON text is made when its chunk is read.
+        Raises: TypeError for a value that a checkpoint cannot keep.
         """
         common, files = state["common"], dict[str, Any]()
         trees = {stem_of_rank(rank): {**state["ranks"][rank], **state["local"]}}
@@ -46,6 +50,14 @@ class Snapshots:
         return files
 
     def _encode(self, file: str, name: str, state: Any, files: dict[str, Any]) -> Any:
+        """Return `state` as JSON data, and add the file of its arrays to `files`.
+
+        Args:
+            file: name of the file, without the suffix.
+            name: name of the object, for an error; "" for a rank's states.
+            state: the state to encode.
+            files: the files of this rank, by name.
+        """
         encoder = Encoder()
         try:
             tree = encoder.encode(state)
@@ -60,4 +72,5 @@ class Snapshots:
 
 
 def _json(tree: Any) -> bytes:
+    """Return `tree` as a JSON text. Raises: ValueError for NaN or infinity."""
     return json.dumps(tree, indent=1, allow_nan=False).encode()

@@ -1,4 +1,4 @@
-"""The files of one checkpoint, read and checked."""
+"""Reads and checks the files of one checkpoint."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from mpistrat.checkpoint.tensor_file import parse
 
 
 class StoredCheckpoint:
-    """A complete checkpoint, as it is read and checked.
+    """A complete checkpoint that is read and checked. The states of ranks are read on demand.
 
-    Args: objects: the program's, by name, as of `Checkpoint.stateful_objects`.
+    Args:
+        path: the checkpoint's folder.
+        objects: the program's objects by name, as `Checkpoint.stateful_objects` returns them.
+    Attributes:
+        state: {"common": {name: state}, "ranks": {rank: {name: state}}}, as `Checkpoint.load_state_dict` takes it, with
+            a `ShardedArray` for each sharded tensor. "common" has the names of all saved objects, but only the states
+            of `objects`; other states are None. A rank's state includes its local states.
+        manifest: the checkpoint's `Manifest`.
     Raises: ValueError for a damaged checkpoint, with the name of the file; OSError.
-    Attributes: state: {"common": {name: state}, "ranks": {rank: {name: state}}}, as of `Checkpoint.load_state_dict`,
-        with a `ShardedArray` for each sharded tensor. "common" has the names of all saved objects, and the states of
-        `objects`. A rank's states, its local ones included, are read on demand.
     """
 
     def __init__(self, path: str, objects: Mapping[str, Any]) -> None:
@@ -47,7 +51,10 @@ class StoredCheckpoint:
         }
 
     def verify_ranks(self, rank: int, size: int) -> None:
-        """Check the ranks' own files: rank `rank` of `size` reads its share of them. Raises: ValueError."""
+        """Check the files of ranks: rank `rank` of `size` ranks checks its share of them.
+
+        Raises: ValueError if a file is damaged; OSError.
+        """
         for writer in range(rank, self.manifest.ranks, size):
             states = self._read_rank(writer)
             with self._damaged(f"{stem_of_rank(writer)}.json"):
@@ -56,16 +63,29 @@ class StoredCheckpoint:
             self.parts(writer)
 
     def parts(self, rank: int) -> Any:
-        """The parts of sharded tensors that a rank wrote, by object and name; read at each call. Raises: ValueError."""
+        """Return the parts of sharded tensors that a rank wrote, by object and name; empty if it wrote none.
+
+        They are read at each call.
+
+        Raises: ValueError if the file is damaged; OSError.
+        """
         if f"{stem_of_parts(rank)}.json" not in self.manifest.files:
             return {}
         return self._checked(stem_of_parts(rank), check_parts, self._sharded)
 
     def _read_rank(self, rank: int) -> Any:
+        """Return the states that a rank wrote, by object name. Raises: ValueError if the file is damaged."""
         return self._checked(stem_of_rank(rank), check, dict, "it")
 
     def _checked(self, stem: str, check_content: Callable[..., None], *args: Any) -> Any:
-        """The content of a rank's file. Args: check_content: is called with it and `args`."""
+        """Return the content of a rank's file, after a check.
+
+        Args:
+            stem: name of the file without the suffix.
+            check_content: function that raises an error for wrong content. It is called with the content and `args`.
+            args: further arguments of `check_content`.
+        Raises: ValueError if the file is damaged; OSError.
+        """
         file = f"{stem}.json"
         content = self._decode(file, stem, self._json(file))
         with self._damaged(file):
@@ -74,7 +94,7 @@ class StoredCheckpoint:
 
     @contextlib.contextmanager
     def _damaged(self, name: str) -> Iterator[None]:
-        """Around the checks and the decoding of a file: an error says that the file `name` is damaged."""
+        """Raise an error of the body as a ValueError that says that the file `name` is damaged."""
         try:
             yield
         except Exception as error:
@@ -83,16 +103,25 @@ class StoredCheckpoint:
             raise ValueError(f"{path} is damaged: {kind}{error}") from None
 
     def _read(self, name: str) -> np.ndarray:
+        """Return the bytes of a file, uint8[n], after a check of its size and checksum."""
         return durable_files.read(os.path.join(self.path, name), *self.manifest.files[name])
 
     def _json(self, name: str) -> Any:
+        """Return the value of a JSON file. Raises: ValueError if it is damaged; OSError."""
         durable_files.check_short(os.path.join(self.path, name), self.manifest.files[name][0])
         content = self._read(name).tobytes()
         with self._damaged(name):
             return parsed(content)
 
     def _decode(self, file: str, stem: str, tree: Any) -> Any:
-        """The value of `tree`, of `file`, with the arrays of the file `stem`."""
+        """Return the value that a JSON tree and a file of arrays encode.
+
+        Args:
+            file: name of the JSON file, for messages.
+            stem: name of the file of arrays, without the suffix. The file may be absent.
+            tree: the JSON data.
+        Raises: ValueError if one of the files is damaged; OSError.
+        """
         arrays = {}
         if (name := stem + ARRAYS) in self.manifest.files:
             content = self._read(name)
@@ -103,7 +132,14 @@ class StoredCheckpoint:
 
 
 def check_state(name: str, value: Any, state: Any, method: str) -> None:
-    """Raises: ValueError for a state that does not fit the schema of the object `value`, if it has one."""
+    """Raise ValueError if a state does not fit the schema of the object that would load it.
+
+    Args:
+        name: name of the object, for the message.
+        value: the object. Without the method there is no check.
+        state: the state that was read.
+        method: "state_schema" or "rank_state_schema".
+    """
     schema = getattr(value, method, None)
     if schema is not None:
         check(state, dict, name)

@@ -56,8 +56,7 @@ class ParameterServerStrategy(v1.ParameterServerStrategy):
         )
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
-        """Return an iterator that gives each replica whole batches of `dataset`: its batches are for ONE replica, not
-        global.
+        """Return an iterator that gives each replica whole batches of `dataset`: batches for ONE replica, not global.
 
         The replicas of all workers take the batches in turn. Batches that do not fill a step of a worker's replicas are
         left out. `experimental_distribute_dataset` takes global batches here, too.

@@ -35,8 +35,7 @@ _SERVERS = (
 
 
 class PreemptionCheckpointHandler:
-    """Saves a checkpoint when the job is about to be ended, ends the program, and restores the checkpoint at the next
-    start.
+    """Saves a checkpoint when the job is about to be ended, ends the program, and restores it at the next start.
 
     A signal, the user's watcher or the time limit of the Slurm job announces the end, on any rank at any moment. That
     rank's word travels with the reduction of gradients of its step. At the end of that step all ranks know of the end,
@@ -134,8 +133,7 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Mark the end of a step, instead of `run`: if the end was announced, save a checkpoint, and end the program at
-        once.
+        """Mark the end of a step, instead of `run`: save and end the program at once, if the end was announced.
 
         Called by: every rank, equally often, outside `strategy.run`.
         Args:

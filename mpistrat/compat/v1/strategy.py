@@ -189,8 +189,7 @@ class StrategyV1(Strategy):
         return self.extended.communicator.rank
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """Return a copy of `config_proto`, any object, changed as TensorFlow does. A warning says that nothing reads the
-        copy.
+        """Return a copy of `config_proto` (any object), changed as in TensorFlow; warn that nothing reads it.
 
         If the strategy wraps values, the copy has `isolate_session_state = True`.
         """
