@@ -112,10 +112,6 @@ class CommunicationOptions:
             )
 
     def _name_of_wire_dtype(self) -> str:
-        """Return `wire_dtype` as a name, "bfloat16" or "float16".
-
-        Raises: ValueError for another dtype, and if `wire_format` is given, too.
-        """
         name = getattr(self.wire_dtype, "__name__", str(self.wire_dtype)).split(".")[-1]
         if name not in WIRE_DTYPES:
             raise ValueError(

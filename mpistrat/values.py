@@ -18,14 +18,12 @@ class ReadsAsArray:
     """A value that NumPy and torch take as an array. A subclass implements `_read`, to return the array."""
 
     def _read(self) -> Any:
-        """Return the array, tensor or number that this value stands for here."""
         raise NotImplementedError
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self._read(), dtype=dtype)
 
     def _read_array(self) -> Any:
-        """Return the value as an array of its library; a NumPy scalar becomes a 0-D array."""
         array = arrays.as_array(self._read())
         return np.asarray(array) if isinstance(array, np.generic) else array
 
@@ -55,8 +53,6 @@ def call_with_tensors(
 ) -> Any:
     """Call a function of torch with tensors in place of the distributed values among its arguments.
 
-    Called by: torch (`__torch_function__`), for a function with such an argument.
-    Returns: the function's return value.
     Raises: TypeError if a distributed value holds an array of another library, or if the function would write to one.
     """
     import torch
@@ -95,11 +91,7 @@ _WRITES_BY_KEYWORD = {
 
 
 def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the arguments that a function of torch writes to; empty if it writes to none. `out` is not among them.
-
-    Args:
-        name: name of the function. A name like "add_" writes to the first argument.
-    """
+    """Return the arguments, besides `out`, that a function of torch writes to; an empty sequence if there are none."""
     if kwargs.get("inplace") or (name[-1:] == "_" and name[-2:] != "__"):
         return [*args, *kwargs.values()][:1]
     keyword, positions = _WRITES_BY_KEYWORD.get(name, ("", slice(0)))
@@ -123,7 +115,6 @@ def _mapped(fn: Callable[[ReadsAsArray], Any], argument: Any) -> Any:
 
 
 def _named(value: ReadsAsArray) -> str:
-    """Name a value for a message: by its `name`, if it has one, else by its type."""
     name = getattr(value, "name", None)
     return f"a {type(value).__name__}" if name is None else f"variable {name!r}"
 
@@ -133,11 +124,8 @@ class DistributedValues(ReadsAsArray):
 
     Inside `run` NumPy and torch take it as its replica's component. Outside `run` this raises ValueError.
 
-    Args:
-        values: the components, in replica order; at least one.
     Attributes:
         values: tuple of the components, in replica order.
-    Raises: ValueError for no components.
 
     Example:
         >>> values = ms.DistributedValues([np.arange(2), np.arange(3)])
@@ -155,7 +143,6 @@ class DistributedValues(ReadsAsArray):
         return self._values
 
     def _read(self) -> Any:
-        """Return the component of the replica that this thread runs. Raises: ValueError outside `run`."""
         if per_thread.updated_replica is not None:
             return select_replica(per_thread.updated_replica, self)
         context = per_thread.modes[-1].replica_context if per_thread.modes else None
@@ -188,7 +175,6 @@ class PerReplica(DistributedValues):
 
 
 def _forward(name: str) -> Any:
-    """Return a method that applies the operator `name` to the value that `self._read()` returns."""
     function = getattr(operator, name)
 
     def forwarded(self: Any, *args: Any) -> Any:
@@ -198,7 +184,6 @@ def _forward(name: str) -> Any:
 
 
 def _reflect(name: str) -> Any:
-    """Return a method that applies the operator `name` with the value of `self._read()` on the right side."""
     function = getattr(operator, name)
 
     def reflected(self: Any, other: Any) -> Any:
@@ -244,7 +229,6 @@ class Mirrored(ActsAsArray, DistributedValues):
     """
 
     def _read(self) -> Any:
-        """Return the component of this thread's replica; outside `run` the first component."""
         return self._values[current_local_replica() or 0]
 
     def __getattr__(self, name: str) -> Any:
@@ -258,12 +242,9 @@ class PassedWhole:
 
 
 def select_replica(index: int, structure: Any) -> Any:
-    """Return `structure` with each distributed value replaced by its component for local replica `index`.
+    """Return `structure` with each distributed value, but variables, replaced by its component `index`.
 
-    Variables stay as they are.
-
-    Called by: `run`, for each replica's arguments.
-    Raises: ValueError if a value has no component for the replica.
+    Raises: ValueError if a value has no such component. `index` is the number of a replica on this rank.
     """
     if isinstance(structure, DistributedValues):
         if isinstance(structure, PassedWhole):
@@ -322,11 +303,6 @@ def _children(value: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def _regrouped_leaf(values: Sequence[Any], always_wrap: bool) -> Any:
-    """Combine the leaves of all replicas into one value.
-
-    Returns: the leaf itself if it is one object on all replicas, and no number; a variable's container for its
-        components; else a `PerReplica`.
-    """
     first = values[0]
     same = len({*map(id, values)}) == 1
     if same and isinstance(first, PassedWhole):

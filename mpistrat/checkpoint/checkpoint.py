@@ -164,9 +164,6 @@ class Checkpoint:
     def _objects_of(self, common: Mapping[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:
         """Return the objects that have a state in the checkpoint, by name.
 
-        Args:
-            common: the common states by object name.
-            of_rank: the states of some rank by object name.
         Raises: KeyError for an object without a state there, unless it has `may_be_absent = True`.
         """
         found = {}
@@ -187,11 +184,7 @@ def _of_object(ranks: Mapping[int, Mapping[str, Any]], name: str) -> Mapping[int
 
 
 def _strategy_of(objects: Mapping[str, Any]) -> Strategy:
-    """Return the strategy of the objects. Objects that were made outside any scope belong to no strategy.
-
-    Raises: ValueError if objects belong to several strategies; RuntimeError if none does, and the job has several
-        ranks.
-    """
+    """Return the strategy of the objects. Raises: ValueError for several; RuntimeError for none on several ranks."""
     found = {name: _known_strategy(value) for name, value in objects.items()}
     found["the scope"] = get_strategy()
     known = {
@@ -214,7 +207,6 @@ def _strategy_of(objects: Mapping[str, Any]) -> Strategy:
 
 
 def _ranks_of_job() -> int:
-    """Return the number of ranks of the job: of MPI_COMM_WORLD, or as the launcher claims; 1 in a child process."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         return mpi.COMM_WORLD.size
@@ -224,7 +216,6 @@ def _ranks_of_job() -> int:
 
 
 def _known_strategy(value: Any) -> Any:
-    """Return the strategy that made a variable, a dataset, a module or an optimizer; None if there is none."""
     if isinstance(value, (Variable, DistributedDataset, DistributedIterator)):
         return getattr(value, "strategy", None)
     if "torch" not in sys.modules:

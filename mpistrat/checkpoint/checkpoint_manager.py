@@ -31,7 +31,9 @@ _LONGEST_PAUSE = 0.05
 
 _managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
-_Restored = tuple[str | None, dict[str, Any] | None]  # a checkpoint's path, and the states for followers
+_Restored = tuple[
+    str | None, dict[str, Any] | None
+]  # a checkpoint's path, and the states for followers
 
 
 class CheckpointManager:
@@ -50,9 +52,6 @@ class CheckpointManager:
         directory: a folder on a file system that all ranks see. `claim` or the first `save` makes it. One job at a time
             may save there.
         keep: number of complete checkpoints that stay: the newest.
-    Attributes:
-        checkpoint: the checkpoint of Args.
-        directory: absolute path of the folder.
     Raises: TypeError if `checkpoint` is no Checkpoint; ValueError if `keep` is no int from 1 on.
 
     Example:
@@ -118,7 +117,6 @@ class CheckpointManager:
     def claim(self) -> None:
         """Make the directory, and lock it for this job, now instead of at the first `save`.
 
-        Called by: every rank. It does nothing if the directory is claimed already, or if this rank does not save.
         Raises: RuntimeError if another job saves there; FileNotFoundError if a rank does not see the directory;
             OSError.
         """
@@ -185,12 +183,9 @@ class CheckpointManager:
     def _prepare_save(
         self, step: int | None, state: Mapping[str, Any]
     ) -> tuple[UnfinishedCheckpoint, Files]:
-        """Copy the state of this rank, and let rank 0 reserve the names of the checkpoint.
+        """Copy the state of this rank, and let rank 0 reserve the checkpoint. Called by: every rank.
 
         Training stands still meanwhile, so it sends one message (`_agreed`) and does not use the disk.
-
-        Called by: every rank.
-        Returns: the reserved checkpoint, and the files that this rank is to write.
         """
         reserved: UnfinishedCheckpoint | None = None
         error: Exception | None = None
@@ -211,11 +206,7 @@ class CheckpointManager:
     def _agreed(
         self, step: int | None, reserved: UnfinishedCheckpoint | None, error: Exception | None
     ) -> UnfinishedCheckpoint:
-        """Gather steps and errors of all ranks, and return the checkpoint that rank 0 has reserved.
-
-        Called by: every rank.
-        Raises: on all ranks, if a rank has an error, or if the ranks save different steps.
-        """
+        """Return rank 0's reservation. Raises: on all ranks, if a rank has an error, or if the steps differ."""
         entry = step, error is None, reserved
         entries = self._communicator.all_gather_object(entry, label="begin of a checkpoint")
         steps, are_well, checkpoints = zip(*entries, strict=True)
@@ -293,10 +284,7 @@ class CheckpointManager:
             return self._restore(self._restore_newest)
 
     def _restore(self, load: Callable[[], _Restored]) -> str | None:
-        """Call `load` on the ranks that restore, and load the states that they send on workers that follow.
-
-        Returns: the checkpoint's path; None if there was no checkpoint.
-        """
+        """Call `load`, or load the states that another rank sends. Returns: the checkpoint's path; None without one."""
         if not self._role.restores:
             path, states = self._role.follow("restored")
             if states is not None:
@@ -311,7 +299,6 @@ class CheckpointManager:
         return path
 
     def _restore_from(self, path: str | os.PathLike[str]) -> _Restored:
-        """Restore from rank 0's `path`. Returns: its absolute path, and the states for followers. Collective."""
         communicator, absolute = self._communicator, None
         with RaisingOnAll(communicator, f"could not restore {path!r:.60}"):
             if communicator.rank == 0:  # other ranks may be in other working directories
@@ -322,12 +309,6 @@ class CheckpointManager:
         return chosen, self._load(stored)
 
     def _restore_newest(self) -> _Restored:
-        """Restore the newest checkpoint that all ranks can read.
-
-        Called by: every rank.
-        Returns: its path, and the states for followers; (None, None) if there is no checkpoint.
-        Raises: ValueError if there are checkpoints, and none can be read.
-        """
         paths, wrong = self._found()
         for path in paths:
             stored, errors = self._read_by_all(path)
@@ -345,10 +326,7 @@ class CheckpointManager:
         return None, None
 
     def _found(self) -> tuple[list[str], list[str]]:
-        """Return the paths of complete checkpoints, newest first, and the errors of damaged ones, as rank 0 sees them.
-
-        Called by: every rank.
-        """
+        """Return rank 0's paths of checkpoints, newest first, and its errors of damaged ones. Called by: every rank."""
         paths: list[str] = []
         wrong: list[str] = []
         with self._naming_rank("could not look for checkpoints"):
@@ -360,12 +338,7 @@ class CheckpointManager:
         return self._communicator.broadcast_object((paths, wrong), label=label)
 
     def _read_by_all(self, path: str) -> tuple[StoredCheckpoint | None, list[str]]:
-        """Read and check a checkpoint on all ranks.
-
-        Called by: every rank.
-        Returns: the checkpoint, None if this rank cannot read it; and the errors of all ranks as texts, empty if all
-            can read it.
-        """
+        """Return a checkpoint, None if this rank cannot read it, and the errors of all ranks. Called by: every rank."""
         stored, error = None, None
         try:
             stored = _read(path, self.checkpoint, self._communicator)
@@ -388,7 +361,6 @@ class CheckpointManager:
     def _load(self, stored: StoredCheckpoint) -> dict[str, Any] | None:
         """Load the states into the objects of this rank.
 
-        Called by: every rank that reads the checkpoint.
         Returns: the states for workers that follow; None if the strategy has no followers.
         """
         states = None
@@ -404,10 +376,7 @@ class CheckpointManager:
         return states
 
     def _assembled(self, stored: StoredCheckpoint) -> dict[str, Mapping[Any, Any]]:
-        """Return `stored.state`, with sharded tensors that are split as the objects' tensors are now.
-
-        Called by: every rank that reads the checkpoint.
-        """
+        """Return `stored.state`, with sharded tensors that are split as the objects' tensors are now."""
         common, communicator = stored.state["common"], self._communicator
         objects = self.checkpoint.stateful_objects()
         assembly = Assembly(objects, communicator.rank, communicator.size)
@@ -420,14 +389,12 @@ class CheckpointManager:
 
 
 def _read(path: str, checkpoint: Checkpoint, communicator: Communicator) -> StoredCheckpoint:
-    """Read a checkpoint, and check a share of the ranks' files. Raises: ValueError if it is damaged; OSError."""
     stored = StoredCheckpoint(path, checkpoint.stateful_objects())
     stored.verify_ranks(communicator.rank, communicator.size)
     return stored
 
 
 def _checked_step(step: Any) -> int:
-    """Return `step` as an int. Raises: ValueError if it is no number from 0 on."""
     try:
         number = operator.index(step)
     except TypeError:

@@ -46,10 +46,7 @@ class Directory:
         self.path = os.path.abspath(path)
 
     def checkpoints(self) -> tuple[list[tuple[str, Manifest]], list[str]]:
-        """Return the complete checkpoints, and the errors of damaged ones.
-
-        Returns: a list of (path, manifest), oldest first; and a list of texts, each with the name of a file.
-        """
+        """Return (path, manifest) of the complete checkpoints, oldest first, and the errors of damaged ones."""
         whole: list[tuple[str, Manifest]] = []
         wrong = []
         for name in self.names():
@@ -66,7 +63,6 @@ class Directory:
         return whole, wrong
 
     def names(self) -> list[str]:
-        """Return the names in the directory; an empty list if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return os.listdir(self.path)
         return []
@@ -94,7 +90,6 @@ class OpenDirectory:
         self._look()
 
     def _look(self) -> None:
-        """Read the names in the directory and the newest manifest, and keep them at the lock."""
         whole, _ = self._directory.checkpoints()
         newest = whole[-1][1] if whole else Manifest(-1, 0, 0, {})
         self._lock.newest, self._lock.names = newest.step, frozenset(self._directory.names())
@@ -125,7 +120,6 @@ class OpenDirectory:
         return UnfinishedCheckpoint(self._new_folder(name), path, step, self._lock.number)
 
     def _new_folder(self, name: str) -> str:
-        """Return a new path for the unfinished checkpoint `name`, with a random end."""
         return os.path.join(self._path, f"{_UNFINISHED}{name}-{os.urandom(4).hex()}")
 
     def sample(self) -> str:
@@ -137,13 +131,10 @@ class OpenDirectory:
     def complete(
         self, unfinished: UnfinishedCheckpoint, ranks: int, files: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Write the manifest, and give the folder its final name.
+        """Write the manifest, and give the folder its final name, when all other files are on disk.
 
-        Called by: rank 0, when all other files are on disk.
         Args:
-            unfinished: the reserved checkpoint.
-            ranks: number of ranks that wrote files.
-            files: (bytes, CRC-32) of each file, by name.
+            ranks, files: the fields of the manifest.
         """
         step, number = unfinished.step, unfinished.number
         Manifest(step, number, ranks, files).write(unfinished.folder)

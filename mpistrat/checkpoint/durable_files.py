@@ -23,11 +23,9 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def write(path: str, chunks: Iterable[bytes | np.ndarray]) -> tuple[int, int]:
-    """Make the file `path` from `chunks`, and wait until it is on disk.
+    """Make the file `path` from `chunks`, and wait until it is on disk. Returns: its bytes, and their CRC-32.
 
-    Returns: its size in bytes, and the CRC-32 of its bytes.
-    Raises: ValueError for a .json file that is too long to be read again; OSError, with the sizes, also if `path`
-        exists.
+    Raises: ValueError for a .json file that is too long to be read again; OSError, also if `path` exists.
     """
     views = [memoryview(chunk) for chunk in chunks]  # type: ignore[arg-type]
     total = sum(map(len, views))
@@ -55,10 +53,7 @@ def write(path: str, chunks: Iterable[bytes | np.ndarray]) -> tuple[int, int]:
 
 
 def read(path: str, size: int, checksum: int) -> np.ndarray:
-    """Return the bytes of a file, uint8[size].
-
-    Raises: ValueError if its size or its CRC-32 is not the given one; OSError.
-    """
+    """Return a file's bytes, uint8[size]. Raises: ValueError if the size or the CRC-32 differs; OSError."""
     with _opened(path, f"0 of {size} bytes are read") as (file, found):
         check_size(path, found, size)
         content = _filled(path, file, size)
@@ -82,7 +77,6 @@ def check_regular(path: str, size: int) -> None:
 
 
 def check_short(path: str, size: int) -> None:
-    """Raise ValueError if `size` is more bytes than are read of JSON."""
     if size > MOST_BYTES_OF_JSON:
         raise ValueError(
             f"{path} has {size} bytes, more than the {MOST_BYTES_OF_JSON} of JSON that are read"
@@ -90,19 +84,13 @@ def check_short(path: str, size: int) -> None:
 
 
 def check_size(path: str, found: int, size: int) -> None:
-    """Raise ValueError if a file has `found` bytes instead of `size`."""
     if found != size:
         raise ValueError(f"{path} is damaged: it has {found} bytes, and was written with {size}")
 
 
 @contextlib.contextmanager
 def _opened(path: str, so_far: str) -> Iterator[tuple[int, int]]:
-    """Open a regular file, and yield its descriptor and its size in bytes.
-
-    Args:
-        so_far: how much of the file is read, for messages.
-    Raises: ValueError if it is no regular file; OSError.
-    """
+    """Yield descriptor and size of a regular file. `so_far` is for messages. Raises: ValueError; OSError."""
     with naming(path, lambda: so_far):
         try:
             file = os.open(path, _READ)
@@ -118,7 +106,6 @@ def _opened(path: str, so_far: str) -> Iterator[tuple[int, int]]:
 
 
 def _check_kind(path: str, status: os.stat_result) -> None:
-    """Raise ValueError unless `status` is a regular file's."""
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(
             f"{path} is damaged: it is {_KINDS[stat.S_IFMT(status.st_mode)]}, and no file"
@@ -132,10 +119,7 @@ _KINDS = {
 
 
 def _filled(path: str, file: int, size: int) -> np.ndarray:
-    """Read `size` bytes of an open file. Returns: uint8[n], shorter if the file ends early.
-
-    Raises: ValueError if this machine does not have so much memory; OSError.
-    """
+    """Return `size` bytes of a file, uint8[n]; fewer if it ends early. Raises: ValueError if memory is too small."""
     # Memory that other processes use now is not subtracted: an older checkpoint would be restored instead of this one.
     most = most_memory() if size > _SURELY_THERE else size
     if size > most:
@@ -152,7 +136,6 @@ def _filled(path: str, file: int, size: int) -> np.ndarray:
 
 
 def make_folder(path: str) -> None:
-    """Make a folder that only this user can enter, whatever the umask."""
     with naming(path, functools.partial(free_bytes, path)):
         os.mkdir(path, 0o700)
         os.chmod(path, 0o700)  # whatever the umask

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
     """Raise an OSError of the body as a new one that names `path`, and has the text of `sizes`.
 
-    Args:
-        path: the file or folder.
-        sizes: returns a text such as "0 of 8 bytes are written". Called when the error is raised.
+    The original error is not printed.
     """
     try:
         yield
@@ -36,7 +34,6 @@ def on_rank(rank: int) -> Iterator[None]:
 
 
 def on_ranks(ranks: Sequence[int]) -> str:
-    """Return the text "on rank 3", or "on rank 3 and 2 others" for several ranks."""
     more = len(ranks) - 1
     return f"on rank {ranks[0]}" + (f" and {more} other{'s' * (more > 1)}" if more else "")
 

@@ -19,13 +19,9 @@ from mpistrat.variables.variable import Variable
 
 
 def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states that workers that follow need, without values that are on servers.
+    """Return the states that workers that follow need, without values on servers, before `stored` is loaded here.
 
-    Called by: the worker that reads a checkpoint, before it loads `stored`.
-    Args:
-        stored: the states of the checkpoint, as of `Checkpoint.load_state_dict`.
-    Returns: a deep copy, by object name, because objects may take their states apart. It includes the random states of
-        one rank.
+    The result is a deep copy, because objects may take their states apart. It includes one rank's random states.
     """
     states = {
         name: rest

@@ -58,7 +58,6 @@ class Manifest:
     files: Mapping[str, tuple[int, int]]
 
     def write(self, folder: str) -> None:
-        """Write `manifest.json` into `folder`, and wait until it is on disk."""
         durable_files.write(os.path.join(folder, NAME), [sealed(dataclasses.asdict(self))])
 
 
@@ -70,12 +69,9 @@ def sealed(content: object) -> bytes:
 
 
 def unsealed(text: bytes, path: str) -> Any:
-    """Return the content that `sealed` has made into `text`.
+    """Return the content that `sealed` has made into `text`, the bytes of the file `path`.
 
-    Args:
-        text: the bytes of the file.
-        path: the file, for messages.
-    Raises: ValueError if `text` differs from the written bytes, or has another format.
+    Raises: ValueError if any byte differs from the written bytes.
     """
     try:
         outer = parsed(text)

@@ -58,10 +58,9 @@ class _OfCopies(_OfVariable):
         return schema_of_replicas(state, "copies", check_array)
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """Load each replica's copy, if as many replicas go on as have saved.
+        """Load each replica's copy, if as many replicas go on; else the combined value, loaded before, stays.
 
-        Otherwise the combined value stays, because `load_state_dict` has loaded it.
-        Raises: ValueError with aggregation NONE, if a replica has no saved copy: then there is no combined value.
+        Raises: ValueError with aggregation NONE, if a replica has no saved copy.
         """
         variable, extended = self._variable, self._variable.strategy.extended
         now = extended.num_replicas_in_sync
@@ -81,7 +80,6 @@ class _OfCopies(_OfVariable):
 
 
 def check_array(value: Any) -> None:
-    """Raise TypeError if `value` is no array."""
     if not arrays.is_array(value):
         raise TypeError(f"it is a {type(value).__name__}, and no array")
 
@@ -106,12 +104,10 @@ def stateful(name: str, value: Any) -> Any:
 
 
 def has_common_state(value: Any) -> bool:
-    """Whether `value` has `state_dict` and `load_state_dict`."""
     return _has(value, _COMMON)
 
 
 def has_state_of_rank(value: Any) -> bool:
-    """Whether `value` has `rank_state_dict` and `load_rank_state_dicts`."""
     return _has(value, _OF_RANK)
 
 

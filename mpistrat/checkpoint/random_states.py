@@ -30,7 +30,6 @@ class RandomStates:
         self._strategy = strategy
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """Return this rank's generator states, and the ids of its replicas."""
         extended = self._strategy.extended
         torch_states: list[list[Any]] = []
         if "torch" in sys.modules:
@@ -59,11 +58,6 @@ class RandomStates:
         }
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """Set the generators of this rank and of its replicas; warn of replicas without saved states.
-
-        Args:
-            states: the saved states, by the ranks that saved.
-        """
         extended = self._strategy.extended
         replicas = StatesOfReplicas(states, extended.communicator.rank)
         some, of, first = replicas.some, replicas.of, extended.first_replica_id
@@ -79,7 +73,9 @@ class RandomStates:
         # Setting torch's generators also seeds the generators of devices, so the device's own state comes last.
         if of_rank.get("device") is not None:
             extended.replicas.set_device_random_state(of_rank["device"])
-        if missing and of(missing[0] - 1) is not None:  # true on one rank only, so that one rank warns
+        if (
+            missing and of(missing[0] - 1) is not None
+        ):  # true on one rank only, so that one rank warns
             warnings.warn(
                 f"the checkpoint has no random states of replicas {missing}; they draw numbers from new seeds",
                 UserWarning,
@@ -100,13 +96,11 @@ class RandomStates:
     def _set_torch(
         self, some: Mapping[str, Any], first: int, of: Callable[[int], Any]
     ) -> list[int]:
-        """Set the torch generators of this rank's replicas.
+        """Set the torch generators of this rank's replicas, from `first` on. Returns: the replicas without a state.
 
         Args:
-            some: the state of some rank; without torch states nothing is done.
-            first: id of this rank's first replica.
-            of: returns the saved state of the rank that had a replica, by the replica's id; None if there is none.
-        Returns: the ids of replicas without a saved state; they are seeded anew.
+            some: the state of some rank.
+            of: returns the saved state of a replica's rank; None without one: then the replica gets a new seed.
         """
         if not some["torch"]:
             return []
@@ -134,20 +128,17 @@ def _check_generators(states: Any) -> None:
 
 
 def _check_python(state: Any) -> None:
-    """Raise an error if `state` is no state of Python's generator."""
     version, words, gauss = state
     generator_states.of_python((version, tuple(words.tolist()), gauss))
 
 
 def _seed_rank(saved: Mapping[str, Any], first: int) -> None:
-    """Seed Python's and NumPy's generators from a saved state and the id of this rank's first replica."""
     seed = _seed(saved["numpy"][1].tobytes(), first)
     random.seed(seed)
     np.random.seed(seed)
 
 
 def _seed(state: bytes, replica: int) -> int:
-    """Return a seed of 32 bits from the bytes of a generator's state and a replica's id."""
     import hashlib  # here, because it makes importing mpistrat slower
 
     digest = hashlib.sha256(state + replica.to_bytes(4, "little")).digest()

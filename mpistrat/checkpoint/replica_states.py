@@ -21,11 +21,9 @@ def local_replicas(extended: StrategyExtended) -> dict[str, int]:
 
 
 def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> dict[str, Schema]:
-    """Return the schema of a rank's state with `local_replicas` and a list with one entry for each of its replicas.
+    """Return the schema of a rank's `state`: `local_replicas` and, under `name`, a list with an entry for each replica.
 
     Args:
-        state: the saved state of a rank.
-        name: name of the list in the state.
         of_each: schema of an entry.
     """
     first, count = state.get("first_replica"), state.get("replicas")

@@ -48,11 +48,9 @@ class Residuals:
         }
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """Go on with the saved residuals: this rank's, and on rank 0 also the residuals of ranks that are gone.
+        """Go on with this rank's saved residuals; rank 0 also takes the residuals of ranks that are gone.
 
         Called by: every rank.
-        Args:
-            states: the saved states, by the ranks that saved.
         """
         extended = self._strategy.extended
         mirroring, communicator = extended.modules.made, extended.communicator

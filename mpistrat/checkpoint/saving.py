@@ -43,6 +43,7 @@ class SavingProgress(NamedTuple):
 
 class _Abandoned(Exception):
     """Ends the work of a thread, because another rank has failed or is lost."""
+
     pass
 
 
@@ -78,16 +79,13 @@ class Saving(abc.ABC):
 
     def start(self) -> None:
         # No daemon, so that the interpreter waits for the thread at exit, before MPI is finalized.
-        """Start the thread that writes the files."""
         threading.Thread(target=self._run, name="mpistrat checkpoint", daemon=False).start()
 
     def progress(self) -> SavingProgress:
-        """Return how far this rank is."""
         is_finished = self.finished.is_set()  # read first: nothing else changes after it is set
         return SavingProgress(is_finished, self.error is None, self.written, self.seconds)
 
     def _run(self) -> None:
-        """Write the files, and keep an error in `error`. Runs on the thread."""
         try:
             with contextlib.suppress(_Abandoned), on_rank(self.communicator.rank):
                 self._ensure_folder()
@@ -112,7 +110,6 @@ class Saving(abc.ABC):
         """Do what follows when this rank's files are on disk. Args: written: (bytes, CRC-32) of each file, by name."""
 
     def _note(self, rank: int) -> str:
-        """Return the path of a rank's note, with which it tells rank 0 that its files are on disk."""
         return os.path.join(self.checkpoint.folder, f"written-by-rank-{rank}")
 
 
@@ -137,7 +134,6 @@ class ReportingSave(Saving):
             self.abandoned.wait(_pause_after(waited))
 
     def _finish(self, written: Written) -> None:
-        """Write the note, under its name only when it is complete."""
         note = self._note(self.communicator.rank)
         durable_files.write(note + ".unfinished", [sealed(written)])
         os.rename(note + ".unfinished", note)
@@ -162,7 +158,6 @@ class CompletingSave(Saving):
         durable_files.make_folder(self.checkpoint.folder)
 
     def _finish(self, written: Written) -> None:
-        """Wait for the notes of all ranks, write the manifest, and delete old checkpoints."""
         files = dict(written)
         for rank in range(1, self.communicator.size):
             files.update(self._note_of(rank))
@@ -198,20 +193,20 @@ class CompletingSave(Saving):
                 )
             self.abandoned.wait(_pause_after(now - since))
         written: Written = {}
-        with contextlib.suppress(FileNotFoundError):  # a message told it, but the note is not visible yet
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # a message told it, but the note is not visible yet
             written = files_of(unsealed(durable_files.read_text(note), note))
             os.unlink(note)
         return self.heard.get(rank, written)
 
 
 def _pause_after(waited: float) -> float:
-    """Return the pause before the next look, in seconds: it grows with the time that was waited."""
     shortest, longest = _SECONDS_BETWEEN_LOOKS
     return min(max(waited / 16, shortest), longest)
 
 
 def _sizes(folder: str) -> dict[str, int]:
-    """Return the size in bytes of each file in `folder`, by name."""
     sizes = {}
     for name in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):  # the file was just renamed

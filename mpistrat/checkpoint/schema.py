@@ -48,7 +48,6 @@ def _check_by_kind(value: Any, schema: Schema, name: str) -> None:
 
 
 def _check_is(fits: Callable[[Any, Schema], bool], value: Any, schema: Schema, name: str) -> None:
-    """Raise ValueError unless `fits(value, schema)`."""
     if not fits(value, schema):
         raise ValueError(f"{name} is {reprlib.repr(value)}, not {_in_words(schema)}")
 
@@ -74,12 +73,10 @@ def _is_in_range(value: Any, schema: Schema) -> bool:
 
 
 def _is_like(value: Any, schema: Schema) -> bool:
-    """Whether `value` is a list or a dict like `schema`."""
     return isinstance(value, type(schema))
 
 
 def _is_one_of(value: Any, schema: Schema) -> bool:
-    """Whether `value` fits one of the schemas in the tuple `schema`."""
     for option in schema:
         with contextlib.suppress(ValueError):
             check(value, option, "")
@@ -109,7 +106,6 @@ def _check_entries(value: dict[Any, Any], key: Any, schema: Schema, name: str) -
 
 
 def _in_words(schema: Schema) -> str:
-    """Describe a schema for a message."""
     if isinstance(schema, tuple):
         return " or ".join(map(_in_words, schema))
     if isinstance(schema, range):
@@ -138,5 +134,4 @@ def parsed(text: bytes) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    """Raise ValueError for NaN, Infinity and -Infinity: Python's parser would accept them."""
     raise ValueError(f"{name} is no JSON")

@@ -49,12 +49,10 @@ class TensorRegion:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> TensorRegion:
-        """Return the region of a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -140,11 +138,9 @@ def sharded_arrays(state: Any) -> dict[str, ShardedArray]:
 
 
 def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> None:
-    """Raise ValueError unless each part belongs to one of the `known` sharded arrays, and fits its shape and dtype.
+    """Raise ValueError unless the parts of a rank's file fit the `known` sharded arrays in place, shape and dtype.
 
-    Args:
-        parts: the content of a rank's file of parts. Parts of objects that are not in `known` may be any.
-        known: the sharded arrays of each object, by name.
+    Parts of other objects may be any.
     """
     check(parts, {str: {str: {"offset": [COUNT], "values": _check_tensor}}}, "it")
     for name in parts.keys() & known.keys():
@@ -163,7 +159,6 @@ def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> 
 
 
 def _check_tensor(value: Any) -> None:
-    """Raise TypeError if `value` is no tensor."""
     if not arrays.is_torch(value):
         raise TypeError(f"it is a {type(value).__name__}, and no tensor")
 
@@ -225,9 +220,7 @@ class Assembly:
         """Return `value` with tensors in their present layout. A tensor that was saved in parts gets its values later.
 
         Args:
-            name: name of the object.
-            path: the keys that lead to `value` in the object's state.
-            layout: returns the DTensor to imitate.
+            path: the keys that lead to `value` in the state of the object `name`.
         """
         if isinstance(value, dict):
             for key in value:
@@ -245,7 +238,6 @@ class Assembly:
         return value
 
     def _want(self, name: str, stored: ShardedArray, like: Any) -> Any:
-        """Return a tensor like `like` for `stored`, a whole one if `like` is None. `_read` fills it."""
         if like is None:
             return self._values_of(name, stored, TensorRegion.whole(stored.shape), "cpu")
         return _spread_like(self._values_of(name, stored, _region(like), like.device), like)
@@ -277,7 +269,6 @@ class Assembly:
             self._fill(missing, read_parts(saver))
 
     def _fill(self, missing: Iterable[tuple[str, str]], parts: SavedParts) -> None:
-        """Copy a rank's parts into the tensors of the keys `missing`, (object, name)."""
         for name, key in missing:
             part = parts.get(name, {}).get(key)
             if part is not None:
@@ -291,10 +282,8 @@ class _Wanted:
     """A part that this rank needs. It is filled from saved parts.
 
     Attributes:
-        region: place of the part in the whole tensor.
-        values: tensor of the part's shape, to be filled.
-        missing: number of its elements without a value.
-        taken: the saved regions that were copied.
+        missing: number of elements of `values` without a value.
+        taken: regions that were copied.
     """
 
     region: TensorRegion
@@ -318,7 +307,6 @@ Layout = Callable[[Path, Sequence[int], bool], Any]
 
 
 def _nowhere(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
-    """Return None: the object has no DTensors."""
     return None
 
 
@@ -383,12 +371,7 @@ def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
 
 
 def _spread_like(local: Any, like: Any) -> Any:
-    """Return a DTensor that is spread like `like`.
-
-    Args:
-        local: this rank's part of it. The DTensor shares its memory.
-        like: a DTensor.
-    """
+    """Return a DTensor spread like `like`. `local` is this rank's part, and shares its memory."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

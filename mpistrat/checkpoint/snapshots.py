@@ -27,15 +27,13 @@ class Snapshots:
         self._kept.clear()
 
     def files(self, state: Mapping[str, Any], rank: int) -> Files:
-        """Return the files that `rank` writes, from copies of the states.
+        """Return the files that `rank` writes, by name, from copies of the states.
 
         Each rank writes its own states, and its parts of sharded tensors. Rank 0 also writes the states that are equal
         on all ranks.
 
         Args:
             state: the states, as `Checkpoint.state_dict` returns them.
-            rank: this rank.
-        Returns: the chunks of each file, by the file's name. A JSON text is made when its chunk is read.
         Raises: TypeError for a value that a checkpoint cannot keep.
         """
         common, files = state["common"], dict[str, Any]()
@@ -50,14 +48,6 @@ class Snapshots:
         return files
 
     def _encode(self, file: str, name: str, state: Any, files: dict[str, Any]) -> Any:
-        """Return `state` as JSON data, and add the file of its arrays to `files`.
-
-        Args:
-            file: name of the file, without the suffix.
-            name: name of the object, for an error; "" for a rank's states.
-            state: the state to encode.
-            files: the files of this rank, by name.
-        """
         encoder = Encoder()
         try:
             tree = encoder.encode(state)
@@ -72,5 +62,4 @@ class Snapshots:
 
 
 def _json(tree: Any) -> bytes:
-    """Return `tree` as a JSON text. Raises: ValueError for NaN or infinity."""
     return json.dumps(tree, indent=1, allow_nan=False).encode()

@@ -72,7 +72,9 @@ class Encoder:
             }
         if type(value) is not dict:
             encoded["of"] = type(value).__name__
-        metadata = getattr(value, "_metadata", None)  # of a module's state: the versions of its classes
+        metadata = getattr(
+            value, "_metadata", None
+        )  # of a module's state: the versions of its classes
         if metadata is not None:
             encoded["metadata"] = self.encode(metadata, (*path, "_metadata"))
         return encoded
@@ -168,7 +170,6 @@ def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
 
 
 def _of_two(content: Json) -> None:
-    """Raise ValueError unless `content` is a list of two elements."""
     check(content, list, "it")
     if len(content) != 2:
         raise ValueError(f"it has {len(content)} parts, not 2")
@@ -186,7 +187,6 @@ _CONTENTS: dict[str, Schema] = {
 
 
 def _scalar(stored: StoredArray) -> Any:
-    """Return a NumPy scalar. Raises: ValueError if the stored array has dimensions."""
     array = stored.array()
     if array.ndim:
         raise ValueError(f"a scalar of shape {array.shape}")
@@ -194,7 +194,6 @@ def _scalar(stored: StoredArray) -> Any:
 
 
 def _of_torch(name: str, content: Any) -> Any:
-    """Call `torch.<name>(content)`, to make a torch.Size or a torch.device."""
     import torch
 
     return getattr(torch, name)(content)
@@ -222,7 +221,6 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
 
 
 def _decoded_array(kind: str, name: str, stored: Mapping[str, StoredArray]) -> Any:
-    """Return the stored array `name` as a tensor, an array or a scalar. Raises: ValueError if there is none."""
     if name not in stored:
         raise ValueError(f"there is no array {name!r:.80}")
     try:
@@ -232,7 +230,6 @@ def _decoded_array(kind: str, name: str, stored: Mapping[str, StoredArray]) -> A
 
 
 def _decoded_mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:
-    """Return a dict, an OrderedDict or a Counter, with the `_metadata` of a module's state."""
     if kind == "dict":
         items = [(key, decode(value, stored)) for key, value in tree[kind].items()]
     else:

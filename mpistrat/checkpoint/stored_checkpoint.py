@@ -74,18 +74,10 @@ class StoredCheckpoint:
         return self._checked(stem_of_parts(rank), check_parts, self._sharded)
 
     def _read_rank(self, rank: int) -> Any:
-        """Return the states that a rank wrote, by object name. Raises: ValueError if the file is damaged."""
         return self._checked(stem_of_rank(rank), check, dict, "it")
 
     def _checked(self, stem: str, check_content: Callable[..., None], *args: Any) -> Any:
-        """Return the content of a rank's file, after a check.
-
-        Args:
-            stem: name of the file without the suffix.
-            check_content: function that raises an error for wrong content. It is called with the content and `args`.
-            args: further arguments of `check_content`.
-        Raises: ValueError if the file is damaged; OSError.
-        """
+        """Return the content of a rank's file, after `check_content(content, *args)`. Raises: ValueError; OSError."""
         file = f"{stem}.json"
         content = self._decode(file, stem, self._json(file))
         with self._damaged(file):
@@ -103,25 +95,16 @@ class StoredCheckpoint:
             raise ValueError(f"{path} is damaged: {kind}{error}") from None
 
     def _read(self, name: str) -> np.ndarray:
-        """Return the bytes of a file, uint8[n], after a check of its size and checksum."""
         return durable_files.read(os.path.join(self.path, name), *self.manifest.files[name])
 
     def _json(self, name: str) -> Any:
-        """Return the value of a JSON file. Raises: ValueError if it is damaged; OSError."""
         durable_files.check_short(os.path.join(self.path, name), self.manifest.files[name][0])
         content = self._read(name).tobytes()
         with self._damaged(name):
             return parsed(content)
 
     def _decode(self, file: str, stem: str, tree: Any) -> Any:
-        """Return the value that a JSON tree and a file of arrays encode.
-
-        Args:
-            file: name of the JSON file, for messages.
-            stem: name of the file of arrays, without the suffix. The file may be absent.
-            tree: the JSON data.
-        Raises: ValueError if one of the files is damaged; OSError.
-        """
+        """Return the value of `tree`, from `file`, with the arrays of the file `stem`. Raises: ValueError."""
         arrays = {}
         if (name := stem + ARRAYS) in self.manifest.files:
             content = self._read(name)
@@ -132,14 +115,7 @@ class StoredCheckpoint:
 
 
 def check_state(name: str, value: Any, state: Any, method: str) -> None:
-    """Raise ValueError if a state does not fit the schema of the object that would load it.
-
-    Args:
-        name: name of the object, for the message.
-        value: the object. Without the method there is no check.
-        state: the state that was read.
-        method: "state_schema" or "rank_state_schema".
-    """
+    """Raise ValueError if `state` does not fit the schema that the object `value` gives by `method`, if it has one."""
     schema = getattr(value, method, None)
     if schema is not None:
         check(state, dict, name)

@@ -40,16 +40,14 @@ _NO_BYTES = np.empty(0, np.uint8)
 class Snapshot:
     """Copies of arrays in one buffer, in the layout of the file.
 
-    `retake` copies the same arrays again without a new layout: for many small arrays, the layout takes longer than the
-    copies.
+    `retake` copies the same arrays again: for many small arrays, the layout takes longer than the copies.
 
     Args:
         named: arrays by name; NumPy's and torch's, on any device.
         buffer: memory of an earlier snapshot, uint8[n]. It is used again if it is large enough.
     Attributes:
-        header: the bytes of the file before the values.
-        values: the values of all arrays, uint8[n]; a part of `buffer`.
-        buffer: the memory of the copies.
+        header: bytes of the file before the values.
+        values: values of all arrays, uint8[n].
     """
 
     def __init__(self, named: Mapping[str, arrays.Array], buffer: np.ndarray = _NO_BYTES) -> None:
@@ -89,7 +87,6 @@ class Snapshot:
         return True
 
     def _copy(self, named: Mapping[str, arrays.Array]) -> None:
-        """Copy the arrays into their places in the buffer. Tensors on the CPU are copied in one call of torch."""
         targets, sources = [], []
         for view, array in zip(self._views, named.values(), strict=True):
             if view is None:
@@ -114,9 +111,9 @@ def _alike(named: Mapping[str, arrays.Array]) -> list[tuple[Any, ...]]:
 
 
 def _order(array: arrays.Array) -> tuple[bool, int]:
-    """Return the sort key of an array in the file: arrays with wide elements come first, so that all are aligned.
+    """Return a sort key that puts arrays with wide elements first, so that all are aligned: torch needs that.
 
-    Torch needs aligned values. NumPy does not, so NumPy's own dtypes, such as strings of odd widths, come last.
+    NumPy's own dtypes come last: NumPy does not need it, and its strings have odd widths.
     """
     return _code(array) is None and not arrays.is_torch(array), -arrays.itemsize(array)
 
@@ -128,7 +125,6 @@ def _described(array: arrays.Array) -> list[Any]:
 
 
 def _code(array: arrays.Array) -> str | None:
-    """Return the format's code of the array's dtype, such as F32; None if it has none, or for foreign byte order."""
     if not arrays.is_torch(array) and not array.dtype.isnative:
         return None
     return _CODES.get(arrays.dtype_name(array))
@@ -220,7 +216,6 @@ def parse(content: np.ndarray) -> dict[str, StoredArray]:
 
 
 def _known(code: Any) -> None:
-    """Raise ValueError if `code` is no code of a dtype."""
     if code not in _DTYPES:
         raise ValueError(f"no dtype is called {reprlib.repr(code)}")
 
@@ -233,7 +228,6 @@ def _foreign(entry: Any) -> None:
 
 
 def _shape(shape: Any) -> None:
-    """Raise ValueError unless `shape` is a list of at most 64 sizes."""
     check(shape, [COUNT], "its shape")
     if len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"it has {len(shape)} dimensions")
@@ -243,7 +237,6 @@ _ENTRIES = {str: {"dtype": _known, "shape": _shape, "data_offsets": [COUNT]}}
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return NumPy's dtype of this name. Raises: ValueError for dtypes of objects and of records; TypeError."""
     dtype = np.dtype(name)
     if dtype.hasobject or dtype.kind == "V":
         raise ValueError(f"arrays of {name!r:.80} are not kept")

@@ -30,14 +30,13 @@ _PART_UNTIL_MEASURED, _PART_WHEN_MEASURED = 0.5, 0.1
 class AnnouncedEnd:
     """Knows whether a signal, the user's watcher or the time limit has announced the end of the job on this rank.
 
-    Made by: `PreemptionCheckpointHandler`, on the main thread.
     Args:
-        config: a `TerminationConfig` without None in the fields that have defaults, as `completed` returns it.
+        config: a TerminationConfig that `completed` has returned.
         job: the Slurm job; None outside Slurm.
         keeps_time: whether this rank watches the time limit. Rank 0 alone does, so that clocks need not agree.
     Attributes:
-        steps: the durations of steps. The handler calls `steps.step()` at the end of each step.
-        seconds_to_save: duration of the longest save or restore so far, in seconds; 0.0 before the first.
+        steps: durations of steps; the handler calls `steps.step()` at the end of each step.
+        seconds_to_save: longest save or restore so far, in seconds; 0.0 before the first.
     """
 
     def __init__(self, config: TerminationConfig, job: SlurmJob | None, keeps_time: bool) -> None:
@@ -66,9 +65,9 @@ class AnnouncedEnd:
     def word(self) -> int:
         """Return this rank's word for the current step: an int for the MAX over all ranks, 0 if nothing is to be saved.
 
-        The bits above the lowest 8 are the level: SAVE or SAVE_AND_LEAVE. The lowest 8 bits are the number of the
-        signal that arrived, or 0. Before the grace period begins, a signal or the watcher gives SAVE, or SAVE_AND_LEAVE
-        without a grace period. Near the end of the grace period, or near the time limit, the level is SAVE_AND_LEAVE.
+        The word is a level (SAVE or SAVE_AND_LEAVE) above 8 bits with the number of the signal that arrived, or 0. SAVE
+        begins a grace period. Near its end, near the time limit, or without a grace period, the level is
+        SAVE_AND_LEAVE.
         """
         number = self._signal.number
         level = NOTHING
@@ -85,20 +84,14 @@ class AnnouncedEnd:
         return level << _LEVEL_SHIFT | number if level else 0
 
     def begin_grace(self) -> bool:
-        """Start the grace period, because all ranks have agreed that the end is near.
-
-        Returns: True the first time; False if the grace period has begun already.
-        """
+        """Start the grace period. Returns: False if it has begun already."""
         if self._grace_began is not None:
             return False
         self._grace_began = time.monotonic()
         return True
 
     def warn_if_near(self) -> None:
-        """Warn once if the time limit is so near that the margin would take more than half of the time that is left.
-
-        It does nothing while no time limit is known. Called by: the handler when it is made, and `word` at each step.
-        """
+        """Warn once, when the time limit is known, if the margin would take more than half of the time left."""
         left, meant = self._seconds_left(), self._margin + 2 * self.seconds_to_save
         if self._is_limit_known or not math.isfinite(left):
             return
@@ -119,10 +112,9 @@ class AnnouncedEnd:
         return left
 
     def _seconds_needed(self) -> float:
-        """Return the seconds before the time limit that must be left when a step ends, or the program must save now.
+        """Return the seconds before the time limit at which a rank must save.
 
-        They are enough for the step that is under way, for one more step that turns out to be too long, and for the
-        save.
+        They are for the step that is under way, for one more step that turns out too long, and for the save.
         """
         part = _PART_WHEN_MEASURED if self.seconds_to_save else _PART_UNTIL_MEASURED
         margin = min(self._margin, max(part * self._most_left, self.seconds_to_save))
@@ -130,18 +122,16 @@ class AnnouncedEnd:
 
 
 def level_of(word: int) -> int:
-    """Return the level of a word: NOTHING, SAVE or SAVE_AND_LEAVE."""
     return word >> _LEVEL_SHIFT
 
 
 def reason_of(word: int) -> str:
-    """Return why the job is about to end, for a message: `SIGTERM has come`, or `the end is near` without a signal."""
+    """Return the reason for the end, as a text: "SIGTERM has come", or "the end is near" without a signal."""
     number = word & (1 << _LEVEL_SHIFT) - 1
     return f"{signal.Signals(number).name} has come" if number else "the end is near"
 
 
 def _ask_watcher(watcher: Callable[[], bool], is_near: threading.Event) -> bool:
-    """Call the user's watcher, and set `is_near` if it returns True. Returns: whether `is_near` is set."""
     if watcher():
         is_near.set()
     return is_near.is_set()

@@ -31,16 +31,12 @@ class CommittedStates:
         return sum(int(leaf.nbytes) for leaf in leaves if arrays.is_array(leaf))
 
     def keep(self, step: int, state: Any) -> None:
-        """Keep a copy of `state` as the state after `step`, and drop the older of two kept states."""
         memory = self._kept.pop(0)[1] if len(self._kept) > 1 else None
         self._kept.append((step, copied(state, memory)))
 
     def back_to(self, step: int | None) -> Any:
-        """Return a copy of the state after `step`, and drop the later one.
+        """Return a copy of the state after `step`, and drop later ones; None and no states if `step` is None.
 
-        Args:
-            step: a step whose state is kept; None to drop all states, because all ranks begin anew.
-        Returns: a copy that the caller may keep and write to; None if `step` is None.
         Raises: RuntimeError if no state of `step` is kept.
         """
         if step is None:
@@ -50,16 +46,16 @@ class CommittedStates:
         if step not in steps:
             raise RuntimeError(f"step {step} was to be restored, but this rank keeps {steps}")
         self._kept = self._kept[: steps.index(step) + 1]
-        return copied(self._kept[-1][1])  # the objects that load a state may keep it, and write to it
+        return copied(
+            self._kept[-1][1]
+        )  # the objects that load a state may keep it, and write to it
 
 
 def copied(value: Any, memory: Any = None) -> Any:
     """Return a copy of a structure of arrays and other picklable values.
 
     Args:
-        value: a nest of dicts, lists and tuples. Its arrays are copied; its other leaves are deep-copied.
-        memory: a structure like `value` that nobody needs any more, or None. An array of it is overwritten and returned
-            where its type, shape, dtype and device are equal to the array's in `value`.
+        memory: an older structure. Its arrays are overwritten and returned where they are like the arrays in `value`.
     """
     if isinstance(value, dict):
         by_key = memory if isinstance(memory, dict) else {}

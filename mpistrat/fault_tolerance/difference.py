@@ -11,7 +11,8 @@ from mpistrat.arrays import Array
 
 
 class Difference(NamedTuple):
-    """How an array differs from a reference. As a text, it is a part of a line in the report of a divergence."""
+    """How an array differs from a reference, as numbers; its text is for a message."""
+
     differing: int  # elements whose bits differ
     elements: int
     place: tuple[int, ...]  # index of the largest difference; a NaN differs more than any number
@@ -30,8 +31,8 @@ def difference(found: np.ndarray, reference: np.ndarray, like: Array) -> Differe
     """Return how many elements of `found` differ from `reference`, and where most; None if all bits are equal.
 
     Args:
-        found, reference: the arrays' bits as `digests.bits` returns them, 1-D integers on the host.
-        like: an array with the shape and dtype of the compared arrays. A complex number counts as two elements.
+        found, reference: bits of arrays as `digests.bits` returns them, 1-D integers on the host.
+        like: an array with their shape and dtype. A complex number counts as two elements.
     """
     different = np.flatnonzero(found != reference)
     if not len(different):
@@ -49,7 +50,6 @@ def difference(found: np.ndarray, reference: np.ndarray, like: Array) -> Differe
 
 
 def _values(flat: np.ndarray, like: Array) -> np.ndarray:
-    """Return the bits `flat` as float64 values. Args: like: an array with the dtype of the values."""
     if arrays.is_torch(like):
         import torch
 

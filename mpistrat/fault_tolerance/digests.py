@@ -60,5 +60,4 @@ def bits(array: Array) -> Array:
 
 
 def _integers(itemsize: int) -> str:
-    """Return the name of the signed integer dtype of `itemsize` bytes: "int32" for 4."""
     return f"int{8 * itemsize}"

@@ -30,19 +30,17 @@ class Digested(NamedTuple):
     """Digests of one mirrored value on this rank, taken when it was compared.
 
     Attributes:
-        name: name of the value, for messages.
-        descriptions: for each copy of this rank, its dtype and shape as a text, or the `repr` of a value that is no
-            array.
-        digests: for each copy of this rank, its digest of 8 bytes.
+        name: name of the value.
+        descriptions: dtype and shape of each copy, as a text; the `repr` of a copy that is no array.
+        digests: digest of each copy, 8 bytes.
     """
 
     name: str
-    descriptions: tuple[str, ...]  # of each copy
+    descriptions: tuple[str, ...]
     digests: tuple[bytes, ...]
 
     @classmethod
     def of(cls, thing: MirroredThing) -> Digested:
-        """Compute the digests and the descriptions of the copies of `thing`."""
         descriptions = (
             describe(copy) if arrays.is_array(copy) else repr(copy) for copy in thing.copies
         )
@@ -52,14 +50,12 @@ class Digested(NamedTuple):
 def find_divergence(
     strategy: Strategy, digested: dict[Key, Digested], when: str
 ) -> DivergenceError | None:
-    """Return the error that describes the first mirrored value whose copies differ.
+    """Return the error for the first mirrored value whose copies differ; None if ranks have only dropped other values.
 
-    Called by: every rank, after digests differed.
+    Called by: every rank.
     Args:
-        digested: this rank's digests, by key. The bits of the first difference are read from `strategy` now.
+        digested: this rank's digests, by key.
         when: when the values were compared, for the message.
-    Returns: None if the copies of all values that every rank still has are equal. Then some ranks have only dropped
-        values.
     """
     communicator = strategy.extended.communicator
     by_rank = communicator.all_gather_object(digested, label="digests of what is mirrored")
@@ -87,7 +83,6 @@ def find_divergence(
 
 
 def _some(names: list[str]) -> str:
-    """Return the first `_MOST_TOLD` names as a text, with … if there are more."""
     return ", ".join(names[:_MOST_TOLD] + ["…"] * (len(names) > _MOST_TOLD))
 
 
@@ -121,16 +116,15 @@ class Copies:
         return f"Most copies are equal, so what is wrong is probably {_some(suspects)}."
 
     def name_of(self, rank: int, copy: int) -> str:
-        """Name one copy: "rank 3", or "replica 5 (rank 2)" if a rank has a copy for each of its replicas."""
         if len(self._by_rank[rank].digests) == 1:
             return f"rank {rank}"
         replica = sum(len(thing.digests) for thing in self._by_rank[:rank]) + copy
         return f"replica {replica} (rank {rank})"
 
     def descriptions(self) -> list[str]:
-        """Return a line for each copy if the descriptions differ: numbers with other values, or arrays of other shapes.
+        """Return a line for each copy if the descriptions differ: other numbers, or arrays of other shapes.
 
-        Returns: an empty list if all descriptions are equal. Then only the arrays' bits can show the difference.
+        Returns: an empty list if all descriptions are equal.
         """
         different = {d for thing in self._by_rank for d in thing.descriptions}
         if len(different) == 1:
@@ -145,10 +139,7 @@ class Copies:
 
 
 def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
-    """Return a line for each copy that differs from the reference copy: how many elements differ, and where most.
-
-    Called by: every rank. The rank of the reference copy broadcasts it.
-    """
+    """Return a line for each copy that differs from the reference, a broadcast copy. Called by: every rank."""
     communicator = strategy.extended.communicator
     things = mirrored_state(strategy)[key].copies
     flats = [arrays.to_host(bits(thing)) for thing in things]

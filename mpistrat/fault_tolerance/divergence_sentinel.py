@@ -77,18 +77,14 @@ class DivergenceSentinel:
             self._judge(words, f"at a check after {self._calls} calls of backward()")
 
     def words(self) -> np.ndarray:
-        """Return the words that this rank adds to the agreement of a reduction, as a `Piggyback`.
-
-        Returns: int32[4], the digest of the mirrored state, if this call of `backward()` is an `every`-th one; else
-            int32[0].
-        """
+        """Return the digest, int32[4], at every `every`-th `backward()`, else int32[0]: a `Piggyback`'s words."""
         due = (self._calls + 1) % self._every == 0
         return self._digest_words() if due else np.empty(0, np.int32)
 
     def received(self, greatest: np.ndarray) -> None:
-        """Take the maxima of all ranks' words, as a `Piggyback`, count the call of `backward()`, and compare digests.
+        """Count a call of `backward()`, and compare the maxima of all ranks' words, as a `Piggyback`.
 
-        Calls are counted here, and not in `words`, because either all ranks reach this place or none.
+        Calls are counted here, because either all ranks come here or none.
         Raises: `errors.DivergenceError` on all ranks, if the digests differ.
         """
         self._calls += 1
@@ -96,11 +92,10 @@ class DivergenceSentinel:
             self._judge(greatest, f"in call {self._calls} of backward()")
 
     def _digest_words(self) -> np.ndarray:
-        """Return the digest of the mirrored state: int32[4], two words of 31 bits, each followed by its negative.
+        """Return the digest, int32[4]: two words of 31 bits, each followed by its negative.
 
-        If all ranks have the same digest, the MAX of a word and the MAX of its negative differ only in sign. If this
-        rank's own replicas differ, all four words are the largest int32, so that the maxima of the ranks look
-        different, too.
+        If all ranks have the same digest, the two MAXs of a pair differ only in sign. All words are the largest int32
+        if this rank's own replicas differ.
         """
         import hashlib  # here, because it makes importing mpistrat slower
 
@@ -114,7 +109,6 @@ class DivergenceSentinel:
         return np.array([first, -first, second, -second], np.int32)
 
     def _judge(self, greatest: np.ndarray, when: str) -> None:
-        """Raise DivergenceError on all ranks if `greatest`, the maxima of all ranks' digest words, differ."""
         digested, self._digested = self._digested, {}
         if (greatest[::2] != -greatest[1::2]).any():
             error = find_divergence(self._strategy, digested, f"{when}; {self._last_equal}")

@@ -83,7 +83,7 @@ def run_elastic(
 
 
 def _survivors_of(comm: MPI.Intracomm) -> Survivors | None:
-    """Return the `Survivors` of `comm`; None, and the reason on rank 0's stderr, if a lost rank ends the job."""
+    """Return the `Survivors`; None, and the reason on rank 0's stderr, if a lost rank ends the job."""
     from mpi4py import MPI
 
     why_not = why_not_fault_tolerant(MPI.Get_library_version())
@@ -99,7 +99,6 @@ def _survivors_of(comm: MPI.Intracomm) -> Survivors | None:
 
 
 def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Survivors) -> T:
-    """Call `train`, and recover, until all ranks that are left have returned from it. Returns: its value."""
     results: list[T] = []
     has_group = has_default_group("mpistrat")  # whether it is made anew after a loss
     try:
@@ -115,7 +114,9 @@ def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Surv
             except Exception as error:
                 if not survivors.has_lost(error):
                     raise
-                traceback.clear_frames(error.__traceback__)  # its frames hold the model and its memory
+                traceback.clear_frames(
+                    error.__traceback__
+                )  # its frames hold the model and its memory
             except SystemExit as error:
                 remember_raised(error)  # the exit code, for an end without MPI_Finalize
                 raise
@@ -166,7 +167,9 @@ class Elastic:
         self._restored: Any = None  # the state that the next restore() loads
         self._seconds: deque[float] = deque(maxlen=1000)  # durations of the last copies of a state
         self._num_kept = 0
-        self._loss: tuple[list[int], int, float] | None = None  # (lost ranks, ranks before, when noticed)
+        self._loss: tuple[list[int], int, float] | None = (
+            None  # (lost ranks, ranks before, when noticed)
+        )
 
     def strategy(self, **arguments: Any) -> MultiWorkerMirroredStrategy:
         """Make a `MultiWorkerMirroredStrategy` with these arguments, over the ranks that are left.
@@ -199,9 +202,8 @@ class Elastic:
         Called by: every rank, before its first step.
         Args:
             checkpoint: a Checkpoint of all objects that change during training.
-        Returns: the number of committed steps, as `step`.
-        Raises: ValueError for a sharded tensor in the first state that is kept, because its parts are lost with their
-            ranks.
+        Returns: the number of committed steps.
+        Raises: ValueError for a state with a sharded tensor, because its parts are lost with their ranks.
         """
         self._checkpoint = checkpoint
         if self._survivors is None:
@@ -233,10 +235,7 @@ class Elastic:
             self._keep(self._checkpoint, self._survivors)
 
     def explain(self) -> str:
-        """Say how many states were committed, how large a state is (MB), and how long a copy takes (ms, the median).
-
-        Called by: any rank. It is not collective.
-        """
+        """Say how many states were committed, their size in MB, and the median time of a copy in ms. Not collective."""
         if not self._seconds:
             return "no state was committed"
         median = statistics.median(self._seconds)
@@ -246,7 +245,6 @@ class Elastic:
         )
 
     def _keep(self, checkpoint: Checkpoint, survivors: Survivors) -> None:
-        """Copy the state of `checkpoint` into memory, and exchange copies of rank states. Called by: every rank."""
         started = time.perf_counter()
         state = checkpoint.state_dict()
         if not self._num_kept:
@@ -258,11 +256,9 @@ class Elastic:
         self._num_kept += 1
 
     def _recover(self, survivors: Survivors, noticed: float) -> None:
-        """Go on without the lost ranks: shrink the communicator, free the model, and go back to the agreed step.
+        """Go on without the lost ranks, from the step that all ranks have committed.
 
         Called by: every rank that is left.
-        Args:
-            noticed: when this rank noticed the loss, by `time.monotonic()`.
         """
         from mpistrat.liveness.ending.job_end import job_end
 
@@ -280,7 +276,6 @@ class Elastic:
         self.step = step or 0
 
     def _tell(self) -> None:
-        """Print on rank 0, once after a loss, how many ranks go on, after which step, and how long recovery took."""
         if self._loss is not None and self.comm is not None and self.comm.rank == 0:
             lost, size, noticed = self._loss
             ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))}"

@@ -12,11 +12,7 @@ _ANNOUNCEMENTS = (
 
 
 def maintenance_is_near() -> bool:
-    """Whether the metadata server says that this virtual machine is about to be ended.
-
-    Called by: the polling thread of `AnnouncedEnd` on Google Compute Engine, once a second.
-    Raises: OSError if no metadata server answers within 7 seconds.
-    """
+    """Whether the metadata server says that this machine will be ended. Raises: OSError if no server answers in 7 s."""
     return any(
         (read_metadata(what) or "").strip() == announced for what, announced in _ANNOUNCEMENTS
     )

@@ -20,12 +20,7 @@ Key = tuple[Any, ...]  # equal for the same value on every rank; keys sort in th
 
 
 class MirroredThing(NamedTuple):
-    """A value that a strategy keeps equal on its replicas.
-
-    Attributes:
-        name: name of the value, for messages.
-        copies: the copies on this rank, arrays or Python values: one, or one for each of its replicas.
-    """
+    """A mirrored value. `copies` are this rank's, arrays or Python values: one, or one for each of its replicas."""
 
     name: str
     copies: list[Any]
@@ -34,10 +29,9 @@ class MirroredThing(NamedTuple):
 def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
     """Return the values that the strategy keeps equal on its replicas, by key.
 
-    The keys sort in the order of reports: parameters by module, buffers, optimizers (the numbers of the parameter
-    groups, then the state), variables. Buffers that a replica has written since the last reduction of gradients are
-    left out, because they differ until the next reduction. Values that this rank has dropped are missing; another rank
-    may still have them.
+    The order of keys is: parameters by module, buffers, optimizers (the numbers of parameter groups, then states),
+    variables. Buffers that a replica has written since the last reduction of gradients are left out, because they
+    differ until the next one. Values that this rank has dropped are missing; another rank may still have them.
     """
     found: dict[Key, MirroredThing] = {}
     modules = strategy.extended.modules.made
@@ -62,7 +56,6 @@ def _slots(modules: StrategyModules) -> Iterator[tuple[int, ParameterSlot, Any]]
 
 
 def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
-    """Yield key and value of each buffer that no replica has written since the last reduction of gradients."""
     from mpistrat.pytorch.virtual_replicas import copies_of_buffers
 
     slots = modules.registry.buffers
@@ -76,7 +69,6 @@ def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
 
 
 def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
-    """Yield key and value of each comparable number and tensor of the optimizers that have stepped inside `run`."""
     slots = {id(p): (index, slot.name) for index, slot, p in _slots(modules)}
     for number, optimizer in sorted(modules.reducer.optimizers.items()):
         name = type(optimizer).__name__ + (f" number {number + 1}" if number else "")
@@ -90,11 +82,7 @@ def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]
 def _states_of(
     optimizer: Any, slots: Mapping[int, tuple[int, str]]
 ) -> Iterator[tuple[Key, str, dict[Any, Any]]]:
-    """Yield (place, owner's name, state) for each parameter group, and for each parameter in `slots`.
-
-    Args:
-        slots: (number, name) of each parameter, by the parameter's `id`.
-    """
+    """Yield (place, owner's name, state) for each parameter group, and for each parameter in `slots`."""
     for g, group in enumerate(optimizer.param_groups):
         yield (_OF_GROUP, g), f"group {g}", {k: v for k, v in group.items() if k != "params"}
     for parameter, state in list(optimizer.state.items()):
@@ -104,7 +92,6 @@ def _states_of(
 
 
 def _is_comparable(value: object) -> bool:
-    """Whether `value` is an array, a number, a text, None, or a list or tuple of such values."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_comparable, value))
     return arrays.is_array(value) or isinstance(value, (int, float, complex, str, type(None)))

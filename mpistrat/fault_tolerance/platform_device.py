@@ -12,10 +12,7 @@ _PRODUCT = "/sys/class/dmi/id/product_name"  # "Google Compute Engine"
 
 
 class PlatformDevice(enum.Enum):
-    """The owner of this machine, and the device that computes.
-
-    GCE is Google Compute Engine; INTERNAL is any other machine, and any job of Slurm.
-    """
+    """The owner of this machine, and the device that computes. INTERNAL is any machine but Google Compute Engine's."""
 
     INTERNAL_CPU = "internal_CPU"
     INTERNAL_GPU = "internal_GPU"
@@ -26,10 +23,9 @@ class PlatformDevice(enum.Enum):
 
 
 def detect_platform() -> PlatformDevice:
-    """Return the platform of this process.
+    """Return the platform of this process, on the CPU or on GPUs of GCE; TPUs are not detected.
 
-    A job of Slurm is INTERNAL on Google's machines, too, because Slurm ends it. INTERNAL_CPU is returned with GPUs,
-    too, because INTERNAL_GPU has the same defaults. TPUs are never detected.
+    A Slurm job is INTERNAL on Google's machines, too, because Slurm ends it.
     """
     product = ""
     with contextlib.suppress(OSError), open(_PRODUCT, errors="replace") as file:

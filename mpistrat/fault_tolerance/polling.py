@@ -19,11 +19,10 @@ def keep_asking(
     """Call `ask` on a daemon thread until it returns True, or until `owner` is garbage-collected.
 
     Args:
-        owner: the thread ends when this object is garbage-collected.
         name: name of the thread.
-        ask: function to call. It must not refer to `owner`. After an exception it is called again.
+        ask: function to call; it must not refer to `owner`. After an exception it is called again.
         pause: returns the seconds until the next call.
-        explain: makes a line for stderr from the text of the first exception; None prints nothing.
+        explain: makes a line for stderr from the first exception's text; None prints nothing.
     """
     stop = threading.Event()
     weakref.finalize(owner, stop.set)

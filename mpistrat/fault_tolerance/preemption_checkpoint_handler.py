@@ -137,8 +137,8 @@ class PreemptionCheckpointHandler:
 
         Called by: every rank, equally often, outside `strategy.run`.
         Args:
-            args, kwargs: arguments for `save_fn` of the TerminationConfig, or else for the manager's `save`. Without
-                any, `save` gets the number of steps.
+            args, kwargs: arguments for `save_fn`, or else for the manager's `save`; without any, `save` gets the number
+                of steps.
 
         Example:
             >>> model = ms.OneDeviceStrategy("cpu").prepare(torch.nn.Linear(2, 1))
@@ -151,10 +151,9 @@ class PreemptionCheckpointHandler:
         self._finish_and_leave(args, kwargs)
 
     def _after_batch(self) -> None:
-        """Finish the step when a loader of the checkpoint is asked for a further batch inside `Strategy.replica()`.
+        """Finish the step, inside `Strategy.replica()`, when a loader is asked for a further batch.
 
-        It does nothing if no optimizer has stepped since the last batch, or if the program calls `run` or
-        `save_checkpoint_if_preempted` itself.
+        It does nothing if no optimizer has stepped since the last batch.
         """
         before, self._last_count = self._last_count, self._count_steps()
         if self._last_count != before and not self._is_called:
@@ -171,7 +170,7 @@ class PreemptionCheckpointHandler:
         yield
 
     def _finish_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the step, let all ranks agree whether the end is near, and save if it is. Called by: every rank."""
+        """Count the step, agree with all ranks whether to save, and save. Called by: every rank."""
         self._counter.calls += 1
         self._end.steps.step()
         self._end.takes_to_save(self._manager.seconds_to_save)
@@ -195,14 +194,7 @@ class PreemptionCheckpointHandler:
             self._saved = after
 
     def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
-        """Save a checkpoint, and wait until it is on disk.
-
-        Args:
-            args, kwargs: arguments for `save_fn`, or else for the manager's `save`; without any, `save` gets the number
-                of steps.
-        Returns: the longest duration on any rank, in seconds, and the path with a blank after it; "" if `save_fn`
-            returned none.
-        """
+        """Save, and wait for the disk. Returns: the longest rank's seconds, and the path with a blank, or ""."""
         began = time.monotonic()
         if self._config.save_fn is not None:
             path = self._config.save_fn(*args, **kwargs)
@@ -216,11 +208,9 @@ class PreemptionCheckpointHandler:
         return seconds, f"{path} " if isinstance(path, str) else ""
 
     def _longest_of_ranks(self, seconds: float) -> float:
-        """Return the MAX of `seconds` over all ranks. Called by: every rank."""
         return max(self._communicator.all_gather_object(seconds, label="seconds of a checkpoint"))
 
     def _leave_if_saved(self) -> None:
-        """If the last checkpoint is written, wait for all ranks, requeue the job if asked, and call `exit_fn`."""
         if self._saved is None:
             return
         self._is_over = True
@@ -228,7 +218,9 @@ class PreemptionCheckpointHandler:
         self._tell(f"{self._saved}; the program ends")
         self._saved = None
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed stream, or None
+            with contextlib.suppress(
+                OSError, ValueError, AttributeError
+            ):  # a closed stream, or None
                 stream.flush()
         if self._communicator.size > 1:
             from mpistrat.liveness.ending.job_end import job_end
@@ -242,7 +234,6 @@ class PreemptionCheckpointHandler:
         cast("Callable[[], Any]", self._config.exit_fn)()  # `completed` has set it
 
     def _requeue(self) -> None:
-        """Have Slurm requeue the job, or print on rank 0 why that failed."""
         if self._job is None:
             self._tell("cannot requeue: this is no Slurm job")
             return
@@ -261,7 +252,6 @@ class PreemptionCheckpointHandler:
 
 
 class _Counter:
-    """The number of steps, as an object of the checkpoint."""
     may_be_absent = True  # a checkpoint may have been saved without a handler
 
     def __init__(self) -> None:
@@ -278,10 +268,9 @@ class _Counter:
 
 
 def _step_counter_of(checkpoint: Checkpoint) -> Callable[[], int]:
-    """Return a function without arguments whose value changes between batches if a step has ended.
+    """Return a function whose value changes when a step ends: it counts optimizer steps.
 
-    If the checkpoint has an optimizer, the function returns the number of optimizer steps, so that an accumulated batch
-    ends no step. Otherwise it counts its own calls: each batch is a step.
+    Without an optimizer each batch is a step: the function counts its calls.
     """
     if sys.modules.get("torch") is not None:
         from torch.optim import Optimizer
@@ -296,10 +285,6 @@ def _step_counter_of(checkpoint: Checkpoint) -> Callable[[], int]:
 def _manager_of(
     saved: Checkpoint | CheckpointManager, directory: str | os.PathLike[str] | None
 ) -> CheckpointManager:
-    """Return the manager that saves: the given one, or one that keeps the newest checkpoint of a Checkpoint.
-
-    Raises: TypeError for any other object, and for a Checkpoint without a directory.
-    """
     if isinstance(saved, CheckpointManager):
         return saved
     if not isinstance(saved, Checkpoint):

@@ -22,17 +22,16 @@ from mpistrat.machine.notices import warn_on_first_rank
 class SignalFlag:
     """Records signals for as long as it exists.
 
-    A signal is recorded, and then the handler that was there before the flag is called. Python's own SIGINT handler is
-    not called, because it would raise KeyboardInterrupt in the middle of a step. A signal with a handler outside Python
-    is left to that handler, with a warning.
+    A signal is recorded, and then its earlier handler is called. Python's own SIGINT handler is not called, because it
+    would raise KeyboardInterrupt in the middle of a step. A signal with a handler outside Python is left to that
+    handler, with a warning.
 
-    Made by: the main thread, because Python handles signals there.
+    Made by: the main thread, because Python handles signals there; RuntimeError on other threads.
     Args:
-        signals: numbers of the signals to record; with none, the flag may be made on any thread.
+        signals: numbers of the signals to record; with none, any thread may make the flag.
     Attributes:
         number: number of the last signal that arrived since a strategy was made; 0 if none has arrived.
         signals: the numbers, as a frozenset.
-    Raises: RuntimeError on any other thread than the main one.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
@@ -57,7 +56,6 @@ _inside: set[int] = set()  # signals that are being handled
 
 
 def _take(number: int) -> None:
-    """Install `_arrived` as the handler of a signal, or warn on rank 0 if it is handled outside Python."""
     before = early_signals.previous(number)
     if before is _arrived:
         return
@@ -74,10 +72,9 @@ def _take(number: int) -> None:
 
 
 def _arrived(number: int, frame: FrameType | None) -> None:
-    """Handle a signal: set the number of each flag that records it, then call the handler from before.
+    """Handle a signal: set `number` of each flag that records it, then call the earlier handler.
 
-    With a flag, Python's own SIGINT handler and the default action are left out. Without a flag the default action ends
-    the process.
+    If no flag records it, an earlier default action ends the process.
     """
     if number in _inside:
         return  # a handler that was set after ours calls ours, and is now itself the previous handler

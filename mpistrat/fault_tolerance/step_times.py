@@ -9,11 +9,11 @@ _REMEMBERED = 0.99
 
 
 class StepTimes:
-    """The durations of steps, input included.
+    """The times from one step to the next, in seconds, input included.
 
     Attributes:
-        mean: mean time from one call of `step` to the next, in seconds; 0.0 before the second call.
-        longest: longest of the last times, in seconds; it shrinks by 1 % at each step. 0.0 before the second call.
+        mean: mean time; 0.0 before the second step.
+        longest: longest of the last times: it shrinks by 1 % at each step. 0.0 before the second step.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class StepTimes:
         self._last: float | None = None
 
     def step(self) -> None:
-        """Record the time since the last call. Called at the same place of every step, such as its end."""
+        """Record the time since the last call. Called once in each step, always at the same place."""
         now = time.monotonic()
         if self._last is not None:
             took = now - self._last

@@ -28,9 +28,8 @@ _LAST_CALL = 1 << 40
 class Survivors:
     """The ranks of a communicator that are left; at first all of its ranks.
 
-    Made by: `run_elastic`, on every rank of `comm`.
     Attributes:
-        communicator: a `Communicator` of this package over these ranks. `meet` makes it, anew after each loss.
+        communicator: a `Communicator` over these ranks; `meet` makes it.
     """
 
     communicator: Communicator
@@ -43,14 +42,10 @@ class Survivors:
 
     @property
     def comm(self) -> FaultTolerantComm:
-        """The mpi4py communicator of the ranks that are left."""
         return self._group.comm
 
     def meet(self) -> None:
-        """Make `communicator`, and allow ranks to be lost from now on without the end of the job.
-
-        Called by: every rank that is left, before each call of the training function.
-        """
+        """Make `communicator`. From now on the job goes on if a rank is lost. Called by: every rank that is left."""
         self.communicator = communicator_for(self.comm, what="run_elastic")
         job_end().records.record.expendable = True
 
@@ -59,14 +54,12 @@ class Survivors:
         return means_rank_lost(error) or self._group.has_lost()
 
     def exchange(self, states: dict[int, bytes]) -> None:
-        """Send this rank's state to two other ranks, and add the states of two other ranks to `states`.
+        """Send this rank's state to two other ranks, and add the states of two other ranks to `states`, by rank.
 
-        A state is lost only if all three ranks with a copy are lost. One of the two is a neighbour. The other one is
-        half of all ranks away: on another node, if there are several nodes.
+        A state is lost only if all three ranks are lost. One of the two is a neighbour; the other is half of all ranks
+        away, on another node if there are several.
 
         Called by: every rank.
-        Args:
-            states: this rank's own state, by its rank; the received states are added by theirs.
         """
         comm = self.comm
         rank, size = comm.rank, comm.size
@@ -76,12 +69,9 @@ class Survivors:
                 states[of] = comm.sendrecv(states[rank], to, source=of)
 
     def all_done(self, done: bool) -> bool:
-        """Whether all ranks that are left are done, and no rank is lost. It waits for all of them.
+        """Whether all ranks that are left are done, and none is lost; equal on all of them.
 
-        Called by: each rank that is left, whatever errors it has seen.
-        Args:
-            done: whether this rank is done.
-        Returns: the same value on all ranks; False also if a rank is lost during the call.
+        Called by: each rank that is left, whatever errors it has seen. It waits for all of them.
         """
         comm = self.comm
         with contextlib.suppress(MPI.Exception):
@@ -93,11 +83,11 @@ class Survivors:
     def go_on(self, last: int | None) -> tuple[list[int], int | None]:
         """Replace the communicator by one without the lost ranks, and agree on the step to go back to.
 
-        Called by: each rank that is left, after `all_done` was False. It starts again if a rank is lost meanwhile.
+        Called by: each rank that is left, after `all_done` was False.
         Args:
-            last: the step that this rank has committed last; None if it has committed none.
-        Returns: the lost ranks, by their ranks in the job; and the least `last` of all ranks, None if some rank has
-            none.
+            last: step that this rank has committed last; None if none.
+        Returns: the lost ranks, by their ranks in the job; and the step that all ranks have committed, None if a rank
+            has none.
         """
         lost: list[int] = []
         while True:
@@ -128,9 +118,7 @@ class Survivors:
         """Report ranks that do not reach the block like ranks that do not reach a collective.
 
         Args:
-            what: name of the block, for the report.
-            call: number of the block among the calls on `communicator`. The default is the number of its last call, for
-                blocks after which no call is made.
+            call: the block's number among the calls on `communicator`; by default that of the last call.
         """
         communicator: Communicator | None = getattr(self, "communicator", None)
         watch = None if communicator is None else communicator.contract.watch

@@ -76,12 +76,10 @@ class TerminationConfig:
         self.signal_numbers()
 
     def signal_numbers(self) -> tuple[int, ...]:
-        """Return the numbers of `signals`. Raises: ValueError for a signal that a program cannot handle."""
         return tuple(map(_number, self.signals))
 
 
 class _Defaults(NamedTuple):
-    """The values that a platform gives to fields that are None."""
     watcher: Callable[[], bool] | None
     exit_fn: Callable[[], Any]
     grace_period: float
@@ -116,12 +114,7 @@ def completed(config: TerminationConfig | None, platform: PlatformDevice) -> Ter
 
 
 def _number(name: str | int) -> int:
-    """Return the number of a signal.
-
-    Args:
-        name: a name with or without "SIG" ("SIGUSR1", "USR1"), a member of `signal.Signals`, or a number (10).
-    Raises: ValueError if there is no such signal, or if the kernel lets no program handle it.
-    """
+    """Return the number of a signal: of "SIGUSR1", "USR1", signal.SIGUSR1 or 10. Raises: ValueError for others."""
     try:
         number = (
             signal.Signals[f"SIG{name.removeprefix('SIG')}"]

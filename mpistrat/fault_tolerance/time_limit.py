@@ -15,13 +15,11 @@ _SECONDS_TO_ANSWER = 30.0
 
 
 class TimeLimit:
-    """The time limit of the job, kept on one rank.
-
-    A thread of its own asks Slurm, so that no step ever waits for the answer.
+    """The time limit of the job, on one rank. A thread of its own asks Slurm, so that no step waits for the answer.
 
     Args:
-        job: the Slurm job, to ask Slurm for its end time; None outside Slurm.
-        end_time: the user's end time, in seconds since 1970. Slurm is asked only if it is None.
+        job: the Slurm job; None outside Slurm.
+        end_time: the user's end time, in seconds since 1970; None asks Slurm.
     """
 
     def __init__(self, job: SlurmJob | None, end_time: float | None = None) -> None:

@@ -13,10 +13,8 @@ from mpistrat.variables.variable import DistributedVariable
 class AggregatingVariable(DistributedVariable):
     """A variable with one copy for all replicas of a rank.
 
-    An update inside `run` combines the replicas' operands as `aggregation` says, and applies them once. Outside `run`,
-    and inside `extended.update`, an update changes the copy directly.
-
-    Raises: ValueError for an update inside `run` with aggregation NONE.
+    An update inside `run` combines the replicas' operands, and applies them once. Raises: ValueError with aggregation
+    NONE.
     """
 
     def read_value(self) -> Any:
@@ -28,11 +26,6 @@ class AggregatingVariable(DistributedVariable):
         return self._values[0].sparse_read(indices)
 
     def _update_inside_run(self, replica: int, method: str, operand: Any) -> Any:
-        """Combine the operands of all replicas by `merge_call`, and update the copy once.
-
-        Returns: the new value, on the device of this replica.
-        Raises: ValueError with aggregation NONE.
-        """
         if per_thread.updated_replica is not None:
             return self._values[0]._update(method, operand)
         if self.aggregation is VariableAggregation.NONE:
@@ -45,5 +38,4 @@ class AggregatingVariable(DistributedVariable):
         return arrays.to_device(updated, readers[replica]) if readers else updated
 
     def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:
-        """Update the copy with the aggregated `operand`. Called by: `merge_call`, once for all replicas."""
         return self._values[0]._update(method, self._aggregated(operand, f"{method} to"))

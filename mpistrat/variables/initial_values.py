@@ -15,13 +15,10 @@ def initial_array(
     """Return a variable's first value as an array of `dtype`.
 
     Args:
-        initial_value: an array, numbers, or a function that returns one of them. A function of parts is called for the
-            whole variable as its only part, if `shape` is given.
-        dtype: the dtype to convert to; None keeps the dtype of an array.
-        shape: the expected shape; None accepts any.
-    Raises:
-        TypeError: the value is not numbers.
-        ValueError: it is None, or has another shape than `shape`.
+        initial_value: an array, numbers, or a function that returns one of them.
+        dtype: dtype to convert to; None keeps the dtype of an array.
+        shape: expected shape; None accepts any.
+    Raises: TypeError if it is not numbers; ValueError if it is None, or has another shape.
     """
     if initial_value is None:
         raise ValueError("a variable needs an initial value, got None")
@@ -31,7 +28,9 @@ def initial_array(
     read = arrays.detach_read(value)
     if not arrays.is_array(read):
         read = arrays.as_operand(read) if dtype is None else arrays.as_array(read)
-    if getattr(read.dtype, "hasobject", False):  # its pointers would be sent to other ranks as numbers
+    if getattr(
+        read.dtype, "hasobject", False
+    ):  # its pointers would be sent to other ranks as numbers
         raise TypeError(f"a variable holds numbers, got an array of {read.dtype} objects")
     if shape is not None and tuple(read.shape) != shape:
         raise ValueError(
@@ -41,28 +40,22 @@ def initial_array(
 
 
 class ShardInfo(NamedTuple):
-    """A part of a variable, with the names that TensorFlow uses.
-
-    Attributes:
-        shape: shape of the part.
-        offset: index of the part's first element in the whole variable.
-    """
+    """A part of a variable, as in TensorFlow: its shape, and the index of its first element in the variable."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
 
 def takes_parts(initial_value: Any) -> bool:
-    """Whether `initial_value` is a function that makes parts of a variable, as TensorFlow's functions do.
+    """Whether `initial_value` is a function that makes parts of a variable, as TensorFlow's do.
 
-    Such a function has the parameter `shard_info`, or the parameters `partition_shape` and `partition_offset`.
+    It has the parameter `shard_info`, or the parameters `partition_shape` and `partition_offset`.
     """
     parameters = _parameters(initial_value)
     return "shard_info" in parameters or {"partition_shape", "partition_offset"} <= parameters
 
 
 def _parameters(fn: Any) -> Set[str]:
-    """Return the names of a function's parameters; empty for other objects, and for functions without a signature."""
     try:
         return inspect.signature(fn).parameters.keys()
     except (TypeError, ValueError):  # no function, or a builtin without a signature
@@ -75,10 +68,8 @@ def called_for_part(
     """Return the initial value of a variable's part, from a function that makes parts.
 
     Args:
-        fn: a function with `shard_info`, or with `partition_shape` and `partition_offset`.
-        dtype: the dtype to convert to; None keeps the dtype of an array.
         shape: shape of the part.
-        first: row of the whole variable at which the part begins.
+        first: row of the whole variable where the part begins.
     Raises: the errors of `initial_array`.
     """
     offset = tuple([first, *[0] * (len(shape) - 1)][: len(shape)])

@@ -20,16 +20,14 @@ from mpistrat.variables.variable import PlainVariable
 def variable_of_node(
     communicator: Communicator, value: Array, trainable: bool, name: str, *how: Any
 ) -> PlainVariable:
-    """Make a `NodeVariable`; make a `PlainVariable` on each rank if the ranks can have no common memory.
+    """Make a `NodeVariable`; make a `PlainVariable` on each rank if the ranks have no common memory for it.
 
-    An array on a GPU, an empty array and a single rank always get a PlainVariable. If the node lacks common memory,
-    rank 0 warns of the reason.
+    They have none on a GPU, for an empty array, or if the node lacks it: then rank 0 warns of the reason.
 
     Called by: every rank of the node, in the same order.
     Args:
-        communicator: over the ranks of the node.
-        value: the initial value, equal on all ranks.
-        trainable, name, how: arguments of `PlainVariable`.
+        value: initial value, equal on all ranks.
+        how: further arguments of `PlainVariable`.
     """
     memory, why = None, ""
     nbytes = arrays.num_elements(value) * arrays.itemsize(value)
@@ -45,17 +43,15 @@ def variable_of_node(
 
 
 class NodeVariable(PlainVariable):
-    """A component of a variable whose array lies in memory that the ranks of a node share.
+    """A component of a variable in memory that the ranks of a node share.
 
     Reads return that memory itself: an array that was read before an update shows the new value afterwards. An update
     is collective, with an operand that is equal on all ranks; each rank computes a part of the new value.
 
-    Made by: `variable_of_node`, on every rank.
     Args:
-        communicator: over the ranks of the node.
         memory: common memory of these ranks, at least as large as `value`.
         value: initial value of one element or more, on the CPU, equal on all ranks.
-        how: the further arguments of `PlainVariable`.
+        how: further arguments of `PlainVariable`.
     """
 
     def __init__(
@@ -67,19 +63,13 @@ class NodeVariable(PlainVariable):
         super().__init__(value, *how)
 
     def _kept(self, value: Array) -> Array:
-        """Write this rank's part of the initial value into the common memory, and return all of it as an array."""
         part = self._part_of(arrays.num_elements(value))
         self._common.reshape(-1)[part] = arrays.detach(value).reshape(-1)[part]
         self._communicator.barrier(label="first value of a variable of the node")
         return _as(self._view.memory, value)
 
     def _update(self, method: str, operand: Any) -> Array:
-        """Update the array in common memory: each rank computes and writes its part.
-
-        Called by: every rank of the node. An error of one rank's operand is raised on all ranks, before anything is
-            written.
-        Returns: the new value, in the common memory.
-        """
+        """Update this rank's part. All ranks raise an error of one rank. Called by: every rank of the node."""
         with self._communicator.raising_together():
             operand = fitting_operand(method, self._array, operand, self.name)
             if isinstance(operand, IndexedSlices):
@@ -97,8 +87,12 @@ class NodeVariable(PlainVariable):
             value = updated(method, target, operand, self.name)
         self._communicator.barrier(label=f"{method} to {self.name!r}")  # all ranks have read
         target[...] = value
-        self._communicator.barrier(label=f"end of {method} to {self.name!r}")  # all ranks have written
-        self._view.renew(self._view.written())  # removes writes of the program to arrays that it read
+        self._communicator.barrier(
+            label=f"end of {method} to {self.name!r}"
+        )  # all ranks have written
+        self._view.renew(
+            self._view.written()
+        )  # removes writes of the program to arrays that it read
         return self._array
 
     def _part_of(self, length: int) -> slice:

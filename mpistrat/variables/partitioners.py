@@ -25,9 +25,8 @@ class Partitioner:
     """
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of shards along each axis; 1 along all axes but `axis`.
+        """Return the number of shards along each axis: 1 along all axes but `axis`.
 
-        Called by: `ParameterServerStrategy`, for each variable that it makes.
         Args:
             shape: shape of the variable.
             dtype: dtype of the variable: NumPy's, torch's, or a name.
@@ -56,13 +55,7 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class _SizePartitioner(Partitioner):
-    """A partitioner that decides by the sizes of elements in bytes.
-
-    Args:
-        bytes_per_string: bytes to assume for an element that is a text or another object.
-        others: further arguments of the subclass, by name.
-    Raises: ValueError if an argument is less than 1.
-    """
+    """A partitioner by bytes. Args: others: the subclass's arguments. Raises: ValueError if an argument is below 1."""
 
     def __init__(self, bytes_per_string: int, **others: int) -> None:
         for name, value in {**others, "bytes_per_string": bytes_per_string}.items():
@@ -71,20 +64,18 @@ class _SizePartitioner(Partitioner):
         self._bytes_per_string = bytes_per_string
 
     def _itemsize(self, dtype: Any) -> int:
-        """Return the bytes of an element of `dtype`; `bytes_per_string` for texts and other objects."""
         return arrays.itemsize_of(dtype) or self._bytes_per_string
 
 
 class MinSizePartitioner(_SizePartitioner):
-    """Splits a variable into as many shards as possible whose mean size is at least `min_shard_bytes`, up to rounding.
+    """Splits a variable into shards of `min_shard_bytes`; a shard may be a bit smaller.
 
-    The number is the variable's size divided by `min_shard_bytes`, rounded up: shards may be a bit smaller.
+    The number of shards is the variable's size divided by `min_shard_bytes`, rounded up.
 
     Args:
-        min_shard_bytes: smallest size of a shard in bytes, 256 KiB by default.
+        min_shard_bytes: size of a shard in bytes, 256 KiB by default.
         max_shards: the most shards. The default of 1 splits nothing.
-        bytes_per_string: bytes to assume for an element that is a text or another object.
-    Raises: ValueError if an argument is less than 1.
+        bytes_per_string: bytes of an element that is a text or another object.
 
     Example:
         >>> partitioner = ms.experimental.partitioners.MinSizePartitioner(min_shard_bytes=1024, max_shards=8)
@@ -114,8 +105,7 @@ class MaxSizePartitioner(_SizePartitioner):
     Args:
         max_shard_bytes: largest size of a shard in bytes; a row may be larger.
         max_shards: the most shards, however large that makes them; None or 0 is no limit.
-        bytes_per_string: bytes to assume for an element that is a text or another object.
-    Raises: ValueError if an argument is less than 1.
+        bytes_per_string: bytes of an element that is a text or another object.
 
     Example:
         >>> partitioner = ms.experimental.partitioners.MaxSizePartitioner(max_shard_bytes=1024)
@@ -145,7 +135,6 @@ class MaxSizePartitioner(_SizePartitioner):
 
 
 def _check(shape: Sequence[int], axis: int) -> None:
-    """Raise TypeError if a size in `shape` is no integer, and ValueError if `shape` has no such axis."""
     for size in shape:
         if isinstance(size, bool) or not hasattr(size, "__index__"):
             raise TypeError(f"partitioning needs all sizes of a shape, got {list(shape)}")
@@ -154,7 +143,6 @@ def _check(shape: Sequence[int], axis: int) -> None:
 
 
 def _only_along(axis: int, shards: int, shape: Sequence[int]) -> list[int]:
-    """Return `shards` along `axis`, and 1 along each other axis of `shape`."""
     partitions = [1] * len(shape)
     partitions[axis] = shards
     return partitions

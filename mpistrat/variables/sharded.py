@@ -90,7 +90,7 @@ class ShardedVariable(Variable):
         Args:
             indices: integers of shape [n].
         Returns: an array of shape [n, ...].
-        Raises: NotImplementedError if the shards are not as equal as TensorFlow's; IndexError for a row outside.
+        Raises: NotImplementedError if the shards are not as equal as TensorFlow's.
         """
         positions, owners = self._division.owners(indices, "sparse_read")
         return self._joined(
@@ -121,7 +121,6 @@ class ShardedVariable(Variable):
         return self.read_value()[key]
 
     def _rows(self, wanted: range) -> Array:
-        """Return the rows of `wanted`, from the shards that have them. Its step may be negative."""
         if wanted.step < 0:
             return arrays.flipped(self._rows(wanted[::-1]))
         parts = []
@@ -140,7 +139,6 @@ class ShardedVariable(Variable):
         return parts[0] if parts else self.variables[0].read_value()[:0]
 
     def _update(self, method: str, operand: Any) -> ShardedVariable:
-        """Update each shard with its rows of `operand`, or its slices for a scatter method. Returns: this variable."""
         scatters = method.startswith("scatter_")
         parts = (
             self._slices_of_shards(method, operand) if scatters else self._rows_of_shards(operand)
@@ -153,7 +151,6 @@ class ShardedVariable(Variable):
             variable._update(method, operand)
 
     def _slices_of_shards(self, method: str, slices: Any) -> list[IndexedSlices]:
-        """Return the IndexedSlices for each shard, with indices that count from its first row."""
         check_is_slices(self.name, slices)
         positions, owners = self._division.owners(slices.indices, method)
         parts = []
@@ -164,10 +161,6 @@ class ShardedVariable(Variable):
         return parts
 
     def _rows_of_shards(self, value: Any) -> list[Array]:
-        """Return the rows of `value` for each shard.
-
-        Raises: TypeError if `value` is not numbers; InvalidArgumentError if it has another shape than the variable.
-        """
         whole = arrays.detach_read(value)
         if not arrays.is_array(whole):
             try:
@@ -179,13 +172,10 @@ class ShardedVariable(Variable):
 
 
 class Division:
-    """Divides the rows of a variable among its shards.
+    """Divides the rows of the variable `name` into shards of these sizes.
 
-    Args:
-        name: name of the variable, for messages.
-        sizes: number of rows of each shard.
     Attributes:
-        offsets: the first row of each shard.
+        offsets: first row of each shard.
         ends: the row after the last row of each shard.
     """
 
@@ -195,23 +185,20 @@ class Division:
         self.offsets = [0, *self.ends[:-1]]
 
     def parts(self, whole: Array) -> list[Array]:
-        """Return the rows of `whole` for each shard, as views."""
         return [whole[start:end] for start, end in zip(self.offsets, self.ends, strict=True)]
 
     def owners(self, indices: Any, method: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the indices on the host (int64[n]), and for each index the number of the shard that has the row.
+        """Return the indices on the host, int64[n], and the number of the shard that has each row.
 
-        Args:
-            indices: integers of shape [n].
-            method: the caller's name, for the message.
-        Raises:
-            ValueError: `indices` is not 1-D. TypeError: they are not integers. IndexError: a row is outside.
-            NotImplementedError: the shards are not as equal as TensorFlow's.
+        Raises: ValueError, TypeError or IndexError for wrong indices; NotImplementedError, with `method`, if the shards
+            are not as equal as TensorFlow's.
         """
         array = arrays.as_array(indices)
         if array.ndim != 1:
             raise ValueError(f"indices must be one row of numbers, got shape {list(array.shape)}")
-        if not (arrays.is_integer(array) or not arrays.num_elements(array)):  # the dtype of [] is no integer
+        if not (
+            arrays.is_integer(array) or not arrays.num_elements(array)
+        ):  # the dtype of [] is no integer
             raise TypeError(f"indices must be integers, got {arrays.dtype_name(array)}")
         positions = arrays.to_numpy(array).astype(np.int64, copy=False)
         check_rows(self._name, positions, self.ends[-1])
@@ -230,10 +217,6 @@ def equal_parts(rows: int, count: int) -> list[int]:
 
 
 def _check_index(part: Any) -> None:
-    """Check one part of an index of a ShardedVariable.
-
-    Raises: TypeError unless it is an int, a slice of ints, `...`, None or a mask; ValueError for a slice with step 0.
-    """
     if isinstance(part, slice):
         for bound in (part.start, part.stop, part.step):
             if not isinstance(bound, (int, np.integer, type(None))):

@@ -48,10 +48,7 @@ class VariableStore(abc.ABC):
         """
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        """Return where to keep state that belongs to all of `variables` together, such as an optimizer's step count.
-
-        Returns: the first of the variables by name, to keep the state beside it. Subclasses return devices.
-        """
+        """Return where to keep state of all `variables` together: by default beside the first one by name."""
         return min(variables, key=operator.attrgetter("name"))
 
     def colocated(self, variable: Any) -> contextlib.AbstractContextManager[None]:

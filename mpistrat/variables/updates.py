@@ -18,15 +18,7 @@ _CHANGES_IN_PLACE = {"assign_add": operator.iadd, "assign_sub": operator.isub}
 
 
 def updated(method: str, array: Array, operand: Any, name: str) -> Array:
-    """Return a new array: `array` after the update `method` with `operand`.
-
-    Args:
-        method: "assign", "assign_add", "assign_sub", or the name of a scatter method.
-        array: the variable's array; it does not change.
-        operand: numbers or an array; IndexedSlices for a scatter method.
-        name: name of the variable, for messages.
-    Raises: the errors of `fitting_operand`.
-    """
+    """Return a new array: `array` after the update `method` ("assign_add") of variable `name` with `operand`."""
     operand = fitting_operand(method, array, operand, name)
     if method.startswith(_SCATTER):
         combine = method.removeprefix(_SCATTER)
@@ -53,11 +45,11 @@ def update_in_place(method: str, array: Array, operand: Any) -> None:
 
 
 def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
-    """Return `operand` as `updated` needs it: an array of the dtype and shape of `array`, or the checked IndexedSlices.
+    """Return `operand` as `updated` needs it: an array, or IndexedSlices for a scatter method.
 
     Raises:
-        TypeError: the operand is not numbers, or would lose more than digits in the dtype of `array`.
-        InvalidArgumentError: its shape or dtype does not fit. IndexError: a scatter method's index is outside the rows.
+        TypeError: it is not numbers, or the dtype of `array` would cut off a part. InvalidArgumentError: its shape or
+            dtype does not fit. IndexError: an index is outside the rows.
     """
     if not method.startswith(_SCATTER):
         return fitting(array, operand, name)
@@ -69,7 +61,9 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
             f"variable {name!r} of dtype {arrays.dtype_name(array)} needs rows of shape {list(wanted)} "
             f"for {wanted[0]} indices, got {arrays.dtype_name(rows)} of shape {list(rows.shape)}"
         )
-    if wanted[0] and not arrays.is_on_xla(operand.indices):  # reading XLA's indices would wait for their computation
+    if wanted[0] and not arrays.is_on_xla(
+        operand.indices
+    ):  # reading XLA's indices would wait for their computation
         for index in (int(operand.indices.min()), int(operand.indices.max())):
             if not 0 <= index < array.shape[0]:
                 raise _out_of_bounds(index, array.shape[0], name)
@@ -77,11 +71,9 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
 
 
 def fitting(array: Array, operand: Any, name: str) -> Array:
-    """Return `operand` as an array of the library, dtype and shape of `array`.
+    """Return `operand` as an array of the library, dtype and shape of `array`; it is not broadcast.
 
-    Python's and NumPy's numbers are converted; an array of the variable's library must have the variable's dtype.
-
-    Raises: TypeError for numbers that would lose more than digits; InvalidArgumentError for another dtype or shape.
+    Raises: TypeError for numbers that the dtype would cut; InvalidArgumentError for an array of another dtype or shape.
     """
     operand = _converted(arrays.detach_read(operand), array)
     if not arrays.is_array(operand):
@@ -119,10 +111,9 @@ def check_shape(name: str, shape: tuple[int, ...], operand: Array) -> None:
 
 
 def _converted(operand: Any, array: Array) -> Any:
-    """Convert numbers of NumPy to the library and dtype of `array` if they fit; return other operands as they are.
+    """Convert numbers of NumPy to the library and dtype of `array`, if they fit; return other operands as they are.
 
-    NumPy's arrays are converted only if `array` belongs to another library. tf.distribute does the same, because
-    NumPy's arrays are no tensors there.
+    NumPy's arrays are converted only to another library's, as in tf.distribute, where they are no tensors.
     """
     if not isinstance(operand, (np.ndarray, np.generic)):
         return operand

@@ -147,11 +147,11 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         return self._update("assign", value)
 
     def assign_add(self, delta: Any) -> Any:
-        """Add `delta`. Inside `run`, it combines operands like `assign`. Returns: the value after the update."""
+        """Add `delta`, like `assign`. Returns: the value after the update."""
         return self._update("assign_add", delta)
 
     def assign_sub(self, delta: Any) -> Any:
-        """Subtract `delta`. Inside `run`, it combines operands like `assign`. Returns: the value after the update."""
+        """Subtract `delta`, like `assign`. Returns: the value after the update."""
         return self._update("assign_sub", delta)
 
     def scatter_add(self, slices: IndexedSlices) -> Any:
@@ -171,11 +171,11 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         return self._update("scatter_div", slices)
 
     def scatter_min(self, slices: IndexedSlices) -> Any:
-        """Set the rows at `slices.indices` to the minimum of the row and of `slices.values`."""
+        """Lower the rows at `slices.indices` to the minimum of both."""
         return self._update("scatter_min", slices)
 
     def scatter_max(self, slices: IndexedSlices) -> Any:
-        """Set the rows at `slices.indices` to the maximum of the row and of `slices.values`."""
+        """Raise the rows at `slices.indices` to the maximum of both."""
         return self._update("scatter_max", slices)
 
     def scatter_update(self, slices: IndexedSlices) -> Any:
@@ -190,8 +190,7 @@ class PlainVariable(Variable):
     """A variable of one array: of a single replica, or one component of a distributed variable.
 
     Attributes:
-        readers: the devices of this rank's replicas, if the array is on another device than they compute on; else ().
-        strategy: the variable's strategy; None for a component, because its container has it.
+        readers: devices of this rank's replicas, if the array is on another device than they compute on; else ().
     """
 
     readers: Sequence[str] = ()
@@ -243,10 +242,6 @@ class PlainVariable(Variable):
 class DistributedVariable(PassedWhole, DistributedValues, Variable):
     """A variable with a copy on each replica of this rank.
 
-    Made by: the `VariableStore` of a strategy.
-    Args:
-        strategy: the strategy that makes it.
-        components: the copies, in replica order.
     Attributes:
         values: the copies, `PlainVariable`s in replica order.
     """
@@ -278,7 +273,6 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         return current_local_replica()
 
     def _own_copy_update(self, replica: int, method: str, operand: Any) -> Array:
-        """Update the copy of the local replica `replica` alone. Returns: its new value."""
         if isinstance(operand, DistributedValues):
             operand = operand.values[replica]
         return self._values[replica]._update(method, operand)
@@ -292,7 +286,6 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
     def _update(self, method: str, operand: Any) -> Any:
         """Update the variable: outside `run` all copies, inside `run` as the subclass does.
 
-        Returns: the value after the update, as `read_value` returns it here.
         Raises: NotImplementedError for scatter_min, scatter_max and scatter_update with aggregation SUM or MEAN.
         """
         replica = self._here()
@@ -310,16 +303,11 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         raise NotImplementedError
 
     def _aggregated(self, values: Any, what: str) -> Any:
-        """Combine the replicas' `values` as `aggregation` says. Called by: every rank.
-
-        Args:
-            what: the operation, for messages: "assign_add to".
-        """
+        """Combine the replicas' `values` as `aggregation` says; `what` is for messages. Called by: every rank."""
         ops = self.strategy.extended.cross_replica_ops
         return ops.aggregate(self.aggregation, values, f"{what} {self.name!r}")
 
     def _update_all(self, method: str, operand: Any) -> None:
-        """Update all copies with one operand. Raises: ValueError for an operand with a value for each replica."""
         if isinstance(operand, Variable):
             operand = operand.read_value()
         elif isinstance(operand, DistributedValues):
@@ -379,10 +367,7 @@ class SyncOnReadVariable(DistributedVariable):
         return arrays.copy(self.read_value())
 
     def load_state(self, state: Any) -> None:
-        """Set every copy so that the combined value is `state`: with aggregation SUM, to its part for one replica.
-
-        Called by: every rank.
-        """
+        """Set every copy, so that the combined value is `state`: with aggregation SUM, to a replica's part of it."""
         if self.aggregation is VariableAggregation.SUM:
             # The copies must add up to the state. A share of integers is cut off, as in tf.distribute.
             share = fitting(self._values[0].read_value(), state, self.name)
@@ -390,9 +375,8 @@ class SyncOnReadVariable(DistributedVariable):
         self._update_all("assign", state)
 
     def _update(self, method: str, operand: Any) -> Any:
-        """Update this replica's own copy inside `run`, and all copies outside.
+        """Update this replica's copy inside `run`, or all copies outside. Returns: the new value; None without one.
 
-        Returns: the value after the update; None outside `run` with aggregation NONE.
         Raises: NotImplementedError for scatter methods. ValueError outside `run` with aggregation SUM, except for
             `assign`.
         """

@@ -15,13 +15,9 @@ class VariableArguments(NamedTuple):
     """The checked arguments of `Variable`, with defaults in place of None.
 
     Attributes:
-        initial_value: an array, numbers, or a function that `initial_values.initial_array` calls for them.
-        trainable: whether optimizers update it; by default True, but False for ON_READ.
-        name: its name; "Variable" by default.
-        dtype: the dtype to convert the initial value to; None keeps the dtype of an array.
+        initial_value: an array, numbers, or a function that returns one of them.
+        dtype, shape: dtype and shape that the array must get; None keeps the array's.
         synchronization: ON_WRITE or ON_READ.
-        aggregation: how operands (ON_WRITE) or copies (ON_READ) of replicas are combined.
-        shape: the shape that the initial value must have; None accepts any.
     """
 
     initial_value: Any
@@ -46,10 +42,7 @@ def checked_arguments(
     aggregation: VariableAggregation,
     shape: Sequence[int] | None,
 ) -> VariableArguments:
-    """Check the arguments of `Variable`, and fill in the defaults.
-
-    Raises: ValueError or TypeError for arguments that no strategy accepts.
-    """
+    """Check the arguments of `Variable`, and fill in defaults. Raises: ValueError or TypeError for wrong ones."""
     for argument, value, kind in (
         ("synchronization", synchronization, VariableSynchronization),
         ("aggregation", aggregation, VariableAggregation),

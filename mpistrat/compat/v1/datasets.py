@@ -16,10 +16,7 @@ from mpistrat.replicas.input_plan import Share
 
 
 class Calls:
-    """A dataset of the values that a function returns, until the function raises OutOfRangeError.
-
-    Made by: `make_input_fn_iterator`, from a function that returns the next batch.
-    """
+    """A dataset of the values that a function returns, until it raises OutOfRangeError."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -31,12 +28,7 @@ class Calls:
 
 
 class BatchesOfWorker:
-    """The batches of this worker's replicas, from batches that all replicas of all workers take in turn.
-
-    Args:
-        batches: the batches of all replicas; equal on all workers.
-        share: this worker's share of the input: the numbers of its replicas (`pieces`) and of all replicas.
-    """
+    """The batches of this worker's replicas, out of batches that all replicas of all workers take in turn."""
 
     def __init__(self, batches: Iterable[Any], share: Share) -> None:
         self._batches, self._share = safe_dataset(batches), share

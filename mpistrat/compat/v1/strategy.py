@@ -57,12 +57,8 @@ class StrategyV1(Strategy):
         return self.run(fn, args, kwargs, options)
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
-        """Call `run(fn)` on one step of `input_iterator`, inside `scope()`.
+        """Call `run(fn)` on one step of `input_iterator`, any iterator; without arguments if it is None.
 
-        Args:
-            fn: a function of the step's values; without arguments if there is no iterator.
-            input_iterator: any iterator, or None.
-        Returns: the result of `run`.
         Raises:
             OutOfRangeError: the iterator has ended.
 
