@@ -31,9 +31,8 @@ _LONGEST_PAUSE = 0.05
 
 _managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
-_Restored = tuple[
-    str | None, dict[str, Any] | None
-]  # a checkpoint's path, and the states for followers
+# A checkpoint's path, and the states for followers.
+_Restored = tuple[str | None, dict[str, Any] | None]
 
 
 class CheckpointManager:

@@ -73,9 +73,8 @@ class RandomStates:
         # Setting torch's generators also seeds the generators of devices, so the device's own state comes last.
         if of_rank.get("device") is not None:
             extended.replicas.set_device_random_state(of_rank["device"])
-        if (
-            missing and of(missing[0] - 1) is not None
-        ):  # true on one rank only, so that one rank warns
+        # The condition holds on one rank only, so that one rank warns.
+        if missing and of(missing[0] - 1) is not None:
             warnings.warn(
                 f"the checkpoint has no random states of replicas {missing}; they draw numbers from new seeds",
                 UserWarning,

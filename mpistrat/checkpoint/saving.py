@@ -193,9 +193,8 @@ class CompletingSave(Saving):
                 )
             self.abandoned.wait(_pause_after(now - since))
         written: Written = {}
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # a message told it, but the note is not visible yet
+        # `heard` may have the rank before its note is visible here.
+        with contextlib.suppress(FileNotFoundError):
             written = files_of(unsealed(durable_files.read_text(note), note))
             os.unlink(note)
         return self.heard.get(rank, written)

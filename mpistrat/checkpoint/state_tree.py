@@ -72,9 +72,8 @@ class Encoder:
             }
         if type(value) is not dict:
             encoded["of"] = type(value).__name__
-        metadata = getattr(
-            value, "_metadata", None
-        )  # of a module's state: the versions of its classes
+        # A module's state has the versions of its classes here.
+        metadata = getattr(value, "_metadata", None)
         if metadata is not None:
             encoded["metadata"] = self.encode(metadata, (*path, "_metadata"))
         return encoded

@@ -27,7 +27,7 @@ _CODES = {
     **{f"{u}int{bits}": f"{u.upper() or 'I'}{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)},
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-# The bytes of an element, by code: of "BOOL" 1.
+# The bytes of an element, by code; "BOOL" takes 1.
 _BYTES = {code: int(re.sub(r"_.*|\D", "", code) or 8) // 8 for code in _DTYPES}
 _AS_BYTES = "U8"
 _ALIGNMENT = 64

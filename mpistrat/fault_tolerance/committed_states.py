@@ -46,9 +46,8 @@ class CommittedStates:
         if step not in steps:
             raise RuntimeError(f"step {step} was to be restored, but this rank keeps {steps}")
         self._kept = self._kept[: steps.index(step) + 1]
-        return copied(
-            self._kept[-1][1]
-        )  # the objects that load a state may keep it, and write to it
+        # The objects that load the copy may keep it, and write to it.
+        return copied(self._kept[-1][1])
 
 
 def copied(value: Any, memory: Any = None) -> Any:

@@ -114,9 +114,8 @@ def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Surv
             except Exception as error:
                 if not survivors.has_lost(error):
                     raise
-                traceback.clear_frames(
-                    error.__traceback__
-                )  # its frames hold the model and its memory
+                # The traceback's frames hold the model and its memory.
+                traceback.clear_frames(error.__traceback__)
             except SystemExit as error:
                 remember_raised(error)  # the exit code, for an end without MPI_Finalize
                 raise

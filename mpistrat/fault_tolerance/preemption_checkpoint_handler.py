@@ -218,9 +218,8 @@ class PreemptionCheckpointHandler:
         self._tell(f"{self._saved}; the program ends")
         self._saved = None
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(
-                OSError, ValueError, AttributeError
-            ):  # a closed stream, or None
+            # The program may have closed a stream, or set it to None.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         if self._communicator.size > 1:
             from mpistrat.liveness.ending.job_end import job_end

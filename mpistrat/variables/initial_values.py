@@ -28,9 +28,8 @@ def initial_array(
     read = arrays.detach_read(value)
     if not arrays.is_array(read):
         read = arrays.as_operand(read) if dtype is None else arrays.as_array(read)
-    if getattr(
-        read.dtype, "hasobject", False
-    ):  # its pointers would be sent to other ranks as numbers
+    # Other ranks would get the pointers of an array of objects as numbers.
+    if getattr(read.dtype, "hasobject", False):
         raise TypeError(f"a variable holds numbers, got an array of {read.dtype} objects")
     if shape is not None and tuple(read.shape) != shape:
         raise ValueError(

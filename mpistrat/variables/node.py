@@ -85,14 +85,12 @@ class NodeVariable(PlainVariable):
                 target = self._common.reshape(-1)[part]
             # A new array, because the operand may be a view of this variable's memory in another order.
             value = updated(method, target, operand, self.name)
-        self._communicator.barrier(label=f"{method} to {self.name!r}")  # all ranks have read
+        self._communicator.barrier(label=f"{method} to {self.name!r}")  # then all ranks have read
         target[...] = value
-        self._communicator.barrier(
-            label=f"end of {method} to {self.name!r}"
-        )  # all ranks have written
-        self._view.renew(
-            self._view.written()
-        )  # removes writes of the program to arrays that it read
+        # After this barrier all ranks have written.
+        self._communicator.barrier(label=f"end of {method} to {self.name!r}")
+        # This drops the program's own writes to arrays that it read.
+        self._view.renew(self._view.written())
         return self._array
 
     def _part_of(self, length: int) -> slice:

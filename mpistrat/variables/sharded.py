@@ -196,9 +196,8 @@ class Division:
         array = arrays.as_array(indices)
         if array.ndim != 1:
             raise ValueError(f"indices must be one row of numbers, got shape {list(array.shape)}")
-        if not (
-            arrays.is_integer(array) or not arrays.num_elements(array)
-        ):  # the dtype of [] is no integer
+        # An empty list has a floating dtype.
+        if not (arrays.is_integer(array) or not arrays.num_elements(array)):
             raise TypeError(f"indices must be integers, got {arrays.dtype_name(array)}")
         positions = arrays.to_numpy(array).astype(np.int64, copy=False)
         check_rows(self._name, positions, self.ends[-1])

@@ -61,9 +61,8 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
             f"variable {name!r} of dtype {arrays.dtype_name(array)} needs rows of shape {list(wanted)} "
             f"for {wanted[0]} indices, got {arrays.dtype_name(rows)} of shape {list(rows.shape)}"
         )
-    if wanted[0] and not arrays.is_on_xla(
-        operand.indices
-    ):  # reading XLA's indices would wait for their computation
+    # Reading XLA's indices would wait for their computation.
+    if wanted[0] and not arrays.is_on_xla(operand.indices):
         for index in (int(operand.indices.min()), int(operand.indices.max())):
             if not 0 <= index < array.shape[0]:
                 raise _out_of_bounds(index, array.shape[0], name)
