@@ -95,7 +95,7 @@ def _opened(path: str, so_far: str) -> Iterator[tuple[int, int]]:
         try:
             file = os.open(path, _READ)
         except OSError:
-            _check_kind(path, os.lstat(path))  # its error names a link
+            _check_kind(path, os.lstat(path))  # raises an error that names the kind of file
             raise
     try:
         status = os.fstat(file)
@@ -119,7 +119,7 @@ _KINDS = {
 
 
 def _filled(path: str, file: int, size: int) -> np.ndarray:
-    """Return `size` bytes of a file, uint8[n]; fewer if it ends early. Raises: ValueError if memory is too small."""
+    """Return `size` bytes of a file, uint8[n]; fewer if it ends early. Raises: ValueError without memory for them."""
     # Memory that other processes use now is not subtracted: an older checkpoint would be restored instead of this one.
     most = most_memory() if size > _SURELY_THERE else size
     if size > most:

@@ -39,7 +39,7 @@ def on_ranks(ranks: Sequence[int]) -> str:
 
 
 def free_bytes(path: str) -> str:
-    """Say how many bytes are free on the file system of the folder that contains `path`."""
+    """Say how many bytes are free on the file system of the folder that contains `path`; or that nobody knows."""
     with contextlib.suppress(OSError):
         system = os.statvfs(os.path.dirname(path))
         return f"{system.f_frsize * system.f_bavail} bytes are free"

@@ -19,7 +19,7 @@ from mpistrat.variables.variable import Variable
 
 
 def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states that workers that follow need, without values on servers, before `stored` is loaded here.
+    """Return the states that followers load, without values on servers. Called before `stored` is loaded here.
 
     The result is a deep copy, because objects may take their states apart. It includes one rank's random states.
     """
@@ -59,7 +59,7 @@ def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
 
 
 def after_restore(checkpoint: Checkpoint) -> None:
-    """With parameter servers, let the rank that makes variables send the states that objects have loaded."""
+    """With parameter servers, let the rank that makes variables send the loaded values to the servers."""
     mirroring = checkpoint.strategy.extended.modules.made
     if mirroring is not None:
         mirroring.after_restore(checkpoint.objects.values())

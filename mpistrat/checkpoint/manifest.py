@@ -1,12 +1,12 @@
 """The files of a complete checkpoint. The manifest is written last.
 
-state.json                  rank 0 writes the states that are equal on all ranks, by object
-<object>.safetensors        the arrays of an object's state
-rank-00003.json             rank 3's own states
-rank-00003.safetensors      the arrays of rank 3's own states
-rank-00003-parts.json       where rank 3's parts are in sharded tensors
-rank-00003-parts.safetensors
-manifest.json               sizes and checksums of all other files
+state.json                    the states that are equal on all ranks, by object; rank 0 writes it
+<object>.safetensors          the arrays of an object's state
+rank-00003.json               rank 3's own states
+rank-00003.safetensors        the arrays of rank 3's own states
+rank-00003-parts.json         the places of rank 3's parts in sharded tensors
+rank-00003-parts.safetensors  the values of rank 3's parts
+manifest.json                 sizes and checksums of all other files
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class RandomStates:
     """The states of torch's generators of each replica, and of Python's and NumPy's generators of each rank.
 
-    After a restore, a replica draws on from the replica with its id, whatever rank that was on. If no replica with its
-    id was saved, it gets seeds from its id and from a saved state. A rank does the same with Python's and NumPy's
-    generators: it draws on only if its first replica was the first replica of a rank.
+    After a restore, a replica continues the random numbers of the saved replica with the same id, on any rank. Without
+    such a replica, its seed comes from its id and from a saved state. A rank continues Python's and NumPy's numbers
+    only if its first replica was the first replica of a rank; else it is seeded in the same way.
     """
 
     def __init__(self, strategy: Strategy) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def local_replicas(extended: StrategyExtended) -> dict[str, int]:
-    """Return the entries of a rank's state by name that `StatesOfReplicas` needs to find the rank's replicas."""
+    """Return this rank's first replica, its number of replicas and the total, for `StatesOfReplicas` to find them."""
     return {
         "first_replica": extended.first_replica_id,
         "replicas": extended.num_local_replicas,

@@ -166,9 +166,8 @@ class Elastic:
         self._restored: Any = None  # the state that the next restore() loads
         self._seconds: deque[float] = deque(maxlen=1000)  # durations of the last copies of a state
         self._num_kept = 0
-        self._loss: tuple[list[int], int, float] | None = (
-            None  # (lost ranks, ranks before, when noticed)
-        )
+        # The lost ranks, the number of ranks before, and when this rank noticed the loss.
+        self._loss: tuple[list[int], int, float] | None = None
 
     def strategy(self, **arguments: Any) -> MultiWorkerMirroredStrategy:
         """Make a `MultiWorkerMirroredStrategy` with these arguments, over the ranks that are left.

@@ -22,7 +22,7 @@ def variable_of_node(
 ) -> PlainVariable:
     """Make a `NodeVariable`; make a `PlainVariable` on each rank if the ranks have no common memory for it.
 
-    They have none on a GPU, for an empty array, or if the node lacks it: then rank 0 warns of the reason.
+    A single rank, an array on a GPU and an empty array have none. If the node lacks it, rank 0 warns of the reason.
 
     Called by: every rank of the node, in the same order.
     Args:

@@ -68,9 +68,10 @@ class _SizePartitioner(Partitioner):
 
 
 class MinSizePartitioner(_SizePartitioner):
-    """Splits a variable into shards of `min_shard_bytes`; a shard may be a bit smaller.
+    """Splits a variable into shards of about `min_shard_bytes`.
 
-    The number of shards is the variable's size divided by `min_shard_bytes`, rounded up.
+    The number of shards is the variable's size divided by `min_shard_bytes`, rounded up; at most `max_shards`, and at
+    most one for each row.
 
     Args:
         min_shard_bytes: size of a shard in bytes, 256 KiB by default.
