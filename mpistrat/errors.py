@@ -98,7 +98,7 @@ class AbortedError(OpError):
 
 
 class CancelledError(OpError):
-    """The operation was cancelled before it finished: a scheduled function, because another one failed.
+    """The operation was cancelled before it finished: a scheduled function, because another function failed.
 
     Example, on several ranks::
 

@@ -35,7 +35,8 @@ class Checkpoint:
         objects: by names of your choice, objects with `state_dict()` and `load_state_dict(state)` (torch modules,
             optimizers, schedulers, gradient scalers, distributed datasets, your own), and `mpistrat.Variable`s.
     Raises:
-        TypeError: an object has no state. ValueError: a name is taken, or objects are of several strategies.
+        TypeError: an object has no state.
+        ValueError: a name is taken, or objects are of several strategies.
         RuntimeError: the job has several ranks, and no object belongs to a strategy.
 
     Attributes:

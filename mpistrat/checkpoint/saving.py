@@ -107,7 +107,7 @@ class Saving(abc.ABC):
 
     @abc.abstractmethod
     def _finish(self, written: Written) -> None:
-        """Go on with the save when this rank's files are on disk. Args: written: (bytes, CRC-32) of each file, by name."""
+        """Go on with the save when this rank's files are on disk. Args: written: (bytes, CRC-32) of each by name."""
 
     def _note(self, rank: int) -> str:
         return os.path.join(self.checkpoint.folder, f"written-by-rank-{rank}")

@@ -20,7 +20,10 @@ Key = tuple[Any, ...]  # equal for the same value on every rank; keys sort in th
 
 
 class MirroredThing(NamedTuple):
-    """A mirrored value. `copies` are this rank's, arrays or Python values: one, or one for each of its replicas."""
+    """A value that the strategy keeps equal on its replicas.
+
+    `copies` has this rank's arrays or Python values: one, or one for each of its replicas.
+    """
 
     name: str
     copies: list[Any]

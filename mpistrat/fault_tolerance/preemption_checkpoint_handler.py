@@ -58,8 +58,10 @@ class PreemptionCheckpointHandler:
         termination_config: a TerminationConfig: what announces the end, and how the program ends; None is the default
             one.
     Raises:
-        TypeError: a Checkpoint without a folder. NotImplementedError: variables are on parameter servers.
-        RuntimeError: this is not the main thread, or another job saves to the folder. OSError: the folder cannot be
+        TypeError: a Checkpoint without a folder.
+        NotImplementedError: variables are on parameter servers.
+        RuntimeError: this is not the main thread, or another job saves to the folder.
+        OSError: the folder cannot be
             made.
 
     Example:
@@ -113,7 +115,7 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """Number of calls of `run` and `save_checkpoint_if_preempted`, before restarts, too."""
+        """Number of steps: calls of `run` and `save_checkpoint_if_preempted`, also before restarts."""
         return self._counter.calls
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +196,7 @@ class PreemptionCheckpointHandler:
             self._saved = after
 
     def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
-        """Save, and wait for the disk. Returns: the longest rank's seconds, and the path with a blank, or ""."""
+        """Save, and wait for the disk. Returns: the MAX of all ranks' seconds, and the path with a blank, or ""."""
         began = time.monotonic()
         if self._config.save_fn is not None:
             path = self._config.save_fn(*args, **kwargs)

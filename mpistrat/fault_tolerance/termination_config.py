@@ -36,9 +36,9 @@ class TerminationConfig:
             the time limit. None asks Slurm, in a Slurm job.
         margin: seconds that must be left before the time limit after everything is written, for durations that are not
             measured yet. Twice the longest checkpoint and twice the longest of the last steps are added (each step
-            forgets 1 % of it). The margin is at most half of the time before the limit. After a checkpoint
-            was written or read, it is at most a tenth of that time, or the duration of the longest checkpoint if that
-            is longer.
+            forgets 1 % of it). The margin is at most half of the time before the limit. After a checkpoint was
+            written or read, it is at most a tenth of that time, or the duration of the longest checkpoint if that is
+            longer.
     Raises: TypeError for a value of another type; ValueError for negative seconds or an unknown signal.
 
     Example:

@@ -32,7 +32,8 @@ class Partitioner:
             dtype: dtype of the variable: NumPy's, torch's, or a name.
             axis: axis along which the variable is split.
         Raises:
-            ValueError: `shape` has no such axis. TypeError: a size in `shape` is no integer.
+            ValueError: `shape` has no such axis.
+            TypeError: a size in `shape` is no integer.
         """
         raise NotImplementedError(f"{type(self).__name__} must say how it partitions, in __call__")
 

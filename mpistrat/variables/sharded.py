@@ -30,7 +30,8 @@ class ShardedVariable(Variable):
         variables: list of the shards.
         offsets: list of the first row of each shard.
     Raises:
-        TypeError: `variables` is no list of variables. ValueError: their dtypes or shapes do not fit together.
+        TypeError: `variables` is no list of variables.
+        ValueError: their dtypes or shapes do not fit together.
 
     Example:
         >>> table = ms.ShardedVariable([ms.Variable([1.0, 2.0]), ms.Variable([3.0])], name="table")

@@ -48,7 +48,8 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
     """Return `operand` as `updated` needs it: an array, or IndexedSlices for a scatter method.
 
     Raises:
-        TypeError: it is not numbers, or the dtype of `array` would cut off a part. InvalidArgumentError: its shape or
+        TypeError: it is not numbers, or the dtype of `array` would cut off a part.
+        InvalidArgumentError: its shape or
             dtype does not fit. IndexError: an index is outside the rows.
     """
     if not method.startswith(_SCATTER):

@@ -375,8 +375,9 @@ class SyncOnReadVariable(DistributedVariable):
         self._update_all("assign", state)
 
     def _update(self, method: str, operand: Any) -> Any:
-        """Update this replica's copy inside `run`, or all copies outside. Returns: the new value; None without one.
+        """Update this replica's copy inside `run`, or all copies outside.
 
+        Returns: the new value; None outside `run` with aggregation NONE.
         Raises: NotImplementedError for scatter methods. ValueError outside `run` with aggregation SUM, except for
             `assign`.
         """
