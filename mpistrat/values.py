@@ -72,7 +72,7 @@ def call_with_tensors(
             library = type(value).__module__.partition(".")[0]
             raise TypeError(
                 f"torch's {name} takes tensors, and {_named(leaf)} holds an array of {library}, "
-                f"{arrays.described(value)}: make it of a tensor, or give {name} what torch.as_tensor makes of it"
+                f"{arrays.described(value)}: make it from a tensor, or pass torch.as_tensor of it to {name}"
             )
         return value
 

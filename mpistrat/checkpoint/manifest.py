@@ -123,7 +123,7 @@ def read_manifest(folder: str) -> Manifest:
 def _check_names(files: Mapping[str, Any], ranks: int) -> None:
     """Raise ValueError unless `files` has all files that a checkpoint of `ranks` ranks needs, and no unknown names."""
     if not 0 < ranks < len(files):
-        raise ValueError(f"{len(files)} files are not the files of {ranks} ranks")
+        raise ValueError(f"{len(files)} files cannot be the files of {ranks} ranks")
     needed = {STATE, *(f"{stem_of_rank(rank)}.json" for rank in range(ranks))}
     missing = needed - files.keys()
     if missing:

@@ -75,7 +75,7 @@ class _OfCopies(_OfVariable):
                 )
                 raise ValueError(
                     f"variable {variable.name!r} is ON_READ with aggregation NONE: each of {saved.total} replicas "
-                    f"saved its own copy, and {why}. Start as many, or leave it out of the checkpoint"
+                    f"saved its own copy, and {why}. Start as many replicas, or leave it out of the checkpoint"
                 )
 
 

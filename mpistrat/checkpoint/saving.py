@@ -128,8 +128,8 @@ class ReportingSave(Saving):
             waited = time.monotonic() - since
             if waited > SECONDS_WITHOUT_PROGRESS:
                 raise TimeoutError(
-                    f"{self.checkpoint.folder}, which rank 0 makes, has not been there for {waited:.0f} s, as rank "
-                    f"{self.communicator.rank} sees it"
+                    f"rank {self.communicator.rank} has waited {waited:.0f} s for the folder {self.checkpoint.folder}, "
+                    "and does not see it. Rank 0 makes it: the directory must be on a file system that all ranks see"
                 )
             self.abandoned.wait(_pause_after(waited))
 
@@ -188,8 +188,8 @@ class CompletingSave(Saving):
                 progress, since = seen, now
             if now - since > SECONDS_WITHOUT_PROGRESS:
                 raise TimeoutError(
-                    f"rank {rank} has written nothing to {folder} for {SECONDS_WITHOUT_PROGRESS:g} s, as rank 0 "
-                    "sees it"
+                    f"rank 0 has seen no progress in {folder} for {SECONDS_WITHOUT_PROGRESS:g} s: rank {rank} has "
+                    "not written its files"
                 )
             self.abandoned.wait(_pause_after(now - since))
         written: Written = {}

@@ -128,9 +128,9 @@ def parsed(text: bytes) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
-        raise ValueError("brackets in brackets, too many of them") from None
+        raise ValueError("the JSON is nested too deeply") from None
     except MemoryError:
-        raise ValueError(f"no memory for {len(text)} bytes of JSON") from None
+        raise ValueError(f"there is no memory for {len(text)} bytes of JSON") from None
 
 
 def _refuse_constant(name: str) -> None:

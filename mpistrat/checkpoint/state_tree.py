@@ -171,7 +171,7 @@ def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
 def _of_two(content: Json) -> None:
     check(content, list, "it")
     if len(content) != 2:
-        raise ValueError(f"it has {len(content)} parts, not 2")
+        raise ValueError(f"it has {len(content)} elements, not 2")
 
 
 _MAPPING_KINDS = ("dict", "pairs")

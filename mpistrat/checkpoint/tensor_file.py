@@ -206,7 +206,7 @@ def parse(content: np.ndarray) -> dict[str, StoredArray]:
         end += size
         if entry["data_offsets"] != [begin, end]:
             raise ValueError(
-                f"{name!r:.80} is at {entry['data_offsets']}: byte {begin} follows, and it has {size} bytes"
+                f"{name!r:.80} is at {entry['data_offsets']}: it has {size} bytes, and the next free byte is {begin}"
             )
         dtype, shape = foreign.get(name) or (_DTYPES[entry["dtype"]], entry["shape"])
         stored[name] = StoredArray(dtype, tuple(shape), content[start + begin : start + end])
@@ -239,5 +239,5 @@ _ENTRIES = {str: {"dtype": _known, "shape": _shape, "data_offsets": [COUNT]}}
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.hasobject or dtype.kind == "V":
-        raise ValueError(f"arrays of {name!r:.80} are not kept")
+        raise ValueError(f"a checkpoint cannot keep arrays of dtype {name!r:.80}")
     return dtype

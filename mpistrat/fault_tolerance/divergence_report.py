@@ -58,7 +58,7 @@ def find_divergence(
         when: when the values were compared, for the message.
     """
     communicator = strategy.extended.communicator
-    by_rank = communicator.all_gather_object(digested, label="digests of what is mirrored")
+    by_rank = communicator.all_gather_object(digested, label="digests of mirrored values")
     common = set.intersection(*map(set, by_rank))
     differing = {
         key: copies
@@ -145,9 +145,9 @@ def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
     flats = [arrays.to_host(bits(thing)) for thing in things]
     root, copy = copies.reference
     reference = flats[copy].copy() if communicator.rank == root else np.empty_like(flats[0])
-    communicator.broadcast(reference.view(np.uint8), root, label="one copy of what differs")
+    communicator.broadcast(reference.view(np.uint8), root, label="reference copy of a value")
     found = [difference(flat, reference, like) for flat, like in zip(flats, things, strict=True)]
-    by_rank = communicator.all_gather_object(found, label="differences from it")
+    by_rank = communicator.all_gather_object(found, label="differences from the copy")
     kind = copies._by_rank[root].descriptions[copy]
     return [
         f"{copies.name_of(rank, i)}: {each} on {copies.name_of(root, copy)} ({kind})"

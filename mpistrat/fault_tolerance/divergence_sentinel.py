@@ -73,7 +73,7 @@ class DivergenceSentinel:
         with cross_replica(self._strategy, "DivergenceSentinel.check"):
             with communicator.raising_together():
                 words = self._digest_words()
-            communicator.all_reduce(words, reducing("max", "digest of what is mirrored"))
+            communicator.all_reduce(words, reducing("max", "digest of mirrored values"))
             self._judge(words, f"at a check after {self._calls} calls of backward()")
 
     def words(self) -> np.ndarray:

@@ -61,8 +61,7 @@ class PreemptionCheckpointHandler:
         TypeError: a Checkpoint without a folder.
         NotImplementedError: variables are on parameter servers.
         RuntimeError: this is not the main thread, or another job saves to the folder.
-        OSError: the folder cannot be
-            made.
+        OSError: the folder cannot be made.
 
     Example:
         >>> strategy = ms.OneDeviceStrategy("cpu")

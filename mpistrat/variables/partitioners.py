@@ -35,7 +35,7 @@ class Partitioner:
             ValueError: `shape` has no such axis.
             TypeError: a size in `shape` is no integer.
         """
-        raise NotImplementedError(f"{type(self).__name__} must say how it partitions, in __call__")
+        raise NotImplementedError(f"{type(self).__name__} must define __call__ to partition")
 
 
 class FixedShardsPartitioner(Partitioner):

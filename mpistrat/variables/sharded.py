@@ -116,7 +116,7 @@ class ShardedVariable(Variable):
         if isinstance(first, (int, np.integer)):
             row, size = int(first), self.shape[0]
             if not -size <= row < size:
-                raise IndexError(f"row {row} of {self.name!r}, which has {size} rows")
+                raise IndexError(f"row {row} is outside {self.name!r}: it has {size} rows")
             shard = bisect.bisect_right(self._division.ends, row % size)
             return self.variables[shard].read_value()[(row % size - self.offsets[shard], *rest)]
         return self.read_value()[key]
@@ -196,7 +196,7 @@ class Division:
         """
         array = arrays.as_array(indices)
         if array.ndim != 1:
-            raise ValueError(f"indices must be one row of numbers, got shape {list(array.shape)}")
+            raise ValueError(f"indices must have shape [n], got {list(array.shape)}")
         # An empty list has a floating dtype.
         if not (arrays.is_integer(array) or not arrays.num_elements(array)):
             raise TypeError(f"indices must be integers, got {arrays.dtype_name(array)}")

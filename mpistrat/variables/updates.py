@@ -49,8 +49,8 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
 
     Raises:
         TypeError: it is not numbers, or the dtype of `array` would cut off a part.
-        InvalidArgumentError: its shape or
-            dtype does not fit. IndexError: an index is outside the rows.
+        InvalidArgumentError: its shape or dtype does not fit.
+        IndexError: an index is outside the rows.
     """
     if not method.startswith(_SCATTER):
         return fitting(array, operand, name)

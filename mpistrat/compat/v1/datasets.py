@@ -63,7 +63,7 @@ class NumpyDataset:
 
     def __getitem__(self, index: int) -> Any:
         if not -self._size <= index < self._size:
-            raise IndexError(f"example {index} of {self._size}")
+            raise IndexError(f"example {index} is out of range: there are {self._size}")
         return nest.map_structure(operator.itemgetter(index), self._arrays)
 
     def __iter__(self) -> Iterator[Any]:
