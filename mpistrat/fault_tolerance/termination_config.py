@@ -124,5 +124,5 @@ def _number(name: str | int) -> int:
     except (KeyError, ValueError):
         raise ValueError(f"signals must be names or numbers of signals, got {name!r:.60}") from None
     if number in _NEVER_HANDLED:
-        raise ValueError(f"no program can handle this signal, got {name!r:.60}")
+        raise ValueError(f"signals must be signals that a program can handle, got {name!r:.60}")
     return int(number)
