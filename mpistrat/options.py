@@ -129,7 +129,7 @@ class CommunicationOptions:
         """
         fields = vars(check_options(other))
         changed = {name for name, value in fields.items() if value != getattr(type(self), name)}
-        if changed & _WIRE:  # one replaces the other
+        if changed & _WIRE:  # wire_dtype and wire_format replace each other
             changed |= _WIRE
         return dataclasses.replace(self, **{name: fields[name] for name in changed})
 
@@ -226,7 +226,7 @@ class InputOptions:
             are in use.
         experimental_auto_shard_policy: an `AutoShardPolicy` or its name in any case. (tf.data has it in the dataset's
             own options.)
-    Raises: TypeError or ValueError for a policy, a mode or a buffer size that is none.
+    Raises: ValueError for an unknown policy, or a buffer size below 1; TypeError for another mode.
 
     Example:
         >>> options = ms.InputOptions(experimental_per_replica_buffer_size=4)

@@ -244,7 +244,9 @@ class PassedWhole:
 def select_replica(index: int, structure: Any) -> Any:
     """Return `structure` with each distributed value, but variables, replaced by its component `index`.
 
-    Raises: ValueError if a value has no such component. `index` is the number of a replica on this rank.
+    Args:
+        index: number of a replica on this rank.
+    Raises: ValueError if a value has no such component.
     """
     if isinstance(structure, DistributedValues):
         if isinstance(structure, PassedWhole):

@@ -13,8 +13,8 @@ from mpistrat.variables.variable import DistributedVariable
 class AggregatingVariable(DistributedVariable):
     """A variable with one copy for all replicas of a rank.
 
-    An update inside `run` combines the replicas' operands, and applies them once. Raises: ValueError with aggregation
-    NONE.
+    An update inside `run` combines the replicas' operands, and applies them once.
+    Raises: ValueError for an update inside `run` with aggregation NONE.
     """
 
     def read_value(self) -> Any:
