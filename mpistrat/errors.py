@@ -1,4 +1,4 @@
-"""Exception classes, named as TensorFlow's users know them where they would catch them."""
+"""Exception classes. TensorFlow's users know most of their names from `except` clauses."""
 
 from __future__ import annotations
 
@@ -27,83 +27,206 @@ def __dir__() -> list[str]:
 
 
 class OpError(Exception):
-    """Base of the errors that an operation on distributed values raises."""
+    """The base class of errors that operations on distributed values raise.
+
+    Example:
+        >>> issubclass(ms.errors.OutOfRangeError, ms.errors.OpError)
+        True
+    """
 
 
 class InvalidArgumentError(OpError, ValueError):
-    """Operands do not fit each other (shapes, dtypes, structures)."""
+    """Operands do not fit each other: their shapes, dtypes or structures differ.
+
+    Example:
+        >>> try:
+        ...     ms.Variable([1.0, 2.0]).assign([1.0, 2.0, 3.0])
+        ... except ms.errors.InvalidArgumentError as error:
+        ...     print(error)
+        variable 'Variable' has shape [2], the operand [3]
+    """
 
 
 class NotFoundError(OpError):
-    """A requested entity, a file or a reader, does not exist."""
+    """A file, a reader, a device or another entity that was asked for does not exist.
+
+    Example, on several ranks::
+
+        options = ms.InputOptions(experimental_auto_shard_policy="FILE")
+        try:
+            dataset = strategy.experimental_distribute_dataset(batches, options)
+        except ms.errors.NotFoundError:  # `batches` is no FileDataset
+            dataset = strategy.experimental_distribute_dataset(batches)
+    """
 
 
 class OutOfRangeError(OpError):
-    """The end of an iterator was passed."""
+    """An iterator has no further element.
+
+    Example:
+        >>> iterator = iter(ms.OneDeviceStrategy("cpu").experimental_distribute_dataset([]))
+        >>> try:
+        ...     iterator.get_next()
+        ... except ms.errors.OutOfRangeError as error:
+        ...     print(error)
+        the distributed dataset has ended
+    """
 
 
 class FailedPreconditionError(OpError):
-    """The system is not in the state that the operation needs."""
+    """The system is not in the state that the operation needs; for example, a server gets an update too late.
+
+    Example, on several ranks::
+
+        try:
+            strategy.run(step)
+        except ms.errors.FailedPreconditionError as error:
+            print(error)
+    """
 
 
 class AbortedError(OpError):
-    """The operation was ended by another party."""
+    """Another party has ended the operation. The package does not raise it; programs written for TensorFlow may.
+
+    Example:
+        >>> try:
+        ...     raise ms.errors.AbortedError("the input was closed")
+        ... except ms.errors.OpError as error:
+        ...     print(error)
+        the input was closed
+    """
 
 
 class CancelledError(OpError):
-    """The operation was cancelled before it could finish."""
+    """The operation was cancelled before it finished: a scheduled function, because another function failed.
+
+    Example, on several ranks::
+
+        value = coordinator.schedule(step)
+        try:
+            print(value.fetch())
+        except ms.errors.CancelledError:
+            value = coordinator.schedule(step)
+    """
 
 
 class DeadlineExceededError(OpError):
-    """The operation did not finish within its time limit."""
+    """The operation did not finish within its time limit.
+
+    Example:
+        >>> issubclass(ms.errors.StallError, ms.errors.DeadlineExceededError)
+        True
+    """
 
 
 class StallError(DeadlineExceededError):
-    """Other ranks did not come to a collective within MPISTRAT_STALL_SECONDS; says which, and what they do instead.
+    """Other ranks have not reached a collective within MPISTRAT_STALL_SECONDS; the text names them and their calls.
 
-    Raised with MPISTRAT_ON_STALL=raise, by the ranks that wait; and by those that wait for a rank that
-    an error has made leave the collective. The communicator cannot be used any more.
+    With MPISTRAT_ON_STALL=raise the ranks that wait raise it. Ranks also raise it if they wait for a rank that has left
+    the collective because of an error. The communicator cannot be used any more.
+
+    Example, on several ranks::
+
+        try:
+            loss = strategy.reduce("SUM", loss, axis=None)
+        except ms.errors.StallError as error:
+            print(error)
+            raise
     """
 
 
 class UnavailableError(OpError):
-    """A peer that the operation needs cannot be reached."""
+    """A peer that the operation needs cannot be reached, such as a server that has died.
+
+    Example, on several ranks::
+
+        try:
+            coordinator.join()
+        except ms.errors.UnavailableError as error:  # all workers have died
+            raise SystemExit(f"start the job again: {error}")
+    """
 
 
 class RankLostError(UnavailableError):
-    """A rank of the communicator has failed: nothing moves in it any more. `run_elastic` goes on with the others."""
+    """A rank of the communicator has failed, and the communicator cannot be used any more.
+
+    The training function of `run_elastic` lets the error out: `run_elastic` then goes on with the other ranks.
+
+    Example, on several ranks::
+
+        try:
+            loss = strategy.reduce("SUM", loss, axis=None)
+        except ms.errors.RankLostError:
+            log.close()
+            raise
+    """
 
 
 class TooFewReplicasError(UnavailableError):
-    """Fewer replicas are left than training was to go on with. Raised by all ranks that are left."""
+    """Fewer replicas are left than `min_replicas` of `run_elastic`. All ranks that are left raise it.
+
+    Example:
+        >>> def train(elastic):
+        ...     return elastic.strategy(devices=["cpu"])
+        >>> ms.fault_tolerance.run_elastic(train, min_replicas=2)
+        Traceback (most recent call last):
+        mpistrat.errors.TooFewReplicasError: 1 replicas are left, and min_replicas=2 are wanted. ...
+    """
 
 
 class ClosureInputError(RuntimeError):
-    """A worker could not make what a scheduled function needs of it, such as its dataset.
+    """A worker could not make an input of a scheduled function, such as its dataset.
 
-    Attributes: original: why.
+    Attributes:
+        original: the exception of the function that makes the input; None if there was none.
+
+    Example, on several ranks::
+
+        try:
+            value = coordinator.schedule(step, args=(iterator,)).fetch()
+        except ms.errors.ClosureInputError as error:
+            print(error.original)
     """
 
     original: Exception | None = None
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks called different collectives, or the same one with different operands.
+    """The ranks called different collectives, or the same collective with operands that do not fit each other.
 
-    Raised by every rank of the group, before any bytes move.
+    All ranks of the group raise it, before any bytes move.
 
-    Attributes: raised_by_rank: place and text of each error that ranks have raised in place of a collective, in lines.
+    Attributes:
+        raised_by_rank: lines with the place and the text of each error that a rank raised instead of calling the
+            collective; "" if no rank raised one.
+
+    Example, on several ranks::
+
+        try:
+            total = strategy.reduce("SUM", np.zeros(2 + rank), axis=None)
+        except ms.errors.CollectiveMismatchError as error:
+            print(error)
     """
 
     raised_by_rank = ""
 
 
 class DivergenceError(RuntimeError):
-    """What is mirrored is not equal on all ranks any more. Raised by every rank, with the same text.
+    """Mirrored parameters, buffers, optimizer states or variables are not equal on all ranks any more.
+
+    All ranks raise it, with the same text.
 
     Attributes:
-        name: the first tensor that differs.
-        ranks: which ranks have other bits than the majority; empty where there is no majority.
+        name: name of the first tensor that differs.
+        ranks: ranks with other bits than the majority; empty if there is no majority.
+
+    Example, on several ranks::
+
+        try:
+            loss.backward()  # a DivergenceSentinel compares the ranks
+        except ms.errors.DivergenceError as error:
+            print(error.name, error.ranks)
+            raise
     """
 
     def __init__(self, message: str, name: str = "", ranks: tuple[int, ...] = ()) -> None:
@@ -113,4 +236,12 @@ class DivergenceError(RuntimeError):
 
 
 class TopologyError(RuntimeError):
-    """The environment, the launcher and MPI disagree about who is who."""
+    """The environment, the launcher and MPI disagree about the ranks, or a variable of the environment is wrong.
+
+    Example:
+        >>> cluster = ms.cluster_resolver.ClusterSpec({"worker": ["a", "b"]})
+        >>> resolver = ms.cluster_resolver.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
+        >>> ms.MultiWorkerMirroredStrategy(cluster_resolver=resolver)  # one rank was started
+        Traceback (most recent call last):
+        mpistrat.errors.TopologyError: SimpleClusterResolver says this is rank 0 of 2, MPI says ...
+    """

@@ -1,4 +1,4 @@
-"""Options of collectives, of `run` and of inputs: frozen values that check themselves."""
+"""Options of collectives, of `run` and of inputs: frozen dataclasses that check their fields, and enums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def _is_integer(value: object) -> bool:
 
 
 def _member(kind: type[_E], value: object, argument: str) -> _E:
-    """The member of `kind` that `value` is, or names in any case."""
+    """Return the member of the enum `kind` that `value` is, or names in any case.
+
+    Raises: ValueError, with the name `argument` and all members, for any other value.
+    """
     if isinstance(value, kind):
         return value
     if isinstance(value, str) and value.upper() in kind.__members__:
@@ -28,14 +31,18 @@ def _member(kind: type[_E], value: object, argument: str) -> _E:
 
 
 class CommunicationImplementation(enum.Enum):
-    """By which way a collective moves bytes.
+    """The way by which a collective moves bytes.
 
-    AUTO: by size, whichever has been measured to be the fastest (`strategy.extended.explain()` says what is).
-    RING: from each rank to the next, all-reduces and gathers; the rest through MPI.
-    NCCL: between GPUs, all ranks alike. What lies in host memory goes as with AUTO.
-    HIERARCHICAL: what is large, on GPUs of several nodes: through NCCL within each node, then in slices through MPI
-        between the nodes. All else goes as with AUTO.
-    MPI: everything through MPI's own collectives, without shared memory.
+    AUTO: the way that was measured to be the fastest for the size; `strategy.extended.explain()` names it.
+    RING: all-reduces and gathers go from each rank to the next; other collectives go through MPI.
+    NCCL: through NCCL between GPUs, as one group of ranks. Buffers in host memory go as with AUTO.
+    HIERARCHICAL: large buffers on GPUs of several nodes go through NCCL within each node, then in slices through MPI
+        between the nodes. Other buffers go as with AUTO.
+    MPI: through MPI's own collectives, without shared memory.
+
+    Example:
+        >>> ms.CommunicationOptions(implementation="ring").implementation
+        <CommunicationImplementation.RING: 'RING'>
     """
 
     AUTO = "AUTO"
@@ -50,21 +57,30 @@ class CommunicationOptions:
     """Hints for one collective, or for all collectives of a strategy.
 
     Args:
-        bytes_per_pack: close a bucket of fused arrays once it exceeds this many bytes; 0 puts
-            everything into one bucket per dtype.
-        timeout_seconds: does nothing, and a warning says so; a collective that can never end is ended without it.
-        implementation: a `CommunicationImplementation` or its name in any case; the same on all ranks. Given to a
-            strategy it counts for all that the strategy combines, gradients included.
-        overlap: of a strategy, whether gradients leave, in buckets of `bytes_per_pack` (0: 4 MiB; on a device a
-            sixteenth of all gradients, from 1 to 25 MiB), while `backward()` runs. None: on a device they do; on the
-            host both ways are timed over the first steps, and the faster one stays.
-        wire_dtype: of a strategy, "bfloat16" or "float16" (or torch's, NumPy's): sums of gradients cross the network in
-            it, with error feedback; between ranks that share memory nothing changes. Where a device's own library
-            (NCCL) sums gradients of 32 bits or fewer, they are rounded to it, added up in it, and cast back, without
-            error feedback; otherwise 16-bit gradients are added up as float32 there, too.
-        wire_format: instead, a `mpistrat.wire_formats.WireFormat`, such as `TopK(0.01)`.
+        bytes_per_pack: a bucket of fused arrays is closed once it exceeds this many bytes; 0 puts all arrays of a dtype
+            into one bucket.
+        timeout_seconds: has no effect, and a warning says so; a collective that can never end is ended without it.
+        implementation: a `CommunicationImplementation` or its name in any case; the same on all ranks. A strategy uses
+            it for all values that it combines, gradients included.
+        overlap: for a strategy, whether gradients leave in buckets while `backward()` runs. A bucket has
+            `bytes_per_pack` bytes (0: 4 MiB; on a device a sixteenth of all gradients, from 1 to 25 MiB). None: on a
+            device gradients leave early; on the host the strategy times both ways over the first steps, and keeps the
+            faster one.
+        wire_dtype: for a strategy, "bfloat16" or "float16" (or torch's or NumPy's dtype). Sums of gradients cross the
+            network in this dtype, with error feedback; between ranks that share memory nothing changes. If a device's
+            own library (NCCL) sums gradients of 32 bits or fewer, it rounds them to `wire_dtype`, adds them up in it,
+            and casts them back, without error feedback. Without `wire_dtype`, 16-bit gradients are added up as float32
+            there, too.
+        wire_format: a `mpistrat.wire_formats.WireFormat`, such as `TopK(0.01)`, instead of `wire_dtype`.
+    Raises: TypeError or ValueError for a field of another type or value, and for both `wire_dtype` and `wire_format`.
 
-    `overlap`, `wire_dtype` and `wire_format` do nothing in the options of one collective, and a warning says so.
+    `overlap`, `wire_dtype` and `wire_format` have no effect in the options of one collective, and a warning says so.
+
+    Example:
+        >>> options = ms.CommunicationOptions(bytes_per_pack=1 << 20, implementation="ring")
+        >>> merged = options.merge(ms.CommunicationOptions(bytes_per_pack=1 << 22))
+        >>> merged.bytes_per_pack, merged.implementation.name
+        (4194304, 'RING')
     """
 
     bytes_per_pack: int = 0
@@ -106,16 +122,20 @@ class CommunicationOptions:
         return name
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """These options, overridden by every field of `other` that is not at its default."""
+        """Return these options, overridden by each field of `other` that is not at its default.
+
+        Args:
+            other: further options, or None. Its `wire_dtype` or `wire_format` replaces both fields.
+        """
         fields = vars(check_options(other))
         changed = {name for name, value in fields.items() if value != getattr(type(self), name)}
-        if changed & _WIRE:  # the one takes the place of the other
+        if changed & _WIRE:  # wire_dtype and wire_format replace each other
             changed |= _WIRE
         return dataclasses.replace(self, **{name: fields[name] for name in changed})
 
 
 def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
-    """`options`, the defaults for None; TypeError for anything else."""
+    """Return `options`, or default ones for None. Raises: TypeError for anything else."""
     if options is None:
         return CommunicationOptions()
     if not isinstance(options, CommunicationOptions):
@@ -124,7 +144,7 @@ def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
 
 
 def implementation_of(options: CommunicationOptions | None) -> CommunicationImplementation:
-    """By which way `options` have bytes move; TypeError for what are none."""
+    """Return the implementation that `options` name; AUTO for None. Raises: TypeError if they are no options."""
     implementation = check_options(options).implementation
     assert isinstance(implementation, CommunicationImplementation)
     return implementation
@@ -133,15 +153,25 @@ def implementation_of(options: CommunicationOptions | None) -> CommunicationImpl
 def CollectiveHints(  # noqa: N802 - the deprecated name that tf.distribute keeps
     bytes_per_pack: int = 0, timeout_seconds: float | None = None
 ) -> CommunicationOptions:
-    """Deprecated spelling of `CommunicationOptions(bytes_per_pack, timeout_seconds)`."""
+    """Return `CommunicationOptions(bytes_per_pack, timeout_seconds)`: a deprecated name.
+
+    Example:
+        >>> ms.experimental.CollectiveHints(bytes_per_pack=1 << 20).bytes_per_pack
+        1048576
+    """
     return CommunicationOptions(bytes_per_pack, timeout_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Options of `Strategy.run`, which do nothing: a run that is given some says so once.
+    """Options of `Strategy.run`. They have no effect, and a warning says so once.
 
-    `run` calls functions as they are, with whatever shapes come. XLA compiles steps for each set of shapes.
+    `run` calls functions as they are, with arrays of any shapes. XLA compiles steps for each set of shapes.
+
+    Example:
+        >>> options = ms.RunOptions(experimental_xla_options=None)
+        >>> options.experimental_enable_dynamic_batch_size
+        True
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -150,19 +180,29 @@ class RunOptions:
 
 
 class InputReplicationMode(enum.Enum):
-    """Whether an input function is called once per worker or once per replica."""
+    """Whether an input function is called once for each worker, or once for each replica.
+
+    Example:
+        >>> mode = ms.InputReplicationMode.PER_REPLICA
+        >>> ms.InputOptions(experimental_replication_mode=mode).experimental_replication_mode.name
+        'PER_REPLICA'
+    """
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
 
 
 class AutoShardPolicy(enum.Enum):
-    """How workers share a dataset out. Each rank of a MultiWorkerMirroredStrategy is a worker.
+    """How workers share a dataset. Each rank of a MultiWorkerMirroredStrategy is a worker.
 
     AUTO: FILE for a `mpistrat.input.FileDataset`, else DATA.
-    FILE: each worker reads files of its own, of which there are at least as many as workers.
-    DATA: every worker takes its part of each global batch.
-    OFF: every worker reads everything.
+    FILE: each worker reads its own files. There must be at least as many files as workers.
+    DATA: each worker takes its part of each global batch.
+    OFF: each worker reads the whole dataset.
+
+    Example:
+        >>> ms.InputOptions(experimental_auto_shard_policy="data").experimental_auto_shard_policy
+        <AutoShardPolicy.DATA: 'DATA'>
     """
 
     AUTO = "AUTO"
@@ -176,14 +216,22 @@ class InputOptions:
     """Options of distributed inputs.
 
     Args:
-        experimental_fetch_to_device: move batches to the replica's device; None means True.
-        experimental_replication_mode: one input pipeline per worker, or per replica.
-        experimental_place_dataset_on_device: does nothing, and a warning says so; TensorFlow takes it with PER_REPLICA.
-        experimental_per_replica_buffer_size: batches of each replica on their way to a GPU, or read ahead, where
-            another thread reads (files, examples of an object): there are at least 4 of them, and another 5 of files
-            of a rank's own. Memory that the source has pinned must not be used again by it while they are.
+        experimental_fetch_to_device: whether batches are moved to the replica's device; None means True.
+        experimental_replication_mode: an `InputReplicationMode`: one input pipeline for each worker, or for each
+            replica.
+        experimental_place_dataset_on_device: has no effect, and a warning says so; TensorFlow uses it with PER_REPLICA.
+        experimental_per_replica_buffer_size: number of batches for each replica that are on their way to a GPU, or read
+            ahead by another thread (of files, or of examples of an object). Such a thread reads at least 4 batches
+            ahead, and 5 more from a rank's own files. The source must not reuse its pinned memory while these batches
+            are in use.
         experimental_auto_shard_policy: an `AutoShardPolicy` or its name in any case. (tf.data has it in the dataset's
             own options.)
+    Raises: ValueError for an unknown policy, or a buffer size below 1; TypeError for another mode.
+
+    Example:
+        >>> options = ms.InputOptions(experimental_per_replica_buffer_size=4)
+        >>> options.experimental_fetch_to_device, options.experimental_per_replica_buffer_size
+        (None, 4)
     """
 
     experimental_fetch_to_device: bool | None = None

@@ -1,4 +1,4 @@
-"""Distributed values: one component for each replica of this rank, and how they are made and taken apart."""
+"""Distributed values: one component for each replica of this rank, and functions that build and split them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpistrat.context import current_local_replica, per_thread
 
 
 class ReadsAsArray:
-    """Stands for an array where NumPy or torch takes one. A subclass says for which, in `_read`."""
+    """A value that NumPy and torch take as an array. A subclass implements `_read`, to return the array."""
 
     def _read(self) -> Any:
         raise NotImplementedError
@@ -27,7 +27,7 @@ class ReadsAsArray:
         array = arrays.as_array(self._read())
         return np.asarray(array) if isinstance(array, np.generic) else array
 
-    def __dlpack__(self, **how: Any) -> Any:  # torch.as_tensor, torch.tensor, from_dlpack
+    def __dlpack__(self, **how: Any) -> Any:  # for torch.as_tensor, torch.tensor and from_dlpack
         array = self._read_array()
         try:
             return array.__dlpack__(**how)
@@ -51,13 +51,13 @@ class ReadsAsArray:
 def call_with_tensors(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A function of torch, called with what the distributed values among its arguments read as.
+    """Call a function of torch with tensors in place of the distributed values among its arguments.
 
-    Raises: TypeError where one reads as an array of another library, or where the function would write to one.
+    Raises: TypeError if a distributed value holds an array of another library, or if the function would write to one.
     """
     import torch
 
-    # torch.compile, which traces this, does not know the names of torch's functions.
+    # torch.compile traces this code, and does not know the names of torch's functions.
     name = "function" if torch.compiler.is_compiling() else getattr(func, "__name__", repr(func))
 
     def refuse(leaf: ReadsAsArray) -> None:
@@ -72,7 +72,7 @@ def call_with_tensors(
             library = type(value).__module__.partition(".")[0]
             raise TypeError(
                 f"torch's {name} takes tensors, and {_named(leaf)} holds an array of {library}, "
-                f"{arrays.described(value)}: make it of a tensor, or give {name} what torch.as_tensor makes of it"
+                f"{arrays.described(value)}: make it from a tensor, or pass torch.as_tensor of it to {name}"
             )
         return value
 
@@ -81,7 +81,7 @@ def call_with_tensors(
     return func(*tensors, **{key: _mapped(read, value) for key, value in kwargs.items()})
 
 
-# Functions that write to other arguments than the first: to which, and by which keyword.
+# Functions that write to other arguments than the first: the keyword that makes them write, and their positions.
 _WRITES_BY_KEYWORD = {
     "batch_norm": ("training", slice(1, 3)),
     "instance_norm": ("use_input_stats", slice(1, 3)),
@@ -91,7 +91,7 @@ _WRITES_BY_KEYWORD = {
 
 
 def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """The arguments to which a function of torch writes."""
+    """Return the arguments, besides `out`, that a function of torch writes to; an empty sequence if there are none."""
     if kwargs.get("inplace") or (name[-1:] == "_" and name[-2:] != "__"):
         return [*args, *kwargs.values()][:1]
     keyword, positions = _WRITES_BY_KEYWORD.get(name, ("", slice(0)))
@@ -101,7 +101,10 @@ def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seque
 
 
 def _mapped(fn: Callable[[ReadsAsArray], Any], argument: Any) -> Any:
-    """`argument`, with `fn` of each distributed value in its place. No `nest`, of whose caches torch.compile warns."""
+    """Return `argument` with `fn(value)` in place of each distributed value, in lists and tuples, too.
+
+    It does not use `nest`, because torch.compile warns of the caches there.
+    """
     if isinstance(argument, ReadsAsArray):
         return fn(argument)
     if isinstance(argument, (list, tuple)):
@@ -119,11 +122,15 @@ def _named(value: ReadsAsArray) -> str:
 class DistributedValues(ReadsAsArray):
     """A value with a component on each replica of this rank.
 
-    Inside `run` it stands for its replica's component, where NumPy or torch takes an array. Outside, that is a
-    ValueError.
+    Inside `run` NumPy and torch take it as its replica's component. Outside `run` this raises ValueError.
 
     Attributes:
-        values: the components, in replica order.
+        values: tuple of the components, in replica order.
+
+    Example:
+        >>> values = ms.DistributedValues([np.arange(2), np.arange(3)])
+        >>> [component.shape for component in values.values]
+        [(2,), (3,)]
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -152,10 +159,18 @@ class DistributedValues(ReadsAsArray):
 
 
 class PerReplica(DistributedValues):
-    """Components that differ from replica to replica; together they have no single value.
+    """A distributed value whose components differ between replicas; as a whole it has no single value.
 
-    Take them apart with `strategy.experimental_local_results`, or combine them with
-    `strategy.reduce` or `strategy.gather`. Inside `run` it converts to its replica's component.
+    `strategy.experimental_local_results` splits it into components; `strategy.reduce` and `strategy.gather` combine
+    them. Inside `run` it converts to its replica's component.
+
+    Example:
+        >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> ids = strategy.run(lambda: np.array(ms.get_replica_context().replica_id_in_sync_group))
+        >>> isinstance(ids, ms.PerReplica), strategy.experimental_local_results(ids)
+        (True, (array(0), array(1)))
+        >>> strategy.reduce("SUM", ids, axis=None)
+        array(1)
     """
 
 
@@ -182,7 +197,7 @@ _OTHERS = ("neg", "pos", "abs", "lt", "le", "gt", "ge", "getitem")
 
 
 class ActsAsArray(ReadsAsArray):
-    """Has the operators and conversions of what it reads as, too."""
+    """A value that also has the operators and conversions of the array that it stands for."""
 
     __array_priority__ = 1000  # NumPy arrays leave `array + self` to our __radd__
 
@@ -203,7 +218,15 @@ for _name in _BINARY:
 
 
 class Mirrored(ActsAsArray, DistributedValues):
-    """Components that are equal on every replica; it stands for any of them."""
+    """A distributed value whose components are equal on all replicas; it stands for any of them, outside `run`, too.
+
+    Attributes and methods that it does not have itself come from the component.
+
+    Example:
+        >>> learning_rate = ms.Mirrored([np.float32(0.5), np.float32(0.5)])  # for two replicas
+        >>> float(learning_rate), float(2 * learning_rate)
+        (0.5, 1.0)
+    """
 
     def _read(self) -> Any:
         return self._values[current_local_replica() or 0]
@@ -215,11 +238,16 @@ class Mirrored(ActsAsArray, DistributedValues):
 
 
 class PassedWhole:
-    """Marks distributed values that `run` hands to every replica whole: variables."""
+    """Marks distributed values that `run` passes to every replica as a whole: variables."""
 
 
 def select_replica(index: int, structure: Any) -> Any:
-    """`structure` with every distributed value replaced by the component of local replica `index`."""
+    """Return `structure` with each distributed value, but variables, replaced by its component `index`.
+
+    Args:
+        index: number of a replica on this rank.
+    Raises: ValueError if a value has no such component.
+    """
     if isinstance(structure, DistributedValues):
         if isinstance(structure, PassedWhole):
             return structure
@@ -236,15 +264,18 @@ def select_replica(index: int, structure: Any) -> Any:
 
 
 def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
-    """Combine what the replicas of this rank returned, or passed, into one structure of distributed values.
+    """Combine the results of this rank's replicas into one structure of distributed values.
 
-    The first replica's structure drives; the others must match it (AssertionError). A leaf that is
-    the same object on all replicas stays itself, others become `PerReplica`. So do all Python numbers: whether two
-    equal ones are one object is chance, and what `reduce(SUM, n_correct)` gives must not depend on it.
+    The first replica's result gives the structure. A leaf that is the same object on all replicas stays itself; other
+    leaves become `PerReplica`. Python numbers always become `PerReplica`: whether equal numbers are one object is
+    chance, and the result of `reduce(SUM, n_correct)` must not depend on it.
 
+    Called by: `run` and `merge_call`.
     Args:
-        values: one result per replica.
-        always_wrap: wrap every leaf, also for a single replica.
+        values: one result for each replica.
+        always_wrap: wrap every leaf, also of a single replica. Without it a single replica's result is returned as it
+            is.
+    Raises: AssertionError if the replicas' structures differ.
     """
     first = values[0]
     if len(values) == 1 and not always_wrap:
@@ -257,7 +288,10 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
 
 
 def _children(value: Any, values: Sequence[Any]) -> list[Any]:
-    """The parts of one of `values`, in the order of the first one's. Raises: AssertionError: they differ."""
+    """Return the parts of `value`, a replica's list, tuple or mapping, in the order of the first replica's parts.
+
+    Raises: AssertionError if it has another structure than the first of `values`.
+    """
     first = values[0]
     if isinstance(first, Mapping):
         if isinstance(value, Mapping) and set(value) == set(first):

@@ -1,4 +1,4 @@
-"""The objects of a checkpoint, by name, and their states."""
+"""`Checkpoint`: the objects that are saved together, by name, and their states in memory."""
 
 from __future__ import annotations
 
@@ -26,22 +26,39 @@ _STRATEGY, RANDOM, _RESIDUALS = "strategy", "random", "residuals"
 class Checkpoint:
     """The objects of a checkpoint: their states are saved and restored together.
 
-    Made in a strategy's `scope()`, or of at least one object that is a strategy's: a mirrored module, an optimizer of
-    its parameters, a distributed dataset, a variable. Rank 0 then saves variables that were made outside any scope,
+    It is made in a strategy's `scope()`, or from at least one object of a strategy: a mirrored module, an optimizer of
+    its parameters, a distributed dataset, or a variable. Rank 0 then saves variables that were made outside any scope,
     like other objects, and all ranks restore them.
 
+    Made by: every rank.
     Args:
         objects: by names of your choice, objects with `state_dict()` and `load_state_dict(state)` (torch modules,
             optimizers, schedulers, gradient scalers, distributed datasets, your own), and `mpistrat.Variable`s.
     Raises:
-        TypeError: an object has no state. ValueError: a name is taken, or objects are of several strategies.
-        RuntimeError: the job has several ranks, and none of the objects is a strategy's.
+        TypeError: an object has no state.
+        ValueError: a name is taken, or objects are of several strategies.
+        RuntimeError: the job has several ranks, and no object belongs to a strategy.
 
     Attributes:
         objects: the objects of Args; "random", the generators of torch, Python and NumPy; "strategy", the settings of a
-            deterministic job; and, with a wire format, "residuals", the rests that it holds back. Others may be added,
-            on all ranks, and any may be deleted.
+            deterministic job; and, with a wire format, "residuals", the parts of gradients that it holds back. A
+            program may add objects, on all ranks, and may delete any.
         strategy: the strategy of the objects.
+
+    Example:
+        >>> model = ms.OneDeviceStrategy("cpu").prepare(torch.nn.Linear(2, 1))
+        >>> checkpoint = ms.checkpoint.Checkpoint(model=model)
+        >>> state = checkpoint.state_dict()
+        >>> checkpoint.load_state_dict(state)  # without files
+        >>> sorted(checkpoint.stateful_objects())
+        ['model', 'random', 'strategy']
+
+    Example:
+        >>> checkpoint = ms.checkpoint.Checkpoint(counts=ms.Variable([1, 2]))
+        >>> checkpoint.check_alike("save")  # raises if optimizers differ between ranks
+        >>> [name for name, state in checkpoint.common_states()]
+        ['strategy', 'counts']
+        >>> exchanged, local = checkpoint.rank_states()
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -60,9 +77,9 @@ class Checkpoint:
         self.stateful_objects()
 
     def stateful_objects(self) -> dict[str, Any]:
-        """`objects`, checked; an object with a state stands for each variable.
+        """Return `objects` after a check. In place of a variable it has an object with the state methods.
 
-        Raises: TypeError or ValueError for objects that cannot be saved.
+        Raises: TypeError for an object without a state; ValueError for a name that is no identifier.
         """
         for name in self.objects:
             if not (isinstance(name, str) and name.isidentifier()):
@@ -72,13 +89,16 @@ class Checkpoint:
         return {name: stateful(name, value) for name, value in self.objects.items()}
 
     def common_states(self) -> Iterator[tuple[str, Any]]:
-        """Name and common state of each object that has one. Called by: every rank."""
+        """Yield the name and common state of each object that has one: a state that is equal on all ranks.
+
+        Called by: every rank.
+        """
         for name, value in self.stateful_objects().items():
             if has_common_state(value):
                 yield name, value.state_dict()
 
     def rank_states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """This rank's own states, in two dictionaries by object: exchanged states, and local states.
+        """Return this rank's own states in two dicts by object name: exchanged states, and local states.
 
         `run_elastic` sends the exchanged states to other ranks. Local states are too large for that: their objects have
         `stays_with_rank = True`.
@@ -92,9 +112,12 @@ class Checkpoint:
         return exchanged, local
 
     def check_alike(self, purpose: Literal["save", "restore"]) -> None:
-        """Raise ValueError on all ranks where optimizers, schedulers or gradient scalers differ between ranks.
+        """Check that optimizers, schedulers and gradient scalers are alike on all ranks.
 
-        Called by: every rank. Args: purpose: before a "restore" only the parameters of optimizers are compared.
+        Called by: every rank.
+        Args:
+            purpose: "save" or "restore"; before a "restore" only the parameters of optimizers are compared.
+        Raises: ValueError on all ranks if objects differ between ranks.
         """
         if "torch" in sys.modules:
             from mpistrat.pytorch.modules.preparing import check_alike
@@ -102,12 +125,12 @@ class Checkpoint:
             check_alike(self.strategy.extended, self.objects, purpose)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all objects, in memory: it shares the arrays that the objects' own `state_dict()`s share.
+        """Return the states of all objects, in memory. They share arrays as the objects' `state_dict()`s do.
 
         Called by: every rank.
         Returns: {"common": {name: state}, "ranks": {this rank: {name: state}}, "local": {name: state}}. "common" has
-            the states that are the same on all ranks. "ranks" has this rank's exchanged states, and "local" its local
-            ones, as of `rank_states`. The caller may add other ranks' states to "ranks".
+            the states that are equal on all ranks. "ranks" has this rank's exchanged states, and "local" its local
+            states; see `rank_states`. The caller may add other ranks' states to "ranks".
         """
         with outside_replica_block(self.strategy):
             exchanged, local = self.rank_states()
@@ -116,13 +139,15 @@ class Checkpoint:
         return {"common": common, "ranks": {rank: exchanged}, "local": local}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of `state_dict`, on this or on another number of ranks. Called by: every rank.
+        """Restore a state of `state_dict`, on the same or on another number of ranks.
 
-        An object with the attribute `may_be_absent = True` is left alone where there is no state of it, as in a
-        checkpoint that an earlier version of the program has saved.
-        Raises: before anything is loaded, KeyError when the state of an object is missing, and ValueError on all ranks
-            where an optimizer has other parameters on another rank; then the errors of the objects. On another number
-            of ranks the errors are as of `CheckpointManager.restore`.
+        An object with the attribute `may_be_absent = True` is left alone if the checkpoint has no state of it. An
+        earlier version of the program may have saved such a checkpoint.
+
+        Called by: every rank.
+        Raises: before anything is loaded, KeyError if the state of an object is missing, and ValueError on all ranks if
+            an optimizer has other parameters on another rank. Later, the errors of the objects. On another number of
+            ranks, also the errors of `CheckpointManager.restore`.
         """
         with outside_replica_block(self.strategy):
             self.check_alike("restore")
@@ -138,7 +163,10 @@ class Checkpoint:
                     value.load_rank_state_dicts(states)
 
     def _objects_of(self, common: Mapping[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:
-        """The objects with a state. Raises: KeyError for another object, unless it has `may_be_absent = True`."""
+        """Return the objects that have a state in the checkpoint, by name.
+
+        Raises: KeyError for an object without a state there, unless it has `may_be_absent = True`.
+        """
         found = {}
         for name, value in self.stateful_objects().items():
             known = common if has_common_state(value) else of_rank
@@ -152,12 +180,12 @@ class Checkpoint:
 
 
 def _of_object(ranks: Mapping[int, Mapping[str, Any]], name: str) -> Mapping[int, Any]:
-    """The states of one object, by the ranks that saved."""
+    """Return the rank states of one object, by the ranks that saved them. They are read on demand."""
     return LazyMapping(ranks, lambda rank: ranks[rank][name])
 
 
 def _strategy_of(objects: Mapping[str, Any]) -> Strategy:
-    """The strategy of the objects: its ranks save together. Objects made outside any strategy have none."""
+    """Return the strategy of the objects. Raises: ValueError for several; RuntimeError for none on several ranks."""
     found = {name: _known_strategy(value) for name, value in objects.items()}
     found["the scope"] = get_strategy()
     known = {
@@ -183,7 +211,7 @@ def _ranks_of_job() -> int:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         return mpi.COMM_WORLD.size
-    if rank_pid():  # a child: the claim is of the rank that has started it
+    if rank_pid():  # a child process: the launcher's claim is for the rank that has started it
         return 1
     return getattr(read_claim(), "size", None) or 1
 

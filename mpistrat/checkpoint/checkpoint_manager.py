@@ -1,4 +1,4 @@
-"""Saves checkpoints into a directory, keeps the newest, and restores them."""
+"""`CheckpointManager`: saves checkpoints into a directory, keeps the newest ones, and restores them."""
 
 from __future__ import annotations
 
@@ -31,23 +31,43 @@ _LONGEST_PAUSE = 0.05
 
 _managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
-_Restored = tuple[str | None, dict[str, Any] | None]  # a checkpoint's path, and what followers load
+# A checkpoint's path, and the states for followers.
+_Restored = tuple[str | None, dict[str, Any] | None]
 
 
 class CheckpointManager:
-    """The checkpoints of one directory.
+    """The checkpoints of one directory: saves them, restores them, and deletes old ones.
 
-    Each is a folder, `step-00000120`. It appears under that name when all of it is on disk, so that a job that is
-    killed leaves the previous one whole. Rank 0 writes the states that are the same on all ranks, and each rank writes
-    its own states. Made by every rank; `claim`, `save`, `wait`, `restore` and `restore_or_initialize` are called by
-    every rank, outside `run`, and their errors are raised on all ranks. With parameter servers, `save` is one rank's:
-    it waits for no other, and its errors are raised there alone.
+    Each checkpoint is a folder, such as `step-00000120`. The folder gets that name when all of it is on disk, so that a
+    job that is killed leaves the previous checkpoint whole. Rank 0 writes the states that are equal on all ranks, and
+    each rank writes its own states.
+
+    Every rank makes a manager, and calls `claim`, `save`, `wait`, `restore` and `restore_or_initialize`, outside `run`.
+    Their errors are raised on all ranks. With parameter servers one rank alone calls `save`: it waits for no other
+    rank, and raises its errors alone.
 
     Args:
         checkpoint: the objects that are saved.
-        directory: on a file system that all ranks see; made by `claim` or the first
-            `save`. One job at a time may save there.
-        keep: how many complete checkpoints stay, the newest.
+        directory: a folder on a file system that all ranks see. `claim` or the first `save` makes it. One job at a time
+            may save there.
+        keep: number of complete checkpoints that stay: the newest.
+    Raises: TypeError if `checkpoint` is no Checkpoint; ValueError if `keep` is no int from 1 on.
+
+    Example:
+        >>> model = ms.OneDeviceStrategy("cpu").prepare(torch.nn.Linear(2, 1))
+        >>> manager = ms.checkpoint.CheckpointManager(ms.checkpoint.Checkpoint(model=model), "saved", keep=2)
+        >>> path = manager.save(120, wait=False)  # a thread writes it
+        >>> manager.wait()
+        >>> manager.latest_checkpoint == path and path
+        '...saved...step-00000120'
+
+    Example:
+        >>> manager = ms.checkpoint.CheckpointManager(ms.checkpoint.Checkpoint(n=ms.Variable(1)), "counts")
+        >>> manager.claim()  # fails now, and not at the first save, if another job saves there
+        >>> print(manager.restore_or_initialize())  # no checkpoint yet
+        None
+        >>> manager.restore(manager.save(1)), len(manager.checkpoints), manager.seconds_to_save > 0
+        (None, 1, True)
     """
 
     def __init__(
@@ -65,7 +85,7 @@ class CheckpointManager:
         self._snapshots = Snapshots()
         self._saving: Saving | None = None
         self._claimed = False
-        self._rank0_directory: OpenDirectory | None = None  # None on the other ranks
+        self._rank0_directory: OpenDirectory | None = None  # None on other ranks than 0
         self._seconds_to_save = 0.0  # of earlier saves
         _managers.add(self)
         _report_unraised_at_exit()
@@ -81,22 +101,23 @@ class CheckpointManager:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The newest complete checkpoint, as this rank sees it now. Not collective."""
+        """Path of the newest complete checkpoint, as this rank sees it now; None if there is none. Not collective."""
         return next(reversed(self.checkpoints), None)
 
     @property
     def seconds_to_save(self) -> float:
-        """The longest time so far from the begin of a `save` until it was on disk; 0.0 before.
+        """Longest duration of a save, in seconds, until its files were on disk; 0.0 before the first.
 
-        Not collective. After `wait` it is the longest of all ranks; of a save that is under way it is this rank's.
-        Saves that failed do not count.
+        The time begins with the call of `save`. It is not collective. After `wait` it is the longest of all ranks; for
+        a save that is under way it is this rank's. Saves that failed do not count.
         """
         return max(self._seconds_to_save, 0.0 if self._saving is None else self._saving.seconds)
 
     def claim(self) -> None:
-        """Make the directory, and be the job that saves there, now rather than at the first `save`.
+        """Make the directory, and lock it for this job, now instead of at the first `save`.
 
-        Raises: RuntimeError when another job saves there; FileNotFoundError when a rank does not see it; OSError.
+        Raises: RuntimeError if another job saves there; FileNotFoundError if a rank does not see the directory;
+            OSError.
         """
         communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.claim")
@@ -122,16 +143,17 @@ class CheckpointManager:
         self._claimed = True
 
     def save(self, step: int | None = None, *, wait: bool = True) -> str:
-        """Save all objects of the checkpoint.
+        """Save all objects of the checkpoint, after waiting for a save that is still under way.
 
-        A save that is still under way is waited for.
+        Called by: every rank.
         Args:
-            step: a number of steps done, the same on all ranks; None is one more than the newest checkpoint's.
-            wait: False returns when the state is copied in memory; a thread writes it. The next `save` or `wait` raises
-                the errors of that thread. The program does not end before it is written.
-        Returns: where it is, or will be. With parameter servers the chief, or the first worker that is alive, saves,
-            while the servers change nothing; other workers return at once, with the newest that there is.
-        Raises: ValueError where optimizers, torch's schedulers or gradient scalers differ between ranks.
+            step: number of steps done, the same on all ranks; None is one more than the newest checkpoint's step.
+            wait: whether to return only when the checkpoint is on disk. With False it returns when the state is copied
+                in memory, and a thread writes the copy. The next `save` or `wait` raises the thread's errors. The
+                program does not end before the thread.
+        Returns: the checkpoint's path. With parameter servers the chief, or the first live worker, saves while the
+            servers change nothing; other workers return at once, with the newest checkpoint's path.
+        Raises: ValueError if optimizers, torch's schedulers or gradient scalers differ between ranks.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.save"):
             began = time.monotonic()
@@ -140,7 +162,7 @@ class CheckpointManager:
             self.wait()
             self.claim()
             self.checkpoint.check_alike("save")
-            # Some states are collective.
+            # Some objects compute their states by a collective.
             with self._communicator.raising_together(), self._role.unchanging():
                 state = self.checkpoint.state_dict()
             checkpoint, files = self._prepare_save(step, state)
@@ -160,9 +182,9 @@ class CheckpointManager:
     def _prepare_save(
         self, step: int | None, state: Mapping[str, Any]
     ) -> tuple[UnfinishedCheckpoint, Files]:
-        """Copy the state of this rank, and have rank 0 reserve the checkpoint's names. Called by: every rank.
+        """Copy the state of this rank, and let rank 0 reserve the checkpoint. Called by: every rank.
 
-        One message (`_agreed`) and no disk: training stands still meanwhile.
+        Training stands still meanwhile, so it sends one message (`_agreed`) and does not use the disk.
         """
         reserved: UnfinishedCheckpoint | None = None
         error: Exception | None = None
@@ -177,13 +199,13 @@ class CheckpointManager:
             except Exception as failed:
                 error = failed
             agreed = self._agreed(step, reserved, error)
-            undo.pop_all()  # nothing is given up
+            undo.pop_all()  # keeps the reservation
         return agreed, files
 
     def _agreed(
         self, step: int | None, reserved: UnfinishedCheckpoint | None, error: Exception | None
     ) -> UnfinishedCheckpoint:
-        """The checkpoint that rank 0 has reserved. Raises: on all ranks, where one of them has an error."""
+        """Return rank 0's reservation. Raises: on all ranks, if a rank has an error, or if the steps differ."""
         entry = step, error is None, reserved
         entries = self._communicator.all_gather_object(entry, label="begin of a checkpoint")
         steps, are_well, checkpoints = zip(*entries, strict=True)
@@ -194,7 +216,11 @@ class CheckpointManager:
         return checkpoints[0]
 
     def wait(self) -> None:
-        """Return when the last save is on disk. Raises: on all ranks, the error that kept it from getting there."""
+        """Return when the last save is on disk; at once if there is none.
+
+        Called by: every rank.
+        Raises: on all ranks, the error that kept the checkpoint from the disk.
+        """
         saving = self._saving
         if saving is None:
             return
@@ -202,14 +228,14 @@ class CheckpointManager:
         self._seconds_to_save = max(self._seconds_to_save, *seconds)
         self._saving = None
         if not all(are_well):
-            self._claimed = False  # the directory may not be what it was
+            self._claimed = False  # the directory may have changed or gone
             if self._rank0_directory is not None:
                 self._rank0_directory.give_up(saving.checkpoint)
         failure = f"could not write its part of {saving.checkpoint.path}"
         self._communicator.raise_any(saving.error, failure)
 
     def _outcomes(self, saving: Saving) -> list[SavingProgress]:
-        """The progress of all ranks, by rank, once all have finished."""
+        """Return the progress of all ranks, by rank, once all have finished. Called by: every rank."""
         pause = 0.001
         while True:
             progress = saving.progress()
@@ -228,31 +254,36 @@ class CheckpointManager:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Restore all objects from a checkpoint of any number of ranks.
+        """Restore all objects from a checkpoint that any number of ranks has saved.
 
-        Rank 0's `path` is everybody's. Saved states of other objects are left alone. After an error, some objects may
-        have been restored. With parameter servers the chief, or worker 0, reads it, and other workers wait for that.
-        Raises: ValueError for a checkpoint that is damaged, naming the file. Before anything is restored, KeyError when
-            the checkpoint has no state of an object; and ValueError where an optimizer has other parameters on another
-            rank, or where a deterministic job has more or fewer replicas or threads. Later, ValueError with more or
-            fewer ranks, for an input that each rank reads for itself (a dataset function, `local_batches=True`, or
-            `AutoShardPolicy.OFF` on several ranks); ValueError with more or fewer replicas, for an ON_READ variable
-            with aggregation NONE; and the errors of the objects.
+        All ranks use rank 0's `path`. Saved states of other objects are left alone. After an error, some objects may
+        have been restored. With parameter servers the chief, or worker 0, reads the checkpoint, and other workers wait
+        for it.
+
+        Called by: every rank.
+        Raises: ValueError for a damaged checkpoint, with the name of the file.
+            Before anything is restored: KeyError if the checkpoint has no state of an object; ValueError if an
+                optimizer has other parameters on another rank, or if a deterministic job has more or fewer replicas or
+                threads.
+            Later: ValueError on another number of ranks, for an input that each rank reads for itself (a dataset
+                function, `local_batches=True`, or `AutoShardPolicy.OFF` on several ranks); ValueError on another number
+                of replicas, for an ON_READ variable with aggregation NONE; and the errors of the objects.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore"):
             self._restore(functools.partial(self._restore_from, path))
 
     def restore_or_initialize(self) -> str | None:
-        """Restore the newest checkpoint that is not damaged; newer ones are skipped with a warning that names the file.
+        """Restore the newest checkpoint that is not damaged. A warning names the files of newer, damaged ones.
 
-        Returns: its path; None when there is no checkpoint: then nothing has changed.
-        Raises: ValueError when there are checkpoints, and all of them are damaged; the errors of `restore`.
+        Called by: every rank.
+        Returns: the checkpoint's path; None if there is no checkpoint. Then nothing has changed.
+        Raises: ValueError if there are checkpoints, and all of them are damaged; the errors of `restore`.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize"):
             return self._restore(self._restore_newest)
 
     def _restore(self, load: Callable[[], _Restored]) -> str | None:
-        """`load` here, or follow the rank that has restored. Returns: the checkpoint's path."""
+        """Call `load`, or load the states that another rank sends. Returns: the checkpoint's path; None without one."""
         if not self._role.restores:
             path, states = self._role.follow("restored")
             if states is not None:
@@ -269,7 +300,7 @@ class CheckpointManager:
     def _restore_from(self, path: str | os.PathLike[str]) -> _Restored:
         communicator, absolute = self._communicator, None
         with RaisingOnAll(communicator, f"could not restore {path!r:.60}"):
-            if communicator.rank == 0:  # others may be in other working directories
+            if communicator.rank == 0:  # other ranks may be in other working directories
                 absolute = os.path.abspath(path)
         chosen = communicator.broadcast_object(absolute, label="checkpoint to restore")
         with self._naming_rank(f"could not read {chosen}"):
@@ -288,13 +319,13 @@ class CheckpointManager:
                 return path, self._load(stored)
         if wrong:
             raise ValueError(
-                f"no checkpoint in {self.directory} can be read: {'; '.join(wrong)}. To begin anew, remove them, or "
-                "choose another directory"
+                f"no checkpoint in {self.directory} can be read: {'; '.join(wrong)}. To begin anew, "
+                "remove the checkpoints, or choose another directory"
             )
         return None, None
 
     def _found(self) -> tuple[list[str], list[str]]:
-        """Paths of the checkpoints, newest first, and the errors of damaged ones, as rank 0 sees them. Collective."""
+        """Return rank 0's paths of checkpoints, newest first, and its errors of damaged ones. Called by: every rank."""
         paths: list[str] = []
         wrong: list[str] = []
         with self._naming_rank("could not look for checkpoints"):
@@ -306,7 +337,7 @@ class CheckpointManager:
         return self._communicator.broadcast_object((paths, wrong), label=label)
 
     def _read_by_all(self, path: str) -> tuple[StoredCheckpoint | None, list[str]]:
-        """A checkpoint, and the errors of all ranks that cannot read it. Collective."""
+        """Return a checkpoint, None if this rank cannot read it, and the errors of all ranks. Called by: every rank."""
         stored, error = None, None
         try:
             stored = _read(path, self.checkpoint, self._communicator)
@@ -314,7 +345,7 @@ class CheckpointManager:
             error = str(failed)
         label = "whether a checkpoint is readable"
         errors = self._communicator.all_gather_object(error, label=label)
-        ranks: dict[str, list[int]] = {}  # by the text of their error
+        ranks: dict[str, list[int]] = {}  # ranks by the text of their error
         for rank, text in enumerate(errors):
             if text is not None:
                 ranks.setdefault(text, []).append(rank)
@@ -322,34 +353,37 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def _naming_rank(self, what: str) -> Iterator[None]:
-        """As `RaisingOnAll`; an error about a file names its rank, too."""
+        """Raise an error of the block on all ranks, like `RaisingOnAll`; an error about a file names the rank, too."""
         with RaisingOnAll(self._communicator, what), on_rank(self._communicator.rank):
             yield
 
     def _load(self, stored: StoredCheckpoint) -> dict[str, Any] | None:
-        """Load the states here, on each rank that reads. Returns: the states for followers, where there are any."""
+        """Load the states into the objects of this rank.
+
+        Returns: the states for workers that follow; None if the strategy has no followers.
+        """
         states = None
-        # Some loading is collective.
+        # Some objects load their states by a collective.
         with self._communicator.raising_together(), self._role.unchanging():
             state = self._assembled(stored)
             if self._role.has_followers:
                 states = states_for_followers(self.checkpoint, state)
             self.checkpoint.load_state_dict(state)
             after_restore(self.checkpoint)
-        # A rank that failed above does not come here: this call raises its error on the others.
+        # A rank that failed above does not come here. This call raises its error on the other ranks.
         self._communicator.raise_any(None, "could not restore")
         return states
 
     def _assembled(self, stored: StoredCheckpoint) -> dict[str, Mapping[Any, Any]]:
-        """`stored.state` with its sharded tensors spread as the objects' tensors are now."""
+        """Return `stored.state`, with sharded tensors that are split as the objects' tensors are now."""
         common, communicator = stored.state["common"], self._communicator
         objects = self.checkpoint.stateful_objects()
         assembly = Assembly(objects, communicator.rank, communicator.size)
         known = {name: common[name] for name in objects if name in common}
         found = assembly.assembled(known, stored.parts, stored.manifest.ranks)
-        if found:  # the same objects on all ranks
-            # A rank that lacks parts has failed above: this call raises its error on the others.
-            communicator.raise_any(None, "could not assemble what is sharded")
+        if found:  # equal on all ranks, so all ranks call this or none
+            # A rank that lacks parts has failed above. This call raises its error on the other ranks.
+            communicator.raise_any(None, "could not assemble sharded tensors")
         return {**stored.state, "common": {**dict.fromkeys(common), **known, **found}}
 
 
@@ -371,12 +405,12 @@ def _checked_step(step: Any) -> int:
 
 @functools.cache
 def _report_unraised_at_exit() -> None:
-    """Once for all managers: a handler for each would stay when its manager is gone."""
+    """Register `_report_unraised`, once for all managers: a handler of each manager would outlive the manager."""
     atexit.register(_report_unraised)
 
 
 def _report_unraised() -> None:
-    """At exit, when the threads have ended."""
+    """Print the errors of saves that nobody waited for. Called at exit, when the threads have ended."""
     for saving in [manager._saving for manager in _managers]:
         if saving is not None and saving.error is not None:
             tell(

@@ -1,9 +1,9 @@
-"""A directory of checkpoints: each is a folder, and appears under its name when it is complete.
+"""The directory of checkpoints. Each checkpoint is a folder, and gets its final name when it is complete.
 
-step-00000120/            complete; `step-00000120.2` is a later one of the same step
-.unfinished-step-…-3f2a/  being written, or left by a job that was killed
-.deleted-step-…-3f2a/     no longer wanted, and perhaps not gone yet
-.lock                     held by the job that writes
+step-00000120/            a complete checkpoint; a second one of the same step is `step-00000120.2`
+.unfinished-step-…-3f2a/  a checkpoint that is being written, or that a killed job has left
+.deleted-step-…-3f2a/     a checkpoint that is being deleted
+.lock                     a file that the job that writes keeps locked
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class UnfinishedCheckpoint:
     """A checkpoint that is being written.
 
     Attributes:
-        folder: where its files are; rank 0 makes it.
-        path: its name when it is complete.
-        step: the program's number.
-        number: of the save; checkpoints are ordered by it.
+        folder: path of the folder with its files; rank 0 makes the folder.
+        path: path of the folder when it is complete.
+        step: the program's step number.
+        number: number of the save; checkpoints are ordered by it.
     """
 
     folder: str
@@ -40,13 +40,13 @@ class UnfinishedCheckpoint:
 
 
 class Directory:
-    """A directory of checkpoints, as every rank may read it."""
+    """A directory of checkpoints, to be read by any rank. Attributes: path: its absolute path."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
 
     def checkpoints(self) -> tuple[list[tuple[str, Manifest]], list[str]]:
-        """The whole ones, oldest first, with their manifests; and the errors of the others."""
+        """Return (path, manifest) of the complete checkpoints, oldest first, and the errors of damaged ones."""
         whole: list[tuple[str, Manifest]] = []
         wrong = []
         for name in self.names():
@@ -55,7 +55,7 @@ class Directory:
                 try:
                     whole.append((path, read_manifest(path)))
                 except FileNotFoundError as error:
-                    if os.path.isdir(path):  # else it was deleted meanwhile
+                    if os.path.isdir(path):  # otherwise it was deleted meanwhile
                         wrong.append(f"{error.filename} is missing")
                 except (ValueError, OSError) as error:
                     wrong.append(str(error))
@@ -69,16 +69,17 @@ class Directory:
 
 
 class OpenDirectory:
-    """A directory of checkpoints, as rank 0 writes it: it holds the lock.
+    """A directory of checkpoints, to be written by rank 0: it holds the lock.
 
-    It removes leftovers of killed jobs, except files that somebody reads, where NFS keeps them.
+    The constructor makes the directory, and removes leftovers of killed jobs. On NFS it leaves files that somebody
+    reads.
 
-    Raises: RuntimeError when another job writes there; OSError.
+    Raises: RuntimeError if another job writes there; OSError.
     """
 
     def __init__(self, directory: Directory) -> None:
         self._directory, self._path = directory, directory.path
-        # mkdir may find another error first, such as EACCES of the parent.
+        # mkdir of an existing folder may raise another error than EEXIST, such as EACCES for the parent.
         if not os.path.isdir(self._path):
             durable_files.make_folders(self._path)
         self._lock = DirectoryLock.of(self._path)
@@ -96,10 +97,11 @@ class OpenDirectory:
         self._lock.is_new = False
 
     def reserve(self, step: int | None) -> UnfinishedCheckpoint:
-        """Reserve the names of a new checkpoint. Nothing of it is on disk yet, and the disk is not asked.
+        """Reserve the names of a new checkpoint, without any access to the disk.
 
         Args:
-            step: None is the one after the newest.
+            step: the program's step number; None is the newest checkpoint's plus 1.
+        Returns: the reserved checkpoint. `complete` or `give_up` ends the reservation.
         """
         if step is None:
             step = self._lock.newest + 1
@@ -121,7 +123,7 @@ class OpenDirectory:
         return os.path.join(self._path, f"{_UNFINISHED}{name}-{os.urandom(4).hex()}")
 
     def sample(self) -> str:
-        """Make a folder, to be seen by others and removed."""
+        """Make a folder that other ranks look for, and return its path. The caller removes it."""
         folder = self._new_folder("sample")
         durable_files.make_folder(folder)
         return folder
@@ -129,9 +131,10 @@ class OpenDirectory:
     def complete(
         self, unfinished: UnfinishedCheckpoint, ranks: int, files: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Write the manifest, and give the folder its name: all other files are on disk.
+        """Write the manifest, and give the folder its final name, when all other files are on disk.
 
-        Args: ranks, files: as in the manifest.
+        Args:
+            ranks, files: the fields of the manifest.
         """
         step, number = unfinished.step, unfinished.number
         Manifest(step, number, ranks, files).write(unfinished.folder)
@@ -142,12 +145,12 @@ class OpenDirectory:
         self._lock.under_way.discard(name)
 
     def give_up(self, unfinished: UnfinishedCheckpoint) -> None:
-        """Remove the folder of a checkpoint that cannot be completed."""
+        """Delete the folder of a checkpoint that cannot be completed, and end its reservation."""
         self._delete(unfinished.folder)
         self._lock.under_way.discard(os.path.basename(unfinished.path))
 
     def remove(self, path: str) -> None:
-        """Remove a file or a folder, as far as that is possible."""
+        """Remove a file or a folder, as far as that is possible: errors are ignored."""
         import shutil  # here, because it makes importing mpistrat slower
 
         if os.path.isdir(path) and not os.path.islink(path):
@@ -157,14 +160,17 @@ class OpenDirectory:
                 os.unlink(path)
 
     def keep_newest(self, count: int) -> None:
-        """Delete all whole checkpoints but the newest `count`, as far as that is possible."""
+        """Delete all complete checkpoints but the newest `count`, as far as that is possible."""
         whole, _ = self._directory.checkpoints()
         for path, _ in whole[:-count]:
             self._delete(path)
         self._look()
 
     def _delete(self, path: str) -> None:
-        """Remove a folder, as far as that is possible. By another name first: nobody counts it, or adds to it, then."""
+        """Delete a folder, as far as that is possible.
+
+        It is renamed first, so that nobody takes it for a checkpoint or adds files to it.
+        """
         name = os.path.basename(path).removeprefix(_UNFINISHED)
         deleted = os.path.join(self._path, f"{_DELETED}{name}-{os.urandom(4).hex()}")
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""One job at a time writes checkpoints into a directory."""
+"""Lets one job at a time write checkpoints into a directory."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ _held: weakref.WeakValueDictionary[tuple[int, int], DirectoryLock] = weakref.Wea
 
 
 class DirectoryLock:
-    """Held by this process until nothing in it refers to it; the kernel releases that of a process that is killed.
+    """A lock on a directory, held by this process.
 
-    A forked child does not have it.
+    The process holds it until no object refers to it. The kernel releases the lock of a process that is killed. A
+    forked child does not have the lock.
 
     Attributes:
-        held: False where the file system has no locks: then nobody knows whether another job is there.
-        is_new: whether none of this process's managers has looked yet.
-        newest, names: the step of the newest checkpoint, -1 where there was none, and all names in the directory, when
-            one of them last looked.
-        number: of the newest checkpoint that was there, or that this process has reserved since.
-        under_way: names of the checkpoints that this process has reserved, and neither completed nor given up: several
-            where a strategy has lost a rank.
+        held: False if the file system has no locks. Then nobody knows whether another job writes there.
+        is_new: whether no manager of this process has looked into the directory yet.
+        newest: step of the newest checkpoint at the last look; -1 if there was none.
+        names: all names in the directory at the last look, as a frozenset.
+        number: number of the newest checkpoint that was there, or that this process has reserved since.
+        under_way: names of the checkpoints that this process has reserved, and neither completed nor given up. There
+            are several if a strategy has lost a rank.
     """
 
     @classmethod
     def of(cls, directory: str) -> DirectoryLock:
-        """The lock of `directory`; managers of one process share it.
+        """Return the lock of `directory`. Managers of one process share it.
 
-        Raises: RuntimeError when another process has it; OSError.
+        Raises: RuntimeError if another process holds it; OSError.
         """
         status = os.stat(directory)
         key = (status.st_dev, status.st_ino)
@@ -49,7 +50,7 @@ class DirectoryLock:
         self._close = weakref.finalize(self, os.close, file)
         self._close.atexit = False
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(errno.EINVAL, "not a file, which a lock must be", path)
+            raise OSError(errno.EINVAL, "not a regular file, and a lock must be one", path)
         os.fchmod(file, 0o600)
         self.held = True
         self.is_new = True
@@ -63,20 +64,20 @@ class DirectoryLock:
             holder = os.pread(file, 200, 0).decode(errors="replace").strip()
             raise RuntimeError(
                 f"another job, {holder or 'which has just begun'}, writes checkpoints into {directory}: give each job "
-                "a directory of its own, or wait until that one has ended. Ranks of a job save together in a strategy "
-                "of all, such as MultiWorkerMirroredStrategy; in a OneDeviceStrategy each is like a job of its own"
+                "a directory of its own, or wait until that job has ended. Ranks of a job save together in one "
+                "strategy, such as MultiWorkerMirroredStrategy; in a OneDeviceStrategy each is like a job of its own"
             ) from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
             self.held = False
-        with contextlib.suppress(OSError):  # for people only
+        with contextlib.suppress(OSError):  # a text for the error message above
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
 
 def _leave_to_parent() -> None:
-    """The kernel would not release it before this forked child has ended, too."""
+    """Close the lock files in a forked child. The kernel would otherwise keep the locks until the child ends, too."""
     for lock in list(_held.values()):
         lock._close()
     _held.clear()

@@ -1,4 +1,4 @@
-"""Files and folders that survive a crash once they are written, and that no other user can read."""
+"""Reads and writes files and folders that survive a crash once they are written, and that no other user can read."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from mpistrat.machine.control_groups import most_memory
 _SURELY_THERE = 1 << 26
 _BYTES_PER_WRITE = 1 << 24
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# No link is followed, and a pipe in place of a file keeps nobody waiting.
+# Opening follows no link, and does not wait at a pipe.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def write(path: str, chunks: Iterable[bytes | np.ndarray]) -> tuple[int, int]:
-    """Make the file `path` of `chunks`, and wait until the disk has it. Returns: its bytes, and their CRC-32."""
+    """Make the file `path` from `chunks`, and wait until it is on disk. Returns: its bytes, and their CRC-32.
+
+    Raises: ValueError for a .json file that is too long to be read again; OSError, also if `path` exists.
+    """
     views = [memoryview(chunk) for chunk in chunks]  # type: ignore[arg-type]
     total = sum(map(len, views))
     if path.endswith(".json") and total > MOST_BYTES_OF_JSON:
         raise ValueError(
-            f"{path} would have {total} bytes, of {MOST_BYTES_OF_JSON} that can be read again: long lists in a "
+            f"{path} would have {total} bytes, more than the {MOST_BYTES_OF_JSON} that are read: long lists in a "
             "state_dict() must be arrays"
         )
     size = checksum = 0
@@ -50,24 +53,24 @@ def write(path: str, chunks: Iterable[bytes | np.ndarray]) -> tuple[int, int]:
 
 
 def read(path: str, size: int, checksum: int) -> np.ndarray:
-    """The bytes of a file, uint8[size]. Raises: ValueError when they are not those that were written; OSError."""
+    """Return a file's bytes, uint8[size]. Raises: ValueError if the size or the CRC-32 differs; OSError."""
     with _opened(path, f"0 of {size} bytes are read") as (file, found):
         check_size(path, found, size)
         content = _filled(path, file, size)
     if len(content) < size or zlib.crc32(content.data) != checksum:
-        raise ValueError(f"{path} is damaged: its checksum is not that of what was written")
+        raise ValueError(f"{path} is damaged: its checksum is not the one that was written")
     return content
 
 
 def read_text(path: str) -> bytes:
-    """The bytes of a short file. Raises: ValueError for what is none; OSError."""
+    """Return the bytes of a short file. Raises: ValueError if it is too long, or no regular file; OSError."""
     with _opened(path, "nothing is read") as (file, size):
         check_short(path, size)
         return _filled(path, file, size).tobytes()
 
 
 def check_regular(path: str, size: int) -> None:
-    """Raises: ValueError for what is no file of so many bytes; OSError."""
+    """Check a file without reading it. Raises: ValueError if it is no regular file of `size` bytes; OSError."""
     status = os.lstat(path)
     _check_kind(path, status)
     check_size(path, status.st_size, size)
@@ -87,12 +90,12 @@ def check_size(path: str, found: int, size: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: str, so_far: str) -> Iterator[tuple[int, int]]:
-    """A regular file and its size. Args: so_far: how much is read of it."""
+    """Yield descriptor and size of a regular file. `so_far` is for messages. Raises: ValueError; OSError."""
     with naming(path, lambda: so_far):
         try:
             file = os.open(path, _READ)
         except OSError:
-            _check_kind(path, os.lstat(path))  # says more of a link
+            _check_kind(path, os.lstat(path))  # raises an error that names the kind of file
             raise
     try:
         status = os.fstat(file)
@@ -116,11 +119,11 @@ _KINDS = {
 
 
 def _filled(path: str, file: int, size: int) -> np.ndarray:
-    """What is read of `size` bytes, uint8."""
-    # What others use now does not count: an older checkpoint would be taken in place of this one.
+    """Return `size` bytes of a file, uint8[n]; fewer if it ends early. Raises: ValueError without memory for them."""
+    # Memory that other processes use now is not subtracted: an older checkpoint would be restored instead of this one.
     most = most_memory() if size > _SURELY_THERE else size
     if size > most:
-        raise ValueError(f"{path} has {size} bytes, and this machine memory for {most:.0f}")
+        raise ValueError(f"{path} has {size} bytes, and this machine has memory for {most:.0f}")
     try:
         content = np.empty(size, np.uint8)
     except MemoryError:
@@ -139,7 +142,7 @@ def make_folder(path: str) -> None:
 
 
 def make_folders(path: str) -> None:
-    """Make the folder and those above it, as far as they are missing, and wait until the disk has their names."""
+    """Make the missing folders of `path`, and wait until the disk has their names."""
     parent = os.path.dirname(path)
     if not os.path.isdir(parent):
         make_folders(parent)
@@ -159,6 +162,6 @@ def sync_folder(path: str) -> None:
 
 
 def rename(path: str, new: str) -> None:
-    """Give a folder another name beside, and wait until the disk has it."""
+    """Give a folder a new name in the same parent, and wait until the disk has the name."""
     os.rename(path, new)
     sync_folder(os.path.dirname(new))

@@ -1,4 +1,4 @@
-"""Errors about files, with the file, its sizes and the rank."""
+"""Adds the file, its sizes and the rank to errors about files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 @contextlib.contextmanager
 def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
-    """An OSError of the body names `path`, and has the text of `sizes`. It is the only one that is printed."""
+    """Raise an OSError of the body as a new one that names `path`, and has the text of `sizes`.
+
+    The original error is not printed.
+    """
     try:
         yield
     except OSError as error:
@@ -18,11 +21,11 @@ def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_rank(rank: int) -> Iterator[None]:
-    """An error of the body about a file names the rank, too."""
+    """Add the rank to the text of an OSError or ValueError of the body. An OSError without errno stays as it is."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # a sentence of ours
+        if error.errno is None:  # an error of this package, such as TimeoutError
             raise
         text = f"{error.strerror}, {on_ranks([rank])}"
         raise OSError(error.errno, text, error.filename, None, error.filename2) from None
@@ -36,7 +39,7 @@ def on_ranks(ranks: Sequence[int]) -> str:
 
 
 def free_bytes(path: str) -> str:
-    """Of the file system that a file is in, for people."""
+    """Say how many bytes are free on the file system of the folder that contains `path`; or that nobody knows."""
     with contextlib.suppress(OSError):
         system = os.statvfs(os.path.dirname(path))
         return f"{system.f_frsize * system.f_bavail} bytes are free"

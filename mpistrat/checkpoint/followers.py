@@ -1,7 +1,7 @@
-"""Restoring on workers that do not take part in checkpoints, where variables are on servers.
+"""Restores checkpoints on workers that follow another worker, when variables are on parameter servers.
 
-Another worker reads the checkpoint, and writes the servers' values to them. The rest of the states is each worker's
-own. One worker has saved its rest: the others go on from that.
+One worker reads the checkpoint, and writes the servers' values to the servers. Each worker has the remaining states for
+itself. One worker has saved its remaining states; the other workers load a copy of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from mpistrat.variables.variable import Variable
 
 
 def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The states for `load_as_follower`, without values on servers, of a state that is about to be loaded here."""
+    """Return the states that followers load, without values on servers. Called before `stored` is loaded here.
+
+    The result is a deep copy, because objects may take their states apart. It includes one rank's random states.
+    """
     states = {
         name: rest
         for name, value in checkpoint.objects.items()
@@ -31,11 +34,15 @@ def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> d
     of_rank = state_of_some_rank(stored["ranks"], rank)
     if RANDOM in checkpoint.objects and RANDOM in of_rank:
         states[RANDOM] = of_rank[RANDOM]
-    return copy.deepcopy(states)  # objects may take theirs apart
+    return copy.deepcopy(states)  # objects may take their states apart
 
 
 def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
-    """Load `states` on a worker that follows. It draws random numbers of its own; its other rank states stay."""
+    """Load `states` on a worker that follows. The worker draws its own random numbers; its other rank states stay.
+
+    Args:
+        states: the result of `states_for_followers`, by object name.
+    """
     extended = checkpoint.strategy.extended
     with extended.checkpoints.already_written():
         for name, value in checkpoint.objects.items():
@@ -52,14 +59,14 @@ def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
 
 
 def after_restore(checkpoint: Checkpoint) -> None:
-    """The objects have loaded their states: with parameter servers, the rank that makes variables sends them now."""
+    """With parameter servers, let the rank that makes variables send the loaded values to the servers."""
     mirroring = checkpoint.strategy.extended.modules.made
     if mirroring is not None:
         mirroring.after_restore(checkpoint.objects.values())
 
 
 def _beside_servers(value: Any, state: Any) -> Any:
-    """An object's state without the entries that the servers keep; None where they keep all of it."""
+    """Return an object's state without the entries that the servers keep; None if they keep all of it."""
     if isinstance(value, Variable):
         return None
     if _is_module(value):

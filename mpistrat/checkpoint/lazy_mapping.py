@@ -9,7 +9,12 @@ K = TypeVar("K")
 
 
 class LazyMapping(Mapping[K, Any]):
-    """Args: keys: all that there are. get: gives the value of one of them."""
+    """A mapping whose values are made at each look-up.
+
+    Args:
+        keys: all keys.
+        get: returns the value of a key. It is called at each look-up.
+    """
 
     def __init__(self, keys: Collection[K], get: Callable[[K], Any]) -> None:
         self._keys, self._get = keys, get
@@ -20,7 +25,7 @@ class LazyMapping(Mapping[K, Any]):
         return self._get(key)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys  # without a look at the value
+        return key in self._keys  # does not make the value
 
     def __iter__(self) -> Iterator[K]:
         return iter(self._keys)

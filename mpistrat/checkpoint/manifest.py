@@ -1,12 +1,12 @@
-"""The files of a complete checkpoint. Its manifest is written last.
+"""The files of a complete checkpoint. The manifest is written last.
 
-state.json               the states that are the same on all ranks, by object; rank 0's
-<object>.safetensors     their arrays
-rank-00003.json          rank 3's own states
-rank-00003.safetensors
-rank-00003-parts.json    where in sharded tensors rank 3's parts are
-rank-00003-parts.safetensors
-manifest.json            sizes and checksums of all these
+state.json                    the states that are equal on all ranks, by object; rank 0 writes it
+<object>.safetensors          the arrays of an object's state
+rank-00003.json               rank 3's own states
+rank-00003.safetensors        the arrays of rank 3's own states
+rank-00003-parts.json         the places of rank 3's parts in sharded tensors
+rank-00003-parts.safetensors  the values of rank 3's parts
+manifest.json                 sizes and checksums of all other files
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _SCHEMA = {"step": COUNT, "number": COUNT, "ranks": COUNT, "files": _FILES}
 
 
 def stem_of_rank(rank: int) -> str:
-    """The name of a rank's files without the suffix."""
+    """Return the name of the files with a rank's own states, without the suffix."""
     return f"rank-{rank:05}"
 
 
 def stem_of_parts(rank: int) -> str:
-    """The name, without the suffix, of the files of a rank's parts of sharded tensors; a rank may have none."""
+    """Return the name of the files with a rank's parts of sharded tensors, without the suffix. A rank may have none."""
     return f"{stem_of_rank(rank)}-parts"
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`: a folder with it, and with all files in it, is a complete checkpoint.
+    """The content of `manifest.json`. A folder with it, and with all files that it lists, is a complete checkpoint.
 
     Attributes:
-        step: the program's number.
-        number: of the save, among all in the directory: the newest has the highest.
-        ranks: how many ranks wrote it.
-        files: (bytes, CRC-32) of each file but this one, by its name.
+        step: the program's step number.
+        number: number of the save among all saves in the directory; the newest checkpoint has the highest.
+        ranks: number of ranks that wrote the checkpoint.
+        files: (bytes, CRC-32) of each file but the manifest, by name.
     """
 
     step: int
@@ -62,14 +62,17 @@ class Manifest:
 
 
 def sealed(content: object) -> bytes:
-    """JSON that tells its own checksum."""
+    """Return `content` as JSON with a format name and a checksum of itself."""
     text = json.dumps(content, indent=1, sort_keys=True)
     checksum = zlib.crc32(text.encode())
     return f'{{"format": "{_FORMAT}", "crc32": {checksum}, "content":\n{text}}}'.encode()
 
 
 def unsealed(text: bytes, path: str) -> Any:
-    """Raises: ValueError when `text`, of the file `path`, is not what was written, to the byte."""
+    """Return the content that `sealed` has made into `text`, the bytes of the file `path`.
+
+    Raises: ValueError if any byte differs from the written bytes.
+    """
     try:
         outer = parsed(text)
         check(outer, {"format": str, "content": lambda content: None}, "it")
@@ -81,12 +84,15 @@ def unsealed(text: bytes, path: str) -> Any:
     with contextlib.suppress(RecursionError):
         is_whole = sealed(outer["content"]) == text
     if not is_whole:
-        raise ValueError(f"{path} is damaged: its checksum is not that of what was written")
+        raise ValueError(f"{path} is damaged: its checksum is not the one that was written")
     return outer["content"]
 
 
 def files_of(content: Any) -> dict[str, tuple[int, int]]:
-    """(bytes, CRC-32) by name, from JSON. Raises: ValueError for anything else."""
+    """Return (bytes, CRC-32) of files by name, from the `files` of a manifest or a note.
+
+    Raises: ValueError if `content` is anything else.
+    """
     check(content, _FILES, "files")
     for name, entry in content.items():
         if len(entry) != 2 or entry[1] >> 32:
@@ -97,9 +103,9 @@ def files_of(content: Any) -> dict[str, tuple[int, int]]:
 
 
 def read_manifest(folder: str) -> Manifest:
-    """The manifest of a checkpoint. All of its files are there, in their sizes.
+    """Return the manifest of a checkpoint, after a check that all of its files are there in their sizes.
 
-    Raises: ValueError for a checkpoint that is not whole; OSError.
+    Raises: ValueError if the manifest is damaged, or a file has another size; OSError, such as FileNotFoundError.
     """
     path = os.path.join(folder, NAME)
     content = unsealed(durable_files.read_text(path), path)
@@ -115,13 +121,13 @@ def read_manifest(folder: str) -> Manifest:
 
 
 def _check_names(files: Mapping[str, Any], ranks: int) -> None:
-    """Raises: ValueError unless a checkpoint of so many ranks has files of these names, and all that it needs."""
+    """Raise ValueError unless `files` has all files that a checkpoint of `ranks` ranks needs, and no unknown names."""
     if not 0 < ranks < len(files):
-        raise ValueError(f"{len(files)} files are not those of {ranks} ranks")
+        raise ValueError(f"{len(files)} files cannot be the files of {ranks} ranks")
     needed = {STATE, *(f"{stem_of_rank(rank)}.json" for rank in range(ranks))}
     missing = needed - files.keys()
     if missing:
-        raise ValueError(f"of {ranks} ranks there is no {min(missing)}")
+        raise ValueError(f"there is no {min(missing)}, and {ranks} ranks have written")
     stems = {stem(rank) for rank in range(ranks) for stem in (stem_of_rank, stem_of_parts)}
     known = itertools.product(stems, (".json", ARRAYS))
     for name in files.keys() - {STATE, *map("".join, known)}:

@@ -1,12 +1,12 @@
-"""The two states of an object: a common one, the same on all ranks and saved once, and one of each rank's own.
+"""The two kinds of state of an object: a common state, equal on all ranks and saved once, and a state of each rank.
 
 An object with `state_dict` and `load_state_dict` has a common state. An object with `rank_state_dict` and
-`load_rank_state_dicts(states)` has a state of each rank; `states` has them by the ranks that saved, and may read one
-from its file when it is looked up. An object may have both states: then the common one is loaded first. The rank state
-of an object with `stays_with_rank = True` is local: `run_elastic` sends no copy to other ranks.
+`load_rank_state_dicts(states)` has a state of each rank. `states` is a mapping by the ranks that saved; it may read a
+state from its file at the look-up. An object may have both states: then the common state is loaded first. The rank
+state of an object with `stays_with_rank = True` is local: `run_elastic` sends no copy of it to other ranks.
 
 An object may also describe these states by `state_schema(state)` and `rank_state_schema(state)`, for `schema.check`. A
-checkpoint with another state in its place is damaged, and nothing of it is loaded.
+checkpoint whose state does not fit the schema is damaged, and nothing of it is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_RANK = ("rank_state_dict", "load_rank_state_dicts")
 
 
 class _OfVariable:
-    """A variable as an object with a state."""
+    """A variable as an object with a common state."""
 
     def __init__(self, variable: Variable) -> None:
         self._variable = variable
@@ -42,7 +42,7 @@ class _OfVariable:
 
 
 class _OfCopies(_OfVariable):
-    """An ON_READ variable: each replica has a copy of its own."""
+    """An ON_READ variable as an object with two states: the combined value, and the copy of each replica."""
 
     _variable: SyncOnReadVariable
 
@@ -58,7 +58,10 @@ class _OfCopies(_OfVariable):
         return schema_of_replicas(state, "copies", check_array)
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """Load the copies, where as many replicas go on; otherwise the combined value stays. It is loaded already."""
+        """Load each replica's copy, if as many replicas go on; else the combined value, loaded before, stays.
+
+        Raises: ValueError with aggregation NONE, if a replica has no saved copy.
+        """
         variable, extended = self._variable, self._variable.strategy.extended
         now = extended.num_replicas_in_sync
         saved = StatesOfReplicas(states, extended.communicator.rank)
@@ -72,7 +75,7 @@ class _OfCopies(_OfVariable):
                 )
                 raise ValueError(
                     f"variable {variable.name!r} is ON_READ with aggregation NONE: each of {saved.total} replicas "
-                    f"saved its own copy, and {why}. Start as many, or leave it out of the checkpoint"
+                    f"saved its own copy, and {why}. Start as many replicas, or leave it out of the checkpoint"
                 )
 
 
@@ -82,8 +85,10 @@ def check_array(value: Any) -> None:
 
 
 def stateful(name: str, value: Any) -> Any:
-    """`value`, or what stands for it, with the methods of one kind of state or of both.
+    """Return `value`, or an object for a variable, with the methods of a common state, of a rank state, or of both.
 
+    Args:
+        name: name of the object in the checkpoint, for the message.
     Raises: TypeError for an object without a state.
     """
     if isinstance(value, SyncOnReadVariable):

@@ -1,4 +1,4 @@
-"""The states of the random generators of replicas and ranks."""
+"""Saves and restores the random generators of replicas and ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class RandomStates:
-    """Torch's generators of each replica, and Python's and NumPy's of each rank.
+    """The states of torch's generators of each replica, and of Python's and NumPy's generators of each rank.
 
-    A replica goes on with the numbers of the replica of its id, on whatever rank. Where there was none of that id it
-    draws numbers of its own, which depend on its id and on what was saved. So does a rank, with Python's and NumPy's
-    generators, unless its first replica was the first of a rank.
+    After a restore, a replica continues the random numbers of the saved replica with the same id, on any rank. Without
+    such a replica, its seed comes from its id and from a saved state. A rank continues Python's and NumPy's numbers
+    only if its first replica was the first replica of a rank; else it is seeded in the same way.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -36,7 +36,7 @@ class RandomStates:
             from mpistrat.pytorch.virtual_replicas import generators_of
 
             torch_states = generators_of(extended.replicas, extended.num_local_replicas)
-        version, words, gauss = random.getstate()  # 625 words, which would be long as JSON
+        version, words, gauss = random.getstate()  # 625 words; an array is shorter than JSON
         return {
             **local_replicas(extended),
             "torch": torch_states,
@@ -46,7 +46,7 @@ class RandomStates:
         }
 
     def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
-        """The schema of a rank's state."""
+        """Return the schema of a rank's state."""
         torch = schema_of_replicas(state, "torch", _check_generators)
         if state.get("torch") == []:
             torch["torch"] = list
@@ -70,20 +70,24 @@ class RandomStates:
             of_rank = {}
             _seed_rank(some, first)
         missing = self._set_torch(some, first, of)
-        # Torch's generators, when they are set, seed those of devices.
+        # Setting torch's generators also seeds the generators of devices, so the device's own state comes last.
         if of_rank.get("device") is not None:
             extended.replicas.set_device_random_state(of_rank["device"])
-        if missing and of(missing[0] - 1) is not None:  # once for all ranks
+        # The condition holds on one rank only, so that one rank warns.
+        if missing and of(missing[0] - 1) is not None:
             warnings.warn(
-                f"the checkpoint has no random states of replicas {missing}, which draw numbers of their own",
+                f"the checkpoint has no random states of replicas {missing}; they draw numbers from new seeds",
                 UserWarning,
                 stacklevel=2,
             )
 
     def draw_anew(self, saved: Mapping[str, Any], first: int) -> None:
-        """Let this rank's replicas, numbered from `first`, draw numbers of their own, as those without a state do.
+        """Seed this rank's generators like generators without a saved state.
 
-        Args: saved: of another rank.
+        Called by: a worker that follows.
+        Args:
+            saved: the state of another rank, to derive the seeds from.
+            first: id of this rank's first replica.
         """
         _seed_rank(saved, first)
         self._set_torch(saved, first, lambda replica: None)
@@ -91,7 +95,12 @@ class RandomStates:
     def _set_torch(
         self, some: Mapping[str, Any], first: int, of: Callable[[int], Any]
     ) -> list[int]:
-        """Give replicas, numbered from `first`, their generators' states. Returns: the replicas without one."""
+        """Set the torch generators of this rank's replicas, from `first` on. Returns: the replicas without a state.
+
+        Args:
+            some: the state of some rank.
+            of: returns the saved state of a replica's rank; None without one: then the replica gets a new seed.
+        """
         if not some["torch"]:
             return []
         from mpistrat.pytorch.virtual_replicas import seeded_generators, set_generators_of
@@ -111,7 +120,7 @@ class RandomStates:
 
 
 def _check_generators(states: Any) -> None:
-    """The generators of a replica: the first is the CPU's."""
+    """Check the generator states of a replica: the first is the CPU's, the others are of devices."""
     cpu, *of_devices = states
     generator_states.of_torch(cpu)
     check(of_devices, [generator_states.of_torch_device], "torch")

@@ -1,4 +1,4 @@
-"""States that ranks saved of their replicas, found by replica: each rank may have another number of replicas."""
+"""Finds the saved states of replicas. Each rank that saved may have had another number of replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def local_replicas(extended: StrategyExtended) -> dict[str, int]:
-    """The entries of a rank's state by which `StatesOfReplicas` finds its replicas."""
+    """Return this rank's first replica, its number of replicas and the total, for `StatesOfReplicas` to find them."""
     return {
         "first_replica": extended.first_replica_id,
         "replicas": extended.num_local_replicas,
@@ -21,7 +21,11 @@ def local_replicas(extended: StrategyExtended) -> dict[str, int]:
 
 
 def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> dict[str, Schema]:
-    """The schema of a rank's `state`: `local_replicas` and, under `name`, one entry for each of its replicas."""
+    """Return the schema of a rank's `state`: `local_replicas` and, under `name`, a list with an entry for each replica.
+
+    Args:
+        of_each: schema of an entry.
+    """
     first, count = state.get("first_replica"), state.get("replicas")
     least = first + count if type(first) is int and type(count) is int else 1
 
@@ -40,23 +44,22 @@ def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> 
 
 
 def state_of_some_rank(states: Mapping[int, Any], rank: int) -> Any:
-    """The state of `rank`, if there is one, for it is read anyway; else of the first rank.
+    """Return the state of `rank` if it was saved, because it is read anyway, else of the first rank.
 
-    For entries that are equal in the states of all ranks.
+    Callers use entries that are equal in the states of all ranks.
     """
     return states[rank if rank in states else min(states)]
 
 
 class StatesOfReplicas:
-    """The states of the ranks that saved, found by replica: `of(replica)` is the state of the replica's rank.
+    """The states of the ranks that saved, found by replica.
 
     Args:
-        states: by the ranks that saved; a state may be read from its file when it is looked up.
+        states: states by the ranks that saved; a state may be read from its file at the look-up.
         rank: this rank, now.
-
     Attributes:
         some: the state of some rank.
-        total: how many replicas there were.
+        total: number of replicas that were saved.
     """
 
     def __init__(self, states: Mapping[int, Mapping[str, Any]], rank: int) -> None:
@@ -65,11 +68,11 @@ class StatesOfReplicas:
         self.total: int = self.some["total"]
 
     def of(self, replica: int) -> Any:
-        """The state of the rank that had `replica`, or None."""
+        """Return the state of the rank that had the replica with this id; None if there is none."""
         if replica >= self.total:
             return None
         likely = replica // self.some["replicas"]
-        for rank in sorted(self._states, key=likely.__ne__):  # the likely one first
+        for rank in sorted(self._states, key=likely.__ne__):  # the likely rank first
             saved = self._states[rank]
             if 0 <= replica - saved["first_replica"] < saved["replicas"]:
                 return saved

@@ -1,4 +1,4 @@
-"""The residuals of gradients that wire formats hold back, each rank's own. A restart without them never sends them."""
+"""Saves the residuals that a wire format holds back on each rank. A restart without them would lose them for good."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ if TYPE_CHECKING:
 
 
 class Residuals:
-    """The residuals of a strategy's gradients, and the buffers in which gradients travel.
+    """The residuals of a strategy's gradients, and the layout of the buckets in which gradients travel.
 
-    On as many ranks each goes on with its own. On another number rank 0 also takes the residuals of ranks that are no
-    more, where a rank carries whole buffers (one on each node); else all begin at zero, and a warning says so.
+    On the same number of ranks, each rank goes on with its own residuals. On another number, rank 0 also takes the
+    residuals of ranks that are gone, if one rank of each node carries whole buffers. Otherwise all residuals begin at
+    zero, and a warning says so.
     """
 
-    may_be_absent = True  # in checkpoints of jobs without a wire format
-    # As large as the gradients: too much to be sent to other ranks after each step.
+    may_be_absent = True  # jobs without a wire format save none
+    # They are as large as the gradients: too large to be sent to other ranks after each step.
     stays_with_rank = True
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
     def rank_state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals; an empty dict if the strategy has mirrored no module."""
         mirroring = self._strategy.extended.modules.made
         return {} if mirroring is None else mirroring.reducer.held_back()
 
     def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
-        """The schema of a rank's state."""
+        """Return the schema of a rank's state."""
         if not state:
             return {}
         parameters = state.get("parameters")
@@ -46,7 +48,10 @@ class Residuals:
         }
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """Called by: every rank."""
+        """Go on with this rank's saved residuals; rank 0 also takes the residuals of ranks that are gone.
+
+        Called by: every rank.
+        """
         extended = self._strategy.extended
         mirroring, communicator = extended.modules.made, extended.communicator
         rank, size = communicator.rank, communicator.size

@@ -1,8 +1,8 @@
-"""One save, on one rank: files are written on a thread of their own, from copies.
+"""One save on one rank: a thread of its own writes the files, from copies of the states.
 
-No message tells rank 0 that all have written, for training has MPI meanwhile: each other rank leaves a note in the
-folder, and rank 0 looks for the notes. Where the program waits anyway, ranks tell each other (`heard`): some network
-file systems show a new file only after half a minute.
+Training uses MPI meanwhile, so no message tells rank 0 that all ranks have written. Each other rank leaves a note in
+the folder, and rank 0 looks for the notes. Where the program waits anyway, ranks tell each other by a message
+(`heard`), because some network file systems show a new file only after half a minute.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SECONDS_WITHOUT_PROGRESS = 300.0
 _SECONDS_BETWEEN_LOOKS = 0.005, 0.25
 
 Written = Mapping[str, tuple[int, int]]
-# By name, the chunks of a file, in order. A chunk may be made late, on the thread that writes.
+# The chunks of each file, by name. An iterable may make its chunks late, on the thread that writes.
 Files = Mapping[str, Iterable["bytes | np.ndarray"]]
 
 
 class SavingProgress(NamedTuple):
-    """How far one rank is: attributes as of `Saving`."""
+    """The progress of one rank; the attributes are those of `Saving`."""
 
     is_finished: bool
     is_well: bool  # without an error
@@ -42,6 +42,8 @@ class SavingProgress(NamedTuple):
 
 
 class _Abandoned(Exception):
+    """Ends the work of a thread, because another rank has failed or is lost."""
+
     pass
 
 
@@ -51,16 +53,17 @@ class Saving(abc.ABC):
 
     Attributes:
         checkpoint: the checkpoint that is saved.
-        files: this rank's, by name.
-        began: when the program asked for it, by `time.monotonic()`.
-        communicator: over the ranks that save; nothing is sent over it.
-        written: (bytes, CRC-32) of this rank's files by name, once they and the note are on disk; None before, and on
-            rank 0.
-        seconds: from `began` until this rank's thread had done its work; 0.0 before, and when that failed.
-        error: why this rank failed, once `finished` is set.
-        heard: `written` of other ranks, as far as they have said so.
-        finished: set when the thread has done with its work.
-        abandoned: set when it need not wait for other ranks any longer: one has failed, and will say why.
+        files: the files that this rank writes, by name; empty once `finished` is set.
+        began: time of the program's call of `save`, by `time.monotonic()`.
+        communicator: communicator of the ranks that save; nothing is sent over it.
+        written: (bytes, CRC-32) of this rank's files by name, once the files and the note are on disk; None before, and
+            on rank 0.
+        seconds: time from `began` until this rank's thread had done its work; 0.0 before, and after an error.
+        error: the error of this rank, once `finished` is set; None without one.
+        heard: `written` of other ranks, as far as messages have told it.
+        finished: an event; set when the thread has ended its work.
+        abandoned: an event; set when another rank has failed, so that the thread need not wait for other ranks. The
+            failed rank reports the error.
     """
 
     checkpoint: UnfinishedCheckpoint
@@ -75,11 +78,11 @@ class Saving(abc.ABC):
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event, init=False)
 
     def start(self) -> None:
-        # No daemon: the interpreter waits for it at its end, before MPI is finalized.
+        # No daemon, so that the interpreter waits for the thread at exit, before MPI is finalized.
         threading.Thread(target=self._run, name="mpistrat checkpoint", daemon=False).start()
 
     def progress(self) -> SavingProgress:
-        is_finished = self.finished.is_set()  # first: then the rest does not change any more
+        is_finished = self.finished.is_set()  # read first: nothing else changes after it is set
         return SavingProgress(is_finished, self.error is None, self.written, self.seconds)
 
     def _run(self) -> None:
@@ -100,11 +103,11 @@ class Saving(abc.ABC):
 
     @abc.abstractmethod
     def _ensure_folder(self) -> None:
-        """Return when the checkpoint's folder is there."""
+        """Return when the checkpoint's folder exists."""
 
     @abc.abstractmethod
     def _finish(self, written: Written) -> None:
-        """This rank's files are on disk."""
+        """Go on with the save when this rank's files are on disk. Args: written: (bytes, CRC-32) of each by name."""
 
     def _note(self, rank: int) -> str:
         return os.path.join(self.checkpoint.folder, f"written-by-rank-{rank}")
@@ -114,7 +117,10 @@ class ReportingSave(Saving):
     """The work of each rank but 0: it writes its files, and reports them to rank 0 by a note in the folder."""
 
     def _ensure_folder(self) -> None:
-        """Wait until rank 0 has made the folder. No other rank makes it: it may have been given up."""
+        """Wait until rank 0 has made the folder. Other ranks do not make it, because rank 0 may have given it up.
+
+        Raises: TimeoutError after `SECONDS_WITHOUT_PROGRESS`.
+        """
         since = time.monotonic()
         while not os.path.isdir(self.checkpoint.folder):
             if self.abandoned.is_set() or self.communicator.contract.has_lost_a_rank():
@@ -122,8 +128,8 @@ class ReportingSave(Saving):
             waited = time.monotonic() - since
             if waited > SECONDS_WITHOUT_PROGRESS:
                 raise TimeoutError(
-                    f"{self.checkpoint.folder}, which rank 0 makes, has not been there for {waited:.0f} s, as rank "
-                    f"{self.communicator.rank} sees it"
+                    f"rank {self.communicator.rank} has waited {waited:.0f} s for the folder {self.checkpoint.folder}, "
+                    "and does not see it. Rank 0 makes it: the directory must be on a file system that all ranks see"
                 )
             self.abandoned.wait(_pause_after(waited))
 
@@ -139,8 +145,9 @@ class CompletingSave(Saving):
     """The work of rank 0: it makes the folder, writes its files, waits for all notes, and completes the checkpoint.
 
     Args:
-        directory, keep: where the checkpoint is, and how many checkpoints stay there.
-        completed: is called with the checkpoint's path.
+        directory: the directory of the checkpoint.
+        keep: number of checkpoints that stay in the directory.
+        completed: function that is called with the path of the complete checkpoint.
     """
 
     directory: OpenDirectory
@@ -154,22 +161,26 @@ class CompletingSave(Saving):
         files = dict(written)
         for rank in range(1, self.communicator.size):
             files.update(self._note_of(rank))
-        # A job that was killed right after `complete` has left one checkpoint more than `keep`. The disk needs room for
-        # that one, and not for a second.
+        # A job that was killed right after `complete` has left one checkpoint more than `keep`. It is deleted first, so
+        # that the disk needs room for one further checkpoint, and not for two.
         self.directory.keep_newest(self.keep)
         self.directory.complete(self.checkpoint, self.communicator.size, files)
         self.completed(self.checkpoint.path)
         self.directory.keep_newest(self.keep)
 
     def _note_of(self, rank: int) -> Written:
-        """Wait for the note of a rank, and remove it. Returns: `written` of that rank."""
+        """Wait for the note of a rank, and remove it.
+
+        Returns: `written` of that rank.
+        Raises: TimeoutError if no file in the folder grows for `SECONDS_WITHOUT_PROGRESS`.
+        """
         note, folder = self._note(rank), self.checkpoint.folder
         progress: Any = None
         since = time.monotonic()
         while rank not in self.heard and not os.path.exists(note):
             if self.abandoned.is_set():
                 raise _Abandoned
-            if self.communicator.contract.has_lost_a_rank():  # it cannot be completed
+            if self.communicator.contract.has_lost_a_rank():  # the checkpoint cannot be completed
                 self.directory.give_up(self.checkpoint)
                 raise _Abandoned
             now, seen = time.monotonic(), _sizes(folder)
@@ -177,12 +188,13 @@ class CompletingSave(Saving):
                 progress, since = seen, now
             if now - since > SECONDS_WITHOUT_PROGRESS:
                 raise TimeoutError(
-                    f"rank {rank} has written nothing to {folder} for {SECONDS_WITHOUT_PROGRESS:g} s, as rank 0 "
-                    "sees it"
+                    f"rank 0 has seen no progress in {folder} for {SECONDS_WITHOUT_PROGRESS:g} s: rank {rank} has "
+                    "not written its files"
                 )
             self.abandoned.wait(_pause_after(now - since))
         written: Written = {}
-        with contextlib.suppress(FileNotFoundError):  # heard of, but not seen yet
+        # `heard` may have the rank before its note is visible here.
+        with contextlib.suppress(FileNotFoundError):
             written = files_of(unsealed(durable_files.read_text(note), note))
             os.unlink(note)
         return self.heard.get(rank, written)
@@ -196,6 +208,6 @@ def _pause_after(waited: float) -> float:
 def _sizes(folder: str) -> dict[str, int]:
     sizes = {}
     for name in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError):  # it has just got another name
+        with contextlib.suppress(FileNotFoundError):  # the file was just renamed
             sizes[name] = os.stat(os.path.join(folder, name)).st_size
     return sizes

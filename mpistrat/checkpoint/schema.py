@@ -1,14 +1,14 @@
-"""What data of a file must look like, said in plain data.
+"""Checks data from files against schemas. Schemas are plain data themselves.
 
 A schema is
-- a type: the value is exactly of it, so that True is no int;
-- a range: an int in it;
-- None: None;
-- a tuple of schemas: one of them;
-- a list of one schema: a list of such values;
-- a dict of schemas: a dict that has these names and perhaps others; with a type as the name, a dict whose names and
-  values are all such;
-- a function: it is called with the value, and raises what is wrong with it.
+- a type: the value is exactly of this type, so that True is no int;
+- a range: the value is an int in it;
+- None: the value is None;
+- a tuple of schemas: the value fits one of them;
+- a list of one schema: the value is a list, and each element fits the schema;
+- a dict of schemas: the value is a dict with these names, and perhaps others. A type in place of a name is for all
+  names and values of the dict;
+- a function: it is called with the value, and raises an error if the value is wrong.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ RANK = range(1 << 31)
 
 
 def check(value: Any, schema: Schema, name: str) -> None:
-    """Raises: ValueError, which names the place in `value` that does not fit `schema`.
+    """Check `value` against `schema`.
 
-    Args: name: of `value`, in the message.
+    Args:
+        name: name of `value`, for the message.
+    Raises: ValueError that names the place in `value` that does not fit.
     """
     _check_by_kind.dispatch(type(schema))(value, schema, name)
 
 
 @functools.singledispatch
 def _check_by_kind(value: Any, schema: Schema, name: str) -> None:
-    """`schema` is a function, unless its kind is registered below."""
+    """Check by a function: `schema` is called with `value`. Other kinds of schemas are registered below."""
     try:
         schema(value)
-    except Exception as error:  # of those who take such a value
+    except Exception as error:  # any error of the function
         raise ValueError(f"{name} is wrong: {error}") from None
 
 
@@ -82,7 +84,7 @@ def _is_one_of(value: Any, schema: Schema) -> bool:
     return False
 
 
-# By the type of the schema; all others are functions.
+# The checks by the type of the schema; any other schema is a function.
 _check_by_kind.register(type, functools.partial(_check_is, _is_of_type))
 _check_by_kind.register(range, functools.partial(_check_is, _is_in_range))
 _check_by_kind.register(type(None), functools.partial(_check_is, operator.is_))
@@ -92,7 +94,7 @@ _check_by_kind.register(dict, _check_dict)
 
 
 def _check_entries(value: dict[Any, Any], key: Any, schema: Schema, name: str) -> None:
-    """That of `value` called `key`; all of them, if `key` is a type."""
+    """Check the entry of `value` called `key`; if `key` is a type, all names and entries."""
     if isinstance(key, type):
         for entry_name, entry in value.items():
             check(entry_name, key, f"a name in {name}")
@@ -114,7 +116,11 @@ def _in_words(schema: Schema) -> str:
 
 
 def parsed(text: bytes) -> Any:
-    """What JSON says. Raises: ValueError for what is none, or has more in it than Python can hold."""
+    """Return the value of a JSON text.
+
+    Raises: ValueError if it is no JSON, has NaN or infinity, is longer than `MOST_BYTES_OF_JSON`, or is nested too
+        deeply.
+    """
     if len(text) > MOST_BYTES_OF_JSON:
         raise ValueError(
             f"{len(text)} bytes of JSON are more than the {MOST_BYTES_OF_JSON} that are read"
@@ -122,10 +128,10 @@ def parsed(text: bytes) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
-        raise ValueError("brackets in brackets, too many of them") from None
+        raise ValueError("the JSON is nested too deeply") from None
     except MemoryError:
-        raise ValueError(f"no memory for {len(text)} bytes of JSON") from None
+        raise ValueError(f"there is no memory for {len(text)} bytes of JSON") from None
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name}, which is no JSON")
+    raise ValueError(f"{name} is no JSON")

@@ -1,9 +1,9 @@
-"""Sharded tensors (torch's DTensors) in checkpoints: each rank has a part of each.
+"""Sharded tensors (torch's DTensors) in checkpoints: each rank has a part of each tensor.
 
-A part has a region of the tensor, and its values. Each rank saves its parts, in files of its own; if several ranks have
-copies of a part, one of them saves it. `state.json` has a `ShardedArray` in the place of the tensor. Each rank that
-restores reads the saved parts that overlap its own: on any number of ranks, in any mesh, or whole where the tensor is a
-plain one now.
+A part has a region of the tensor, and its values. Each rank saves its parts in files of its own. If several ranks have
+copies of a part, one of them saves it. `state.json` has a `ShardedArray` in place of the tensor. Each rank that
+restores reads the saved parts that overlap its own parts. So the number of ranks and the mesh may change, and a tensor
+that is not sharded any more is assembled as a whole.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.checkpoint.schema import COUNT, check
 
-Path = tuple[Any, ...]  # the names and numbers that lead to a place in a state
-SavedParts = Mapping[str, Mapping[str, Any]]  # of one rank, by object and name
+Path = tuple[Any, ...]  # the keys and indices that lead to a value in a state
+SavedParts = Mapping[str, Mapping[str, Any]]  # a rank's parts, by object and name
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedArray:
-    """A sharded tensor in a state that is read: the ranks have saved its parts.
+    """A sharded tensor in a state that is read; its values are in the ranks' files.
 
     Attributes:
-        name: the name of its parts in the ranks' files.
-        shape: the whole tensor's.
-        dtype: as torch spells it.
+        name: name of its parts in the ranks' files.
+        shape: shape of the whole tensor.
+        dtype: torch's name of the dtype, such as "float32".
     """
 
     name: str
@@ -42,7 +42,7 @@ class ShardedArray:
 
 @dataclasses.dataclass(frozen=True)
 class TensorRegion:
-    """Where a part lies in its tensor."""
+    """The place of a part in its tensor. Attributes: offset: index of its first element. shape: its shape."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -57,15 +57,16 @@ class TensorRegion:
 
     @property
     def end(self) -> tuple[int, ...]:
+        """The index after the last element, for each dimension."""
         return tuple(map(operator.add, self.offset, self.shape))
 
     def within(self, other: TensorRegion) -> tuple[slice, ...]:
-        """Where it is in `other`. `other` contains it."""
+        """Return the slices of this region in `other`, a region that contains it."""
         begins = np.subtract(self.offset, other.offset)
         return tuple(map(slice, begins.tolist(), (begins + self.shape).tolist()))
 
     def overlap(self, other: TensorRegion) -> TensorRegion:
-        """The region in both; of size 0 if there is none."""
+        """Return the region that lies in both; of size 0 if there is none."""
         begins = np.maximum(self.offset, other.offset)
         ends = np.minimum(self.end, other.end)
         shape = np.maximum(0, ends - begins)
@@ -73,7 +74,7 @@ class TensorRegion:
 
 
 def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
-    """Name and DTensor of each that is in `state`, as `state_tree.Encoder` names them."""
+    """Yield (name, DTensor) for each DTensor in `state`, with the names that `state_tree.Encoder` gives."""
     taken: set[str] = set()
     for path, value in leaves(state):
         if arrays.is_sharded(value):
@@ -83,17 +84,22 @@ def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_whole(states: Mapping[str, Any], call: str) -> None:
-    """Raises: ValueError, with the name `call`, for a state with a DTensor: its parts are lost with their ranks."""
+    """Raise ValueError if a state has a DTensor, because its parts are lost with their ranks.
+
+    Args:
+        states: states by object name.
+        call: name of the caller, for the message.
+    """
     for name, state in states.items():
         for tensor, _ in sharded_tensors(state):
             raise ValueError(
                 f"{call}: {tensor} of {name} is sharded over ranks, and a part of it is lost with its rank. Leave "
-                f"{call} out, and save checkpoints to go on from"
+                f"{call} out, and save checkpoints to restore from"
             )
 
 
 def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The values in dictionaries, lists and tuples, each with the way there."""
+    """Yield (path, value) for each value in nested dicts, lists and tuples that is none of these itself."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from leaves(value, (*path, key))
@@ -105,14 +111,17 @@ def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
-    """`name`, or one like it that is not in `taken`: there may be {"a.b": …} beside {"a": {"b": …}}."""
+    """Return `name`, with "_" added until it is not in `taken`: {"a.b": …} and {"a": {"b": …}} give equal names."""
     while name in taken or name == "__metadata__":
         name += "_"
     return name
 
 
 def parts_to_save(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The parts of the DTensors in `states` that this rank saves, by object and name: their offsets and values."""
+    """Return the parts that this rank saves of the DTensors in `states`.
+
+    Returns: {object: {name: {"offset": list, "values": tensor}}}; objects without such parts are absent.
+    """
     found: dict[str, dict[str, Any]] = {}
     for object_name, state in states.items():
         for name, tensor in sharded_tensors(state):
@@ -124,12 +133,15 @@ def parts_to_save(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def sharded_arrays(state: Any) -> dict[str, ShardedArray]:
-    """The sharded arrays in a stored state, by name."""
+    """Return the sharded arrays in a stored state, by name."""
     return {value.name: value for _, value in leaves(state) if isinstance(value, ShardedArray)}
 
 
 def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> None:
-    """Raises: ValueError unless `parts` are of `known` sharded arrays; parts of other objects may be any."""
+    """Raise ValueError unless the parts of a rank's file fit the `known` sharded arrays in place, shape and dtype.
+
+    Parts of other objects may be any.
+    """
     check(parts, {str: {str: {"offset": [COUNT], "values": _check_tensor}}}, "it")
     for name in parts.keys() & known.keys():
         for key, part in parts[name].items():
@@ -152,7 +164,7 @@ def _check_tensor(value: Any) -> None:
 
 
 def _region(tensor: Any) -> TensorRegion:
-    """The part of a DTensor that is here; of size 0 on a rank that has none."""
+    """Return the region of a DTensor that is on this rank; of size 0 if it has none."""
     if tensor.device_mesh.get_coordinate() is None:  # this rank is not in the mesh
         return TensorRegion((0,) * tensor.ndim, (0,) * tensor.ndim)
     (chunk,) = tensor.__create_chunk_list__()
@@ -160,7 +172,7 @@ def _region(tensor: Any) -> TensorRegion:
 
 
 def _is_saved_here(tensor: Any) -> bool:
-    """Whether this rank is in the mesh, and the first rank there with this part."""
+    """Whether this rank is in the tensor's mesh, and is the first rank there with its part."""
     places = tensor.device_mesh.get_coordinate()
     if places is None:
         return False
@@ -169,11 +181,12 @@ def _is_saved_here(tensor: Any) -> bool:
 
 
 class Assembly:
-    """Assembles this rank's parts of sharded tensors, as the objects have them now, from the parts that were saved.
+    """Builds this rank's parts of sharded tensors, in their present layout, from the parts that were saved.
 
     Args:
-        objects: all that are restored, by name; perhaps others.
-        rank, size: this rank, and the number of ranks that restore.
+        objects: the objects that are restored, by name, and perhaps others.
+        rank: this rank.
+        size: number of ranks that restore.
     """
 
     def __init__(self, objects: Mapping[str, Any], rank: int, size: int) -> None:
@@ -183,13 +196,16 @@ class Assembly:
     def assembled(
         self, states: Mapping[str, Any], read_parts: Callable[[int], SavedParts], ranks: int
     ) -> dict[str, Any]:
-        """The states, of `states`, with sharded tensors, in the checkpoint or now. Their contents may be changed.
+        """Return the states that have sharded tensors, in the checkpoint or now, with tensors in the present layout.
 
-        Called by: every rank, for the objects' own `state_dict()` may be collective.
+        The contents of `states` may be changed.
+
+        Called by: every rank, because the objects' own `state_dict()` may be collective.
         Args:
-            states: by object, in the same order on all ranks.
-            read_parts: reads the parts that one rank has saved, of `ranks` ranks.
-        Raises: ValueError when no rank has saved a part that is wanted.
+            states: states by object name, in the same order on all ranks.
+            read_parts: reads the parts that one rank has saved; its argument is the rank.
+            ranks: number of ranks that have saved.
+        Raises: ValueError if no rank has saved a part that is needed.
         """
         found = {}
         for name, state in states.items():
@@ -201,7 +217,11 @@ class Assembly:
         return found
 
     def _replaced(self, name: str, value: Any, path: Path, layout: Layout) -> Any:
-        """`value` with tensors as they are here. A tensor that was saved in parts gets its values later."""
+        """Return `value` with tensors in their present layout. A tensor that was saved in parts gets its values later.
+
+        Args:
+            path: the keys that lead to `value` in the state of the object `name`.
+        """
         if isinstance(value, dict):
             for key in value:
                 value[key] = self._replaced(name, value[key], (*path, key), layout)
@@ -223,7 +243,7 @@ class Assembly:
         return _spread_like(self._values_of(name, stored, _region(like), like.device), like)
 
     def _values_of(self, name: str, stored: ShardedArray, region: TensorRegion, device: Any) -> Any:
-        """A tensor that is filled later."""
+        """Return an empty tensor for a region of `stored`. `_read` fills it."""
         import torch
 
         values = torch.empty(region.shape, dtype=getattr(torch, stored.dtype), device=device)
@@ -232,10 +252,13 @@ class Assembly:
         return values
 
     def _read(self, read_parts: Callable[[int], SavedParts], ranks: int) -> None:
-        """Read ranks' files, the likeliest first, until all is there."""
+        """Read the files of ranks, the likeliest first, until all tensors have their values.
+
+        Raises: ValueError if values are missing after all files.
+        """
         away = np.abs(np.arange(ranks) * self._size - self._rank * ranks)
         savers = iter(np.argsort(away, kind="stable").tolist())
-        # Until no tensor has values that are not there yet.
+        # Read on while a tensor lacks values.
         while missing := [
             key for key, wanted in self._wanted.items() if sum(w.missing for w in wanted)
         ]:
@@ -256,9 +279,11 @@ class Assembly:
 
 @dataclasses.dataclass
 class _Wanted:
-    """A part that this rank is to have, and fills from the parts that were saved.
+    """A part that this rank needs. It is filled from saved parts.
 
-    Attributes: missing: how many of its values are not there yet.
+    Attributes:
+        missing: number of elements of `values` without a value.
+        taken: regions that were copied.
     """
 
     region: TensorRegion
@@ -267,7 +292,7 @@ class _Wanted:
     taken: set[TensorRegion] = dataclasses.field(default_factory=set)
 
     def take(self, region: TensorRegion, values: Any) -> None:
-        """`values` of `region` are stored."""
+        """Copy the overlap of a saved part, `values` of `region`, unless that part was copied already."""
         overlap = self.region.overlap(region)
         if region in self.taken or not overlap.size:
             return
@@ -276,8 +301,8 @@ class _Wanted:
         self.missing -= overlap.size
 
 
-# The DTensor like which a state's tensor is to be; None: as a plain one. Args: the way to it, its shape, and whether it
-# was sharded when it was saved.
+# Returns the DTensor whose layout a state's tensor gets; None for a plain tensor. Args: the tensor's path in the state,
+# its shape, and whether it was sharded when it was saved.
 Layout = Callable[[Path, Sequence[int], bool], Any]
 
 
@@ -286,9 +311,12 @@ def _nowhere(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
 
 
 def _layout(value: Any, was_sharded: bool) -> Layout:
-    """Where an object has DTensors now; `_nowhere` if it has none.
+    """Return the layout of an object's DTensors; `_nowhere` if it has none.
 
-    Args: was_sharded: whether it had some when it was saved. If not, only torch's own objects are asked.
+    Args:
+        value: the object.
+        was_sharded: whether it had DTensors when it was saved. If not, only torch's own objects are asked for their
+            states.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return _nowhere
@@ -298,7 +326,7 @@ def _layout(value: Any, was_sharded: bool) -> Layout:
         return _layout_of_optimizer(value)
     if not (was_sharded or isinstance(value, torch.nn.Module)):
         return _nowhere
-    # A tensor of another shape is for `load_state_dict` to refuse.
+    # A tensor of another shape gets no layout: `load_state_dict` of the object refuses it.
     sharded = {
         (path, tuple(tensor.shape)): tensor
         for path, tensor in leaves(value.state_dict())
@@ -312,7 +340,10 @@ def _layout(value: Any, was_sharded: bool) -> Layout:
 
 
 def _layout_of_optimizer(optimizer: Any) -> Layout:
-    """The layout of an optimizer. It may have no state yet: a tensor in its parameter's shape is spread like it."""
+    """Return the layout of an optimizer. A state tensor of its parameter's shape is spread like the parameter.
+
+    The optimizer's own state is not asked, because it may have none yet.
+    """
     in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters = dict(enumerate(in_order))
     if not any(map(arrays.is_sharded, parameters.values())):
@@ -330,7 +361,7 @@ def _layout_of_optimizer(optimizer: Any) -> Layout:
 
 
 def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
-    """A DTensor that each rank of the parameter's mesh has whole; its values are any."""
+    """Return a DTensor that each rank of the parameter's mesh has as a whole; its values are undefined."""
     import torch
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -340,7 +371,7 @@ def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
 
 
 def _spread_like(local: Any, like: Any) -> Any:
-    """A DTensor spread as `like`. `local` is this rank's part of it, and shares its memory."""
+    """Return a DTensor spread like `like`. `local` is this rank's part, and shares its memory."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

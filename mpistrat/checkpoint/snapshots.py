@@ -1,4 +1,4 @@
-"""The files that a rank writes for a checkpoint, from copies of the states."""
+"""Makes the files that a rank writes for a checkpoint, from copies of the states."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from mpistrat.checkpoint.tensor_file import Snapshot
 
 
 class Snapshots:
-    """Copies of states, in memory that is used again: pages of new memory cost more than the copy itself."""
+    """Copies of states, in memory that is used again, because new pages of memory cost more than the copy itself."""
 
     def __init__(self) -> None:
-        # By the file's name without the suffix.
+        # The copies of arrays, by their file's name without the suffix.
         self._kept = collections.defaultdict[str, Snapshot](functools.partial(Snapshot, {}))
 
     def forget(self) -> None:
-        """Free the memory."""
+        """Free the memory of the copies."""
         self._kept.clear()
 
     def files(self, state: Mapping[str, Any], rank: int) -> Files:
-        """The files that `rank` writes, from copies of the states.
+        """Return the files that `rank` writes, by name, from copies of the states.
 
-        Each rank writes its own states, and its parts of sharded tensors. Rank 0 also writes the states that are the
-        same on all ranks.
+        Each rank writes its own states, and its parts of sharded tensors. Rank 0 also writes the states that are equal
+        on all ranks.
 
-        Args: state: as of `Checkpoint.state_dict`.
+        Args:
+            state: the states, as `Checkpoint.state_dict` returns them.
+        Raises: TypeError for a value that a checkpoint cannot keep.
         """
         common, files = state["common"], dict[str, Any]()
         trees = {stem_of_rank(rank): {**state["ranks"][rank], **state["local"]}}

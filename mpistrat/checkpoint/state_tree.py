@@ -1,9 +1,9 @@
-"""A state as JSON and arrays: a state comes back bit for bit, types included, and without pickle.
+"""Encodes a state as JSON and arrays, without pickle. Decoding gives the same bits and the same types.
 
-JSON's own values stand for themselves, and lists for lists. All else is an object with its kind as the first name:
-{"dict": {"lr": 0.1}}, {"pairs": [[0, …]]} for other keys than strings, {"tuple": [0.9, 0.999]}, {"tensor": "weight"}
-for the tensor of that name in a file beside, {"sharded": "weight", "shape": [8, 4], "dtype": "float32"} for a sharded
-tensor: each rank has written a part of it.
+JSON's own values stand for themselves, and lists for lists. Any other value is an object whose first name is its kind:
+{"dict": {"lr": 0.1}}; {"pairs": [[0, …]]} for a dict with keys that are no strings; {"tuple": [0.9, 0.999]}; {"tensor":
+"weight"} for the tensor of that name in the file of arrays; {"sharded": "weight", "shape": [8, 4], "dtype": "float32"}
+for a sharded tensor, whose parts the ranks have written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ITSELF = (type(None), bool, int, str)
 
 
 class Encoder:
-    """Encodes states. Their arrays go to one file.
+    """Encodes states whose arrays go to one file.
 
     Attributes:
         arrays: all arrays so far, by name; on their devices, and not copied.
@@ -40,9 +40,11 @@ class Encoder:
         self._sharded: set[str] = set()
 
     def encode(self, value: Any, path: tuple[str, ...] = ()) -> Json:
-        """`value` as JSON. Its arrays are named by where they are: "state.0.exp_avg".
+        """Return `value` as JSON data, and add its arrays to `arrays`.
 
-        Raises: TypeError for a value that could come back as another one.
+        Args:
+            path: the keys that lead to `value` in the state. An array's name is its path: "state.0.exp_avg".
+        Raises: TypeError for a value that decoding could not give back equal.
         """
         kind = type(value)
         if kind in _ITSELF:
@@ -70,13 +72,14 @@ class Encoder:
             }
         if type(value) is not dict:
             encoded["of"] = type(value).__name__
-        metadata = getattr(value, "_metadata", None)  # a module's: the versions of its classes
+        # A module's state has the versions of its classes here.
+        metadata = getattr(value, "_metadata", None)
         if metadata is not None:
             encoded["metadata"] = self.encode(metadata, (*path, "_metadata"))
         return encoded
 
     def _other(self, value: Any, path: tuple[str, ...]) -> Json:
-        """An array, or a value of a class of torch's."""
+        """Encode an array, or a value of a class of torch. Raises: TypeError for any other value."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if kind in _CLASSES_OF_TORCH:
             name, plain = _CLASSES_OF_TORCH[kind]
@@ -90,7 +93,7 @@ class Encoder:
             if str(value.layout) != "torch.strided" or value.is_meta:
                 raise TypeError(
                     f"{'.'.join(path)} is a {value.layout} tensor on {value.device}, which a checkpoint cannot keep; "
-                    "it keeps dense ones that have values"
+                    "it keeps dense tensors that have values"
                 )
         elif arrays.is_cupy(value):
             kind, value = "array", arrays.to_numpy(value)
@@ -129,7 +132,7 @@ _ENCODERS_OF_CONTAINERS: dict[type, Callable[[Encoder, Any, tuple[str, ...]], Js
     tuple: Encoder._tuple,
     **dict.fromkeys((dict, collections.Counter, collections.OrderedDict), Encoder._mapping),
 }
-# By the names of their classes, so that torch is not imported here.
+# Values of torch's classes, by the class's name, so that torch is not imported here.
 _CLASSES_OF_TORCH: dict[str, tuple[str, Callable[[Any], Json]]] = {
     "torch.Size": ("size", list),
     "torch.dtype": ("dtype", arrays.name_of_dtype),
@@ -138,8 +141,11 @@ _CLASSES_OF_TORCH: dict[str, tuple[str, Callable[[Any], Json]]] = {
 
 
 def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
-    """The value that was encoded as `tree`, with the arrays `stored`. Its arrays share their memory.
+    """Return the value that was encoded as `tree`.
 
+    Args:
+        tree: JSON data of an Encoder.
+        stored: the arrays of the file, by name. The value's arrays share their memory.
     Raises: ValueError, TypeError or RuntimeError for a tree that no Encoder has made.
     """
     if isinstance(tree, list):
@@ -155,7 +161,7 @@ def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
         return _decoded_mapping(kind, tree, stored)
     if kind == "sharded":
         check(tree, {"shape": [COUNT], "dtype": str}, kind)
-        torch_dtype(tree["dtype"])  # refuses other names
+        torch_dtype(tree["dtype"])  # raises an error for an unknown name
         return ShardedArray(content, tuple(tree["shape"]), tree["dtype"])
     if kind in _ARRAYS:
         return _decoded_array(kind, content, stored)
@@ -165,13 +171,13 @@ def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
 def _of_two(content: Json) -> None:
     check(content, list, "it")
     if len(content) != 2:
-        raise ValueError(f"it has {len(content)} parts, not 2")
+        raise ValueError(f"it has {len(content)} elements, not 2")
 
 
 _MAPPING_KINDS = ("dict", "pairs")
-# What may stand beside the name of a kind.
+# Further names that an encoded value of a kind may have.
 _ATTRIBUTES = {**dict.fromkeys(_MAPPING_KINDS, ("of", "metadata")), "sharded": ("shape", "dtype")}
-# What stands under the name of each kind.
+# The schema of the content under the name of each kind.
 _CONTENTS: dict[str, Schema] = {
     **{"dict": dict, "pairs": [_of_two], "tuple": list, "complex": _of_two, "size": [COUNT]},
     **dict.fromkeys(("float", "bytes", "tensor", "array", "scalar", "dtype", "device"), str),

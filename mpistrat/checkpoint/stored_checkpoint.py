@@ -1,4 +1,4 @@
-"""The files of one checkpoint, read and checked."""
+"""Reads and checks the files of one checkpoint."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from mpistrat.checkpoint.tensor_file import parse
 
 
 class StoredCheckpoint:
-    """A complete checkpoint, as it is read and checked.
+    """A complete checkpoint that is read and checked. The states of ranks are read on demand.
 
-    Args: objects: the program's, by name, as of `Checkpoint.stateful_objects`.
+    Args:
+        path: the checkpoint's folder.
+        objects: the program's objects by name, as `Checkpoint.stateful_objects` returns them.
+    Attributes:
+        state: {"common": {name: state}, "ranks": {rank: {name: state}}}, as `Checkpoint.load_state_dict` takes it, with
+            a `ShardedArray` for each sharded tensor. "common" has the names of all saved objects, but only the states
+            of `objects`; other states are None. A rank's state includes its local states.
+        manifest: the checkpoint's `Manifest`.
     Raises: ValueError for a damaged checkpoint, with the name of the file; OSError.
-    Attributes: state: {"common": {name: state}, "ranks": {rank: {name: state}}}, as of `Checkpoint.load_state_dict`,
-        with a `ShardedArray` for each sharded tensor. "common" has the names of all saved objects, and the states of
-        `objects`. A rank's states, its local ones included, are read on demand.
     """
 
     def __init__(self, path: str, objects: Mapping[str, Any]) -> None:
@@ -47,7 +51,10 @@ class StoredCheckpoint:
         }
 
     def verify_ranks(self, rank: int, size: int) -> None:
-        """Check the ranks' own files: rank `rank` of `size` reads its share of them. Raises: ValueError."""
+        """Check the files of ranks: rank `rank` of `size` ranks checks its share of them.
+
+        Raises: ValueError if a file is damaged; OSError.
+        """
         for writer in range(rank, self.manifest.ranks, size):
             states = self._read_rank(writer)
             with self._damaged(f"{stem_of_rank(writer)}.json"):
@@ -56,7 +63,12 @@ class StoredCheckpoint:
             self.parts(writer)
 
     def parts(self, rank: int) -> Any:
-        """The parts of sharded tensors that a rank wrote, by object and name; read at each call. Raises: ValueError."""
+        """Return the parts of sharded tensors that a rank wrote, by object and name; empty if it wrote none.
+
+        They are read at each call.
+
+        Raises: ValueError if the file is damaged; OSError.
+        """
         if f"{stem_of_parts(rank)}.json" not in self.manifest.files:
             return {}
         return self._checked(stem_of_parts(rank), check_parts, self._sharded)
@@ -65,7 +77,7 @@ class StoredCheckpoint:
         return self._checked(stem_of_rank(rank), check, dict, "it")
 
     def _checked(self, stem: str, check_content: Callable[..., None], *args: Any) -> Any:
-        """The content of a rank's file. Args: check_content: is called with it and `args`."""
+        """Return the content of a rank's file, after `check_content(content, *args)`. Raises: ValueError; OSError."""
         file = f"{stem}.json"
         content = self._decode(file, stem, self._json(file))
         with self._damaged(file):
@@ -74,7 +86,7 @@ class StoredCheckpoint:
 
     @contextlib.contextmanager
     def _damaged(self, name: str) -> Iterator[None]:
-        """Around the checks and the decoding of a file: an error says that the file `name` is damaged."""
+        """Raise an error of the body as a ValueError that says that the file `name` is damaged."""
         try:
             yield
         except Exception as error:
@@ -92,7 +104,7 @@ class StoredCheckpoint:
             return parsed(content)
 
     def _decode(self, file: str, stem: str, tree: Any) -> Any:
-        """The value of `tree`, of `file`, with the arrays of the file `stem`."""
+        """Return the value of `tree`, from `file`, with the arrays of the file `stem`. Raises: ValueError."""
         arrays = {}
         if (name := stem + ARRAYS) in self.manifest.files:
             content = self._read(name)
@@ -103,7 +115,7 @@ class StoredCheckpoint:
 
 
 def check_state(name: str, value: Any, state: Any, method: str) -> None:
-    """Raises: ValueError for a state that does not fit the schema of the object `value`, if it has one."""
+    """Raise ValueError if `state` does not fit the schema that the object `value` gives by `method`, if it has one."""
     schema = getattr(value, method, None)
     if schema is not None:
         check(state, dict, name)

@@ -1,9 +1,9 @@
-"""Arrays in one file of the safetensors format, which needs no library of ours to be read.
+"""Arrays in one file of the safetensors format. Other programs can read it without this package.
 
-The format (https://github.com/huggingface/safetensors): the length of a header, 8 bytes little-endian; the header,
-JSON, {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}; and the values without gaps.
-It is written here, and not by the library, because a snapshot is one buffer in the file's own order: it is copied into
-once, checksummed and written from another thread as it is.
+The format (https://github.com/huggingface/safetensors): the length of a header, 8 bytes little-endian; the header, a
+JSON text, {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}; and the values without gaps. This file
+writes the format itself, because a snapshot is one buffer in the order of the file. The arrays are copied into it once,
+and another thread computes its checksum and writes it as it is.
 """
 
 from __future__ import annotations
@@ -27,28 +27,27 @@ _CODES = {
     **{f"{u}int{bits}": f"{u.upper() or 'I'}{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)},
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-# "BOOL" takes one, too.
+# The bytes of an element, by code; "BOOL" takes 1.
 _BYTES = {code: int(re.sub(r"_.*|\D", "", code) or 8) // 8 for code in _DTYPES}
 _AS_BYTES = "U8"
 _ALIGNMENT = 64
-_MOST_DIMENSIONS = 64  # of NumPy's and torch's arrays
+_MOST_DIMENSIONS = 64  # the limit of NumPy and of torch
 _LENGTH = 8
 _METADATA, _FOREIGN = "__metadata__", "mpistrat"
 _NO_BYTES = np.empty(0, np.uint8)
 
 
 class Snapshot:
-    """Copies of arrays, laid out as in the file.
+    """Copies of arrays in one buffer, in the layout of the file.
+
+    `retake` copies the same arrays again: for many small arrays, the layout takes longer than the copies.
 
     Args:
         named: arrays by name; NumPy's and torch's, on any device.
-        buffer: memory of an earlier snapshot, which is used again if it is large enough.
-
-    `retake` copies the same arrays again: of many small ones, all else takes longer than copying.
-
+        buffer: memory of an earlier snapshot, uint8[n]. It is used again if it is large enough.
     Attributes:
-        header: what comes before the values.
-        values: uint8[n]: the values of all arrays.
+        header: bytes of the file before the values.
+        values: values of all arrays, uint8[n].
     """
 
     def __init__(self, named: Mapping[str, arrays.Array], buffer: np.ndarray = _NO_BYTES) -> None:
@@ -78,7 +77,10 @@ class Snapshot:
         self._copy(named)
 
     def retake(self, named: Mapping[str, arrays.Array]) -> bool:
-        """Whether `named` are laid out as the arrays before: then the copies are of these now."""
+        """Copy `named` into the buffer again, if they have the layout of the earlier arrays.
+
+        Returns: False if the layout differs. Then nothing is copied.
+        """
         if _alike(named) != self._alike:
             return False
         self._copy(named)
@@ -104,17 +106,20 @@ class Snapshot:
 
 
 def _alike(named: Mapping[str, arrays.Array]) -> list[tuple[Any, ...]]:
-    """Equal for arrays that are laid out alike."""
+    """Return a key that is equal for arrays with the same layout in the file."""
     return [(name, type(array), array.dtype, array.shape) for name, array in named.items()]
 
 
 def _order(array: arrays.Array) -> tuple[bool, int]:
-    """Wide ones first, so that all are aligned: torch relies on it. NumPy does not, and its strings have odd widths."""
+    """Return a sort key that puts arrays with wide elements first, so that all are aligned: torch needs that.
+
+    NumPy's own dtypes come last: NumPy does not need it, and its strings have odd widths.
+    """
     return _code(array) is None and not arrays.is_torch(array), -arrays.itemsize(array)
 
 
 def _described(array: arrays.Array) -> list[Any]:
-    """The dtype and the shape of an array whose dtype the format does not have: its bytes are stored."""
+    """Return the dtype and the shape of an array whose dtype the format does not have. The file has its bytes."""
     dtype = arrays.dtype_name(array) if arrays.is_torch(array) else array.dtype.str
     return [dtype, list(array.shape)]
 
@@ -126,7 +131,7 @@ def _code(array: arrays.Array) -> str | None:
 
 
 def _view(array: arrays.Array, place: np.ndarray) -> Any:
-    """`place`, uint8[bytes], as what `array` is copied to; None where there is nothing to copy."""
+    """Return `place`, uint8[bytes], as a view like `array` to copy it to; None if `place` is empty."""
     if not len(place):
         return None
     if arrays.is_torch(array):
@@ -138,11 +143,12 @@ def _view(array: arrays.Array, place: np.ndarray) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """An array as it lies in the memory that a file was read into.
+    """An array in the memory of a file that was read.
 
     Attributes:
-        dtype: as torch spells it, or as `numpy.dtype.str` does where the format has no code for it.
-        data: uint8[bytes].
+        dtype: torch's name of the dtype, or `numpy.dtype.str` if the format has no code for it.
+        shape: shape of the array.
+        data: the bytes of the values, uint8[n].
     """
 
     dtype: str
@@ -150,11 +156,14 @@ class StoredArray:
     data: np.ndarray
 
     def array(self) -> np.ndarray:
-        """Raises: ValueError or TypeError: NumPy has no such array."""
+        """Return a NumPy array that shares the memory. Raises: ValueError or TypeError if NumPy has no such dtype."""
         return self.data.view(_numpy_dtype(self.dtype)).reshape(self.shape)
 
     def tensor(self) -> Any:
-        """Raises: ValueError or RuntimeError: this torch has no such tensor."""
+        """Return a torch tensor on the CPU that shares the memory.
+
+        Raises: ValueError or RuntimeError if this version of torch has no such dtype.
+        """
         import torch
 
         dtype = torch_dtype(self.dtype)
@@ -164,7 +173,7 @@ class StoredArray:
 
 
 def torch_dtype(name: str) -> Any:
-    """Raises: ValueError: this torch has no such dtype."""
+    """Return the torch dtype of this name. Raises: ValueError if this version of torch has none."""
     import torch
 
     dtype = getattr(torch, name, None)
@@ -174,10 +183,12 @@ def torch_dtype(name: str) -> Any:
 
 
 def parse(content: np.ndarray) -> dict[str, StoredArray]:
-    """The arrays of a file whose bytes, uint8[n], are `content`: they share its memory.
+    """Return the arrays of a file, by name. They share the memory of `content`.
 
-    Raises: ValueError for what is no such file: arrays that lie outside of it or in each other, or have other sizes
-        than their shapes.
+    Args:
+        content: the bytes of the file, uint8[n].
+    Raises: ValueError if it is no such file, if arrays leave gaps, overlap or end outside of it, or if their sizes do
+        not fit their shapes.
     """
     start = _LENGTH + int.from_bytes(content[:_LENGTH].tobytes(), "little")
     if not _LENGTH < start <= len(content):
@@ -195,7 +206,7 @@ def parse(content: np.ndarray) -> dict[str, StoredArray]:
         end += size
         if entry["data_offsets"] != [begin, end]:
             raise ValueError(
-                f"{name!r:.80} is at {entry['data_offsets']}: byte {begin} follows, and it has {size} bytes"
+                f"{name!r:.80} is at {entry['data_offsets']}: it has {size} bytes, and the next free byte is {begin}"
             )
         dtype, shape = foreign.get(name) or (_DTYPES[entry["dtype"]], entry["shape"])
         stored[name] = StoredArray(dtype, tuple(shape), content[start + begin : start + end])
@@ -210,7 +221,7 @@ def _known(code: Any) -> None:
 
 
 def _foreign(entry: Any) -> None:
-    """An array whose dtype the format does not have: as `_described`."""
+    """Check the dtype and shape of an array whose dtype the format does not have: a result of `_described`."""
     dtype, shape = entry
     check(dtype, str, "its dtype")
     _shape(shape)
@@ -228,5 +239,5 @@ _ENTRIES = {str: {"dtype": _known, "shape": _shape, "data_offsets": [COUNT]}}
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.hasobject or dtype.kind == "V":
-        raise ValueError(f"arrays of {name!r:.80} are not kept")
+        raise ValueError(f"a checkpoint cannot keep arrays of dtype {name!r:.80}")
     return dtype

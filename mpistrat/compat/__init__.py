@@ -1,4 +1,4 @@
-"""Names of earlier versions of tf.distribute."""
+"""Names of earlier versions of tf.distribute: `v1` and `contrib`."""
 
 from typing import TYPE_CHECKING
 

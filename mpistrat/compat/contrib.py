@@ -1,4 +1,4 @@
-"""`tf.contrib.distribute`: the strategy with parameter servers, as it was there."""
+"""`tf.contrib.distribute`: its strategy with parameter servers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,25 @@ def __dir__() -> list[str]:
 
 
 class ParameterServerStrategy(v1.ParameterServerStrategy):
-    """`mpistrat.compat.v1.ParameterServerStrategy`, with the arguments that `tf.contrib.distribute` had.
+    """`mpistrat.compat.v1.ParameterServerStrategy` with the arguments that it has in `tf.contrib.distribute`.
 
-    Called by: every rank of the job. On a server's rank the constructor serves, and leaves by SystemExit.
+    Called by: every rank of the job. On a server's rank the constructor serves variables, and leaves by SystemExit.
     Args:
-        num_gpus_per_worker: the first so many GPUs that this rank sees, one replica each; 0 is one replica on the CPU.
-        cluster_spec: the cluster: a dict such as {"worker": ["a", "b"], "ps": ["c"]}, or a ClusterSpec; None is that
-            of TF_CONFIG. Where neither names one, a single rank keeps the variables itself.
-        task_type, task_id: this rank's task; None is that of TF_CONFIG.
-    Raises: ValueError, on all ranks: `cluster_spec` without `task_type` or `task_id`, and what is no cluster with
-        servers and workers. TopologyError, on all ranks: the cluster has other tasks than the job has ranks.
+        num_gpus_per_worker: number of GPUs for a worker, one replica on each; 0 is one replica on the CPU. A worker
+            takes the first GPUs that its rank sees.
+        cluster_spec: the cluster: a dict such as {"worker": ["a", "b"], "ps": ["c"]}, or a ClusterSpec. None takes the
+            cluster from TF_CONFIG. Without either, a single rank keeps the variables itself.
+        task_type, task_id: this rank's task; None takes it from TF_CONFIG.
+    Raises:
+        ValueError: on all ranks, for a `cluster_spec` without `task_type` or `task_id`, and for a cluster without
+            servers or workers.
+        TopologyError: on all ranks, if the number of tasks in the cluster is not the number of ranks.
+
+    Example:
+        >>> strategy = ms.compat.contrib.ParameterServerStrategy()
+        >>> iterator = strategy.make_dataset_iterator([np.ones(4), np.ones(4)])
+        >>> [len(batch) for batch in iterator]
+        [4, 4]
     """
 
     def __init__(
@@ -47,12 +56,13 @@ class ParameterServerStrategy(v1.ParameterServerStrategy):
         )
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
-        """An iterator that gives each replica whole batches of `dataset`: batches are of ONE replica, not global.
+        """Return an iterator that gives each replica whole batches of `dataset`: batches for ONE replica, not global.
 
-        The replicas of all workers take them in turn. What does not fill a step of a worker's replicas is left out.
-        `experimental_distribute_dataset` takes global batches, as everywhere.
+        The replicas of all workers take the batches in turn. Batches that do not fill a step of a worker's replicas are
+        left out. `experimental_distribute_dataset` takes global batches here, too.
 
-        Called by: each worker, with a dataset that yields the same batches on all.
+        Called by: each worker, with a dataset that yields the same batches on all workers.
+        Raises: ValueError if `dataset` is no iterable.
         """
         if not isinstance(dataset, Iterable):
             raise ValueError(f"a dataset must be an iterable of batches, got {dataset!r:.60}")

@@ -1,4 +1,4 @@
-"""The names that `tf.distribute.experimental` keeps."""
+"""The names of `tf.distribute.experimental`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The names that `tf.distribute.experimental.partitioners` keeps."""
+"""The names of `tf.distribute.experimental.partitioners`."""
 
 from mpistrat.variables.partitioners import (
     FixedShardsPartitioner,

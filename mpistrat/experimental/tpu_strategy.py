@@ -6,12 +6,17 @@ from mpistrat.xla.topology.device_assignment import DeviceAssignment
 
 
 class ExperimentalTPUStrategy(TPUStrategy):
-    """`mpistrat.TPUStrategy`, with the arguments that `tf.distribute.experimental` has.
+    """`mpistrat.TPUStrategy` with the arguments that it has in `tf.distribute.experimental`.
 
     Called by: every rank of the job.
     Args:
-        tpu_cluster_resolver: the slice; None is the one that this host belongs to.
-        device_assignment: which cores each replica has; None has each core be a replica.
+        tpu_cluster_resolver: resolver of the TPU slice; None is the slice that this host belongs to.
+        device_assignment: the cores of each replica; None makes each core a replica.
+
+    Example, on a TPU::
+
+        resolver = ms.cluster_resolver.TPUClusterResolver("local")
+        strategy = ms.experimental.TPUStrategy(resolver)
     """
 
     def __init__(
@@ -22,6 +27,6 @@ class ExperimentalTPUStrategy(TPUStrategy):
         super().__init__(tpu_cluster_resolver, device_assignment)
 
 
-# As users know it: its instances, its errors and pickles show this name.
+# Instances, errors and pickles show the public name.
 ExperimentalTPUStrategy.__module__ = __name__.rpartition(".")[0]
 ExperimentalTPUStrategy.__name__ = ExperimentalTPUStrategy.__qualname__ = TPUStrategy.__name__

@@ -1,4 +1,4 @@
-"""Services for long jobs: what notices that something goes wrong or that the end is near, and what goes on after."""
+"""Services for long jobs: preemption, time limits, ranks that are lost, and replicas that drift apart."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Whether this rank knows of the program's end: by a signal, by the user's watcher, or by the time limit."""
+"""Decides at each step whether this rank knows that the job is about to be ended."""
 
 from __future__ import annotations
 
@@ -17,53 +17,58 @@ from mpistrat.fault_tolerance.termination_config import TerminationConfig
 from mpistrat.fault_tolerance.time_limit import TimeLimit
 from mpistrat.machine.notices import tell
 
-# What a rank has to say; the greatest of all ranks counts.
+# The levels of a rank's word; the greatest level of all ranks counts.
 NOTHING, SAVE, SAVE_AND_LEAVE = 0, 1, 2
-_LEVEL_SHIFT = 8  # below it, the number of the signal
+_LEVEL_SHIFT = 8  # the bits below it are the signal's number
 SECONDS_BETWEEN_POLLS = 1.0
-# As TensorFlow has it: so many mean steps before the end of the grace period, the last checkpoint is written.
+# As in TensorFlow, the last checkpoint is written this many mean steps before the end of the grace period.
 _STEPS_BEFORE_THE_END = 6
-# The margin is at most so much of the time before the limit, or as long as a checkpoint takes.
+# The margin is at most this part of the time before the limit, or the duration of a checkpoint if that is longer.
 _PART_UNTIL_MEASURED, _PART_WHEN_MEASURED = 0.5, 0.1
 
 
 class AnnouncedEnd:
-    """
-    Args:
-        config: completed.
-        job: the Slurm job, None outside Slurm.
-        keeps_time: whether this rank watches the time limit: one of all does, so that clocks need not agree.
+    """Knows whether a signal, the user's watcher or the time limit has announced the end of the job on this rank.
 
+    Args:
+        config: a TerminationConfig that `completed` has returned.
+        job: the Slurm job; None outside Slurm.
+        keeps_time: whether this rank watches the time limit. Rank 0 alone does, so that clocks need not agree.
     Attributes:
-        steps: how long they take; it is called at each step.
-        seconds_to_save: the longest save so far; 0 before.
+        steps: durations of steps; the handler calls `steps.step()` at the end of each step.
+        seconds_to_save: longest save or restore so far, in seconds; 0.0 before the first.
     """
 
     def __init__(self, config: TerminationConfig, job: SlurmJob | None, keeps_time: bool) -> None:
         self.steps = StepTimes()
         self.seconds_to_save = 0.0
-        self._most_left = 0.0  # before the time limit
+        self._most_left = 0.0  # the most seconds that were ever left before the time limit
         self._is_limit_known = False
         self._grace_period, self._margin = config.grace_period or 0.0, config.margin
         self._grace_began: float | None = None
         self._signal = SignalFlag(config.signal_numbers())
         self._limit = TimeLimit(job, config.end_time) if keeps_time else TimeLimit(None)
-        self._is_near = threading.Event()  # the user's function has said so
+        self._is_near = threading.Event()  # set when the user's watcher has returned True
         if config.termination_watcher_fn is not None:
             keep_asking(
                 self,
                 "mpistrat termination watcher",
                 functools.partial(_ask_watcher, config.termination_watcher_fn, self._is_near),
                 lambda: SECONDS_BETWEEN_POLLS,
-                "the termination watcher fails, and will be asked again: {}".format,
+                "the termination watcher raised an error, and will be called again: {}".format,
             )
 
     def takes_to_save(self, seconds: float) -> None:
-        """A checkpoint was written, or read, in so many seconds."""
+        """Record that writing or reading a checkpoint took `seconds`; `seconds_to_save` keeps the longest."""
         self.seconds_to_save = max(seconds, self.seconds_to_save)
 
     def word(self) -> int:
-        """What this rank has to say, and the signal that came."""
+        """Return this rank's word for the current step: an int for the MAX over all ranks, 0 if nothing is to be saved.
+
+        The word is a level (SAVE or SAVE_AND_LEAVE) above 8 bits with the number of the signal that arrived, or 0. SAVE
+        begins a grace period. Near its end, near the time limit, or without a grace period, the level is
+        SAVE_AND_LEAVE.
+        """
         number = self._signal.number
         level = NOTHING
         if self._grace_began is not None:
@@ -79,14 +84,14 @@ class AnnouncedEnd:
         return level << _LEVEL_SHIFT | number if level else 0
 
     def begin_grace(self) -> bool:
-        """All ranks know of the end. Returns: whether that is news."""
+        """Start the grace period. Returns: False if it has begun already."""
         if self._grace_began is not None:
             return False
         self._grace_began = time.monotonic()
         return True
 
     def warn_if_near(self) -> None:
-        """Say it once, where the limit is so near that the margin would take most of the time before it."""
+        """Warn once, when the time limit is known, if the margin would take more than half of the time left."""
         left, meant = self._seconds_left(), self._margin + 2 * self.seconds_to_save
         if self._is_limit_known or not math.isfinite(left):
             return
@@ -100,14 +105,17 @@ class AnnouncedEnd:
             )
 
     def _seconds_left(self) -> float:
-        """inf where no limit is known."""
+        """Return the seconds until the time limit; inf if no limit is known."""
         left = self._limit.seconds_left()
         if math.isfinite(left):
             self._most_left = max(left, self._most_left)
         return left
 
     def _seconds_needed(self) -> float:
-        """Before the limit, for the step under way, for one more that is found to be too long, and for the save."""
+        """Return the seconds before the time limit at which a rank must save.
+
+        They are for the step that is under way, for one more step that turns out too long, and for the save.
+        """
         part = _PART_WHEN_MEASURED if self.seconds_to_save else _PART_UNTIL_MEASURED
         margin = min(self._margin, max(part * self._most_left, self.seconds_to_save))
         return margin + 2 * (self.steps.longest + self.seconds_to_save)
@@ -118,7 +126,7 @@ def level_of(word: int) -> int:
 
 
 def reason_of(word: int) -> str:
-    """Why, for people."""
+    """Return the reason for the end, as a text: "SIGTERM has come", or "the end is near" without a signal."""
     number = word & (1 << _LEVEL_SHIFT) - 1
     return f"{signal.Signals(number).name} has come" if number else "the end is near"
 

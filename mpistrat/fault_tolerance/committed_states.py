@@ -1,4 +1,4 @@
-"""The last two states that a rank has committed, in memory."""
+"""Keeps the last two states that a rank has committed, in memory."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from mpistrat import arrays, nest
 
 
 class CommittedStates:
-    """Two, for when a rank is lost, others may have committed one step more than this one.
+    """The last two committed states of this rank.
 
-    A copy takes the memory of the one before the last.
+    Two are kept because another rank may have committed one step less than this rank when a rank is lost. A new state
+    is copied into the memory of the older of the two.
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[int, Any]] = []  # with their steps, the older first
+        self._kept: list[tuple[int, Any]] = []  # (step, state), the older first
 
     @property
     def last(self) -> int | None:
-        """The step that was committed last; None where there is none."""
+        """The step that was committed last; None if no state is kept."""
         return self._kept[-1][0] if self._kept else None
 
     @property
     def nbytes(self) -> int:
-        """Of the arrays of one state."""
+        """Size of the arrays of the last state, in bytes; 0 if no state is kept."""
         leaves = nest.flatten(self._kept[-1:])
         return sum(int(leaf.nbytes) for leaf in leaves if arrays.is_array(leaf))
 
@@ -34,7 +35,10 @@ class CommittedStates:
         self._kept.append((step, copied(state, memory)))
 
     def back_to(self, step: int | None) -> Any:
-        """A copy of the state of `step`, which is the last from now on; None where all ranks begin anew."""
+        """Return a copy of the state after `step`, and drop later ones; None and no states if `step` is None.
+
+        Raises: RuntimeError if no state of `step` is kept.
+        """
         if step is None:
             self._kept = []
             return None
@@ -42,11 +46,16 @@ class CommittedStates:
         if step not in steps:
             raise RuntimeError(f"step {step} was to be restored, but this rank keeps {steps}")
         self._kept = self._kept[: steps.index(step) + 1]
-        return copied(self._kept[-1][1])  # what loads it may keep it, and write to it
+        # The objects that load the copy may keep it, and write to it.
+        return copied(self._kept[-1][1])
 
 
 def copied(value: Any, memory: Any = None) -> Any:
-    """A copy of a structure of arrays and other picklable values; in the arrays of `memory` where they are alike."""
+    """Return a copy of a structure of arrays and other picklable values.
+
+    Args:
+        memory: an older structure. Its arrays are overwritten and returned where they are like the arrays in `value`.
+    """
     if isinstance(value, dict):
         by_key = memory if isinstance(memory, dict) else {}
         return {key: copied(part, by_key.get(key)) for key, part in value.items()}
@@ -66,5 +75,5 @@ def copied(value: Any, memory: Any = None) -> Any:
 
 
 def _layout(value: Any) -> tuple[Any, ...]:
-    """Equal of arrays that can be copied into each other's memory."""
+    """Return a key that is equal for arrays that can be copied into each other's memory."""
     return type(value), *(getattr(value, name, None) for name in ("shape", "dtype", "device"))

@@ -1,4 +1,4 @@
-"""In what two arrays of one shape and dtype differ."""
+"""Measures how two arrays of one shape and dtype differ."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from mpistrat.arrays import Array
 
 
 class Difference(NamedTuple):
+    """How an array differs from a reference, as numbers; its text is for a message."""
+
     differing: int  # elements whose bits differ
     elements: int
-    place: tuple[int, ...]  # where the values differ most; a NaN differs more than any number
+    place: tuple[int, ...]  # index of the largest difference; a NaN differs more than any number
     value: float
     reference: float
 
@@ -26,11 +28,11 @@ class Difference(NamedTuple):
 
 
 def difference(found: np.ndarray, reference: np.ndarray, like: Array) -> Difference | None:
-    """None where the bits are equal.
+    """Return how many elements of `found` differ from `reference`, and where most; None if all bits are equal.
 
     Args:
-        found, reference: bits, as `digests.bits` gives them, on the host.
-        like: an array whose bits they are. Complex numbers count as two elements each.
+        found, reference: bits of arrays as `digests.bits` returns them, 1-D integers on the host.
+        like: an array with their shape and dtype. A complex number counts as two elements.
     """
     different = np.flatnonzero(found != reference)
     if not len(different):

@@ -1,9 +1,9 @@
-"""Digests of arrays' bits: quick, sensitive to where an element stands, and without a copy of the array.
+"""Digests of arrays' bits: quick, sensitive to the position of each element, and without a copy of the array.
 
-An array's bits, as integers of its elements' size, are laid out in rows; the sums of the rows and of the columns are
-hashed. Adding is what all array libraries do fastest, on any device, and a digest is the same wherever it was computed.
-One changed element changes a sum for certain, two elements that changed places do, too. What leaves every sum as it was
-goes unnoticed: changes at the corners of a rectangle that cancel out.
+A digest lays out an array's bits in rows, as integers of the element's size, and hashes the sums of the rows and of the
+columns. Adding is the fastest operation of all array libraries, on any device, and gives the same sums on each. A
+digest always changes if one element changes, or if two elements change places. It does not change if changes at the
+corners of a rectangle cancel out.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from mpistrat import arrays
 from mpistrat.arrays import Array
 
-ROW = 4096  # elements; what fills no row is hashed as it is
+ROW = 4096  # elements; the elements after the last full row are hashed as they are
 
 
 def digest(value: Any) -> bytes:
-    """Eight bytes for an array's bits, shape and dtype, or for another value's `repr`."""
+    """Return eight bytes: the digest of an array's bits, shape and dtype, or of another value's `repr`."""
     import hashlib  # here, because it makes importing mpistrat slower
 
     if not arrays.is_array(value):
@@ -32,15 +32,16 @@ def digest(value: Any) -> bytes:
 
 
 def describe(array: Array) -> str:
-    """Dtype and shape: "float32[64, 3]"."""
+    """Return the dtype and the shape of an array as a text: "float32[64, 3]"."""
     return f"{arrays.dtype_name(array)}{list(array.shape)}"
 
 
 def bits(array: Array) -> Array:
-    """The array's elements as integers of their size, one after the other; two for a complex number.
+    """Return the array's elements as a 1-D array of integers of the elements' size; a complex number gives two.
 
-    Its own memory where that is contiguous: NumPy's array on the host, the library's own on a GPU.
-    What is on an XLA device is copied to the host, for there the view as integers takes the host anyway.
+    The result shares the array's memory if that is contiguous: a NumPy array on the host, an array of the library
+    itself on a GPU. A tensor on an XLA device is copied to the host, because XLA would compute the view as integers
+    there anyway.
     """
     if arrays.is_torch(array):
         import torch
@@ -54,7 +55,7 @@ def bits(array: Array) -> Array:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         flat = tensor.reshape(-1).view(getattr(torch, _integers(tensor.dtype.itemsize)))
-        return flat.numpy() if flat.is_cpu else flat  # a thread of NumPy's adds faster
+        return flat.numpy() if flat.is_cpu else flat  # NumPy adds faster than torch on one thread
     return array.reshape(-1).view(_integers(array.real.dtype.itemsize))
 
 

@@ -1,4 +1,4 @@
-"""Names, in words, the copies of a mirrored value that differ from the others."""
+"""Finds the copies of a mirrored value that differ, and describes them in words."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ from mpistrat.fault_tolerance.mirrored_state import Key, MirroredThing, mirrored
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
-_MOST_TOLD = 8  # copies, or names
-_MOST_CHARACTERS = 80  # of a value
+_MOST_TOLD = 8  # copies or names in a message
+_MOST_CHARACTERS = 80  # of a value in a message
 
 _WHAT_TO_DO = """\
-Go on from a checkpoint of before, or, if rank 0's values will do, call strategy.mirror(module) on every rank. To find
-the cause: does one rank alone load or write it (`if rank == 0:`, a tensor's .data, an optimizer's state)? If it comes
-back on one node without that, suspect the node's memory or processor."""
+Restore an earlier checkpoint, or, if rank 0's values are right, call strategy.mirror(module) on every rank. To find
+the cause: does one rank alone load or write a tensor (`if rank == 0:`, a tensor's .data, an optimizer's state)? If the
+difference comes back on one node without that, suspect the node's memory or processor."""
 
 
 class Digested(NamedTuple):
-    """One mirrored thing, as it was when it was compared: for each of this rank's copies, what it is and its digest."""
+    """Digests of one mirrored value on this rank, taken when it was compared.
+
+    Attributes:
+        name: name of the value.
+        descriptions: dtype and shape of each copy, as a text; the `repr` of a copy that is no array.
+        digests: digest of each copy, 8 bytes.
+    """
 
     name: str
-    descriptions: tuple[str, ...]  # dtype and shape; the value of what is no array
+    descriptions: tuple[str, ...]
     digests: tuple[bytes, ...]
 
     @classmethod
@@ -44,9 +50,15 @@ class Digested(NamedTuple):
 def find_divergence(
     strategy: Strategy, digested: dict[Key, Digested], when: str
 ) -> DivergenceError | None:
-    """The first thing whose copies differ; None if ranks only have dropped different things. Collective."""
+    """Return the error for the first mirrored value whose copies differ; None if ranks have only dropped other values.
+
+    Called by: every rank.
+    Args:
+        digested: this rank's digests, by key.
+        when: when the values were compared, for the message.
+    """
     communicator = strategy.extended.communicator
-    by_rank = communicator.all_gather_object(digested, label="digests of what is mirrored")
+    by_rank = communicator.all_gather_object(digested, label="digests of mirrored values")
     common = set.intersection(*map(set, by_rank))
     differing = {
         key: copies
@@ -75,12 +87,12 @@ def _some(names: list[str]) -> str:
 
 
 class Copies:
-    """All ranks' copies of one thing, grouped by their digests.
+    """All ranks' copies of one mirrored value, grouped by their digests.
 
     Attributes:
-        are_equal: there is one group.
+        are_equal: whether all copies are in one group.
         reference: (rank, copy) of the first copy in the largest group.
-        suspects: ranks with a copy outside of that group; empty where another group is as large.
+        suspects: ranks with a copy outside of the largest group; empty if another group is as large.
     """
 
     def __init__(self, by_rank: list[Digested]) -> None:
@@ -97,7 +109,7 @@ class Copies:
         self.suspects = tuple(sorted(suspects)) if has_majority else ()
 
     def verdict(self, nodes: Sequence[str]) -> str:
-        """Which ranks are probably wrong. Args: nodes: the name of each rank's."""
+        """Say which ranks are probably wrong. Args: nodes: the node name of each rank, by rank."""
         if not self.suspects:
             return "Which copy is wrong cannot be known: no value has the majority."
         suspects = [f"rank {rank} (node {nodes[rank]})" for rank in self.suspects]
@@ -110,11 +122,14 @@ class Copies:
         return f"replica {replica} (rank {rank})"
 
     def descriptions(self) -> list[str]:
-        """A line for each copy, where what they are already says how they differ: a number, or another shape."""
+        """Return a line for each copy if the descriptions differ: other numbers, or arrays of other shapes.
+
+        Returns: an empty list if all descriptions are equal.
+        """
         different = {d for thing in self._by_rank for d in thing.descriptions}
         if len(different) == 1:
             return []
-        shared = os.path.commonprefix(list(different))  # noqa: RUF071 - by characters, as is meant
+        shared = os.path.commonprefix(list(different))  # noqa: RUF071 - a prefix by characters is meant
         begin = max(0, len(shared) - _MOST_CHARACTERS // 2)
         return [
             f"{self.name_of(rank, copy)}: {'…' * (begin > 0)}{described[begin:][:_MOST_CHARACTERS]}"
@@ -124,15 +139,15 @@ class Copies:
 
 
 def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
-    """A line for each copy that differs from the reference, which is sent to all."""
+    """Return a line for each copy that differs from the reference, a broadcast copy. Called by: every rank."""
     communicator = strategy.extended.communicator
     things = mirrored_state(strategy)[key].copies
     flats = [arrays.to_host(bits(thing)) for thing in things]
     root, copy = copies.reference
     reference = flats[copy].copy() if communicator.rank == root else np.empty_like(flats[0])
-    communicator.broadcast(reference.view(np.uint8), root, label="one copy of what differs")
+    communicator.broadcast(reference.view(np.uint8), root, label="reference copy of a value")
     found = [difference(flat, reference, like) for flat, like in zip(flats, things, strict=True)]
-    by_rank = communicator.all_gather_object(found, label="differences from it")
+    by_rank = communicator.all_gather_object(found, label="differences from the copy")
     kind = copies._by_rank[root].descriptions[copy]
     return [
         f"{copies.name_of(rank, i)}: {each} on {copies.name_of(root, copy)} ({kind})"

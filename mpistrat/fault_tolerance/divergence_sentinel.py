@@ -1,4 +1,4 @@
-"""Notices when what is mirrored is not the same any more on all ranks."""
+"""Notices when mirrored parameters, buffers, optimizer states or variables differ between ranks."""
 
 from __future__ import annotations
 
@@ -15,31 +15,40 @@ from mpistrat.fault_tolerance.mirrored_state import Key, mirrored_state
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
-# Such a digest of one rank makes the MAX over ranks say that they differ, whatever the others have.
+# With this digest from one rank, the MAX over ranks shows a difference, whatever digests the other ranks have.
 _DIFFERENT_HERE = (np.iinfo(np.int32).max,) * 4
 
 
 class DivergenceSentinel:
-    """Compares what is mirrored, bit for bit, at every `every`-th `backward()` that reduces gradients.
+    """Compares the mirrored state bit for bit, at every `every`-th `backward()` that reduces gradients.
 
-    Called by: every rank, at the same place.   Context: cross-replica or top level.
-    Compared are parameters, buffers (but for those written since the last reduction, which the next one averages), the
-    state and hyperparameters of optimizers that step inside `run`, and mirrored variables. A NaN equals one of the same
-    bits. A digest travels with the agreement before gradients are reduced; more is sent only if digests differ.
-    What does not call `backward()` calls `check`.
+    Made by: every rank, at the same place in the program.
+    Context: cross-replica or top level.
+    It compares parameters, buffers, the state and hyperparameters of optimizers that step inside `run`, and mirrored
+    variables. It leaves out buffers that were written since the last reduction, because the next reduction averages
+    them. A NaN equals a NaN of the same bits. A digest travels with the agreement before gradients are reduced; more is
+    sent only if digests differ. A program that does not call `backward()` calls `check`.
 
     Args:
-        every: how many calls of `backward()` from one comparison to the next; the same on all ranks.
+        strategy: the strategy whose mirrored state is compared.
+        every: number of calls of `backward()` from one comparison to the next; the same on all ranks.
     Raises:
-        ValueError: on all ranks, if `every` is no number from 1 on, or differs between ranks. Later `backward()`
-            raises `errors.DivergenceError` on all ranks, and leaves `.grad` as it was before.
+        ValueError: on all ranks, if `every` is no int from 1 on, or differs between ranks. Later `backward()` raises
+            `errors.DivergenceError` on all ranks, and leaves `.grad` as it was before.
+
+    Example:
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> sentinel = ms.fault_tolerance.DivergenceSentinel(strategy, every=100)
+        >>> sentinel.check()  # raises DivergenceError if parameters differ between ranks
+        >>> sentinel.words(), sentinel.received(sentinel.words())  # the strategy calls these in backward()
+        (array([], dtype=int32), None)
     """
 
     def __init__(self, strategy: Strategy, every: int = 100) -> None:
         require_cross_replica(strategy, "DivergenceSentinel")
         self._strategy = strategy
         self._every = every
-        self._calls = 0  # of backward
+        self._calls = 0  # number of calls of backward()
         self._digested: dict[Key, Digested] = {}
         self._last_equal = "this is the first comparison"
         communicator = strategy.extended.communicator
@@ -55,30 +64,39 @@ class DivergenceSentinel:
             strategy.extended.modules.piggybacks.append(self)
 
     def check(self) -> None:
-        """Compare now. Called by: every rank.   Context: cross-replica or top level.
+        """Compare the mirrored state now.
 
-        Raises: `errors.DivergenceError` on all ranks.
+        Called by: every rank.   Context: cross-replica or top level.
+        Raises: `errors.DivergenceError` on all ranks, if parameters, buffers, optimizer states or variables differ.
         """
         communicator = self._strategy.extended.communicator
         with cross_replica(self._strategy, "DivergenceSentinel.check"):
             with communicator.raising_together():
                 words = self._digest_words()
-            communicator.all_reduce(words, reducing("max", "digest of what is mirrored"))
+            communicator.all_reduce(words, reducing("max", "digest of mirrored values"))
             self._judge(words, f"at a check after {self._calls} calls of backward()")
 
     def words(self) -> np.ndarray:
-        """As a `Piggyback`: the digest, if it is time."""
+        """Return the digest, int32[4], at every `every`-th `backward()`, else int32[0]: a `Piggyback`'s words."""
         due = (self._calls + 1) % self._every == 0
         return self._digest_words() if due else np.empty(0, np.int32)
 
     def received(self, greatest: np.ndarray) -> None:
-        """As a `Piggyback`. Counts here, where all ranks come or none."""
+        """Count a call of `backward()`, and compare the maxima of all ranks' words, as a `Piggyback`.
+
+        Calls are counted here, because either all ranks come here or none.
+        Raises: `errors.DivergenceError` on all ranks, if the digests differ.
+        """
         self._calls += 1
         if len(greatest):
             self._judge(greatest, f"in call {self._calls} of backward()")
 
     def _digest_words(self) -> np.ndarray:
-        """62 bits in two words, each followed by its negative: of equal ranks, the two MAXs differ in sign only."""
+        """Return the digest, int32[4]: two words of 31 bits, each followed by its negative.
+
+        If all ranks have the same digest, the two MAXs of a pair differ only in sign. All words are the largest int32
+        if this rank's own replicas differ.
+        """
         import hashlib  # here, because it makes importing mpistrat slower
 
         state = mirrored_state(self._strategy)

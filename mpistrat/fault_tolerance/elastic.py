@@ -1,8 +1,8 @@
 """Training that goes on when a rank is lost: `run_elastic`.
 
-As in Horovod's `elastic.run` and in torchelastic, the training function is called again, by those that are left. What
-it then restores comes from memory: each rank keeps copies of the state after the last two steps that it has committed.
-The ranks agree on the step to go back to by ULFM (https://fault-tolerance.org): revoke, agree, shrink.
+As in Horovod's `elastic.run` and in torchelastic, the ranks that are left call the training function again. They
+restore the state from memory: each rank keeps copies of the state after the last two steps that it has committed. The
+ranks use ULFM (https://fault-tolerance.org) to agree on the step to go back to: revoke, agree, shrink.
 """
 
 from __future__ import annotations
@@ -44,22 +44,34 @@ def run_elastic(
     steps_per_copy: int = 1,
     comm: MPI.Intracomm | None = None,
 ) -> T:
-    """`train(elastic)`, called again by the ranks that are left whenever some are lost; returns what it returns.
+    """Call `train(elastic)`, and call it again on the ranks that are left whenever ranks are lost.
 
-    A default group of torch.distributed is destroyed then. One of the backend "mpistrat" that was there before the
-    call is made anew over the ranks that are left; a strategy with `torch_distributed=True` makes its own.
+    When a rank is lost, the default group of torch.distributed is destroyed. If it had the backend "mpistrat" before
+    the call of `run_elastic`, it is made anew over the ranks that are left. A strategy with `torch_distributed=True`
+    makes its own.
 
-    That takes Open MPI 5 under `mpirun --with-ft ulfm`. Elsewhere a line on stderr says why not, and a lost rank ends
-    the job, as it does before and after the call.
+    Going on needs Open MPI 5 under `mpirun --with-ft ulfm`. Elsewhere rank 0 prints on stderr why a lost rank ends the
+    job. Before and after the call of `run_elastic` a lost rank always ends the job.
 
     Called by: every rank of the job (or of `comm`).
     Args:
-        train: builds the strategy and the model, restores, and trains; see `Elastic`.
-        min_replicas: with fewer, training does not go on. With `deterministic=True` there are always as many as before.
-        steps_per_copy: of how many commits one keeps a copy; up to as many steps are repeated after a loss.
+        train: a function that builds the strategy and the model, restores the state, and trains; see `Elastic`.
+        min_replicas: smallest number of replicas with which training goes on. A `deterministic=True` strategy always
+            keeps its number of replicas.
+        steps_per_copy: number of commits from one copy of the state to the next. After a loss, up to as many steps are
+            repeated.
         comm: the mpi4py communicator of the ranks that take part; None is all.
+    Returns: the value that `train` returns.
     Raises:
         TooFewReplicasError: on all ranks that are left, with fewer than `min_replicas` replicas.
+        ValueError: `min_replicas` or `steps_per_copy` is no int from 1 on.
+
+    Example:
+        >>> def train(elastic):
+        ...     with elastic.strategy(devices=["cpu"]).scope():
+        ...         return "trained"
+        >>> ms.fault_tolerance.run_elastic(train, min_replicas=1)
+        'trained'
     """
     for name, value in {"min_replicas": min_replicas, "steps_per_copy": steps_per_copy}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -71,7 +83,7 @@ def run_elastic(
 
 
 def _survivors_of(comm: MPI.Intracomm) -> Survivors | None:
-    """None, and a line on stderr, where a lost rank ends the job."""
+    """Return the `Survivors`; None, and the reason on rank 0's stderr, if a lost rank ends the job."""
     from mpi4py import MPI
 
     why_not = why_not_fault_tolerant(MPI.Get_library_version())
@@ -79,7 +91,7 @@ def _survivors_of(comm: MPI.Intracomm) -> Survivors | None:
         why_not = "MPI was started without MPI_THREAD_MULTIPLE, mpi4py's default"
     if why_not:
         if comm.Get_rank() == 0:
-            tell(f"a rank that is lost ends this job: {why_not}. Save checkpoints to go on from")
+            tell(f"a rank that is lost ends this job: {why_not}. Save checkpoints to restore from")
         return None
     from mpistrat.fault_tolerance.survivors import Survivors
 
@@ -88,7 +100,7 @@ def _survivors_of(comm: MPI.Intracomm) -> Survivors | None:
 
 def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Survivors) -> T:
     results: list[T] = []
-    has_group = has_default_group("mpistrat")  # that training goes on with
+    has_group = has_default_group("mpistrat")  # whether it is made anew after a loss
     try:
         while True:
             results.clear()
@@ -102,9 +114,10 @@ def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Surv
             except Exception as error:
                 if not survivors.has_lost(error):
                     raise
-                traceback.clear_frames(error.__traceback__)  # they hold the model and its memory
+                # The traceback's frames hold the model and its memory.
+                traceback.clear_frames(error.__traceback__)
             except SystemExit as error:
-                remember_raised(error)  # for an end without MPI_Finalize
+                remember_raised(error)  # the exit code, for an end without MPI_Finalize
                 raise
             noticed = time.monotonic()
             with survivors.reported_as("going on without the ranks that were lost"):
@@ -116,11 +129,23 @@ def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Surv
 
 
 class Elastic:
-    """What a training function goes on with; `run_elastic` makes it.
+    """The argument of a training function of `run_elastic`: it makes the strategy, commits steps and restores them.
 
+    Made by: `run_elastic`.
     Attributes:
         comm: the mpi4py communicator of the ranks that are left, for the strategy; None is one rank without MPI.
-        step: how many steps are committed.
+        step: number of committed steps.
+
+    Example:
+        >>> def train(elastic):
+        ...     model = elastic.strategy(devices=["cpu"]).prepare(torch.nn.Linear(2, 1))
+        ...     step = elastic.restore(ms.checkpoint.Checkpoint(model=model))  # 0 the first time
+        ...     elastic.commit()  # after each step
+        >>> ms.fault_tolerance.run_elastic(train, steps_per_copy=10)
+
+    Example:
+        >>> ms.fault_tolerance.run_elastic(lambda elastic: elastic.explain())  # one rank keeps no copies
+        'no state was committed'
     """
 
     def __init__(
@@ -135,22 +160,24 @@ class Elastic:
         self._survivors = survivors
         self._min_replicas, self._steps_per_copy = min_replicas, steps_per_copy
         self._checkpoint: Checkpoint | None = None
-        # Of a deterministic strategy: how many there are to be, whatever is lost.
+        # The number of replicas that a deterministic strategy keeps, however many ranks are lost.
         self._replicas: int | None = None
         self._states = CommittedStates()
-        self._restored: Any = None  # what the next restore() loads
-        self._seconds: deque[float] = deque(maxlen=1000)  # of the last commits of a state
+        self._restored: Any = None  # the state that the next restore() loads
+        self._seconds: deque[float] = deque(maxlen=1000)  # durations of the last copies of a state
         self._num_kept = 0
-        self._loss: tuple[list[int], int, float] | None = None  # who, of how many, when noticed
+        # The lost ranks, the number of ranks before, and when this rank noticed the loss.
+        self._loss: tuple[list[int], int, float] | None = None
 
     def strategy(self, **arguments: Any) -> MultiWorkerMirroredStrategy:
-        """A `MultiWorkerMirroredStrategy` with these arguments, over the ranks that are left.
+        """Make a `MultiWorkerMirroredStrategy` with these arguments, over the ranks that are left.
 
-        With `deterministic=True` they take over the replicas of those that are lost, as further replicas on the CPU:
-        training has the same bits as if none were. Otherwise there are fewer replicas, and each has more of a batch.
+        With `deterministic=True` the ranks that are left take over the replicas of lost ranks, as further replicas on
+        the CPU. Training then gives the same bits as without a loss. Otherwise there are fewer replicas, and each
+        replica gets a larger part of a batch.
 
         Called by: every rank.
-        Raises: TooFewReplicasError on all ranks.
+        Raises: TooFewReplicasError on all ranks, if fewer than `min_replicas` replicas are left.
         """
         if self._replicas is not None and arguments.get("deterministic"):
             rank, size = (self.comm.rank, self.comm.size) if self.comm else (0, 1)
@@ -162,23 +189,25 @@ class Elastic:
             self._replicas = replicas
         if replicas < self._min_replicas:
             raise TooFewReplicasError(
-                f"{replicas} replicas are left, and min_replicas={self._min_replicas} are wanted; start the job again, "
+                f"{replicas} replicas are left, and min_replicas={self._min_replicas} are wanted. Start the job again "
                 "from its last checkpoint"
             )
         return strategy
 
     def restore(self, checkpoint: Checkpoint) -> int:
-        """Put the objects of `checkpoint` into their state after the last committed step; the first time, leave them.
+        """Restore the objects of `checkpoint` to the last committed state; leave them alone the first time.
 
         Called by: every rank, before its first step.
-        Args: checkpoint: of all that changes while it trains.
-        Returns: `step`.
+        Args:
+            checkpoint: a Checkpoint of all objects that change during training.
+        Returns: the number of committed steps.
+        Raises: ValueError for a state with a sharded tensor, because its parts are lost with their ranks.
         """
         self._checkpoint = checkpoint
         if self._survivors is None:
             return self.step
         if self._restored is None:
-            self._keep(checkpoint, self._survivors)  # a rank may be lost in the first step
+            self._keep(checkpoint, self._survivors)  # for a loss in the first step
         else:
             ranks = self._restored["ranks"]
             known = self._survivors.communicator.all_gather_object(ranks, label="restore")
@@ -190,9 +219,10 @@ class Elastic:
         return self.step
 
     def commit(self) -> None:
-        """The step is done: should a rank be lost, training goes on from here.
+        """Mark the step as done: if a rank is lost later, training goes on from here.
 
-        Called by: every rank, after each step. It waits until all have come, and copies the state.
+        Called by: every rank, after each step. It waits for all ranks, and copies the state after each
+            `steps_per_copy`-th step.
         """
         if self._survivors is None:
             self.step += 1
@@ -203,7 +233,7 @@ class Elastic:
             self._keep(self._checkpoint, self._survivors)
 
     def explain(self) -> str:
-        """What commits cost. Not collective."""
+        """Say how many states were committed, their size in MB, and the median time of a copy in ms. Not collective."""
         if not self._seconds:
             return "no state was committed"
         median = statistics.median(self._seconds)
@@ -224,19 +254,22 @@ class Elastic:
         self._num_kept += 1
 
     def _recover(self, survivors: Survivors, noticed: float) -> None:
-        """Called by: every rank that is left."""
+        """Go on without the lost ranks, from the step that all ranks have committed.
+
+        Called by: every rank that is left.
+        """
         from mpistrat.liveness.ending.job_end import job_end
 
         job_end().end_without_finalize()
         size = survivors.comm.size
         lost, step = survivors.go_on(self._states.last)
-        if self._loss is not None:  # lost while they went on
+        if self._loss is not None:  # another rank was lost during the last recovery
             lost, (_, size, noticed) = self._loss[0] + lost, self._loss
         self._loss = lost, size, noticed
         self.comm = survivors.comm
         leave_default_group()
         self._checkpoint = None
-        gc.collect()  # the model, the strategy and their memory
+        gc.collect()  # frees the model, the strategy and their memory
         self._restored = self._states.back_to(step)
         self.step = step or 0
 
@@ -253,6 +286,6 @@ class Elastic:
 
 
 def replicas_of(total: int, ranks: int) -> list[int]:
-    """How many of `total` replicas each rank has: as equally as they can be spread, the first ones have more."""
+    """Return each rank's number of replicas, `total` in all: as equal as possible, the first ranks have one more."""
     each, more = divmod(total, ranks)
     return [each + (rank < more) for rank in range(ranks)]

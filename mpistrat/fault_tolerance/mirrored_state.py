@@ -1,4 +1,4 @@
-"""All that a strategy keeps equal on its replicas: parameters, buffers, optimizers' state, variables."""
+"""Collects all values that a strategy keeps equal on its replicas: parameters, buffers, optimizer states, variables."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ if TYPE_CHECKING:
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
     from mpistrat.strategy import Strategy
 
-# What differs in parameters is reported before what differs in optimizers.
+# Key parts, in the order of reports: a difference of a parameter is reported before one of an optimizer.
 _PARAMETER, _BUFFER, _OPTIMIZER, _VARIABLE = range(4)
 _OF_GROUP, _OF_PARAMETER = range(2)
 
-Key = tuple[Any, ...]  # the same for the same thing on every rank; sorts in the order of reports
+Key = tuple[Any, ...]  # equal for the same value on every rank; keys sort in the order of reports
 
 
 class MirroredThing(NamedTuple):
-    """`copies` are this rank's: arrays or Python values. One, or one for each of its replicas."""
+    """A value that the strategy keeps equal on its replicas.
+
+    `copies` has this rank's arrays or Python values: one, or one for each of its replicas.
+    """
 
     name: str
     copies: list[Any]
 
 
 def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
-    """In order: parameters by module, buffers, optimizers (numbers of the parameter groups, then state), variables.
+    """Return the values that the strategy keeps equal on its replicas, by key.
 
-    Buffers that a replica has written since the last reduction of gradients are left out: they differ until the next.
-    What this rank has dropped is missing; another may still have it.
+    The order of keys is: parameters by module, buffers, optimizers (the numbers of parameter groups, then states),
+    variables. Buffers that a replica has written since the last reduction of gradients are left out, because they
+    differ until the next one. Values that this rank has dropped are missing; another rank may still have them.
     """
     found: dict[Key, MirroredThing] = {}
     modules = strategy.extended.modules.made
@@ -46,7 +50,7 @@ def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
 
 
 def _slots(modules: StrategyModules) -> Iterator[tuple[int, ParameterSlot, Any]]:
-    """Number, slot and parameter, of those that this rank still has."""
+    """Yield (number, slot, parameter) for each parameter that this rank still has."""
     registry = modules.registry
     parameters = registry.parameters()
     for index, (slot, parameter) in enumerate(zip(registry.slots, parameters, strict=True)):
@@ -59,7 +63,8 @@ def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
 
     slots = modules.registry.buffers
     buffers = [*zip(slots, *copies_of_buffers(modules.parts.replicas, slots), strict=True)]
-    # Batch norm does not count its writes to some of its buffers (`mpistrat.pytorch.modules.buffers.snapshot`).
+    # A write to one buffer leaves out all buffers of its module, because batch norm does not count its writes to
+    # some of its buffers (`mpistrat.pytorch.modules.buffers.snapshot`).
     written = {slot.module for slot, *tensors in buffers if any(map(slot.changed, tensors))}
     for index, (slot, *tensors) in enumerate(buffers):
         if slot.module not in written and all(tensor is not None for tensor in tensors):
@@ -80,7 +85,7 @@ def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]
 def _states_of(
     optimizer: Any, slots: Mapping[int, tuple[int, str]]
 ) -> Iterator[tuple[Key, str, dict[Any, Any]]]:
-    """Place, owner's name and state: of each parameter group, and of each parameter in `slots`."""
+    """Yield (place, owner's name, state) for each parameter group, and for each parameter in `slots`."""
     for g, group in enumerate(optimizer.param_groups):
         yield (_OF_GROUP, g), f"group {g}", {k: v for k, v in group.items() if k != "params"}
     for parameter, state in list(optimizer.state.items()):

@@ -1,4 +1,4 @@
-"""A number per rank that travels with reductions of gradients."""
+"""Sends a number of each rank along with the reductions of gradients."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import numpy as np
 
 
 class PiggybackedWord:
-    """A `Piggyback` of one number per rank: all ranks learn the greatest.
+    """A `Piggyback` of one number per rank: all ranks learn the greatest number.
 
+    Made by: `PreemptionCheckpointHandler`.
     Args:
-        ask: gives this rank's number, from 0 to 2**31 - 1.
+        ask: returns this rank's number, from 0 to 2**31 - 1. Called at each reduction of gradients.
     """
 
     def __init__(self, ask: Callable[[], int]) -> None:
@@ -25,6 +26,9 @@ class PiggybackedWord:
         self._greatest = max(int(greatest[0]), self._greatest or 0)
 
     def take(self) -> int | None:
-        """The greatest since the last call, equal on all ranks; None if no gradients were reduced since then."""
+        """Return the greatest number of all ranks since the last call, equal on all ranks.
+
+        Returns: None if no gradients were reduced since the last call.
+        """
         greatest, self._greatest = self._greatest, None
         return greatest

@@ -1,4 +1,4 @@
-"""On what kind of machine this is, as far as it matters for how its end is announced."""
+"""Detects the platform, because it decides how the end of a job is announced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PRODUCT = "/sys/class/dmi/id/product_name"  # "Google Compute Engine"
 
 
 class PlatformDevice(enum.Enum):
-    """Whose machine, and what it computes with; INTERNAL is anybody's but Google Compute Engine's."""
+    """The owner of this machine, and the device that computes. INTERNAL is any machine but Google Compute Engine's."""
 
     INTERNAL_CPU = "internal_CPU"
     INTERNAL_GPU = "internal_GPU"
@@ -23,10 +23,13 @@ class PlatformDevice(enum.Enum):
 
 
 def detect_platform() -> PlatformDevice:
-    """The platform of this process. A job of Slurm's is ended by Slurm, wherever its machines stand: INTERNAL."""
+    """Return the platform of this process, on the CPU or on GPUs of GCE; TPUs are not detected.
+
+    A Slurm job is INTERNAL on Google's machines, too, because Slurm ends it.
+    """
     product = ""
     with contextlib.suppress(OSError), open(_PRODUCT, errors="replace") as file:
         product = file.read()
     if slurm_job() is not None or "Google Compute Engine" not in product:
-        return PlatformDevice.INTERNAL_CPU  # with GPUs it would be the same
+        return PlatformDevice.INTERNAL_CPU  # the defaults of INTERNAL_GPU are the same
     return PlatformDevice.GCE_GPU if visible_gpus() else PlatformDevice.GCE_CPU

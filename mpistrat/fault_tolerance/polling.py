@@ -1,4 +1,4 @@
-"""Asking again and again, on a thread of its own."""
+"""Calls a function again and again, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ def keep_asking(
     pause: Callable[[], float],
     explain: Callable[[str], str] | None,
 ) -> None:
-    """Call `ask` on a thread called `name` until it returns True, as long as `owner` exists.
+    """Call `ask` on a daemon thread until it returns True, or until `owner` is garbage-collected.
 
     Args:
-        ask: does not refer to `owner`.
-        pause: gives the seconds until the next call.
-        explain: makes a line for people of the first error; it is asked again after errors. None: nothing is said.
+        name: name of the thread.
+        ask: function to call; it must not refer to `owner`. After an exception it is called again.
+        pause: returns the seconds until the next call.
+        explain: makes a line for stderr from the first exception's text; None prints nothing.
     """
     stop = threading.Event()
     weakref.finalize(owner, stop.set)
@@ -32,7 +33,7 @@ def keep_asking(
             try:
                 if ask():
                     return
-            except Exception as error:  # whatever it is, the next answer may be right
+            except Exception as error:  # any error: the next call may succeed
                 if explain_once is not None:
                     tell(explain_once(f"{type(error).__name__}: {error}"))
                     explain_once = None

@@ -1,4 +1,4 @@
-"""A checkpoint at a step that all ranks agree on, before the job is ended."""
+"""Saves a checkpoint at a step that all ranks agree on, before the job is ended."""
 
 from __future__ import annotations
 
@@ -25,36 +25,51 @@ from mpistrat.fault_tolerance.termination_config import TerminationConfig, compl
 from mpistrat.input import DistributedDataset, DistributedIterator
 from mpistrat.machine.notices import tell
 
-_COUNTER = "total_run_calls"  # the counter's name among the objects of the checkpoint
+_COUNTER = "total_run_calls"  # name of the counter in the checkpoint
 _SECONDS_TO_REQUEUE = 30.0
 _SERVERS = (
-    "PreemptionCheckpointHandler is for strategies whose replicas step together; this cluster has parameter servers, "
-    "which the signal that announces the end would end, too. Call CheckpointManager.save after every so many steps, "
+    "PreemptionCheckpointHandler is for strategies whose replicas step together. This cluster has parameter servers: "
+    "the signal that announces the end would end them, too. Call CheckpointManager.save after every so many steps, "
     "and CheckpointManager.restore_or_initialize when the program begins"
 )
 
 
 class PreemptionCheckpointHandler:
-    """Saves a checkpoint when the job is about to be ended, ends the program, and goes on from there the next time.
+    """Saves a checkpoint when the job is about to be ended, ends the program, and restores it at the next start.
 
     A signal, the user's watcher or the time limit of the Slurm job announces the end, on any rank at any moment. That
-    rank's word travels with the reduction of gradients of its step, and at the end of that step all ranks
-    know: they write the checkpoint. Steps in which nothing is reduced cost a MAX of 8 bytes. The program leaves before
-    the next step, by `exit_fn`. So all that belongs to a step must be in the function that `run` is given, or before
-    `save_checkpoint_if_preempted`. Inside `Strategy.replica()` a program needs to call neither: a step ends, and the
-    program may leave, where it asks a distributed dataset of the checkpoint for the next batch. If the checkpoint has
-    an optimizer, some optimizer must have stepped since the last: batches that are accumulated are one step.
+    rank's word travels with the reduction of gradients of its step. At the end of that step all ranks know of the end,
+    and write the checkpoint. A step without a reduction of gradients costs a MAX of 8 bytes. The program leaves before
+    the next step, by `exit_fn`. So all work of a step must be in the function that `run` gets, or before
+    `save_checkpoint_if_preempted`.
 
-    Made by: every rank, on the main thread, when the objects of the checkpoint are there: the newest checkpoint is
-    restored here, if there is one.
+    Inside `Strategy.replica()` a program needs to call neither method. There a step ends, and the program may leave,
+    when it asks a distributed dataset of the checkpoint for the next batch. If the checkpoint has an optimizer, the
+    step ends only if some optimizer has stepped since the last: accumulated batches are one step.
+
+    Made by: every rank, on the main thread, after the objects of the checkpoint are made. The constructor restores the
+        newest checkpoint, if there is one.
     Args:
-        cluster_resolver: the strategy's, or None; who takes part is what the checkpoint's strategy says.
-        checkpoint_or_checkpoint_manager: what is saved, or what saves it.
-        checkpoint_dir: of a Checkpoint: the folder, of which the newest one is kept.
-        termination_config: what ends the program, and how.
+        cluster_resolver: the strategy's, or None. It is only checked for parameter servers: the checkpoint's strategy
+            says which ranks take part.
+        checkpoint_or_checkpoint_manager: the Checkpoint to save, or a CheckpointManager that saves it.
+        checkpoint_dir: the folder for a Checkpoint; the newest checkpoint is kept there. Ignored with a
+            CheckpointManager.
+        termination_config: a TerminationConfig: what announces the end, and how the program ends; None is the default
+            one.
     Raises:
-        TypeError: a Checkpoint without a folder. NotImplementedError: variables are on parameter servers.
-        RuntimeError: not on the main thread; another job saves to the folder. OSError: the folder cannot be made.
+        TypeError: a Checkpoint without a folder.
+        NotImplementedError: variables are on parameter servers.
+        RuntimeError: this is not the main thread, or another job saves to the folder.
+        OSError: the folder cannot be made.
+
+    Example:
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> model = strategy.prepare(torch.nn.Linear(2, 1))
+        >>> manager = ms.checkpoint.CheckpointManager(ms.checkpoint.Checkpoint(model=model), "saved")
+        >>> handler = ms.fault_tolerance.PreemptionCheckpointHandler(None, manager)
+        >>> handler.run(lambda: "a step"), handler.total_run_calls
+        ('a step', 1)
     """
 
     def __init__(
@@ -76,21 +91,21 @@ class PreemptionCheckpointHandler:
         self._counter = _Counter()
         self._manager.checkpoint.objects[_COUNTER] = self._counter
         if self._config.save_fn is None:
-            self._manager.claim()  # what is wrong with the folder is told now, and not in the last minute
-        # Why, once the checkpoint is written with which the program leaves.
+            self._manager.claim()  # an error of the folder is raised now, and not in the last minute
+        # Once the last checkpoint is written: the message with which the program ends.
         self._saved: str | None = None
         self._is_over = False
         self._end = AnnouncedEnd(self._config, self._job, keeps_time=self._communicator.rank == 0)
         began = time.monotonic()
         restored = self._manager.restore_or_initialize()
-        if restored is not None:  # the best guess there is until something is saved
+        if restored is not None:  # the best estimate until a checkpoint is saved
             self._end.takes_to_save(self._longest_of_ranks(time.monotonic() - began))
             self._tell(f"goes on from {restored}, after {self.total_run_calls} steps", "INFO")
         self._word = PiggybackedWord(_word_of(self._end))
         self._piggybacks = extended.modules.piggybacks
         self._piggybacks.append(self._word)
         self._end.warn_if_near()
-        self._is_called = False  # by the program, which says where steps end
+        self._is_called = False  # whether the program itself marks the ends of steps
         self._count_steps = _step_counter_of(self._manager.checkpoint)
         self._last_count = self._count_steps()
         for value in self._manager.checkpoint.objects.values():
@@ -99,15 +114,18 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many steps are done: calls of `run` or `save_checkpoint_if_preempted`, those before restarts included."""
+        """Number of steps: calls of `run` and `save_checkpoint_if_preempted`, also before restarts."""
         return self._counter.calls
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the function, which is one step, with the arguments; then save if the end was announced.
+        """Call a function that is one step; then save a checkpoint if the end was announced.
 
-        Called by: every rank, equally often, outside `strategy.run`. After a save, the next call ends the program,
-        before the function is called; without a next call it ends as it would have.
-        Returns: what the function returned. Raises: what it raised; then the step does not count.
+        Called by: every rank, equally often, outside `strategy.run`. After a save, the next call ends the program
+            before it calls the function. Without a next call the program ends in its own way.
+        Args:
+            distributed_train_function: the step. It is called with `args` and `kwargs`.
+        Returns: the function's return value.
+        Raises: the function's exception; then the step does not count.
         """
         self._is_called = True
         self._leave_if_saved()
@@ -116,16 +134,28 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """After a step, instead of `run`: save if the end was announced, and end the program at once.
+        """Mark the end of a step, instead of `run`: save and end the program at once, if the end was announced.
 
         Called by: every rank, equally often, outside `strategy.run`.
-        Args: what `save_fn`, or else the manager's `save`, is given; none for the latter: it gets the number of steps.
+        Args:
+            args, kwargs: arguments for `save_fn`, or else for the manager's `save`; without any, `save` gets the number
+                of steps.
+
+        Example:
+            >>> model = ms.OneDeviceStrategy("cpu").prepare(torch.nn.Linear(2, 1))
+            >>> checkpoint = ms.checkpoint.Checkpoint(model=model)
+            >>> handler = ms.fault_tolerance.PreemptionCheckpointHandler(None, checkpoint, "saved")
+            >>> with handler.watch_preemption_scope():
+            ...     handler.save_checkpoint_if_preempted()  # after a step; nobody has announced the end
         """
         self._is_called = True
         self._finish_and_leave(args, kwargs)
 
     def _after_batch(self) -> None:
-        """Inside `Strategy.replica()` a loader of the checkpoint is asked for the batch after one that it has given."""
+        """Finish the step, inside `Strategy.replica()`, when a loader is asked for a further batch.
+
+        It does nothing if no optimizer has stepped since the last batch.
+        """
         before, self._last_count = self._last_count, self._count_steps()
         if self._last_count != before and not self._is_called:
             self._finish_and_leave((), {})
@@ -137,10 +167,11 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Changes nothing: TensorFlow needs it where a rank's error does not reach the others, which here it does."""
+        """Do nothing. TensorFlow needs the scope to tell other ranks of an error; here they always learn of it."""
         yield
 
     def _finish_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the step, agree with all ranks whether to save, and save. Called by: every rank."""
         self._counter.calls += 1
         self._end.steps.step()
         self._end.takes_to_save(self._manager.seconds_to_save)
@@ -164,7 +195,7 @@ class PreemptionCheckpointHandler:
             self._saved = after
 
     def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
-        """Seconds, and where to."""
+        """Save, and wait for the disk. Returns: the MAX of all ranks' seconds, and the path with a blank, or ""."""
         began = time.monotonic()
         if self._config.save_fn is not None:
             path = self._config.save_fn(*args, **kwargs)
@@ -172,7 +203,7 @@ class PreemptionCheckpointHandler:
             path = self._manager.save(*args, **kwargs)
         else:
             path = self._manager.save(self.total_run_calls)
-        self._manager.wait()  # until what was saved before, or with wait=False, is on disk
+        self._manager.wait()  # until this save, perhaps with wait=False, or an earlier one is on disk
         seconds = self._longest_of_ranks(time.monotonic() - began)
         self._end.takes_to_save(seconds)
         return seconds, f"{path} " if isinstance(path, str) else ""
@@ -188,39 +219,40 @@ class PreemptionCheckpointHandler:
         self._tell(f"{self._saved}; the program ends")
         self._saved = None
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+            # The program may have closed a stream, or set it to None.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         if self._communicator.size > 1:
             from mpistrat.liveness.ending.job_end import job_end
 
             job_end().leaves_together = True
-        # All have said what they had to.
+        # All ranks have printed their lines before any rank ends.
         self._communicator.barrier(label="before the program ends")
         if self._config.requeue and self._communicator.rank == 0:
             self._requeue()
         self._communicator.barrier(label="requeued")
-        cast("Callable[[], Any]", self._config.exit_fn)()  # it has a default
+        cast("Callable[[], Any]", self._config.exit_fn)()  # `completed` has set it
 
     def _requeue(self) -> None:
         if self._job is None:
-            self._tell("cannot requeue: this is no job of Slurm's")
+            self._tell("cannot requeue: this is no Slurm job")
             return
         try:
             self._job.requeue(_SECONDS_TO_REQUEUE)
         except SlurmError as error:
             self._tell(
-                f"job {self._job.job_id} is not requeued: {error}. The batch script can do it, outside a container: "
-                f"scontrol requeue {self._job.job_id} when the program has ended with its exit code"
+                f"job {self._job.job_id} is not requeued: {error}. The batch script can do it, outside a container, "
+                f"when the program has ended with its exit code: scontrol requeue {self._job.job_id}"
             )
 
     def _tell(self, text: str, level: Literal["INFO", "WARNING"] = "WARNING") -> None:
-        """On rank 0."""
+        """Print `text` on rank 0."""
         if self._communicator.rank == 0:
             tell(text, level)
 
 
 class _Counter:
-    may_be_absent = True  # from a checkpoint that was saved without a handler
+    may_be_absent = True  # a checkpoint may have been saved without a handler
 
     def __init__(self) -> None:
         self.calls = 0
@@ -236,9 +268,9 @@ class _Counter:
 
 
 def _step_counter_of(checkpoint: Checkpoint) -> Callable[[], int]:
-    """Counts the steps of optimizers, if the checkpoint has one: a batch that is accumulated ends none.
+    """Return a function whose value changes when a step ends: it counts optimizer steps.
 
-    Else each batch is a step: it counts its calls.
+    Without an optimizer each batch is a step: the function counts its calls.
     """
     if sys.modules.get("torch") is not None:
         from torch.optim import Optimizer
@@ -267,6 +299,6 @@ def _manager_of(
 
 
 def _word_of(end: AnnouncedEnd) -> Callable[[], int]:
-    """Gives its word, and does not keep it alive."""
+    """Return a function that gives the word of `end`, 0 if `end` is gone; it does not keep `end` alive."""
     reference = weakref.ref(end)
     return lambda: 0 if (alive := reference()) is None else alive.word()

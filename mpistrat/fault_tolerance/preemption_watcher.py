@@ -1,4 +1,4 @@
-"""A name of tf.distribute's that programs may use; nothing is watched."""
+"""`PreemptionWatcher`: a name of tf.distribute that programs may use. It watches nothing."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ from mpistrat.machine.notices import warn_on_first_rank
 
 
 class PreemptionWatcher:
-    """Watches nothing, on any platform, and says so: what TensorFlow's own tells comes from its runtime.
+    """Watches nothing, and a warning on rank 0 says so. TensorFlow's watcher gets its messages from its runtime.
 
-    Use PreemptionCheckpointHandler, which learns of the end, and saves.
+    Use PreemptionCheckpointHandler: it learns of signals and of the time limit, and saves a checkpoint.
 
     Attributes:
-        preemption_message: None.
+        preemption_message: None, always.
+
+    Example:
+        >>> watcher = ms.fault_tolerance.PreemptionWatcher()
+        >>> watcher.block_until_worker_exit()  # returns at once
+        >>> print(watcher.preemption_message)
+        None
     """
 
     def __init__(self) -> None:
         self.preemption_message: str | None = None
         warn_on_first_rank(
             rank_end().rank,
-            "PreemptionWatcher watches nothing; use PreemptionCheckpointHandler, which learns of "
+            "PreemptionWatcher watches nothing. Use PreemptionCheckpointHandler: it learns of "
             "signals and of the time limit",
         )
 
     def block_until_worker_exit(self) -> None:
-        """Returns at once."""
+        """Return at once."""

@@ -1,6 +1,6 @@
-"""Signals that announce the end of the program; nothing happens in their handler but that it is noted.
+"""Records the signals that announce the end of the program. The signal handler does nothing else.
 
-A checkpoint written inside a signal handler would begin in the middle of a step, at another place on each rank.
+A checkpoint that a signal handler writes would begin in the middle of a step, at another place on each rank.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from mpistrat.machine.notices import warn_on_first_rank
 
 
 class SignalFlag:
-    """Notes signals for as long as it exists; then they do what they did before.
+    """Records signals for as long as it exists.
 
-    Made by: the main thread, to which Python gives signals; RuntimeError elsewhere. A signal is noted, and then the
-    handler from before is called. Python's own handler is not called: it would raise KeyboardInterrupt in the middle
-    of a step. A signal with a handler outside Python is left to that handler, with a warning.
+    A signal is recorded, and then its earlier handler is called. Python's own SIGINT handler is not called, because it
+    would raise KeyboardInterrupt in the middle of a step. A signal with a handler outside Python is left to that
+    handler, with a warning.
 
+    Made by: the main thread, because Python handles signals there; RuntimeError on other threads.
+    Args:
+        signals: numbers of the signals to record; with none, any thread may make the flag.
     Attributes:
-        number: of the last signal that came, since a strategy was made; 0 while none has.
+        number: number of the last signal that arrived since a strategy was made; 0 if none has arrived.
+        signals: the numbers, as a frozenset.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
@@ -47,8 +51,8 @@ class SignalFlag:
 
 
 _flags: weakref.WeakSet[SignalFlag] = weakref.WeakSet()
-_previous: dict[int, Any] = {}  # what handled a signal before
-_inside: set[int] = set()
+_previous: dict[int, Any] = {}  # by signal, its handler before `_arrived`
+_inside: set[int] = set()  # signals that are being handled
 
 
 def _take(number: int) -> None:
@@ -58,8 +62,8 @@ def _take(number: int) -> None:
     if before is None:
         warn_on_first_rank(
             rank_end().rank,
-            f"{signal.Signals(number).name} is handled outside Python already, and is left to that: it will not "
-            "bring about a checkpoint. Choose others with TerminationConfig(signals=...)",
+            f"{signal.Signals(number).name} is handled outside Python already, and keeps that handler: it will "
+            "not cause a checkpoint. Choose other signals with TerminationConfig(signals=...)",
             stacklevel=4,
         )
         return
@@ -68,8 +72,12 @@ def _take(number: int) -> None:
 
 
 def _arrived(number: int, frame: FrameType | None) -> None:
+    """Handle a signal: set `number` of each flag that records it, then call the earlier handler.
+
+    If no flag records it, an earlier default action ends the process.
+    """
     if number in _inside:
-        return  # a handler set after ours has called ours, and was then taken for the one before
+        return  # a handler that was set after ours calls ours, and is now itself the previous handler
     _inside.add(number)
     try:
         heard = [flag for flag in _flags if number in flag.signals]
@@ -87,7 +95,7 @@ def _arrived(number: int, frame: FrameType | None) -> None:
 
 
 def _forget() -> None:
-    """A child's signals are not ours."""
+    """Restore the earlier signal handlers in a forked child, because signals to the child are not for this program."""
     for number, previous in _previous.items():
         if signal.getsignal(number) is _arrived:
             signal.signal(number, previous)

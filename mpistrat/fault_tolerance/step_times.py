@@ -1,17 +1,19 @@
-"""How long steps take."""
+"""Measures how long steps take."""
 
 from __future__ import annotations
 
 import time
 
-# So much of the longest step is remembered at the next: one ten times as long as the others counts for 230 of them.
+# The part of the longest time that is kept at each step: a step of ten times the usual length counts for 230 steps.
 _REMEMBERED = 0.99
 
 
 class StepTimes:
-    """Attributes: mean, longest: seconds from one step to the next, input and all; 0 before the second.
+    """The times from one step to the next, in seconds, input included.
 
-    `longest` is of the last steps.
+    Attributes:
+        mean: mean time; 0.0 before the second step.
+        longest: longest of the last times: it shrinks by 1 % at each step. 0.0 before the second step.
     """
 
     def __init__(self) -> None:
@@ -21,7 +23,7 @@ class StepTimes:
         self._last: float | None = None
 
     def step(self) -> None:
-        """A step begins, or always: a step ends."""
+        """Record the time since the last call. Called once in each step, always at the same place."""
         now = time.monotonic()
         if self._last is not None:
             took = now - self._last

@@ -1,6 +1,7 @@
-"""The ranks that are left, and how they agree on going on without the others.
+"""The ranks that are left after a loss, and how they agree to go on without the lost ranks.
 
-mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+This file imports mpi4py at its top, and other files import this file on first use: `import mpistrat` does not start
+MPI.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from mpistrat.liveness.ending.start_deadline import start_deadline
 from mpistrat.liveness.records.record import text_of
 from mpistrat.liveness.revocable_group import FaultTolerantComm, RevocableGroup, means_rank_lost
 
-# In the place of a step: this rank keeps none.
+# Stands for the step of a rank that keeps no state.
 _NONE = -1
-# The number of a recovery among the calls on a communicator, for which it is the last.
+# The call number of a recovery, because it is the last call on its communicator.
 _LAST_CALL = 1 << 40
 
 
 class Survivors:
-    """The ranks of `comm`, later those of them that are left.
+    """The ranks of a communicator that are left; at first all of its ranks.
 
     Attributes:
-        communicator: ours, over them; made by `meet`.
+        communicator: a `Communicator` over these ranks; `meet` makes it.
     """
 
     communicator: Communicator
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        # A program of its own may use `comm`, and ours must not be revoked with others.
+        # The program may use or revoke `comm` itself, so this object has a duplicate.
         with start_deadline("the duplication of a communicator", rank=comm.rank, size=comm.size):
             duplicate = comm.Dup()
         self._group = RevocableGroup(duplicate)
@@ -44,18 +45,21 @@ class Survivors:
         return self._group.comm
 
     def meet(self) -> None:
-        """Make `communicator`. Collective."""
+        """Make `communicator`. From now on the job goes on if a rank is lost. Called by: every rank that is left."""
         self.communicator = communicator_for(self.comm, what="run_elastic")
         job_end().records.record.expendable = True
 
     def has_lost(self, error: Exception) -> bool:
-        """Whether `error` is, or may come of, the loss of a rank."""
+        """Whether `error` is the loss of a rank, or may be a consequence of one."""
         return means_rank_lost(error) or self._group.has_lost()
 
     def exchange(self, states: dict[int, bytes]) -> None:
-        """Add to `states`, this rank's own, those of two other ranks, which are lost if all three are. Collective.
+        """Send this rank's state to two other ranks, and add the states of two other ranks to `states`, by rank.
 
-        One is a neighbour, and one is half of all ranks away: on another node, where there are several.
+        A state is lost only if all three ranks are lost. One of the two is a neighbour; the other is half of all ranks
+        away, on another node if there are several.
+
+        Called by: every rank.
         """
         comm = self.comm
         rank, size = comm.rank, comm.size
@@ -65,19 +69,25 @@ class Survivors:
                 states[of] = comm.sendrecv(states[rank], to, source=of)
 
     def all_done(self, done: bool) -> bool:
-        """Whether all ranks that are left are done. Called by: each of them, whatever it has seen. Waits for all."""
+        """Whether all ranks that are left are done, and none is lost; equal on all of them.
+
+        Called by: each rank that is left, whatever errors it has seen. It waits for all of them.
+        """
         comm = self.comm
         with contextlib.suppress(MPI.Exception):
-            comm.Ack_failed()  # else Agree raises on all ranks, as if one were not done
+            comm.Ack_failed()  # without it Agree raises on all ranks
         with _passing_over_losses():
             return bool(comm.Agree(int(done and not self._group.has_lost())))
         return False
 
     def go_on(self, last: int | None) -> tuple[list[int], int | None]:
-        """Leave those that failed behind. Called by: each rank that is left, after `all_done` was False.
+        """Replace the communicator by one without the lost ranks, and agree on the step to go back to.
 
-        Args: last: the step that this rank has committed last; None for none.
-        Returns: who is lost, by the job's numbers; the step that all have committed, None where some rank has none.
+        Called by: each rank that is left, after `all_done` was False.
+        Args:
+            last: step that this rank has committed last; None if none.
+        Returns: the lost ranks, by their ranks in the job; and the step that all ranks have committed, None if a rank
+            has none.
         """
         lost: list[int] = []
         while True:
@@ -90,24 +100,25 @@ class Survivors:
             self._group = RevocableGroup(smaller)
             step = None
             with _passing_over_losses():
-                # Not allreduce: mpi4py's goes over a duplicate of its own, which nobody would revoke.
+                # Not allreduce: mpi4py sends it over a hidden duplicate, and nobody would revoke the duplicate.
                 step = min(self.comm.allgather(_NONE if last is None else last))
-            # Unless all know it, some would shrink a communicator on which others go on.
+            # All must know the step. Else some ranks would shrink a communicator that others already use.
             if self.all_done(step is not None):
                 return lost, None if step == _NONE else step
 
     def end(self) -> None:
-        """Whoever fails from now on ends the job."""
+        """Stop looking for lost ranks: a rank that fails from now on ends the job."""
         self._group.stop_looking()
         job_end().records.record.expendable = False
-        if self._group.has_lost():  # one that was done, as all were
+        if self._group.has_lost():  # a rank was lost after all ranks were done
             job_end().end_without_finalize()
 
     @contextlib.contextmanager
     def reported_as(self, what: str, call: int = _LAST_CALL) -> Iterator[None]:
-        """Those that do not come to the block are reported as if it were a collective.
+        """Report ranks that do not reach the block like ranks that do not reach a collective.
 
-        Args: call: its number among the calls on `communicator`; that of the last one, where more are made after it.
+        Args:
+            call: the block's number among the calls on `communicator`; by default that of the last call.
         """
         communicator: Communicator | None = getattr(self, "communicator", None)
         watch = None if communicator is None else communicator.contract.watch
@@ -124,7 +135,7 @@ class Survivors:
 
 @contextlib.contextmanager
 def _passing_over_losses() -> Iterator[None]:
-    """Around a call that is left early where a rank is lost."""
+    """Leave the block early, without an error, if a rank is lost. Other errors of MPI are raised."""
     try:
         yield
     except MPI.Exception as error:
@@ -133,7 +144,7 @@ def _passing_over_losses() -> Iterator[None]:
 
 
 def members(comm: MPI.Intracomm, besides: MPI.Intracomm) -> list[int]:
-    """Who is in `comm`, but not in `besides`, by the job's numbers."""
+    """Return the ranks of `comm` that are not in `besides`, by their ranks in the job (MPI_COMM_WORLD)."""
     group, smaller, world = comm.Get_group(), besides.Get_group(), MPI.COMM_WORLD.Get_group()
     missing = MPI.Group.Difference(group, smaller)
     try:

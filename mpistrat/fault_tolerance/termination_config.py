@@ -1,4 +1,4 @@
-"""How a program learns that it is to end, and what it does then."""
+"""The user's choices about the end of a job: how it is announced, and how the program ends."""
 
 from __future__ import annotations
 
@@ -13,30 +13,41 @@ from mpistrat.fault_tolerance.google_compute_engine import maintenance_is_near
 from mpistrat.fault_tolerance.platform_device import PlatformDevice
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-_NEVER_HANDLED = (signal.SIGKILL, signal.SIGSTOP)  # the kernel lets no program
+_NEVER_HANDLED = (signal.SIGKILL, signal.SIGSTOP)  # the kernel does not let a program handle them
 
 
 @dataclasses.dataclass(frozen=True)
 class TerminationConfig:
-    """What ends a program, and how; what is None depends on the platform.
+    """How the end of a job is announced, and how the program ends. None is the platform's default.
 
     Attributes:
-        termination_watcher_fn: asked once a second, on a thread of its own, until it returns True: the end is near.
-        exit_fn: ends the program once the checkpoint is written; the default is `sys.exit(42)`, and 143 on Google
-            Compute Engine. Called by all ranks.
-        grace_period: seconds to go on training after the first checkpoint; a second one is written at their end. 0
-            leaves after the first.
+        termination_watcher_fn: function that returns True when the end is near. A thread calls it once a second until
+            then.
+        exit_fn: ends the program after the checkpoint is written, on all ranks. The default is `sys.exit(42)`; on
+            Google Compute Engine it is `sys.exit(143)`.
+        grace_period: seconds to go on training after the first checkpoint; a second checkpoint is written at their end.
+            With 0 the program leaves after the first checkpoint.
         save_fn: writes the checkpoint instead of the manager, with the arguments of `save_checkpoint_if_preempted`.
             Called by all ranks.
-        signals: names or numbers of the signals that announce the end, as well as the watcher. "SIGINT" among them no
-            longer raises KeyboardInterrupt.
-        requeue: have Slurm put the job back into the queue (`scontrol requeue`) when it leaves.
-        end_time: when the job will be ended, in seconds since 1970, for schedulers other than Slurm; `math.inf` has the
-            time limit ignored. None asks Slurm, in a job of Slurm's.
-        margin: seconds before the time limit that must be left when everything is written, for what is not measured
-            yet, in addition to twice the longest checkpoint and the longest of the last steps (each step forgets 1 % of
-            it). It is at most half of the time before the limit; once a checkpoint was written or read, a tenth, or
-            what the longest took, if that is more.
+        signals: names or numbers of the signals that announce the end, in addition to the watcher. A "SIGINT" among
+            them does not raise KeyboardInterrupt any more.
+        requeue: whether Slurm puts the job back into the queue (`scontrol requeue`) when the program leaves.
+        end_time: when the job will be ended, in seconds since 1970, for schedulers other than Slurm. `math.inf` ignores
+            the time limit. None asks Slurm, in a Slurm job.
+        margin: seconds that must be left before the time limit after everything is written, for durations that are not
+            measured yet. Twice the longest checkpoint and twice the longest of the last steps are added (each step
+            forgets 1 % of it). The margin is at most half of the time before the limit. After a checkpoint was
+            written or read, it is at most a tenth of that time, or the duration of the longest checkpoint if that is
+            longer.
+    Raises: TypeError for a value of another type; ValueError for negative seconds or an unknown signal.
+
+    Example:
+        >>> config = ms.fault_tolerance.TerminationConfig(signals=["SIGUSR1"], margin=120.0, requeue=True)
+        >>> config.margin, config.signal_numbers()  # the number of SIGUSR1 on Linux
+        (120.0, (10,))
+        >>> ms.fault_tolerance.TerminationConfig(grace_period=-1)
+        Traceback (most recent call last):
+        ValueError: grace_period must be 0 or more seconds, got -1
     """
 
     termination_watcher_fn: Callable[[], bool] | None = None
@@ -75,10 +86,10 @@ class _Defaults(NamedTuple):
 
 
 def _go_on() -> None:
-    """The program is not ended."""
+    """Do nothing, so that the program goes on."""
 
 
-# As TensorFlow has them.
+# The same defaults as TensorFlow's.
 _EXIT, _EXIT_OF_GCE = functools.partial(sys.exit, 42), functools.partial(sys.exit, 143)
 _DEFAULTS = {
     PlatformDevice.INTERNAL_CPU: _Defaults(None, _EXIT, 0),
@@ -91,7 +102,7 @@ _DEFAULTS = {
 
 
 def completed(config: TerminationConfig | None, platform: PlatformDevice) -> TerminationConfig:
-    """`config` with the defaults of `platform` for what is None."""
+    """Return `config` (None: a default one) with the defaults of `platform` in place of None."""
     config = config or TerminationConfig()
     watcher, exit_fn, grace_period = _DEFAULTS[platform]
     return dataclasses.replace(
@@ -103,7 +114,7 @@ def completed(config: TerminationConfig | None, platform: PlatformDevice) -> Ter
 
 
 def _number(name: str | int) -> int:
-    """The number of a signal: of "SIGUSR1", "USR1", signal.SIGUSR1 or 10."""
+    """Return the number of a signal: of "SIGUSR1", "USR1", signal.SIGUSR1 or 10. Raises: ValueError for others."""
     try:
         number = (
             signal.Signals[f"SIG{name.removeprefix('SIG')}"]
@@ -113,5 +124,5 @@ def _number(name: str | int) -> int:
     except (KeyError, ValueError):
         raise ValueError(f"signals must be names or numbers of signals, got {name!r:.60}") from None
     if number in _NEVER_HANDLED:
-        raise ValueError(f"signals must be such that a program can handle, got {name!r:.60}")
+        raise ValueError(f"signals must be signals that a program can handle, got {name!r:.60}")
     return int(number)

@@ -1,4 +1,4 @@
-"""When the job will be ended, whatever it does: as the user says, or as Slurm says again and again."""
+"""The time when the job will be ended: the user's, or Slurm's, asked again and again."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from types import SimpleNamespace
 from mpistrat.cluster_resolver.slurm.job import SlurmJob
 from mpistrat.fault_tolerance.polling import keep_asking
 
-# It asks again after a tenth of the time that is left: limits can change.
+# Slurm is asked again after a tenth of the time that is left, because limits can change. These bounds are in seconds.
 SHORTEST_PAUSE, LONGEST_PAUSE = 10.0, 600.0
 _SECONDS_TO_ANSWER = 30.0
 
 
 class TimeLimit:
-    """One rank keeps it; nothing ever waits for Slurm, which is asked on a thread of its own.
+    """The time limit of the job, on one rank. A thread of its own asks Slurm, so that no step waits for the answer.
 
     Args:
-        job: whose end Slurm is asked for, None outside Slurm.
-        end_time: the user's, in seconds since 1970; then nobody is asked.
+        job: the Slurm job; None outside Slurm.
+        end_time: the user's end time, in seconds since 1970; None asks Slurm.
     """
 
     def __init__(self, job: SlurmJob | None, end_time: float | None = None) -> None:
@@ -38,14 +38,14 @@ class TimeLimit:
 
         def explain(error: str) -> str:
             return (
-                f"the time limit of job {job.job_id} is not known: {error}. Nothing is saved before it is reached, "
+                f"the time limit of job {job.job_id} is not known: {error}. Nothing is saved before the limit, "
                 "unless a signal announces it (sbatch --signal), or TerminationConfig(end_time=...) gives it"
             )
 
-        # What Slurm has said at the start is good enough to go on without a word.
+        # If Slurm has given the end time at the start of the job, a failure to ask again is not reported.
         explain_failure = explain if job.end_time is None else None
         keep_asking(self, "mpistrat time limit", ask, pause, explain_failure)
 
     def seconds_left(self) -> float:
-        """inf where no limit is known."""
+        """Return the seconds until the job is ended, negative after that; inf if no limit is known."""
         return self._end.time - time.time()

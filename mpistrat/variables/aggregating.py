@@ -1,4 +1,4 @@
-"""A variable of which several replicas have one copy in common."""
+"""A variable with one copy that several replicas share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from mpistrat.variables.variable import DistributedVariable
 
 
 class AggregatingVariable(DistributedVariable):
-    """One copy; what the replicas assign inside `run` is combined and applied once."""
+    """A variable with one copy for all replicas of a rank.
+
+    An update inside `run` combines the replicas' operands, and applies them once.
+    Raises: ValueError for an update inside `run` with aggregation NONE.
+    """
 
     def read_value(self) -> Any:
         self._here()
@@ -30,7 +34,7 @@ class AggregatingVariable(DistributedVariable):
                 "an aggregation (SUM, MEAN or ONLY_FIRST_REPLICA)"
             )
         updated = get_replica_context().merge_call(self._merge_update, (method, operand))
-        readers = getattr(self._values[0], "readers", ())  # not of one on a server
+        readers = getattr(self._values[0], "readers", ())  # a variable on a server has none
         return arrays.to_device(updated, readers[replica]) if readers else updated
 
     def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a variable begins with."""
+"""Makes the array that a variable begins with."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from mpistrat import arrays
 def initial_array(
     initial_value: Any, dtype: Any, shape: tuple[int, ...] | None = None
 ) -> arrays.Array:
-    """A variable's first value: `initial_value`, or what it returns, as an array of `dtype`.
+    """Return a variable's first value as an array of `dtype`.
 
-    Raises: TypeError when it is not numbers; ValueError when it is None, or its shape is not `shape`.
+    Args:
+        initial_value: an array, numbers, or a function that returns one of them.
+        dtype: dtype to convert to; None keeps the dtype of an array.
+        shape: expected shape; None accepts any.
+    Raises: TypeError if it is not numbers; ValueError if it is None, or has another shape.
     """
     if initial_value is None:
         raise ValueError("a variable needs an initial value, got None")
@@ -24,7 +28,8 @@ def initial_array(
     read = arrays.detach_read(value)
     if not arrays.is_array(read):
         read = arrays.as_operand(read) if dtype is None else arrays.as_array(read)
-    if getattr(read.dtype, "hasobject", False):  # other ranks would take its pointers for their own
+    # Other ranks would get the pointers of an array of objects as numbers.
+    if getattr(read.dtype, "hasobject", False):
         raise TypeError(f"a variable holds numbers, got an array of {read.dtype} objects")
     if shape is not None and tuple(read.shape) != shape:
         raise ValueError(
@@ -34,14 +39,17 @@ def initial_array(
 
 
 class ShardInfo(NamedTuple):
-    """A part of a variable: its shape, and the place of its first element in the whole. As in TensorFlow."""
+    """A part of a variable, as in TensorFlow: its shape, and the index of its first element in the variable."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
 
 def takes_parts(initial_value: Any) -> bool:
-    """Whether it is a function of `shard_info`, or of `partition_shape` and `partition_offset`, as TensorFlow's are."""
+    """Whether `initial_value` is a function that makes parts of a variable, as TensorFlow's do.
+
+    It has the parameter `shard_info`, or the parameters `partition_shape` and `partition_offset`.
+    """
     parameters = _parameters(initial_value)
     return "shard_info" in parameters or {"partition_shape", "partition_offset"} <= parameters
 
@@ -49,14 +57,20 @@ def takes_parts(initial_value: Any) -> bool:
 def _parameters(fn: Any) -> Set[str]:
     try:
         return inspect.signature(fn).parameters.keys()
-    except (TypeError, ValueError):  # no function, or one that does not say
+    except (TypeError, ValueError):  # no function, or a builtin without a signature
         return frozenset()
 
 
 def called_for_part(
     fn: Callable[..., Any], dtype: Any, shape: tuple[int, ...], first: int = 0
 ) -> arrays.Array:
-    """The initial value of the part of a variable that begins at row `first`."""
+    """Return the initial value of a variable's part, from a function that makes parts.
+
+    Args:
+        shape: shape of the part.
+        first: row of the whole variable where the part begins.
+    Raises: the errors of `initial_array`.
+    """
     offset = tuple([first, *[0] * (len(shape) - 1)][: len(shape)])
     if "shard_info" in _parameters(fn):
         keywords: dict[str, Any] = {"shard_info": ShardInfo(shape, offset)}

@@ -1,4 +1,4 @@
-"""Variables of which the ranks of a node keep one copy, and which they update together."""
+"""Variables of a node: its ranks keep one copy in common memory, and update it together."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ from mpistrat.variables.variable import PlainVariable
 def variable_of_node(
     communicator: Communicator, value: Array, trainable: bool, name: str, *how: Any
 ) -> PlainVariable:
-    """A `NodeVariable`; a copy of each rank's own where they cannot have one in common.
+    """Make a `NodeVariable`; make a `PlainVariable` on each rank if the ranks have no common memory for it.
 
-    Called by: every rank, in the same order.
-    Args: value: equal on all ranks. how: the further arguments of `PlainVariable`.
+    A single rank, an array on a GPU and an empty array have none. If the node lacks it, rank 0 warns of the reason.
+
+    Called by: every rank of the node, in the same order.
+    Args:
+        value: initial value, equal on all ranks.
+        how: further arguments of `PlainVariable`.
     """
     memory, why = None, ""
     nbytes = arrays.num_elements(value) * arrays.itemsize(value)
@@ -39,15 +43,15 @@ def variable_of_node(
 
 
 class NodeVariable(PlainVariable):
-    """A component whose array lies in memory that the ranks of a node share.
+    """A component of a variable in memory that the ranks of a node share.
 
-    It is read in place: what was read before an update shows the new value afterwards. An update is collective, with
-    an operand that is equal on all ranks; each rank computes a part of it.
+    Reads return that memory itself: an array that was read before an update shows the new value afterwards. An update
+    is collective, with an operand that is equal on all ranks; each rank computes a part of the new value.
 
     Args:
-        memory: of these ranks, and at least as large as `value`.
-        value: on the CPU, equal on all ranks, of one element or more.
-        how: the further arguments of `PlainVariable`.
+        memory: common memory of these ranks, at least as large as `value`.
+        value: initial value of one element or more, on the CPU, equal on all ranks.
+        how: further arguments of `PlainVariable`.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class NodeVariable(PlainVariable):
     ) -> None:
         self._communicator = communicator
         self._view = memory.view()
-        self._common = _as(memory.shared, value)  # where updates are written
+        self._common = _as(memory.shared, value)  # updates are written here, and all ranks see them
         super().__init__(value, *how)
 
     def _kept(self, value: Array) -> Array:
@@ -65,6 +69,7 @@ class NodeVariable(PlainVariable):
         return _as(self._view.memory, value)
 
     def _update(self, method: str, operand: Any) -> Array:
+        """Update this rank's part. All ranks raise an error of one rank. Called by: every rank of the node."""
         with self._communicator.raising_together():
             operand = fitting_operand(method, self._array, operand, self.name)
             if isinstance(operand, IndexedSlices):
@@ -78,22 +83,24 @@ class NodeVariable(PlainVariable):
                 part = self._part_of(arrays.num_elements(self._array))
                 operand = operand.reshape(-1)[part]
                 target = self._common.reshape(-1)[part]
-            # A new array: the operand may be what this variable reads as, in another order.
+            # A new array, because the operand may be a view of this variable's memory in another order.
             value = updated(method, target, operand, self.name)
-        self._communicator.barrier(label=f"{method} to {self.name!r}")  # all have read
+        self._communicator.barrier(label=f"{method} to {self.name!r}")  # then all ranks have read
         target[...] = value
-        self._communicator.barrier(label=f"end of {method} to {self.name!r}")  # all have written
-        self._view.renew(self._view.written())  # what the program wrote to what it read is gone
+        # After this barrier all ranks have written.
+        self._communicator.barrier(label=f"end of {method} to {self.name!r}")
+        # This drops the program's own writes to arrays that it read.
+        self._view.renew(self._view.written())
         return self._array
 
     def _part_of(self, length: int) -> slice:
-        """Of so many elements or rows, those that this rank computes."""
+        """Return the slice that this rank computes, of `length` elements or rows."""
         rank, size = self._communicator.rank, self._communicator.size
         return slice(length * rank // size, length * (rank + 1) // size)
 
 
 def _as(memory: np.ndarray, like: Array) -> Array:
-    """The first bytes of `memory` as an array of the library, dtype and shape of `like`."""
+    """Return the first bytes of `memory` as an array of the library, dtype and shape of `like`."""
     nbytes = arrays.num_elements(like) * arrays.itemsize(like)
     numbers = memory[:nbytes].view(view_of(like).dtype).reshape(tuple(like.shape))
     return as_buffer_of(like, numbers)

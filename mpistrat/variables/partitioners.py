@@ -1,4 +1,4 @@
-"""Into how many shards a variable is split, and along which axis."""
+"""Partitioners: they decide into how many shards a variable is split along an axis."""
 
 from __future__ import annotations
 
@@ -12,23 +12,40 @@ _BYTES_PER_STRING = 16
 
 
 class Partitioner:
-    """Decides how `ParameterServerStrategy` splits variables; a function with the same arguments does as well."""
+    """Decides how `ParameterServerStrategy` splits variables.
+
+    A function with the arguments of `__call__` works as well.
+
+    Example:
+        >>> class HalfPartitioner(ms.experimental.partitioners.Partitioner):
+        ...     def __call__(self, shape, dtype, axis=0):
+        ...         return [2 if i == axis else 1 for i in range(len(shape))]
+        >>> HalfPartitioner()([100, 8], "float32")
+        [2, 1]
+    """
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """
+        """Return the number of shards along each axis: 1 along all axes but `axis`.
+
         Args:
-            shape: of the variable.
-            dtype: of its elements: NumPy's, torch's, or a name.
-            axis: along which it is split.
-        Returns: how many pieces along each axis; 1 for all but `axis`.
+            shape: shape of the variable.
+            dtype: dtype of the variable: NumPy's, torch's, or a name.
+            axis: axis along which the variable is split.
         Raises:
-            ValueError: `shape` has no such axis. TypeError: a size is not known.
+            ValueError: `shape` has no such axis.
+            TypeError: a size in `shape` is no integer.
         """
-        raise NotImplementedError(f"{type(self).__name__} must say how it partitions, in __call__")
+        raise NotImplementedError(f"{type(self).__name__} must define __call__ to partition")
 
 
 class FixedShardsPartitioner(Partitioner):
-    """`num_shards` shards, or as many as there are rows."""
+    """Splits a variable into `num_shards` shards, or into as many as it has rows if these are fewer.
+
+    Example:
+        >>> partitioner = ms.experimental.partitioners.FixedShardsPartitioner(4)
+        >>> partitioner([100, 8], "float32"), partitioner([3, 8], "float32")
+        ([4, 1], [3, 1])
+    """
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
@@ -39,7 +56,7 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class _SizePartitioner(Partitioner):
-    """Reckons by the bytes of elements. Args: others: further arguments of the subclass, each at least 1."""
+    """A partitioner by bytes. Args: others: the subclass's arguments. Raises: ValueError if an argument is below 1."""
 
     def __init__(self, bytes_per_string: int, **others: int) -> None:
         for name, value in {**others, "bytes_per_string": bytes_per_string}.items():
@@ -52,12 +69,20 @@ class _SizePartitioner(Partitioner):
 
 
 class MinSizePartitioner(_SizePartitioner):
-    """As many shards as can have `min_shard_bytes` each, by the mean: one of them may have a bit less.
+    """Splits a variable into shards of about `min_shard_bytes`.
+
+    The number of shards is the variable's size divided by `min_shard_bytes`, rounded up; at most `max_shards`, and at
+    most one for each row.
 
     Args:
-        min_shard_bytes: 256 KiB by default.
-        max_shards: the most, 1 by default: nothing is split.
-        bytes_per_string: what is reckoned for an element that is a text or another object.
+        min_shard_bytes: size of a shard in bytes, 256 KiB by default.
+        max_shards: the most shards. The default of 1 splits nothing.
+        bytes_per_string: bytes of an element that is a text or another object.
+
+    Example:
+        >>> partitioner = ms.experimental.partitioners.MinSizePartitioner(min_shard_bytes=1024, max_shards=8)
+        >>> partitioner([100, 10], "float32")  # 4000 bytes
+        [4, 1]
     """
 
     def __init__(
@@ -77,11 +102,17 @@ class MinSizePartitioner(_SizePartitioner):
 
 
 class MaxSizePartitioner(_SizePartitioner):
-    """As few shards as have at most `max_shard_bytes` each; a row is never split.
+    """Splits a variable into as few shards as possible of at most `max_shard_bytes` each; it never splits a row.
 
     Args:
-        max_shards: the most, whatever size that makes them; None or 0 is no limit.
-        bytes_per_string: what is reckoned for an element that is a text or another object.
+        max_shard_bytes: largest size of a shard in bytes; a row may be larger.
+        max_shards: the most shards, however large that makes them; None or 0 is no limit.
+        bytes_per_string: bytes of an element that is a text or another object.
+
+    Example:
+        >>> partitioner = ms.experimental.partitioners.MaxSizePartitioner(max_shard_bytes=1024)
+        >>> partitioner([100, 10], "float32")  # 25 rows of 40 bytes fit
+        [4, 1]
     """
 
     def __init__(

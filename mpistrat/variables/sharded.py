@@ -1,4 +1,4 @@
-"""A variable that is split along its first axis into several: `ShardedVariable`."""
+"""`ShardedVariable`: a variable that is split into several variables along its first axis."""
 
 from __future__ import annotations
 
@@ -17,20 +17,29 @@ from mpistrat.variables.variable import Variable
 
 
 class ShardedVariable(Variable):
-    """Variables that are the rows of one, in order.
+    """A variable that is split into several variables, its shards: they hold its rows, in order.
 
-    It reads, and is indexed, as the whole would be: by integers, slices, `...`, None and masks. What touches some rows
-    only asks the shards that have them. `assign` and its like take the whole value; they and the `scatter` methods
-    return the variable. Arithmetic with it puts the whole together. Iteration gives the variables.
+    It reads, and is indexed, like the whole variable: by integers, slices, `...`, None and masks. Reading some rows
+    asks only the shards that have them. `assign` and its relatives take the whole value; they and the `scatter` methods
+    return the sharded variable. Arithmetic with it reads the whole value. Iteration yields the shards.
 
     Args:
-        variables: of one dtype, and of shapes that differ in their first size only.
-        name: for error messages and checkpoints.
+        variables: the shards, of one dtype, with shapes that differ only in their first size.
+        name: name for error messages and checkpoints.
     Attributes:
-        variables: as given.
-        offsets: the first row of each.
+        variables: list of the shards.
+        offsets: list of the first row of each shard.
     Raises:
-        TypeError: no variables. ValueError: they do not fit together.
+        TypeError: `variables` is no list of variables.
+        ValueError: their dtypes or shapes do not fit together.
+
+    Example:
+        >>> table = ms.ShardedVariable([ms.Variable([1.0, 2.0]), ms.Variable([3.0])], name="table")
+        >>> table.read_value(), table.sparse_read([2, 0])
+        (array([1., 2., 3.], dtype=float32), array([1., 3.], dtype=float32))
+        >>> table.load_state(table.state() + 1)
+        >>> table[1:], table.offsets
+        (array([3., 4.], dtype=float32), [0, 2])
     """
 
     def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
@@ -77,9 +86,12 @@ class ShardedVariable(Variable):
             variable.load_state(rows)
 
     def sparse_read(self, indices: Any) -> Array:
-        """The rows at `indices`, shard by shard, and within a shard in the order of `indices`, as in TensorFlow.
+        """Return the rows at `indices`, shard by shard, and within a shard in the order of `indices`, as in TensorFlow.
 
-        Args: indices: integers, of shape [n]. Returns: an array of shape [n, ...].
+        Args:
+            indices: integers of shape [n].
+        Returns: an array of shape [n, ...].
+        Raises: NotImplementedError if the shards are not as equal as TensorFlow's.
         """
         positions, owners = self._division.owners(indices, "sparse_read")
         return self._joined(
@@ -104,7 +116,7 @@ class ShardedVariable(Variable):
         if isinstance(first, (int, np.integer)):
             row, size = int(first), self.shape[0]
             if not -size <= row < size:
-                raise IndexError(f"row {row} of {self.name!r}, which has {size} rows")
+                raise IndexError(f"row {row} is outside {self.name!r}: it has {size} rows")
             shard = bisect.bisect_right(self._division.ends, row % size)
             return self.variables[shard].read_value()[(row % size - self.offsets[shard], *rest)]
         return self.read_value()[key]
@@ -122,7 +134,7 @@ class ShardedVariable(Variable):
         return self._joined(parts)
 
     def _joined(self, parts: list[Array]) -> Array:
-        """The rows of all `parts`; without any, an array of no rows."""
+        """Concatenate the rows of all `parts`. Returns: an array of no rows if there are no parts."""
         if len(parts) > 1:
             return arrays.concatenate(parts)
         return parts[0] if parts else self.variables[0].read_value()[:0]
@@ -144,7 +156,7 @@ class ShardedVariable(Variable):
         positions, owners = self._division.owners(slices.indices, method)
         parts = []
         for shard, offset in enumerate(self.offsets):
-            # Also where there are none: updates of distributed variables are collective.
+            # A shard without rows is updated, too, because updates of distributed variables are collective.
             (rows,) = np.nonzero(owners == shard)
             parts.append(IndexedSlices(slices.values[rows], positions[rows] - offset))
         return parts
@@ -164,8 +176,8 @@ class Division:
     """Divides the rows of the variable `name` into shards of these sizes.
 
     Attributes:
-        offsets: the first row of each shard.
-        ends: the row after its last.
+        offsets: first row of each shard.
+        ends: the row after the last row of each shard.
     """
 
     def __init__(self, name: str, sizes: list[int]) -> None:
@@ -177,27 +189,29 @@ class Division:
         return [whole[start:end] for start, end in zip(self.offsets, self.ends, strict=True)]
 
     def owners(self, indices: Any, method: str) -> tuple[np.ndarray, np.ndarray]:
-        """The indices on the host, and the shard that has the row at each.
+        """Return the indices on the host, int64[n], and the number of the shard that has each row.
 
-        Raises, for `method`: NotImplementedError: the shards are not as TensorFlow has them.
+        Raises: ValueError, TypeError or IndexError for wrong indices; NotImplementedError, with `method`, if the shards
+            are not as equal as TensorFlow's.
         """
         array = arrays.as_array(indices)
         if array.ndim != 1:
-            raise ValueError(f"indices must be one row of numbers, got shape {list(array.shape)}")
-        if not (arrays.is_integer(array) or not arrays.num_elements(array)):  # [] has no integers
+            raise ValueError(f"indices must have shape [n], got {list(array.shape)}")
+        # An empty list has a floating dtype.
+        if not (arrays.is_integer(array) or not arrays.num_elements(array)):
             raise TypeError(f"indices must be integers, got {arrays.dtype_name(array)}")
         positions = arrays.to_numpy(array).astype(np.int64, copy=False)
         check_rows(self._name, positions, self.ends[-1])
         if self._sizes != equal_parts(self.ends[-1], len(self._sizes)):
             raise NotImplementedError(
-                f"variable {self._name!r}: {method} needs shards of equal sizes, of which the first ones may have a "
-                f"row more; they have {self._sizes} rows"
+                f"variable {self._name!r}: {method} needs shards of equal sizes; only the first ones may have a "
+                f"row more. The shards have {self._sizes} rows"
             )
         return positions, np.searchsorted(self.ends, positions, side="right")
 
 
 def equal_parts(rows: int, count: int) -> list[int]:
-    """As TensorFlow has it: rows are shared out as equally as they can be, the first shards have more."""
+    """Return the rows of each of `count` shards, as in TensorFlow: equal, the first ones may have one more."""
     each, more = divmod(rows, count)
     return [each + (part < more) for part in range(count)]
 

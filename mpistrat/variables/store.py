@@ -1,4 +1,4 @@
-"""How a strategy keeps variables: what each strategy with its own way of that implements."""
+"""`VariableStore`: the interface by which a strategy makes its variables and finds their copies."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from mpistrat.variables.variable_arguments import VariableArguments
 
 
 class VariableStore(abc.ABC):
-    """Makes a strategy's variables, and knows where their copies are.
+    """Makes a strategy's variables, and knows where their copies are. Each strategy has a store of its own kind.
 
     Args:
-        devices: those that hold variables.
-
+        devices: names of the devices that hold variables.
     Attributes:
-        mirrored: the variables with a copy on each replica that the program still has, by number in the order of their
-            making.
+        mirrored: the live variables with a copy on each replica, by their number in the order of creation.
         on_every_replica: whether each replica's device has a copy.
-        owns_initial_values: whether this rank's initial values may be everybody's.
+        owns_initial_values: whether this rank's initial values may become the initial values on all ranks.
     """
 
     mirrored: Mapping[int, MirroredVariable] = MappingProxyType({})
@@ -35,19 +33,24 @@ class VariableStore(abc.ABC):
 
     @abc.abstractmethod
     def create(self, asked: VariableArguments) -> Variable:
-        """A new variable. Called by: every rank, in the same order."""
+        """Make a new variable.
+
+        Called by: every rank, in the same order.
+        Args:
+            asked: the checked arguments of `Variable`.
+        """
 
     @abc.abstractmethod
     def copies(self, variable: Any) -> Sequence[Any]:
-        """The copies on this rank that an update visits.
+        """Return the copies on this rank that `extended.update` changes.
 
-        Raises: ValueError or AssertionError for what is no variable of this strategy.
+        Raises: ValueError or AssertionError if `variable` is no variable of this strategy.
         """
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        """Where state that belongs to no single one of `variables` is kept: with the first of them by name."""
+        """Return where to keep state of all `variables` together: by default beside the first one by name."""
         return min(variables, key=operator.attrgetter("name"))
 
     def colocated(self, variable: Any) -> contextlib.AbstractContextManager[None]:
-        """Inside, variables are placed with `variable`. A copy on each replica always is."""
+        """Return a scope in which new variables are placed beside `variable`; without effect by default."""
         return contextlib.nullcontext()

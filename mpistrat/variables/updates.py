@@ -1,4 +1,4 @@
-"""The updates of arrays behind the methods of variables, and the operands that they take."""
+"""Applies the updates of variables to arrays, and checks their operands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHANGES_IN_PLACE = {"assign_add": operator.iadd, "assign_sub": operator.isub}
 
 
 def updated(method: str, array: Array, operand: Any, name: str) -> Array:
-    """A new array: `array` after `method`, of the variable `name`, with `operand`."""
+    """Return a new array: `array` after the update `method` ("assign_add") of variable `name` with `operand`."""
     operand = fitting_operand(method, array, operand, name)
     if method.startswith(_SCATTER):
         combine = method.removeprefix(_SCATTER)
@@ -30,7 +30,11 @@ def updated(method: str, array: Array, operand: Any, name: str) -> Array:
 
 
 def update_in_place(method: str, array: Array, operand: Any) -> None:
-    """`updated`, of an operand that fits, in the memory of `array`."""
+    """Apply the update `method` to `array` itself.
+
+    Args:
+        operand: the result of `fitting_operand` for the same method and array.
+    """
     if method.startswith(_SCATTER):
         combine = method.removeprefix(_SCATTER)
         arrays.scatter_into(array, operand.indices, operand.values, combine)
@@ -41,9 +45,12 @@ def update_in_place(method: str, array: Array, operand: Any) -> None:
 
 
 def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
-    """What `updated` can take: an array, or `IndexedSlices`.
+    """Return `operand` as `updated` needs it: an array, or IndexedSlices for a scatter method.
 
-    Raises: TypeError, IndexError, InvalidArgumentError.
+    Raises:
+        TypeError: it is not numbers, or the dtype of `array` would cut off a part.
+        InvalidArgumentError: its shape or dtype does not fit.
+        IndexError: an index is outside the rows.
     """
     if not method.startswith(_SCATTER):
         return fitting(array, operand, name)
@@ -55,7 +62,8 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
             f"variable {name!r} of dtype {arrays.dtype_name(array)} needs rows of shape {list(wanted)} "
             f"for {wanted[0]} indices, got {arrays.dtype_name(rows)} of shape {list(rows.shape)}"
         )
-    if wanted[0] and not arrays.is_on_xla(operand.indices):  # XLA's may be still to be computed
+    # Reading XLA's indices would wait for their computation.
+    if wanted[0] and not arrays.is_on_xla(operand.indices):
         for index in (int(operand.indices.min()), int(operand.indices.max())):
             if not 0 <= index < array.shape[0]:
                 raise _out_of_bounds(index, array.shape[0], name)
@@ -63,7 +71,10 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
 
 
 def fitting(array: Array, operand: Any, name: str) -> Array:
-    """`operand` as an array of `array`'s library and dtype, of a shape that needs no stretching of `array`."""
+    """Return `operand` as an array of the library, dtype and shape of `array`; it is not broadcast.
+
+    Raises: TypeError for numbers that the dtype would cut; InvalidArgumentError for an array of another dtype or shape.
+    """
     operand = _converted(arrays.detach_read(operand), array)
     if not arrays.is_array(operand):
         number = numbers_for(name, operand)
@@ -84,7 +95,7 @@ def fitting(array: Array, operand: Any, name: str) -> Array:
 
 
 def numbers_for(name: str, operand: Any) -> np.ndarray:
-    """The numbers that a program gives the variable `name` as an array. Raises: TypeError: they are none."""
+    """Return a program's numbers as an array. Raises: TypeError, with the variable's `name`, if they are no numbers."""
     try:
         return arrays.as_array(operand)
     except TypeError as error:
@@ -92,7 +103,7 @@ def numbers_for(name: str, operand: Any) -> np.ndarray:
 
 
 def check_shape(name: str, shape: tuple[int, ...], operand: Array) -> None:
-    """InvalidArgumentError for an operand of another shape than that of the variable `name`."""
+    """Raise InvalidArgumentError if `operand` has another shape than the variable `name`."""
     if tuple(operand.shape) != shape:
         raise InvalidArgumentError(
             f"variable {name!r} has shape {list(shape)}, the operand {list(operand.shape)}"
@@ -100,9 +111,9 @@ def check_shape(name: str, shape: tuple[int, ...], operand: Array) -> None:
 
 
 def _converted(operand: Any, array: Array) -> Any:
-    """NumPy's numbers, and its arrays where `array` is another library's, as `array` has them; others as they are.
+    """Convert numbers of NumPy to the library and dtype of `array`, if they fit; return other operands as they are.
 
-    So does tf.distribute, for which arrays of NumPy are no tensors.
+    NumPy's arrays are converted only to another library's, as in tf.distribute, where they are no tensors.
     """
     if not isinstance(operand, (np.ndarray, np.generic)):
         return operand
@@ -111,7 +122,7 @@ def _converted(operand: Any, array: Array) -> Any:
 
 
 def _fits(numbers: np.ndarray | np.generic, array: Array) -> bool:
-    """Whether nothing but digits of `numbers` is lost in `array`."""
+    """Whether `numbers` lose nothing but digits in the dtype of `array`."""
     name = arrays.dtype_name(array)
     if not numbers.size or arrays.dtype_name(numbers) == name:
         return True
@@ -124,14 +135,14 @@ def _fits(numbers: np.ndarray | np.generic, array: Array) -> bool:
 
 
 def _kinds_that_fit(array: Array) -> str:
-    """NumPy's letters of the numbers of which nothing but digits is lost in `array`."""
+    """Return NumPy's kind letters (`dtype.kind`) of numbers that lose nothing but digits in the dtype of `array`."""
     if arrays.is_integer(array) or arrays.is_bool(array):
         return "biu"
     return "biufc" if arrays.dtype_name(array).startswith("complex") else "biuf"
 
 
 def check_is_slices(name: str, operand: Any) -> None:
-    """TypeError for an operand that the scatter methods of the variable `name` do not take."""
+    """Raise TypeError if `operand`, for a scatter method of the variable `name`, is no IndexedSlices."""
     if not isinstance(operand, IndexedSlices):
         raise TypeError(
             f"variable {name!r}: scatter methods take IndexedSlices, got {operand!r:.60}"
@@ -139,7 +150,7 @@ def check_is_slices(name: str, operand: Any) -> None:
 
 
 def check_rows(name: str, indices: np.ndarray, rows: int) -> None:
-    """IndexError for an index outside the rows of the variable `name`."""
+    """Raise IndexError if one of `indices` is not a row of the variable `name`, from 0 to `rows` - 1."""
     outside = indices[(indices < 0) | (indices >= rows)]
     if len(outside):
         raise _out_of_bounds(outside[0], rows, name)

@@ -1,4 +1,4 @@
-"""Variables: arrays that strategies keep on their replicas, and how updates and reads combine copies."""
+"""Variables: arrays that strategies keep on their replicas. Updates and reads combine the copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IRREDUCIBLE_SCATTERS = ("scatter_min", "scatter_max", "scatter_update")
 
 
 class _CreatedByStrategy(type):
-    """`Variable(...)` makes what the strategy in force makes of it."""
+    """Has the strategy in force make a variable when a program calls `Variable(...)`."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is Variable:
@@ -35,25 +35,49 @@ class _CreatedByStrategy(type):
 
 
 class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
-    """An array with state, kept by the strategy in whose scope it is made.
+    """An array with state. The strategy of the scope in which it is made keeps its copies.
 
-    Called by: every rank, in the same order, inside `strategy.scope()` (or outside any, for an
-    ordinary variable). The first rank's initial value is everybody's.
-
+    Called by: every rank, in the same order, inside `strategy.scope()`; or outside any scope, for an ordinary variable.
+        All ranks begin with the first rank's initial value.
     Args:
-        initial_value: an array, a number, a list of numbers, or a function that returns one; it is
-            called once.
-        trainable: defaults to True, and to False for ON_READ variables.
-        name: for error messages and checkpoints.
-        dtype: converts the initial value.
-        synchronization: ON_WRITE (AUTO means it): copies change together. ON_READ: each replica changes
-            its own copy, and reading outside `run` combines them.
-        aggregation: how what the replicas assign (ON_WRITE), or their copies (ON_READ), are combined.
-        shape: what the initial value must have. With it and `dtype`, a strategy that splits variables calls a
-            function for each part, with its `partition_shape` and the `partition_offset` of its first element, or with
-            both as a `shard_info` that has `shape` and `offset`.
+        initial_value: an array, a number, a list of numbers, or a function that returns one of these; it is called
+            once.
+        trainable: whether optimizers update it. None is True, or False for ON_READ variables.
+        name: name for error messages and checkpoints.
+        dtype: dtype to convert the initial value to; None keeps the dtype of an array.
+        synchronization: ON_WRITE (AUTO means it): all copies change together. ON_READ: each replica changes its own
+            copy, and reading outside `run` combines the copies.
+        aggregation: how the replicas' operands of an update (ON_WRITE), or their copies (ON_READ), are combined.
+        shape: shape that the initial value must have. With `shape` and `dtype`, a strategy that splits variables calls
+            an initial function for each part. It passes `partition_shape` and `partition_offset` (index of the part's
+            first element), or both as a `shard_info` with `shape` and `offset`.
     Raises:
-        ValueError: `synchronization` is NONE, MEAN is asked of a dtype that is not floating, or the shape is another.
+        ValueError: `synchronization` is NONE, aggregation is MEAN with a dtype that is not floating, or the initial
+            value has another shape.
+
+    Example:
+        >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     total = ms.Variable([0.0, 0.0], aggregation=ms.VariableAggregation.SUM, name="total")
+        >>> results = strategy.run(lambda: total.assign_add(np.ones(2, "f4")))  # both replicas add ones
+        >>> total.read_value(), total.value().tolist(), total.numpy().shape
+        (array([2., 2.], dtype=float32), [2.0, 2.0], (2,))
+
+    Example:
+        >>> table = ms.Variable([1.0, 2.0, 3.0])
+        >>> table.assign([2.0, 4.0, 6.0]), table.assign_sub([1.0, 1.0, 1.0])
+        (array([2., 4., 6.], dtype=float32), array([1., 3., 5.], dtype=float32))
+        >>> table.load_state(table.state() * 2)
+        >>> table.sparse_read([2, 0])
+        array([10.,  2.], dtype=float32)
+
+    Example:
+        >>> table, rows = ms.Variable([1.0, 2.0, 3.0]), ms.IndexedSlices([4.0], [1])
+        >>> table.scatter_add(rows), table.scatter_sub(rows)  # 2 + 4, 6 - 4
+        (array([1., 6., 3.], dtype=float32), array([1., 2., 3.], dtype=float32))
+        >>> changes = table.scatter_mul(rows), table.scatter_div(rows), table.scatter_min(rows)
+        >>> table.scatter_max(rows), table.scatter_update(rows)
+        (array([1., 4., 3.], dtype=float32), array([1., 4., 3.], dtype=float32))
     """
 
     name: str
@@ -74,18 +98,22 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         raise TypeError(f"{type(self).__name__} is made by a strategy; call mpistrat.Variable")
 
     def read_value(self) -> Array:
-        """The value here: this replica's copy inside `run`, the combined one outside. Do not write to it."""
+        """Return the value, which must not be written to.
+
+        Returns: this replica's copy inside `run`. Outside, the copies' common value, or the combined copies of an
+            ON_READ variable.
+        """
         raise NotImplementedError
 
     def _update(self, method: str, operand: Any) -> Any:
         raise NotImplementedError
 
     def state(self) -> Array:
-        """The one array that a checkpoint keeps. Called by every rank for ON_READ variables."""
+        """Return a copy of the value for a checkpoint, one array. Called by: every rank, if the variable is ON_READ."""
         raise NotImplementedError
 
     def load_state(self, state: Any) -> None:
-        """Restore what `state` returned, on every copy. Called by every rank."""
+        """Set every copy from an array that `state` returned. Called by: every rank."""
         self._update("assign", state)
 
     @property
@@ -97,62 +125,61 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         raise NotImplementedError
 
     def value(self) -> Array:
-        """Same as `read_value`."""
+        """Return the same as `read_value`."""
         return self.read_value()
 
     def numpy(self) -> Any:
-        """`read_value` as a NumPy array."""
+        """Return `read_value` as a NumPy array."""
         return arrays.to_numpy(self.read_value())
 
     def _read(self) -> Array:
         return self.read_value()
 
     def sparse_read(self, indices: Any) -> Array:
-        """The rows at `indices`, integers of shape [n]."""
+        """Return the rows at `indices`. Args: indices: integers of shape [n]. Returns: an array of shape [n, ...]."""
         return self.read_value()[indices]
 
     def assign(self, value: Any) -> Any:
-        """Set the value; inside `run`, combined over the replicas as `aggregation` says.
+        """Set the value. Inside `run` the replicas' values are combined first, as `aggregation` says.
 
-        Returns:
-            the value after the update, as `read_value` gives it here.
+        Returns: the value after the update, as `read_value` returns it here.
         """
         return self._update("assign", value)
 
     def assign_add(self, delta: Any) -> Any:
-        """Add `delta`; else like `assign`."""
+        """Add `delta`, like `assign`. Returns: the value after the update."""
         return self._update("assign_add", delta)
 
     def assign_sub(self, delta: Any) -> Any:
-        """Subtract `delta`; else like `assign`."""
+        """Subtract `delta`, like `assign`. Returns: the value after the update."""
         return self._update("assign_sub", delta)
 
     def scatter_add(self, slices: IndexedSlices) -> Any:
-        """Add rows; an index may occur more than once."""
+        """Add `slices.values` to the rows at `slices.indices`. An index may occur more than once."""
         return self._update("scatter_add", slices)
 
     def scatter_sub(self, slices: IndexedSlices) -> Any:
-        """Subtract rows; an index may occur more than once."""
+        """Subtract `slices.values` from the rows at `slices.indices`. An index may occur more than once."""
         return self._update("scatter_sub", slices)
 
     def scatter_mul(self, slices: IndexedSlices) -> Any:
-        """Multiply rows."""
+        """Multiply the rows at `slices.indices` by `slices.values`."""
         return self._update("scatter_mul", slices)
 
     def scatter_div(self, slices: IndexedSlices) -> Any:
-        """Divide rows."""
+        """Divide the rows at `slices.indices` by `slices.values`."""
         return self._update("scatter_div", slices)
 
     def scatter_min(self, slices: IndexedSlices) -> Any:
-        """Lower rows to the minimum of both."""
+        """Lower the rows at `slices.indices` to the minimum of both."""
         return self._update("scatter_min", slices)
 
     def scatter_max(self, slices: IndexedSlices) -> Any:
-        """Raise rows to the maximum of both."""
+        """Raise the rows at `slices.indices` to the maximum of both."""
         return self._update("scatter_max", slices)
 
     def scatter_update(self, slices: IndexedSlices) -> Any:
-        """Replace rows."""
+        """Replace the rows at `slices.indices` by `slices.values`."""
         return self._update("scatter_update", slices)
 
     def __repr__(self) -> str:
@@ -160,10 +187,10 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
 
 
 class PlainVariable(Variable):
-    """One array: a variable of a single replica, or one component of a distributed one.
+    """A variable of one array: of a single replica, or one component of a distributed variable.
 
     Attributes:
-        readers: the devices of this rank's replicas, if it is kept on another than they compute on.
+        readers: devices of this rank's replicas, if the array is on another device than they compute on; else ().
     """
 
     readers: Sequence[str] = ()
@@ -182,10 +209,10 @@ class PlainVariable(Variable):
         self.synchronization = synchronization
         self.aggregation = aggregation
         self._container: DistributedVariable | None = None
-        self.strategy: AnyStrategy | None = None  # None for a component, whose container has it
+        self.strategy: AnyStrategy | None = None  # a component's container has it
 
     def _kept(self, value: Array) -> Array:
-        """The array to begin with."""
+        """Return the array that the variable keeps at first: a copy of `value`."""
         return arrays.copy(value)
 
     @property
@@ -207,7 +234,7 @@ class PlainVariable(Variable):
         return arrays.copy(self._array)
 
     def _update(self, method: str, operand: Any) -> Array:
-        # Updates make a new array: an array that was read before keeps its values.
+        # An update makes a new array, so that an array that was read before keeps its values.
         self._array = updated(method, self._array, operand, self.name)
         return self.read_value()
 
@@ -238,7 +265,10 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         return self._values[0].dtype
 
     def _here(self) -> int | None:
-        """The local replica that this thread is; None outside `run`. RuntimeError in another strategy."""
+        """Return the local index of the replica that this thread runs; None outside `run`.
+
+        Raises: RuntimeError if another strategy than the variable's is in force.
+        """
         check_strategy(self)
         return current_local_replica()
 
@@ -254,6 +284,10 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         self._update_all("assign", state)
 
     def _update(self, method: str, operand: Any) -> Any:
+        """Update the variable: outside `run` all copies, inside `run` as the subclass does.
+
+        Raises: NotImplementedError for scatter_min, scatter_max and scatter_update with aggregation SUM or MEAN.
+        """
         replica = self._here()
         if method in _IRREDUCIBLE_SCATTERS and self.aggregation in _REDUCING:
             raise NotImplementedError(
@@ -269,7 +303,7 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         raise NotImplementedError
 
     def _aggregated(self, values: Any, what: str) -> Any:
-        """The replicas' `values`, combined."""
+        """Combine the replicas' `values` as `aggregation` says; `what` is for messages. Called by: every rank."""
         ops = self.strategy.extended.cross_replica_ops
         return ops.aggregate(self.aggregation, values, f"{what} {self.name!r}")
 
@@ -279,7 +313,7 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         elif isinstance(operand, DistributedValues):
             raise ValueError(
                 f"variable {self.name!r}: {method} outside run takes one value for all replicas, "
-                f"got a {type(operand).__name__}, with which the copies would differ; reduce it first"
+                f"got a {type(operand).__name__}, and the copies would differ; reduce it first"
             )
         for component in self._values:
             component._update(method, operand)
@@ -288,9 +322,9 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
 
 
 class MirroredVariable(DistributedVariable):
-    """An ON_WRITE variable: updates are combined first, so that all copies stay equal.
+    """An ON_WRITE variable: an update combines the replicas' operands first, so that all copies stay equal.
 
-    With `VariableAggregation.NONE`, an update inside `run` changes the replica's own copy only.
+    With `VariableAggregation.NONE`, an update inside `run` changes only the replica's own copy.
     """
 
     def read_value(self) -> Array:
@@ -307,16 +341,16 @@ class MirroredVariable(DistributedVariable):
 
 
 class SyncOnReadVariable(DistributedVariable):
-    """An ON_READ variable: each replica changes its own copy; reading outside `run` combines them.
+    """An ON_READ variable: each replica changes its own copy, and a read outside `run` combines the copies.
 
-    Inside `Strategy.replica()` the program's loop changes its replica's copy; reading combines all copies.
+    Inside `Strategy.replica()` the program's loop changes its replica's copy, and a read combines all copies.
     """
 
     def read_value(self) -> Array:
-        """Inside `run` this replica's copy; else all copies of all ranks combined: a collective.
+        """Return this replica's copy inside `run`; elsewhere the copies of all ranks, combined by a collective.
 
-        Raises:
-            ValueError: outside `run` with `VariableAggregation.NONE`.
+        Called by: every rank, outside `run`.
+        Raises: ValueError outside `run` with `VariableAggregation.NONE`.
         """
         replica = self._here()
         if replica is not None and not in_replica_block(self.strategy):
@@ -333,13 +367,20 @@ class SyncOnReadVariable(DistributedVariable):
         return arrays.copy(self.read_value())
 
     def load_state(self, state: Any) -> None:
+        """Set every copy, so that the combined value is `state`: with aggregation SUM, to a replica's part of it."""
         if self.aggregation is VariableAggregation.SUM:
-            # The copies must add up to the state; integers are cut off, as in tf.distribute.
+            # The copies must add up to the state. A share of integers is cut off, as in tf.distribute.
             share = fitting(self._values[0].read_value(), state, self.name)
             state = arrays.cast_like(share / self.strategy.num_replicas_in_sync, share)
         self._update_all("assign", state)
 
     def _update(self, method: str, operand: Any) -> Any:
+        """Update this replica's copy inside `run`, or all copies outside.
+
+        Returns: the new value; None outside `run` with aggregation NONE.
+        Raises: NotImplementedError for scatter methods. ValueError outside `run` with aggregation SUM, except for
+            `assign`.
+        """
         replica = self._here()
         if method.startswith("scatter_"):
             raise NotImplementedError(
@@ -360,7 +401,7 @@ class SyncOnReadVariable(DistributedVariable):
 
 
 def check_strategy(variable: Any) -> None:
-    """RuntimeError in another strategy than the variable's."""
+    """Raise RuntimeError if another strategy than the variable's is in force."""
     if has_strategy() and get_strategy() is not variable.strategy:
         raise RuntimeError(
             f"variable {variable.name!r} belongs to {variable.strategy} and was used while "

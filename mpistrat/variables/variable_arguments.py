@@ -1,4 +1,4 @@
-"""What a program asks of a variable that it makes."""
+"""Checks the arguments of `Variable`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mpistrat.variables.initial_values import initial_array
 
 
 class VariableArguments(NamedTuple):
-    """The arguments of `Variable`, those of them that may be left out filled in.
+    """The checked arguments of `Variable`, with defaults in place of None.
 
     Attributes:
-        initial_value: an array, or what `initial_values` makes one of.
-        dtype, shape: what the array shall have; None is what it has.
+        initial_value: an array, numbers, or a function that returns one of them.
+        dtype, shape: dtype and shape that the array must get; None keeps the array's.
         synchronization: ON_WRITE or ON_READ.
     """
 
@@ -29,7 +29,7 @@ class VariableArguments(NamedTuple):
     shape: tuple[int, ...] | None
 
     def initial_array(self) -> arrays.Array:
-        """The whole first value. Raises: what `initial_values.initial_array` raises."""
+        """Return the whole first value as an array. Raises: the errors of `initial_values.initial_array`."""
         return initial_array(self.initial_value, self.dtype, self.shape)
 
 
@@ -42,7 +42,7 @@ def checked_arguments(
     aggregation: VariableAggregation,
     shape: Sequence[int] | None,
 ) -> VariableArguments:
-    """ValueError or TypeError for arguments of `Variable` that no strategy takes."""
+    """Check the arguments of `Variable`, and fill in defaults. Raises: ValueError or TypeError for wrong ones."""
     for argument, value, kind in (
         ("synchronization", synchronization, VariableSynchronization),
         ("aggregation", aggregation, VariableAggregation),

@@ -1,4 +1,4 @@
-"""`tf.compat.v1.distribute`: the strategies with the methods that later versions dropped."""
+"""`tf.compat.v1.distribute`: the strategies with methods that later versions of TensorFlow dropped."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What the v1 methods make datasets of."""
+"""Datasets that the methods of v1 strategies return or distribute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpistrat.replicas.input_plan import Share
 
 
 class Calls:
-    """The values that a function gives, until it raises OutOfRangeError."""
+    """A dataset of the values that a function returns, until it raises OutOfRangeError."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -28,7 +28,7 @@ class Calls:
 
 
 class BatchesOfWorker:
-    """Of batches that all replicas of all workers take in turn, those of this worker's replicas."""
+    """The batches of this worker's replicas, out of batches that all replicas of all workers take in turn."""
 
     def __init__(self, batches: Iterable[Any], share: Share) -> None:
         self._batches, self._share = safe_dataset(batches), share
@@ -39,8 +39,10 @@ class BatchesOfWorker:
 
 
 class NumpyDataset:
-    """The slices of a nest of arrays along axis 0: a sequence, and what `BatchedDataset` takes.
+    """A dataset of the slices of arrays along axis 0: a sequence, as `BatchedDataset` takes it.
 
+    Args:
+        numpy_input: a nest of arrays. A list of arrays is stacked into one array.
     Raises:
         ValueError: the arrays do not have equal first dimensions.
     """
@@ -61,7 +63,7 @@ class NumpyDataset:
 
     def __getitem__(self, index: int) -> Any:
         if not -self._size <= index < self._size:
-            raise IndexError(f"example {index} of {self._size}")
+            raise IndexError(f"example {index} is out of range: there are {self._size}")
         return nest.map_structure(operator.itemgetter(index), self._arrays)
 
     def __iter__(self) -> Iterator[Any]:
@@ -69,7 +71,7 @@ class NumpyDataset:
 
 
 def _stacked(numpy_input: Any) -> Any:
-    """`numpy_input` with its lists, which tf.data takes for arrays, as arrays."""
+    """Return `numpy_input` with an array in place of each list, because tf.data takes lists for arrays."""
     if isinstance(numpy_input, list):
         return np.stack([np.asarray(leaf) for leaf in numpy_input]) if numpy_input else np.zeros(0)
     if nest.is_structure(numpy_input):

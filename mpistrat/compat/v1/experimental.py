@@ -1,4 +1,4 @@
-"""`tf.compat.v1.distribute.experimental`."""
+"""The names of `tf.compat.v1.distribute.experimental`."""
 
 from typing import TYPE_CHECKING
 

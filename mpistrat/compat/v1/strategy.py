@@ -1,4 +1,4 @@
-"""The v1 face: a mixin over the strategies, and the strategies with it."""
+"""The strategies of `tf.compat.v1.distribute`: a mixin with the v1 methods, and a class of each strategy with it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,31 @@ from mpistrat.parameter_server.strategies.v1_strategy import BetweenGraphStrateg
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy import Strategy
 
-_NO_SESSIONS = "there are no sessions, which would read it"
+_NO_SESSIONS = "there are no sessions to read it"
 
 
 class StrategyV1(Strategy):
-    """What `tf.compat.v1.distribute.Strategy` has beside the methods of today."""
+    """A mixin with the methods of `tf.compat.v1.distribute.Strategy` that `Strategy` does not have.
+
+    Example:
+        >>> strategy = ms.compat.v1.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> ids = strategy.experimental_run_v2(lambda: np.array(ms.get_replica_context().replica_id_in_sync_group))
+        >>> strategy.unwrap(ids), strategy.reduce("SUM", ids)
+        ((array(0), array(1)), array(1))
+
+    Example:
+        >>> strategy = ms.compat.v1.OneDeviceStrategy("cpu")
+        >>> strategy.group(np.ones(2))  # all values are computed already
+        >>> strategy.configure()  # without effect
+        >>> config = strategy.update_config_proto({})  # a copy
+        >>> with strategy.scope(), strategy.colocate_vars_with(ms.Variable(0.0)):
+        ...     slot = ms.Variable(1.0)
+    """
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None
     ) -> Any:
-        """`Strategy.reduce`, with `axis` optional."""
+        """Like `Strategy.reduce`, but `axis` is optional."""
         return super().reduce(reduce_op, value, axis)
 
     def experimental_run_v2(
@@ -38,14 +53,20 @@ class StrategyV1(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """The old name of `run`."""
+        """Call `run` with the same arguments: its old name."""
         return self.run(fn, args, kwargs, options)
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
-        """`run(fn)` on one step of `input_iterator` (any iterator), or without arguments if there is none.
+        """Call `run(fn)` on one step of `input_iterator`, any iterator; without arguments if it is None.
 
         Raises:
             OutOfRangeError: the iterator has ended.
+
+        Example:
+            >>> strategy = ms.compat.v1.OneDeviceStrategy("cpu")
+            >>> iterator = strategy.make_dataset_iterator([np.ones(4), np.ones(4)])
+            >>> strategy.experimental_run(np.sum, iterator).tolist()
+            4.0
         """
         args: tuple[Any, ...] = ()
         if input_iterator is not None:
@@ -57,7 +78,7 @@ class StrategyV1(Strategy):
             return self.run(fn, args)
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
-        """An iterator of what `experimental_distribute_dataset(dataset)` gives. Called by: every rank."""
+        """Return an iterator of `experimental_distribute_dataset(dataset)`. Called by: every rank."""
         return iter(distribute(dataset, self.extended, InputOptions()))
 
     def make_input_fn_iterator(
@@ -65,13 +86,20 @@ class StrategyV1(Strategy):
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> DistributedIterator:
-        """An iterator over batches per replica. A step that cannot fill every replica ends it.
+        """Return an iterator over batches for each replica. It ends at the first step that cannot fill every replica.
 
         Called by: every rank.
         Args:
-            input_fn: gives a dataset of batches, or a function that gives the next batch (OutOfRangeError: there is
-                none), called for one replica after the other.
-            replication_mode: PER_WORKER is the only one.
+            input_fn: takes an InputContext, and returns a dataset of batches, or a function. The function returns the
+                next batch, for one replica after the other, and raises OutOfRangeError at the end.
+            replication_mode: PER_WORKER is the only possible mode.
+        Raises: ValueError for another mode, or, on all ranks, if `input_fn` returns neither a dataset nor a function.
+
+        Example:
+            >>> strategy = ms.compat.v1.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> iterator = strategy.make_input_fn_iterator(lambda context: [np.zeros(4), np.ones(4)])
+            >>> next(iterator).values  # a batch for each replica
+            (array([0., 0., 0., 0.]), array([1., 1., 1., 1.]))
         """
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(
@@ -85,7 +113,7 @@ class StrategyV1(Strategy):
             if not isinstance(made, Iterable):
                 if not callable(made):
                     raise ValueError(
-                        "input_fn must return a dataset, which is an iterable of batches, or a function that gives "
+                        "input_fn must return a dataset (an iterable of batches), or a function that returns "
                         f"the next batch; got {made!r:.60}"
                     )
                 made = Calls(made)
@@ -95,12 +123,23 @@ class StrategyV1(Strategy):
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
     ) -> NumpyDataset:
-        """A dataset of the slices of `numpy_input`, a nest of arrays, along axis 0.
+        """Return a dataset of the slices of `numpy_input`, a nest of arrays, along axis 0.
 
-        It is neither batched nor distributed: give `BatchedDataset(it, batch_size)` to
-        `experimental_distribute_dataset`. Lists of arrays are stacked first. Context: cross-replica or top level.
+        The dataset is neither batched nor distributed: pass `BatchedDataset(dataset, batch_size)` to
+        `experimental_distribute_dataset`. A list of arrays is stacked first.
+
+        Context: cross-replica or top level.
         Args:
-            session: does nothing, and a warning says so once.
+            numpy_input: a nest of arrays.
+            session: has no effect, and a warning says so once.
+        Raises: ValueError if the arrays do not have equal first dimensions.
+
+        Example:
+            >>> strategy = ms.compat.v1.OneDeviceStrategy("cpu")
+            >>> examples = strategy.experimental_make_numpy_dataset({"x": np.arange(6)})
+            >>> dataset = strategy.experimental_distribute_dataset(ms.input.BatchedDataset(examples, 3))
+            >>> [batch["x"].tolist() for batch in dataset]
+            [[0, 1, 2], [3, 4, 5]]
         """
         if session is not None:
             warn_of_no_effect(
@@ -110,16 +149,20 @@ class StrategyV1(Strategy):
         return NumpyDataset(numpy_input)
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
-        """The old name of `experimental_local_results`."""
+        """Return the components of `value` on this rank: the old name of `experimental_local_results`."""
         return self.experimental_local_results(value)
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Returns when all components of `value` are computed: here they always are. `name` does nothing."""
+        """Return None: all components of `value` are always computed already.
+
+        Args:
+            name: has no effect, and a warning says so once.
+        """
         if name is not None:
             warn_of_no_effect("name of group", "there is no graph of named operations", self._rank)
 
     def colocate_vars_with(self, variable: Any) -> contextlib.AbstractContextManager[None]:
-        """`extended.colocate_vars_with`."""
+        """Return `extended.colocate_vars_with(variable)`, a scope for variables that are made beside `variable`."""
         return self.extended.colocate_vars_with(variable)
 
     def configure(
@@ -129,7 +172,7 @@ class StrategyV1(Strategy):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Does nothing, and a warning says so once: MPI decides who takes part, when the strategy is made."""
+        """Do nothing, and warn once if an argument is given: MPI decides who takes part, when the strategy is made."""
         if any(value is not None for value in (session_config, cluster_spec, task_type, task_id)):
             warn_of_no_effect(
                 "configure",
@@ -142,7 +185,10 @@ class StrategyV1(Strategy):
         return self.extended.communicator.rank
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """A copy of `config_proto`, any object, as TensorFlow changes it. Nothing reads that, and a warning says so."""
+        """Return a copy of `config_proto` (any object), changed as in TensorFlow; warn that nothing reads it.
+
+        If the strategy wraps values, the copy has `isolate_session_state = True`.
+        """
         warn_of_no_effect("the copy that update_config_proto returns", _NO_SESSIONS, self._rank)
         updated = copy.deepcopy(config_proto)
         if self.extended.wraps_values:
@@ -151,19 +197,43 @@ class StrategyV1(Strategy):
 
 
 class OneDeviceStrategy(StrategyV1, strategies.OneDeviceStrategy):
-    """`mpistrat.OneDeviceStrategy` with the v1 methods."""
+    """`mpistrat.OneDeviceStrategy` with the v1 methods.
+
+    Example:
+        >>> strategy = ms.compat.v1.OneDeviceStrategy("cpu")
+        >>> strategy.experimental_run_v2(lambda: "a step")
+        'a step'
+    """
 
 
 class MirroredStrategy(StrategyV1, strategies.MirroredStrategy):
-    """`mpistrat.MirroredStrategy` with the v1 methods."""
+    """`mpistrat.MirroredStrategy` with the v1 methods.
+
+    Example:
+        >>> strategy = ms.compat.v1.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.reduce("SUM", strategy.experimental_run_v2(lambda: np.ones(1))).tolist()
+        [2.0]
+    """
 
 
 class MultiWorkerMirroredStrategy(StrategyV1, strategies.MultiWorkerMirroredStrategy):
-    """`mpistrat.MultiWorkerMirroredStrategy` with the v1 methods."""
+    """`mpistrat.MultiWorkerMirroredStrategy` with the v1 methods.
+
+    Example:
+        >>> strategy = ms.compat.v1.experimental.MultiWorkerMirroredStrategy(devices=["cpu"])
+        >>> strategy.experimental_run_v2(lambda: "a step on each rank")
+        'a step on each rank'
+    """
 
 
 class CentralStorageStrategy(StrategyV1, strategies.CentralStorageStrategy):
-    """`mpistrat.CentralStorageStrategy` with the v1 methods."""
+    """`mpistrat.CentralStorageStrategy` with the v1 methods.
+
+    Example:
+        >>> strategy = ms.compat.v1.experimental.CentralStorageStrategy()
+        >>> strategy.experimental_run_v2(lambda: "a step")
+        'a step'
+    """
 
 
 class ParameterServerStrategy(StrategyV1, BetweenGraphStrategy):
@@ -171,18 +241,18 @@ class ParameterServerStrategy(StrategyV1, BetweenGraphStrategy):
 
 
 class _DefaultV1(StrategyV1):
-    """The default strategy with the v1 methods; it shares everything with the one it stands for."""
+    """The default strategy with the v1 methods; it shares all state with the default strategy."""
 
     def __init__(self, default: Strategy) -> None:
         super().__init__(default.extended)
         self._default = default
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """`dataset` itself."""
+        """Return `dataset` itself."""
         return self._default.experimental_distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
-        """What `dataset_fn(InputContext())` makes."""
+        """Return the dataset that `dataset_fn(InputContext())` makes."""
         return self._default.distribute_datasets_from_function(dataset_fn, options)
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
@@ -193,11 +263,24 @@ class _DefaultV1(StrategyV1):
 
 
 def get_strategy() -> Strategy:
-    """The strategy in force; where there is none, the default one with the v1 methods."""
+    """Return the strategy in force; if there is none, the default one with the v1 methods.
+
+    Example:
+        >>> with ms.compat.v1.OneDeviceStrategy("cpu").scope() as strategy:
+        ...     ms.compat.v1.get_strategy() is strategy
+        True
+        >>> ms.compat.v1.get_strategy().experimental_run(lambda: 1)
+        1
+    """
     current = context.get_strategy()
     return current if context.has_strategy() else _DefaultV1(current)
 
 
 def get_loss_reduction() -> ReduceOp:
-    """How losses of replicas are combined: they are summed."""
+    """Return how losses of replicas are combined: always `ReduceOp.SUM`.
+
+    Example:
+        >>> ms.compat.v1.get_loss_reduction()
+        <ReduceOp.SUM: 'SUM'>
+    """
     return ReduceOp.SUM
