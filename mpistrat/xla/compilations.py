@@ -65,7 +65,8 @@ class Compilations:
         self._rank = rank
         self.all: list[Compiled] = []
         self._of_step: dict[tuple[str, object], dict[tuple[str, ...], Compiled]] = {}
-        self._known: set[tuple[object, ...]] = set()  # (code, kind of each argument) of the calls so far
+        # (code, kind of each argument) of the calls so far
+        self._known: set[tuple[object, ...]] = set()
 
     def note(self, fn: Callable[..., Any], arguments: Any, graphs: int) -> None:
         """Count one call of a step, and print a line if it compiled unexpectedly.

@@ -46,8 +46,8 @@ def replicas_of_rank(
         )
     if 1 < used < here:
         raise ValueError(
-            f"a program on several cores runs on all {here} cores of its rank, but {used} were assigned; use all of "
-            f"them, or show the rank fewer (TPU_VISIBLE_CHIPS; on the CPU device CPU_NUM_DEVICES={used})"
+            f"a program on several cores runs on all that its rank has, {here}, but {used} were assigned; use all "
+            f"{here}, or show the rank fewer (TPU_VISIBLE_CHIPS; on the CPU device CPU_NUM_DEVICES={used})"
         )
     return replicas_of_ranks[rank]
 

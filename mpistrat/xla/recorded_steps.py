@@ -104,7 +104,8 @@ class RecordedSteps:
             return
         self._runtime.seed(torch.initial_seed() + self._first_replica_id)
         if _state_of(torch.default_generator) == self._seeded_state:
-            torch.rand((), device="cpu")  # moves torch's state, so that the same seed is noticed when it is set again
+            # Moves torch's state, so that the same seed is noticed when the program sets it again.
+            torch.rand((), device="cpu")
 
     def _remember_seed(self) -> None:
         self._seed = torch.initial_seed()

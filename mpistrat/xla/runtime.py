@@ -16,7 +16,7 @@ EXTRA = "pip install 'mpistrat[tpu]'"
 # Parts of the RuntimeErrors that torch_xla and torch raise in a step.
 EARLY_READ = "Unexpected execution happens"  # the step read a value before its end
 ON_HOST = "Expected XLA tensor. Got: torch."  # the step computed with a tensor of the host
-INFERENCE_MODE = "Cannot set version_counter for inference tensor"  # the step ran in torch.inference_mode()
+INFERENCE_MODE = "Cannot set version_counter for inference tensor"  # torch.inference_mode()
 
 
 class Graphs:
@@ -203,7 +203,7 @@ class Runtime:
             self.kind = str(torch_xla_runtime.device_type())
             self.num_devices = int(torch_xla_runtime.addressable_runtime_device_count())
             self.num_all_devices = int(torch_xla_runtime.global_runtime_device_count())
-        except (OSError, RuntimeError) as error:  # OSError from libtpu, RuntimeError from PJRT's client
+        except (OSError, RuntimeError) as error:  # raised by libtpu, and by PJRT's client
             raise RuntimeError(
                 f"XLA finds no device: {str(error).splitlines()[0]}. See that libtpu is installed ({EXTRA}) and no "
                 "other process holds the chips; to try a program without a TPU, set PJRT_DEVICE=CPU"
@@ -266,7 +266,8 @@ class Runtime:
         self.check_dtypes(tensors)
         copies = list(self._xla_model.send_cpu_data_to_device(list(tensors), device))
         if self.spmd:
-            for copy in copies:  # whole on all devices; without a mark, XLA fits them to the tensors they meet
+            # A copy is whole on all devices. Without a mark, XLA fits its layout to the tensors that it meets.
+            for copy in copies:
                 self._native._xla_clear_sharding(copy)
         return copies
 

@@ -43,7 +43,7 @@ def on_xla(
     communicator, runtime = group.communicator, system.runtime
     why_through_the_host = ""
     if communicator.size > 1 and not communicator.takes_device_buffers:
-        from mpistrat.xla.transport import use_xla  # here, because it needs MPI, and a single rank may lack MPI
+        from mpistrat.xla.transport import use_xla  # needs MPI, and a single rank may lack it
 
         why_through_the_host = use_xla(communicator, runtime)
     plan = strategy_parts.input_plan(group, ranks_are_workers=True)

@@ -27,7 +27,7 @@ _FIXES = (
     ("", "Install the same torch_xla and libtpu on all hosts; TF_CPP_MIN_LOG_LEVEL=0 shows more"),
 )
 tell_once = functools.cache(tell)
-_OPS = ("sum", "max", "min")  # XLA's collectives have these operations; the host does all other ones
+_OPS = ("sum", "max", "min")  # XLA's operations; the host does all other ones
 
 
 class XlaTransport(Transport):
