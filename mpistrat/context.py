@@ -185,7 +185,7 @@ def at_top_level() -> bool:
 
 
 def cross_replica(strategy: AnyStrategy, call: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager inside which this thread is in the cross-replica context of `strategy`.
+    """Return a context manager that puts this thread into the cross-replica context of `strategy`.
 
     Args: call: the name of the public call, for errors.
     Raises: RuntimeError inside `run`, or inside another strategy's scope, run or `replica()`.

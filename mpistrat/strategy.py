@@ -559,7 +559,7 @@ def _check_run_options(options: Any, rank: int) -> None:
 def checked_input_options(
     options: InputOptions | None, extended: StrategyExtended, from_function: bool
 ) -> InputOptions:
-    """Return `options`, or the defaults for None. Print a notice on rank 0 for options that have no effect.
+    """Return `options`, or the defaults for None. Warn once on rank 0 about options that have no effect.
 
     Args: from_function: whether the dataset comes from a dataset function.
     Raises, as tf.distribute does: TypeError if `options` is no `InputOptions`; NotImplementedError if PER_REPLICA is
