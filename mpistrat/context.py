@@ -18,7 +18,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class AnyStrategy(Protocol):
-    """The part of a `Strategy` that lower-level modules use; they cannot import `Strategy` itself."""
+    """The part of a `Strategy` that lower-level modules use; they cannot import `Strategy`."""
 
     @property
     def extended(self) -> Any: ...
@@ -177,10 +177,7 @@ def in_replica_block(strategy: AnyStrategy) -> bool:
 
 
 def at_top_level() -> bool:
-    """Return whether this thread is inside no `run` and no scope, or directly inside a `replica()`.
-
-    A `run` or a scope around the `replica()` does not count.
-    """
+    """Return whether this thread is inside no `run` and no scope. Modes around a `replica()` do not count."""
     return not per_thread.modes or per_thread.modes[-1].in_block
 
 
@@ -195,19 +192,15 @@ def cross_replica(strategy: AnyStrategy, call: str) -> contextlib.AbstractContex
 
 
 def outside_replica_block(strategy: AnyStrategy) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that leaves `strategy.replica()` for its block, if this thread is inside it.
-
-    Inside, the thread is then in the cross-replica context. Otherwise nothing changes.
-    """
+    """Return a context manager. A thread inside `strategy.replica()` is in the cross-replica context within it."""
     return entered(strategy, None) if in_replica_block(strategy) else _NOTHING
 
 
 @contextlib.contextmanager
 def leaving_what_is_entered() -> Iterator[None]:
-    """Return a context manager that at its end restores this thread's stack of modes.
+    """Return a context manager that at its end leaves every mode that the block has entered and not left.
 
-    It leaves modes that the block has entered and not left, as `Strategy.enter_replica()` does.
-    Called by: `run_elastic`, around each attempt.
+    `Strategy.enter_replica()` enters such a mode. Called by: `run_elastic`, around each attempt.
     """
     modes = per_thread.modes
     per_thread.modes = list(modes)

@@ -44,7 +44,7 @@ class KubernetesClusterResolver(ListedTasksResolver):
         tf_server_port: the port of every task's address; the host is the IP address of the pod's node.
         rpc_layer: the prefix of `master()`.
         override_client: a kubernetes.client.CoreV1Api to use; None makes one.
-        executable_location: where this process runs, which selects the credentials.
+        executable_location: where this process runs; it selects the credentials.
     Raises: ImportError without the package kubernetes (extra `kubernetes`); ValueError if `executable_location` or a
         job's selectors have the wrong type. `cluster_spec`, `master` and `topology` raise RuntimeError if a pod is not
         running or pods may not be listed, and UnavailableError if the API server cannot be reached.

@@ -132,7 +132,7 @@ def certain_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | N
 
 
 def _claims(environ: Mapping[str, str], family: str) -> Iterator[LauncherClaim]:
-    """Yield all claims; the first one counts. Later ones may come from the shell in which the launcher was called."""
+    """Yield all claims; the first one counts. Later claims may come from the shell that called the launcher."""
     rows = sorted(SIZE_AND_RANK, key=lambda row: not (family and row[3] == family))
     if SLURM_STEP[1] in environ and "PRTE_LAUNCHED" not in environ:
         rows.append(SLURM_STEP)
@@ -174,11 +174,9 @@ def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
 def check_library(environ: Mapping[str, str], version: str, library_path: str = "") -> None:
     """Check before MPI_Init that the loaded MPI library may work under this launcher.
 
-    Args:
-        version: the text of MPI_Get_library_version.
-        library_path: the library's file, for the message; "" if unknown.
-    Raises: TopologyError if the launcher is Open MPI's and the library MPICH's, or the reverse, and no exception is
-        known.
+    Args: version, library_path: the text of MPI_Get_library_version, and the library's file; "" if unknown.
+    Raises: TopologyError if the launcher is Open MPI's and the library MPICH's, or the reverse, unless they may work
+        together.
     """
     family = library_family(version)
     claim = read_claim(environ, family)
@@ -213,9 +211,7 @@ def check_world(
 ) -> None:
     """Check after MPI_Init that MPI's world has the size and the rank that the launcher's variables say.
 
-    Args:
-        version: the text of MPI_Get_library_version.
-        library_path: the library's file, for the message; "" if unknown.
+    Args: version, library_path: the text of MPI_Get_library_version, and the library's file; "" if unknown.
     Raises: TopologyError if the size or the rank differs, or if a variable is not a number.
     """
     claim = _deciding_claim(environ, version, world_size, world_rank)
@@ -239,10 +235,9 @@ def check_world(
 def _deciding_claim(
     environ: Mapping[str, str], version: str, world_size: int, world_rank: int
 ) -> LauncherClaim | None:
-    """Return the claim with which MPI's world must agree; None if there is no claim.
+    """Return the claim that MPI's world must match: a claim with MPI's own size and rank, else the first claim.
 
-    That is a claim with MPI's own size and rank, else the first claim. If MPI and the first claim both say a size of 1,
-    it is a claim that says more than 1, if there is one.
+    If MPI and the first claim both say a size of 1, a claim of several ranks decides. None if there is no claim.
     """
     claims = list(_claims(environ, library_family(version)))
     for claim in claims:

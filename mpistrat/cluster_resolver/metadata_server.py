@@ -1,4 +1,5 @@
 """Asks Google's metadata server about this virtual machine.
+
 Protocol: https://cloud.google.com/compute/docs/metadata/querying-metadata
 """
 

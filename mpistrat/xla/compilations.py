@@ -11,9 +11,9 @@ from mpistrat import arrays, nest
 from mpistrat.machine.notices import tell
 from mpistrat.values import select_replica
 
-# A step may compile in three calls without a warning. The first call creates the optimizer's state, and the second call
-# has that state as an input, so their graphs differ. A tensor that the program moved or read between two calls may be
-# another kind of input, so one more graph is normal.
+# The first call of a step creates the optimizer's state, and the second call has it as an input, so each compiles a
+# graph. A third graph is also normal: a tensor that the program moved or read between two calls is another kind of
+# input.
 _EXPECTED_CALLS = 3
 
 
@@ -23,7 +23,7 @@ class Compiled:
 
     Attributes:
         step: the function's name.
-        code: the function's code object, or the class of a callable object; it tells functions of one name apart.
+        code: the function's code object, or a callable object's class; distinguishes functions of one name.
         shapes: dtype and shape of each array among the arguments, such as "float32[64,1,8,8]", or the type's name.
         graphs: number of graphs that XLA compiled for these shapes; 0 if another strategy's steps had compiled them.
         calls: number of calls that compiled a graph.
@@ -97,9 +97,9 @@ class Compilations:
     def _with_shapes(
         self, step: str, code: object, shapes: tuple[str, ...], tells: bool
     ) -> Compiled:
-        """Return the entry of a step for these shapes; make it if it is missing.
+        """Return the entry of a step for these shapes, or a new one.
 
-        Args: tells: whether to print a line when a step that has other entries gets a new one.
+        Args: tells: whether to print a line if the new entry is not the step's first.
         """
         known = self._of_step.setdefault((step, code), {})
         if shapes not in known:

@@ -13,8 +13,7 @@ from mpistrat.xla.runtime import Runtime
 class CoreValues:
     """Spreads, sums and reads tensors that have another value on each core of a rank.
 
-    One program runs on all cores. It holds one torch tensor, and each core has its own value for the tensor.
-
+    One program runs on all cores and holds one torch tensor; each core has another value for it.
     Args:
         groups: for each rank, the numbers of its cores among all devices that XLA knows.
         count: number of cores of this rank.
@@ -53,19 +52,17 @@ class CoreValues:
         return self._layouts.part_of(whole).reshape(shape)
 
     def deal_out(self, whole: torch.Tensor) -> torch.Tensor:
-        """Give each core its row of a tensor that has a row for each of all ranks' cores.
+        """Give each core its row of `whole`, a tensor with a row for each of all ranks' cores.
 
-        Every core has, or can compute, the whole tensor, so no row moves between cores.
-        Returns: a tensor of the shape of one row.
+        Every core has, or can compute, all rows, so no row moves. Returns: a tensor of the shape of one row.
         """
         spread = self._layouts.spread_copy(whole, self._rows(whole.ndim - 1))
         return self._layouts.part_of(spread).reshape(whole.shape[1:])
 
     def rows(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return the value of each core of this rank, in the order of the cores, readable on all of them.
+        """Return a list of each core's `value`, in the order of this rank's cores; every core can read all of them.
 
-        May be called inside and outside a step.
-        Returns: one tensor per core, of the shape and dtype of `value`.
+        Works inside and outside a step.
         """
         is_here = (torch.arange(self._count, device=self._device) == self.number()).view(
             self._count, *(1,) * value.ndim
@@ -83,11 +80,9 @@ class CoreValues:
         return self._sum(self.each_its_own(value.detach()))
 
     def each_its_own(self, value: torch.Tensor) -> torch.Tensor:
-        """Tell GSPMD that each core has its own `value`; return a tensor of the same values.
+        """Tell GSPMD that each core has its own `value`, by an operation with the core's number; return the result.
 
-        The tensor is the result of an operation with the core's number, and GSPMD knows that this number differs
-        between cores. If GSPMD has to infer the difference from later operations, such as a conversion of the dtype,
-        GSPMD ends the process.
+        If GSPMD must infer this from later operations, such as a conversion of the dtype, GSPMD ends the process.
         """
         return torch.where(self.number() >= 0, value, torch.zeros_like(value))
 
@@ -95,9 +90,9 @@ class CoreValues:
         return self._layouts.reduce_over_devices("sum", value, self._groups)
 
     def number(self) -> torch.Tensor:
-        """Return the number of the core's replica on this rank, counted from 0: an int64 tensor of shape [].
+        """Return the number of the core's replica on this rank, from 0, as an int64 tensor of shape [].
 
-        May be called inside and outside a step.
+        Works inside and outside a step.
         """
         if self._numbers is None:
             numbers = [torch.tensor([i], device="cpu") for i in range(self._count)]

@@ -17,8 +17,8 @@ from mpistrat.cross_device_ops.packing import Packer
 class LazyAllReduce(MpiAllReduce):
     """`MpiAllReduce` for gradients on XLA devices. It sums gradients on the host as `MpiAllReduce` does.
 
-    If XLA does not connect the ranks, XLA first computes the graph up to the gradients. The ranks then sum the
-    gradients through host memory, and a second graph continues with the sums.
+    If XLA does not connect the ranks, it computes the graph up to the gradients. The ranks then sum the gradients
+    through host memory, and a second graph continues with the sums.
 
     Args:
         sum_of_rank: returns the sum of a flat tensor over the cores of this rank, inside the graph.
@@ -38,11 +38,10 @@ class LazyAllReduce(MpiAllReduce):
         contributions: Sequence[Any],
         reduction_of: Callable[[Sequence[int]], Reduction],
     ) -> dict[int, Any]:
-        """Sum gradients as `MpiAllReduce.all_reduce_packs` does, and set each gradient that XLA sums to None.
+        """Sum gradients as `MpiAllReduce` does, but set each gradient that XLA sums to None.
 
-        The gradient is removed from the parameter's `.grad` and from `contributions`. Otherwise the graph would have to
-        output the gradient beside the sum.
-        Returns: the summed gradient by index, for all of `indices`.
+        It is removed from the parameter's `.grad` and from `contributions`, so that the graph outputs only the sum.
+        Returns: the summed gradients, by index.
         """
         on_host = [i for i in indices if like[i].device.type != "xla"]
         sums = super().all_reduce_packs(packer, like, on_host, contributions, reduction_of)

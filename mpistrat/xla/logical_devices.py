@@ -21,10 +21,9 @@ from mpistrat.xla.topology.logical_devices import check_logical_device, check_sp
 class LogicalDevices:
     """Lays tensors out over the logical devices of this rank's replica.
 
-    Outside a step, `split` and `replicate` lay out a parameter, or another autograd leaf that is no view, in place and
-    return it: each device then holds its part only. For every other tensor, and inside a step for all tensors, they
-    return a copy with the layout; the gradient of the copy has the same layout. The argument keeps its layout, and
-    nothing moves through the host.
+    Outside a step, the methods lay out a parameter, or another autograd leaf that is no view, in place, and return it:
+    each device then holds its part only. For any other tensor, and inside a step, they return a copy with the layout;
+    its gradient has the same layout. The argument keeps its layout, and nothing moves through the host.
 
     A tensor keeps its layout in the steps that change it. If a tensor has no layout before its first step (as after a
     module's `to`; `Runtime.put` makes whole tensors), XLA chooses one in that step, and the second step compiles
@@ -32,8 +31,8 @@ class LogicalDevices:
 
     Called by: the thread that runs the program.
     Args:
-        runtime: the process's XLA runtime; if `count` is more than 1, it has `spmd` and exactly `count` devices.
-        count: number of logical devices of the replica. With 1, the methods only check arguments.
+        runtime: if `count` is above 1, it has `spmd` and exactly `count` devices.
+        count: number of logical devices of the replica. With 1, the methods check arguments and return the tensor.
     Raises: ValueError if `count` is neither 1 nor the number of devices that XLA knows.
     """
 
@@ -50,35 +49,29 @@ class LogicalDevices:
     def assign(self, tensor: Any, logical_device_id: int) -> Any:
         """Put `tensor` on all logical devices, because torch_xla has no layout for a single device.
 
-        If there are several logical devices, rank 0 says so once on stderr.
-        Returns: the tensor or a copy, as `replicate` does.
-        Raises: ValueError if the replica has no device `logical_device_id`, or if `tensor` is not on its device.
+        With several logical devices, rank 0 says so once on stderr.
+        Raises: ValueError if the replica has no device `logical_device_id`, or if `tensor` is not on XLA devices.
         """
         check_logical_device(logical_device_id, self._count)
         if self._count > 1 and not self._has_warned and rank_end().rank == 0:
             self._has_warned = True
             tell(
                 f"experimental_assign_to_logical_device: torch_xla keeps no value on one of a replica's {self._count} "
-                "logical devices, so each of them has it, and computes what is made of it; to share the work out, use "
+                "logical devices, so each of them has it and repeats the computations with it; to share the work, use "
                 "experimental_split_to_logical_devices"
             )
         return self.replicate(tensor)
 
     def split(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
         """Cut dimension d of `tensor` into `partition_dimensions[d]` parts, one part per device in row-major order.
-        Returns: `tensor` itself if it could be laid out in place, else a copy with the layout.
-        Raises: ValueError if the parts are not equal or not one per logical device, or if `tensor` is not on the
-            replica's device.
+
+        Raises: ValueError if the parts are not equal, not one per logical device, or `tensor` is not on XLA devices.
         """
         parts = check_split(tuple(tensor.shape), partition_dimensions, self._count)
         return self._lay_out(tensor, parts, range(len(parts)))
 
     def replicate(self, tensor: Any) -> Any:
-        """Put the whole `tensor` on each logical device.
-
-        Returns: `tensor` itself if it could be laid out in place, else a copy with the layout.
-        Raises: ValueError if `tensor` is not on the replica's device.
-        """
+        """Put the whole `tensor` on each logical device. Raises: ValueError if `tensor` is not on XLA devices."""
         return self._lay_out(tensor, (self._count,), (None,) * len(tensor.shape))
 
     def _lay_out(self, tensor: Any, mesh: Sequence[int], cut: Sequence[int | None]) -> Any:

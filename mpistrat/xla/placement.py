@@ -11,9 +11,8 @@ from mpistrat.xla.topology.topology import TpuTopology
 def replicas_of_rank(
     assignment: DeviceAssignment | None, topology: TpuTopology, rank: int
 ) -> list[tuple[int, ...]]:
-    """Return the cores of each replica of `rank`: a tuple of core numbers on that rank for each replica.
+    """Return for each replica of `rank` a tuple of its cores' numbers on the rank.
 
-    Called by: `TPUStrategy`.
     Args:
         assignment: the cores of each replica; None makes each core a replica.
         topology: the mesh of the job's devices; its tasks are the ranks.
@@ -46,7 +45,7 @@ def replicas_of_rank(
         )
     if 1 < used < here:
         raise ValueError(
-            f"a program on several cores runs on all that its rank has, {here}, but {used} were assigned; use all "
+            f"a program on several cores runs on all that its rank has, {here}, and {used} were assigned; use all "
             f"{here}, or show the rank fewer (TPU_VISIBLE_CHIPS; on the CPU device CPU_NUM_DEVICES={used})"
         )
     return replicas_of_ranks[rank]
@@ -55,9 +54,9 @@ def replicas_of_rank(
 def _replicas_of_ranks(
     assignment: DeviceAssignment, topology: TpuTopology
 ) -> dict[int, list[tuple[int, ...]]]:
-    """Return, by rank, a tuple of core numbers on the rank for each of its replicas.
+    """Return, by rank, a tuple of its cores' numbers for each replica.
 
-    Raises: ValueError if a replica has cores of several ranks, or if two replicas have the same core.
+    Raises: ValueError if a replica has cores of several ranks, or if two replicas share a core.
     """
     found: dict[int, list[tuple[int, ...]]] = collections.defaultdict(list)
     users: dict[tuple[int, int], int] = {}

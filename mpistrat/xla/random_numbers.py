@@ -1,7 +1,7 @@
 """Draws different random numbers on each core, in a program that several cores run.
 
-XLA's partitioner ends the process if a random-number operation has a value that differs between cores. So one operation
-draws the numbers of all cores, a row for each core, and each core then takes its row.
+XLA's partitioner ends the process if a random-number operation works on a value that differs between cores. So one
+operation draws the numbers of all cores, a row for each core, and each core takes its row.
 """
 
 from __future__ import annotations

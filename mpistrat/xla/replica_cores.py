@@ -57,9 +57,9 @@ class ReplicaCores:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Return a context manager that records one replica's work as a graph, as `Graphs.step` does; all cores run it.
+        """Return a context manager that records one replica's work as a graph; all cores run the graph.
 
-        Raises: as the recorded work does; RuntimeError, with `EARLY_READ` in its text, if it reads a value.
+        Raises: RuntimeError, with `EARLY_READ` in its text, if the program reads a value inside.
         """
         own_numbers = OwnRandomNumbers(self._runtime.num_all_devices, self.values.deal_out)
         self._seen = seen = _Seen(self._take_in, self._runtime.random_state, own_numbers)
@@ -83,10 +83,7 @@ class ReplicaCores:
 
     @contextlib.contextmanager
     def _cut(self, seen: _Seen, wanted: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Prepare tensors for a computation in the middle of a step, and take them over again afterwards.
-
-        Called by: `Runtime.fetch`, through `Runtime.around_cut`.   Args: wanted: the tensors that will be read.
-        """
+        """Surround a computation in the middle of a step, as `Runtime.around_cut`. Args: wanted: tensors to read."""
         seen.cuts += 1
         alive = [*seen.alive(), *wanted]
         self._let_go(alive)
@@ -139,7 +136,7 @@ class _Taken(NamedTuple):
 
 
 class _Seen(TorchFunctionMode):
-    """A torch function mode that remembers the XLA tensors that torch's functions read and return in one step.
+    """A torch function mode that remembers the XLA tensors of a step: arguments and results of torch's functions.
 
     Args:
         take_in: is called with a function's tensors before the function runs.

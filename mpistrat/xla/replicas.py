@@ -50,7 +50,6 @@ class RecordedReplicas(Replicas):
     ) -> Any:
         """Record `fn` once for all replicas of this rank, and start the computation on the device.
 
-        Called by: `Strategy.run`.
         Returns: the result of `fn`, without autograd history; the device may still be computing its tensors.
         Raises: RuntimeError if `fn` reads a value or computes with a tensor of the host.
         """

@@ -171,9 +171,6 @@ class Runtime:
     """The XLA devices of this process: copies to and from them, random numbers, and sums between processes.
 
     Made by: `mpistrat.xla.start`, once per process.   Called by: one thread at a time.
-    Raises: ImportError if torch_xla is missing or is built against another torch version; RuntimeError if XLA finds no
-        device.
-
     Attributes:
         kind: "TPU" or "CPU". On the CPU device a program traces, compiles and shards as on a TPU.
         was_in_use: whether the program had used XLA's devices before this runtime was made; their number is fixed then.
@@ -376,8 +373,8 @@ def check_versions() -> None:
 def what_differs(torch_xla: str, torch: str) -> tuple[str, str]:
     """Compare the versions of torch_xla and torch.
 
-    Returns: ("", "") if the versions belong together, else a sentence that says the difference and a pip command that
-        mends it. Args: torch: torch's version; "" if there is no torch.
+    Args: torch: torch's version; "" if there is no torch.
+    Returns: (a sentence that says the mismatch, a pip command that mends it); ("", "") if the versions fit.
     """
     series = ".".join(torch_xla.split(".")[:2])
     if torch.split("+")[0].split(".")[:2] == series.split("."):

@@ -15,7 +15,6 @@ def early_read(step: str, error: BaseException, on_host: Sequence[str]) -> str:
 
     Args:
         step: the rank and the step's name, such as "rank 0: train_step".
-        error: torch_xla's error; its traceback has the line of the program.
         on_host: names of the operations that XLA left to the host in this step.
     """
     left = f". XLA leaves to the host: {', '.join(on_host)}" if on_host else ""
@@ -39,8 +38,6 @@ def array_on_host(step: str, error: BaseException, arguments: Any, device: str) 
     """Return the error text for a step that computed with an array that is not on `device`; name such arguments.
 
     Args:
-        step: the rank and the step's name, such as "rank 0: train_step".
-        error: torch_xla's error; its traceback has the line of the program.
         arguments: one replica's arguments. Distributed values among them are on the device.
         device: the rank's device, such as "xla:0".
     """

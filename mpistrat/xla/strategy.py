@@ -98,7 +98,7 @@ class TPUStrategy(Strategy):
 
         Called by: a replica.
         Args: logical_device_id: from 0 to the number of the replica's logical devices - 1.
-        Returns: the tensor with that layout; a copy of it, unless it is a parameter outside `run`.
+        Returns: a copy on all devices; `tensor` itself with one device, or for a parameter outside `run`.
         Raises: ValueError if the replica has no such device, or if `tensor` is not on the replica's device.
 
         Example, on a TPU::
@@ -114,10 +114,10 @@ class TPUStrategy(Strategy):
     ) -> Any:
         """Cut `tensor` into one part for each of the replica's logical devices.
 
-        Called by: a replica. A program may also cut a parameter outside `run`; the parameter itself is then cut.
+        Called by: a replica, or for a parameter the program outside `run`; the parameter itself is then cut.
         Args: partition_dimensions: for each dimension of `tensor`, the number of parts; the product of the numbers is
             the number of logical devices.
-        Returns: the tensor with that layout; a copy of it, unless it is a parameter outside `run`.
+        Returns: a copy that is cut; `tensor` itself with one device, or for a parameter outside `run`.
         Raises: ValueError if the numbers do not divide the tensor evenly, if their product is not the number of logical
             devices, or if `tensor` is not on the replica's device.
 
@@ -132,8 +132,8 @@ class TPUStrategy(Strategy):
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
         """Put the whole `tensor` on each of the replica's logical devices.
 
-        Called by: a replica. A program may also lay out a parameter outside `run`, in place.
-        Returns: the tensor with that layout; a copy of it, unless it is a parameter outside `run`.
+        Called by: a replica, or for a parameter the program outside `run`.
+        Returns: a copy on all devices; `tensor` itself with one device, or for a parameter outside `run`.
         Raises: ValueError if `tensor` is not on the replica's device.
 
         Example, on a TPU::

@@ -136,8 +136,8 @@ def start_system(
 def _check_devices(runtime: Runtime, asked: str, topology: Topology) -> None:
     """Check the devices that XLA has found on this rank.
 
-    Raises: NotFoundError if their kind is not `asked`; RuntimeError if several ranks share TPUs and the program used
-        a device before.
+    Raises: NotFoundError if their kind is not `asked`; RuntimeError if the job has several ranks on TPUs, and the
+        program used a device before.
     """
     if runtime.kind != asked:
         raise NotFoundError(

@@ -34,10 +34,7 @@ def on_xla(
 
     Called by: `TPUStrategy`, on every rank.
     Args:
-        strategy: the `TPUStrategy` that is being built.
-        group: the replicas of all ranks.
         asked: the arguments that the strategy was given.
-        system: the started TPU devices.
         cores_per_replica: number of logical devices of each replica.
     """
     communicator, runtime = group.communicator, system.runtime

@@ -51,7 +51,7 @@ class _RoleClaim(task_claims.TaskClaim):
 
     Attributes:
         num_ps: the number of parameter servers; None if it was not given.
-        chief: whether one rank coordinates the others; None if the other ranks decide.
+        chief: whether one rank only coordinates; None if the other ranks decide.
         component: the rank's component of a heterogeneous Slurm job; None outside one.
     """
 
@@ -82,8 +82,8 @@ def job_roles(
         resolver: names the tasks. With None or an MPIClusterResolver, `num_ps` gives the roles, else TF_CONFIG, else
             the heterogeneous Slurm job.
         num_ps: the number of parameter servers; None if a cluster or Slurm gives it.
-        chief: whether one rank coordinates the others and does not train. False: worker 0 leads, or the cluster's
-            chief, which then trains too. None: the other ranks decide.
+        chief: whether one rank only coordinates. False: worker 0 leads, or the cluster's chief, and the chief trains
+            too. None: the other ranks decide.
     Raises, on all ranks: ValueError if nothing gives the roles, if arguments differ between ranks, or if a server, a
         worker or the chief is missing; TopologyError if the ranks and the cluster contradict each other.
     """
@@ -184,8 +184,8 @@ def _of_components(topology: Topology, components: Sequence[Any], chief: bool) -
     if None in components:
         raise ValueError(
             "nothing tells which ranks are parameter servers: give num_ps=, their number; or a cluster_resolver or "
-            f"{TF_CONFIG}, which name each rank's task; or submit a heterogeneous Slurm job, whose first component has "
-            "the servers"
+            f"{TF_CONFIG} that names each rank's task; or submit a heterogeneous Slurm job with the servers in its "
+            "first component"
         )
     lowest = min(components)
     first = [rank for rank, component in enumerate(components) if component == lowest]
@@ -200,7 +200,7 @@ def _of_components(topology: Topology, components: Sequence[Any], chief: bool) -
     if not servers:
         raise ValueError(
             f"component {lowest} of the heterogeneous Slurm job has 1 rank, the chief, and no parameter server: "
-            "give it one task more than there are to be servers (--ntasks), or give num_ps="
+            "give it one task more than the number of servers (--ntasks), or give num_ps="
         )
     return _of_servers(topology, servers, chiefs)
 

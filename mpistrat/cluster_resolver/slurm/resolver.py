@@ -46,7 +46,7 @@ class SlurmClusterResolver(ClusterResolver):
             evenly. A cluster without GPUs needs neither.
         tasks_per_node: {host: number of tasks}, or one number for every host; None means Slurm's numbers.
         auto_set_gpu: whether `cluster_spec` sets CUDA_VISIBLE_DEVICES to this task's GPUs. It does not if the task has
-            no GPU, or if Slurm has already bound the task to its GPUs.
+            no GPU, nor (without `gpus_per_node` and `gpus_per_task`) if Slurm has bound the task to its GPUs.
         rpc_layer: the prefix of `master()`.
         environ: a mapping to read, and to set CUDA_VISIBLE_DEVICES in, instead of os.environ.
     Raises: TopologyError if a variable is missing, cannot be read, or contradicts another variable or an argument;
@@ -98,9 +98,9 @@ class SlurmClusterResolver(ClusterResolver):
         self._gpus_per_task = self._share_gpus(gpus_per_node, gpus_per_task)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the step's tasks. Set this resolver's `task_type` and `task_id`, and maybe CUDA_VISIBLE_DEVICES.
+        """Return the step's tasks, and set `task_type` and `task_id`.
 
-        With `auto_set_gpu`, CUDA_VISIBLE_DEVICES gets the ids of this task's GPUs, if it has any.
+        With `auto_set_gpu`, CUDA_VISIBLE_DEVICES gets the ids of this task's GPUs, if the task has any.
         """
         cluster: dict[str, list[str]] = {}
         first = 0

@@ -85,9 +85,9 @@ class DeviceAssignment:
                 cores between.
             num_replicas: from 0 to the number of replicas that fit into the mesh.
             device_order_mode: a `DeviceOrderMode`, or its name or number. RING needs replicas of whole chips, a stride
-                of 1, and as many replicas as the mesh has room for. A box with an odd length has no ring; its chips
-                follow their coordinates. If the mesh has places without a device, cores are taken in the order of tasks
-                and devices in every mode.
+                of 1, and as many replicas as fit into the mesh. A box with an odd length gets no ring; its chips are
+                ordered by coordinates. If the mesh has places without a device, every mode takes the cores in the order
+                of tasks and devices.
         Raises: ValueError if the replicas do not fit into the mesh, or cannot form the rings that were asked for.
         """
         if isinstance(topology, bytes):

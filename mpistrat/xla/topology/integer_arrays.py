@@ -13,10 +13,8 @@ MESH_RANK = 4  # x, y, z of a chip, and the core on it
 def as_lengths(name: str, value: Any, cores: str) -> NDArray[np.int32]:
     """Return `value` as int32 of shape [4]: positive lengths along x, y, z and the cores of a chip.
 
-    Args:
-        name: the argument's name, for errors.
-        cores: the name of the last axis, for errors.
-    Raises: ValueError if `value` is not four positive integers; TypeError if it has no integers.
+    Args: name, cores: the names of the argument and of its last axis, for errors.
+    Raises: ValueError if `value` is not four positive integers; TypeError if its numbers are no integers.
     """
     lengths = _as_integers(name, value)
     if lengths.shape != (MESH_RANK,) or (lengths < 1).any():
@@ -29,10 +27,8 @@ def as_lengths(name: str, value: Any, cores: str) -> NDArray[np.int32]:
 def as_coordinates(name: str, value: Any, rows: str) -> NDArray[np.int32]:
     """Return `value` as a read-only int32 array of coordinates, shape [n, m, 4].
 
-    Args:
-        name: the argument's name, for errors.
-        rows: the names of the first two axes, for errors.
-    Raises: ValueError for another shape; TypeError if `value` has no integers.
+    Args: name, rows: the names of the argument and of its first two axes, for errors.
+    Raises: ValueError for another shape; TypeError if the numbers are no integers.
     """
     coordinates = _as_integers(name, value)
     if coordinates.shape[2:] != (MESH_RANK,):
@@ -46,8 +42,8 @@ def as_coordinates(name: str, value: Any, rows: str) -> NDArray[np.int32]:
 def _as_integers(name: str, value: Any) -> NDArray[np.int32]:
     """Return `value` as an int32 array.
 
-    Raises: TypeError if a number is no integer type, even for 1.0; ValueError if rows have different lengths or a
-        number does not fit into 32 bits.
+    Raises: TypeError for numbers of another type, also for 1.0; ValueError if rows have different lengths or a number
+        does not fit into 32 bits.
     """
     try:
         array = np.asarray(value)

@@ -14,8 +14,8 @@ Chip = tuple[int, ...]
 def ring_order(shape: Sequence[int]) -> NDArray[np.int64]:
     """Return the chips of a box in an order that begins at (0, 0, 0) and ends at a neighbour of (0, 0, 0).
 
-    A box with an odd length above 1 has no such ring, and a single line of chips has one only in a torus. Their chips
-    come in the order of z, then y, then x.
+    A box with an odd length above 1, or with one line of chips, gets no ring: its chips are sorted by z, then y, then
+    x. (Only a torus links the ends of a line.)
 
     Args: shape: lengths along x, y and z.
     Returns: integers of shape [chips, 3].

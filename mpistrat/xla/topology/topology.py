@@ -159,10 +159,7 @@ class TpuTopology:
 
 
 class _Places:
-    """Finds the device at each place of a mesh.
-
-    Raises: ValueError if a device is outside the mesh, or if two devices have the same coordinates.
-    """
+    """Finds devices by coordinates. Raises: ValueError if a device is outside the mesh, or two share coordinates."""
 
     def __init__(self, mesh: NDArray[np.int32], devices: NDArray[np.int32]) -> None:
         self._mesh = mesh.tolist()
