@@ -190,8 +190,8 @@ class Strategy(RankMethods):
     ) -> Any:
         """Call `fn` on every replica of this rank, each with its own components of the arguments.
 
-        `run` itself communicates nothing. `backward()` checks that all ranks call `run` equally often, so a function
-        for one rank alone is called without `run`.
+        `run` itself communicates nothing. `backward()` checks that all ranks call `run` equally often, so call a
+        function for one rank alone without `run`. An error of `fn` comes out unchanged.
 
         Called by: every rank, equally often.   Context: cross-replica or top level.
         Args:
@@ -202,8 +202,8 @@ class Strategy(RankMethods):
         Returns:
             the result of `fn`; with several replicas per rank, a structure of `PerReplica` values.
         Raises:
-            RuntimeError: inside `run`, or in another strategy's scope. TypeError, ValueError: for wrong arguments. An
-            error that `fn` raises comes out as it is.
+            RuntimeError: inside `run`, or in another strategy's scope.
+            TypeError, ValueError: for wrong arguments.
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -273,7 +273,8 @@ class Strategy(RankMethods):
                 dense.
             axis: the axis along which the values are joined; it may be negative.
         Raises:
-            ValueError: `axis` is out of range. InvalidArgumentError: sizes differ along another axis.
+            ValueError: `axis` is out of range.
+            InvalidArgumentError: sizes differ along another axis.
             NotImplementedError: `value` has `IndexedSlices` outside a distributed value, and the strategy wraps the
                 values of replicas.
 
@@ -345,8 +346,8 @@ class Strategy(RankMethods):
         Returns:
             an iterable over steps; each iteration over it is an epoch.
         Raises:
-            InvalidArgumentError: there are fewer files than workers. NotFoundError: AutoShardPolicy.FILE is asked for
-            and `dataset` has no files.
+            InvalidArgumentError: there are fewer files than workers.
+            NotFoundError: `options` ask for AutoShardPolicy.FILE, and `dataset` has no files.
 
         Example:
             >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -471,8 +472,8 @@ class Strategy(RankMethods):
             values: a nest of torch, NumPy or CuPy arrays that have a dimension `dim`.
             dim: the dimension that is split.
         Raises:
-            ValueError: the nest has another leaf, or an array without `dim`. RuntimeError: the rank has several
-            replicas, and the call is in none of them.
+            ValueError: the nest has another leaf, or an array without `dim`.
+            RuntimeError: the rank has several replicas, and the call is in none of them.
 
         Example:
             >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -616,8 +617,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     A second call leaves the scope of the first call's strategy.
     Raises:
-        RuntimeError: inside `with strategy.scope()`, `replica()` or `run`. TypeError: `strategy` is neither a
-        `Strategy` nor None.
+        RuntimeError: inside `with strategy.scope()`, `replica()` or `run`.
+        TypeError: `strategy` is neither a `Strategy` nor None.
 
     Example:
         >>> strategy = ms.OneDeviceStrategy("cpu")

@@ -101,9 +101,10 @@ class ClusterResolver(ABC):
         self._values[name] = value
 
     def topology(self) -> Topology:
-        """Return this process's rank among the tasks that train. The chief, if there is one, comes before the workers.
+        """Return the `Topology` of the tasks that train: this process's rank, and the hosts of all ranks.
 
-        An evaluator trains alone, so its topology has one rank. An empty cluster also has one rank.
+        The chief, if there is one, has rank 0, and the workers follow. An evaluator trains alone, so its topology has
+        one rank. An empty cluster also has one rank.
         Raises: ValueError if this task's type or id is not known or not in the cluster, for a parameter server, and for
             an empty cluster with `task_id` above 0.
         """

@@ -20,7 +20,7 @@ class GCEClusterResolver(ListedTasksResolver):
     Args:
         project, zone, instance_group: the names of the group and of its place.
         port: the port of every task's address.
-        task_type: the type of all tasks. It cannot be set later.
+        task_type: the type of all tasks. Setting it later raises RuntimeError.
         task_id: the task whose address `master()` returns. It does not set this process's rank; MPI does.
         rpc_layer: the prefix of `master()`.
         credentials: credentials of google.auth; any string, such as "default", means the application default

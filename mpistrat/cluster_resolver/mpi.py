@@ -41,7 +41,7 @@ class MPIClusterResolver(ClusterResolver):
     Args:
         comm: an mpi4py intracommunicator; None is all ranks (MPI.COMM_WORLD).
         rpc_layer, environment: values for the attributes of these names; nothing here uses them.
-    Raises, on first use: TopologyError if the launcher and the MPI library contradict each other, or MPI was finalized;
+    Raises: on first use, TopologyError if the launcher and the MPI library contradict each other, or MPI was finalized;
         TypeError if `comm` is no intracommunicator; ValueError if `comm` is MPI.COMM_NULL.
 
     Example:

@@ -54,7 +54,8 @@ def initialize_tpu_system(
         comm: the mpi4py communicator of the ranks that take part; None is all ranks.
     Returns: the mesh of all devices; its tasks are the ranks. With PJRT_DEVICE=CPU devices have no coordinates; then
         the first coordinate is the rank and the second is the device's number on the rank.
-    Raises, on all ranks:
+    An error on one rank is raised on all ranks.
+    Raises:
         NotFoundError: this is no TPU host, or XLA has another kind of device.
         ValueError, TopologyError: the ranks do not fit the hosts, or have different devices.
         ImportError: torch_xla is missing or is built against another torch version.

@@ -35,7 +35,7 @@ class SlurmJob:
 
     Attributes:
         job_id: the job's number for Slurm's commands: "1234", or "1234_3" for a task of a job array.
-        end_time: the time limit that was set when the job began, in seconds since 1970; None if Slurm did not say it.
+        end_time: the planned end when the job began, in seconds since 1970; None if Slurm did not say it.
     """
 
     job_id: str
