@@ -249,8 +249,8 @@ def require_iteration(strategy: AnyStrategy) -> bool:
     mode = per_thread.modes[-1]
     if mode.strategy is strategy and mode.in_run:
         raise ValueError(
-            "a step of a distributed dataset has a part for each replica: call next() outside run, and give run "
-            "what it returns"
+            "a step of a distributed dataset has a part for each replica: call next() outside run, and give its "
+            "result to run"
         )
     require_cross_replica(strategy, "next(iterator)")
     return mode.in_block

@@ -271,7 +271,7 @@ class Strategy(RankMethods):
         Args:
             value: a result of `run`, or a nest of results. Sizes may differ along `axis` only. `IndexedSlices` become
                 dense.
-            axis: the axis along which the values are joined; it may be negative.
+            axis: the axis of the concatenation; it may be negative.
         Raises:
             ValueError: `axis` is out of range.
             InvalidArgumentError: sizes differ along another axis.
@@ -483,7 +483,7 @@ class Strategy(RankMethods):
         return shard(self, values, dim)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager inside which `backward()` adds to this replica's `.grad` and communicates nothing.
+        """Return a context manager. Inside, `backward()` adds to this replica's `.grad` and communicates nothing.
 
         The next `backward()` outside reduces the accumulated gradients.
 
@@ -518,7 +518,7 @@ class _Scope:
             mode = per_thread.modes[-1]
             if mode.strategy is not strategy:
                 raise RuntimeError(
-                    f"the scope of {strategy} was entered inside that of {mode.strategy}; strategies "
+                    f"the scope of {strategy} was entered while {mode.strategy} is in force; strategies "
                     "must not be mixed: leave the other scope or run first"
                 )
             if mode.in_run:

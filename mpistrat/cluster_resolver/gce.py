@@ -83,7 +83,7 @@ class GCEClusterResolver(ListedTasksResolver):
     def _set(self, name: str, value: Any) -> None:
         if name == "task_type":
             raise RuntimeError(
-                "the task_type of a GCEClusterResolver is that of its instance group; give it to the constructor"
+                "the task_type of a GCEClusterResolver is fixed for its instance group; give it to the constructor"
             )
         super()._set(name, value)
 

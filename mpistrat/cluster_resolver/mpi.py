@@ -109,7 +109,7 @@ class MPIClusterResolver(ClusterResolver):
 def start_mpi() -> Any:
     """Initialize MPI if needed, and check it against the launcher.
 
-    Removes from os.environ the variables by which a child process would join this job.
+    Removes from os.environ the variables that would make a child process join this job.
     Called by: every rank, because MPI_Init is collective.
     Returns: the module mpi4py.MPI; None for a single rank without MPI.
     Raises: TopologyError if the launcher and the MPI library contradict each other, or if MPI was finalized;

@@ -16,9 +16,10 @@ def replicas_of_rank(
     Args:
         assignment: the cores of each replica; None makes each core a replica.
         topology: the mesh of the job's devices; its tasks are the ranks.
-    Raises, on all ranks alike: ValueError if the assignment is for another topology, if ranks would have different
-        numbers of replicas or none, if a replica has cores of several ranks, if two replicas share a core, or if a rank
-        would run several replicas of several cores, or several of its cores and not all.
+    Raises, on all ranks alike:
+        ValueError: the assignment is for another topology, gives a replica cores of several ranks, or gives a core to
+        two replicas. Also if ranks would have different numbers of replicas, or none. Also if a rank would run several
+        replicas of several cores, or several of its cores but not all.
     """
     here = topology.num_tpus_per_task
     if assignment is None:

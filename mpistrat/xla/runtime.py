@@ -74,7 +74,7 @@ class Graphs:
 
     @contextlib.contextmanager
     def allow_execution(self) -> Iterator[None]:
-        """Return a context manager inside which values may be computed, also in the middle of a step."""
+        """Return a context manager that allows XLA to compute values, also in the middle of a step."""
         before = self._native._get_allow_execution()
         self._native._set_allow_execution(True)
         try:

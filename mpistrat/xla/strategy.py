@@ -99,7 +99,7 @@ class TPUStrategy(Strategy):
         Called by: a replica.
         Args: logical_device_id: from 0 to the number of the replica's logical devices - 1.
         Returns: a copy on all devices; `tensor` itself with one device, or for a parameter outside `run`.
-        Raises: ValueError if the replica has no such device, or if `tensor` is not on the replica's device.
+        Raises: ValueError if the replica has no such device, or if `tensor` is not on XLA devices.
 
         Example, on a TPU::
 
@@ -118,8 +118,8 @@ class TPUStrategy(Strategy):
         Args: partition_dimensions: for each dimension of `tensor`, the number of parts; the product of the numbers is
             the number of logical devices.
         Returns: a copy that is cut; `tensor` itself with one device, or for a parameter outside `run`.
-        Raises: ValueError if the numbers do not divide the tensor evenly, if their product is not the number of logical
-            devices, or if `tensor` is not on the replica's device.
+        Raises: ValueError if the numbers do not divide the tensor evenly, if their product is another one, or if
+            `tensor` is not on XLA devices.
 
         Example, on a TPU::
 
@@ -134,7 +134,7 @@ class TPUStrategy(Strategy):
 
         Called by: a replica, or for a parameter the program outside `run`.
         Returns: a copy on all devices; `tensor` itself with one device, or for a parameter outside `run`.
-        Raises: ValueError if `tensor` is not on the replica's device.
+        Raises: ValueError if `tensor` is not on XLA devices.
 
         Example, on a TPU::
 

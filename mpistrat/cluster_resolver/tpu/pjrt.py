@@ -104,7 +104,7 @@ def slices_of_ranks(
     found = [answer for answer in answers if isinstance(answer, TPUSlice)]
     if found and len(found) < len(answers):
         raise TopologyError(
-            f"rank {answers.index(None)} was given TPUClusterResolver('local'), and others hosts of "
+            f"rank {answers.index(None)} was given TPUClusterResolver('local'), and other ranks hosts of "
             f"{_shown(found[0])}: all ranks need the same"
         )
     return found
@@ -141,7 +141,7 @@ def _check_alike(topology: Topology, slices: Sequence[TPUSlice]) -> None:
         if replace(described, worker_id=0) != replace(slices[0], worker_id=0):
             raise TopologyError(
                 f"rank 0 is on a host of {_shown(slices[0])}, and rank {rank} of {_shown(described)}: all ranks of a "
-                "job need hosts of one slice, whose variables or metadata say the same on each of them"
+                "job need hosts of one slice, with the same variables or metadata on each host"
             )
     first_rank: dict[int, int] = {}  # by worker id
     worker_of_node: dict[int, int] = {}

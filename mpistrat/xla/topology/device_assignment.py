@@ -19,7 +19,7 @@ Lengths = tuple[int, ...]  # along x, y, z and the cores of a chip
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """The order in which `DeviceAssignment.build` places replicas, and the cores of each replica, in the mesh.
+    """The order of replicas, and of the cores of each replica, in the mesh; `DeviceAssignment.build` takes it.
 
     AUTO: in rings if possible, else in the order of coordinates.
     RING: each is a neighbour of the next, and the last is a neighbour of the first.

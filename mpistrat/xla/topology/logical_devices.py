@@ -26,8 +26,8 @@ def check_split(
         partition_dimensions: number of parts of each dimension.
         cores_per_replica: number of logical devices of a replica.
     Returns: `partition_dimensions` as a list of ints.
-    Raises: ValueError if a number of parts is below 1 or does not divide its dimension, if a dimension has no number,
-        or if the product of the numbers is not `cores_per_replica`.
+    Raises: ValueError if there is not one number per dimension, if a number is below 1 or does not divide its
+        dimension, or if their product is not `cores_per_replica`.
     """
     parts = [operator.index(count) for count in partition_dimensions]
     if len(parts) != len(shape):

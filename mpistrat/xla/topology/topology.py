@@ -22,8 +22,8 @@ class TpuTopology:
         serialized: the bytes that `serialized()` of another topology returned; the other arguments are then ignored.
         mesh_shape: number of cores along each of the four axes.
         device_coordinates: integers of shape [tasks, devices per task, 4]; a mesh may have places without a device.
-    Raises: ValueError if `mesh_shape` is not four positive integers, if a device is outside the mesh, if two devices
-        have the same coordinates, or if `serialized` is not such bytes; TypeError if a number is no integer.
+    Raises: ValueError if `mesh_shape` is not four positive integers, if `serialized` is not such bytes, or if a device
+        is outside the mesh or at another device's place; TypeError if a number is no integer.
 
     Example:
         >>> topology = ms.tpu.Topology(mesh_shape=[2, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]], [[1, 0, 0, 0]]])
