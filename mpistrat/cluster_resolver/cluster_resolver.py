@@ -14,10 +14,7 @@ from mpistrat.topology import Topology
 
 
 def _value(name: str) -> Any:
-    """Return a property of a resolver that reads through `_get` and writes through `_set`.
-
-    Subclasses override these methods to find the value elsewhere, or to refuse to set it.
-    """
+    """Return a property of a resolver that reads through `_get` and writes through `_set`; subclasses override both."""
     return property(lambda self: self._get(name), lambda self, value: self._set(name, value))
 
 
@@ -77,10 +74,7 @@ class ClusterResolver(ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return the number of accelerators that this process sees, by kind: {"GPU": 4}; {} if there are none.
-
-        Args: task_type, task_id: have no effect.
-        """
+        """Return the number of accelerators that this process sees, by kind: {"GPU": 4}; {} if there are none."""
         count = num_accelerators() or len(visible_gpus())
         return {"GPU": count} if count else {}
 
@@ -97,7 +91,7 @@ class ClusterResolver(ABC):
         return self._values[name]
 
     def _set(self, name: str, value: Any) -> None:
-        """Set "task_type", "task_id" or "rpc_layer". A subclass may raise RuntimeError instead."""
+        """Set "task_type", "task_id" or "rpc_layer". Subclasses may refuse with RuntimeError."""
         self._values[name] = value
 
     def topology(self) -> Topology:

@@ -22,9 +22,7 @@ class GCEClusterResolver(ListedTasksResolver):
         port: the port of every task's address.
         task_type: the type of all tasks. Setting it later raises RuntimeError.
         task_id: the task whose address `master()` returns. It does not set this process's rank; MPI does.
-        rpc_layer: the prefix of `master()`.
-        credentials: credentials of google.auth; any string, such as "default", means the application default
-            credentials.
+        credentials: credentials of google.auth; a string means the application default credentials.
         client_options: options of the clients of google.cloud.compute_v1, such as {"api_endpoint": …}. They replace
             `service` of tf.distribute, an argument for an older library.
     Raises: ImportError without the package google-cloud-compute (extra `gce`). `cluster_spec`, `master` and `topology`

@@ -42,7 +42,6 @@ class KubernetesClusterResolver(ListedTasksResolver):
         job_to_label_mapping: a list of label selectors for each job; None is {"worker": ["job-name=tensorflow"]}. A
             job's tasks are the pods of its first selector, sorted by name, then the pods of its next selector.
         tf_server_port: the port of every task's address; the host is the IP address of the pod's node.
-        rpc_layer: the prefix of `master()`.
         override_client: a kubernetes.client.CoreV1Api to use; None makes one.
         executable_location: where this process runs; it selects the credentials.
     Raises: ImportError without the package kubernetes (extra `kubernetes`); ValueError if `executable_location` or a
@@ -130,10 +129,7 @@ class KubernetesClusterResolver(ListedTasksResolver):
 
 
 def _explain(error: Exception, selector: str) -> None:
-    """Translate an error of the Kubernetes client, or of the urllib3 below it, into one that users can act on.
-
-    Raises: UnavailableError if the API server does not answer; RuntimeError if it refuses. Returns for any other error.
-    """
+    """Raises: UnavailableError if `error` means that the API server does not answer; RuntimeError if it refuses."""
     what = f"listing the pods {selector!r:.80} of all namespaces"
     if type(error).__module__.startswith("urllib3."):
         raise UnavailableError(

@@ -68,7 +68,6 @@ class LauncherClaim:
         size: number of ranks; None if the launcher does not say it.
         rank: this process's rank; None if the launcher does not say it.
         variables: the variables and their values, for messages: "PMI_SIZE=2, PMI_RANK=1".
-        launcher: the launcher's name, for messages.
         family: the family of the launcher's MPI library, OPEN_MPI or MPICH; "" for srun, jsrun, PALS and PMIx.
         at_least: whether `size` counts only one component of a heterogeneous Slurm job.
     """

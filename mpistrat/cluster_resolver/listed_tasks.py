@@ -27,8 +27,7 @@ class ListedTasksResolver(ClusterResolver):
     def topology(self) -> Topology:
         """Return MPI's topology, after a check that the list has as many chiefs and workers as MPI has ranks.
 
-        MPI starts before the service is asked. So if the service does not answer, the rank raises an error while the
-        other ranks do not wait in MPI_Init.
+        MPI starts before the service is asked. So if the service does not answer, no other rank waits in MPI_Init.
         Called by: every rank.
         Raises: TopologyError if the numbers differ.
         """
@@ -43,12 +42,7 @@ class ListedTasksResolver(ClusterResolver):
         return topology
 
     def _require(self, module: str, extra: str, package: str) -> None:
-        """Raises: ImportError with a pip command if the client library `module` is missing.
-
-        Args:
-            extra: the extra of mpistrat that has the library.
-            package: the package that has the library.
-        """
+        """Raises: ImportError with a pip command if `module` is missing; `extra` or `package` would install it."""
         found = None
         with contextlib.suppress(ImportError):  # the package that contains the module is missing
             found = importlib.util.find_spec(module)

@@ -38,9 +38,7 @@ class MPIClusterResolver(ClusterResolver):
     `topology()` of a communicator is collective over it.
 
     Called by: every rank of `comm`.
-    Args:
-        comm: an mpi4py intracommunicator; None is all ranks (MPI.COMM_WORLD).
-        rpc_layer, environment: values for the attributes of these names; nothing here uses them.
+    Args: comm: an mpi4py intracommunicator; None is all ranks (MPI.COMM_WORLD).
     Raises: on first use, TopologyError if the launcher and the MPI library contradict each other, or MPI was finalized;
         TypeError if `comm` is no intracommunicator; ValueError if `comm` is MPI.COMM_NULL.
 
@@ -71,8 +69,8 @@ class MPIClusterResolver(ClusterResolver):
     def topology(self) -> Topology:
         """Return the place of each rank of the communicator on the nodes.
 
-        Called by: every rank; the first call for a communicator is collective, and later calls communicate nothing.
-        Raises: TopologyError if MPI and Slurm disagree about the nodes, or the launcher and the MPI library do not fit.
+        Called by: every rank. The first call for a communicator is collective; later calls communicate nothing.
+        Raises: TopologyError if MPI disagrees with Slurm about the nodes, or with the launcher about the ranks.
         """
         return self._topology
 

@@ -12,8 +12,6 @@ class SimpleClusterResolver(ClusterResolver):
     Args:
         cluster_spec: the tasks and their addresses.
         master: the address that `master()` returns without a task.
-        task_type, task_id: this process's task.
-        environment: the value of the attribute `environment`.
         num_accelerators: the value that `num_accelerators()` returns; None is {}.
         rpc_layer: the prefix of `master()`, such as "grpc".
     Raises: TypeError if `cluster_spec` is no ClusterSpec or `master` is no str.
@@ -67,5 +65,5 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return the constructor's `num_accelerators`. The arguments have no effect."""
+        """Return the constructor's `num_accelerators`."""
         return dict(self._num_accelerators)

@@ -22,8 +22,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     Args:
         task_type, task_id, rpc_layer: replace the values in TF_CONFIG.
-        environment: the value of the attribute `environment`.
-        environ: a mapping to read instead of the process's environment.
+        environ: a mapping to read instead of os.environ.
     Raises: the methods raise ValueError (or its subclass json.JSONDecodeError) if TF_CONFIG describes no cluster.
 
     Example:

@@ -101,7 +101,7 @@ class CoreValues:
         return self._layouts.part_of(self._numbers).reshape(())
 
     def _rows(self, ndim: int) -> Any:
-        """Return the sharding of a tensor that has a row for each core of all ranks, and `ndim` more dimensions."""
+        """Return the sharding of a tensor with a row for each core of all ranks, and `ndim` more dimensions."""
         return self._layouts.sharding((self._num_all_devices,), (0, *(None,) * ndim))
 
     def whole(self, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -105,9 +105,7 @@ class OwnRandomNumbers(TorchDispatchMode):
 
     The torch function must not write through views of tensors that it makes inside.
 
-    Args:
-        count: number of cores.
-        deal_out: takes a tensor with a row for each core, and returns each core's row, without the first dimension.
+    Args: deal_out: takes a tensor with a row for each of `count` cores; returns each core's row.
     Raises: NotImplementedError if an operation draws numbers in a way that this module does not know.
     """
 

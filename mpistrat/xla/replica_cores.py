@@ -140,7 +140,6 @@ class _Seen(TorchFunctionMode):
 
     Args:
         take_in: is called with a function's tensors before the function runs.
-        random_state: returns the state of the device's random-number generator.
         own_numbers: a mode that is entered around functions that draw random numbers.
     Raises: NotImplementedError if a function outside `random_numbers.DRAWING` draws random numbers; RuntimeError inside
         torch.inference_mode().

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 class RecordedReplicas(Replicas):
     """Records the work of a rank's replicas before XLA computes it. A function is called once per rank and step.
 
-    Args:
-        steps: records the steps.
-        why_through_the_host: the reason why sums over ranks go through host memory; "" if XLA sums over ranks.
+    Args: why_through_the_host: the reason why sums over ranks go through host memory; "" if XLA sums over ranks.
     """
 
     records_steps = True

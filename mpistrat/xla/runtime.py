@@ -84,12 +84,7 @@ class Graphs:
 
 
 class Layouts:
-    """Sets how tensors lie on the devices of one program, with GSPMD (Xu et al., arxiv.org/abs/2105.04663).
-
-    Args:
-        native: torch_xla's C++ module.
-        runtime: the runtime of the devices.
-    """
+    """Sets how tensors lie on the devices of one program, with GSPMD (Xu et al., arxiv.org/abs/2105.04663)."""
 
     def __init__(self, native: Any, runtime: Runtime) -> None:
         self._native, self._runtime = native, runtime
@@ -176,8 +171,6 @@ class Runtime:
         was_in_use: whether the program had used XLA's devices before this runtime was made; their number is fixed then.
         num_devices: number of this process's devices.
         num_all_devices: number of devices of all processes that XLA connects; on the CPU device, `num_devices`.
-        graphs: records and starts graphs.
-        layouts: sets how tensors lie on the devices.
         spmd: whether one program runs on all devices; see the modules `replica_cores` and `logical_devices`.
         cores_of_ranks: with `spmd`, for each rank the numbers of its devices among all devices that XLA knows.
         around_cut: takes the tensors that `fetch` will read; returns a context manager that is entered around a

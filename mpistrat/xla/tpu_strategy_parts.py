@@ -33,9 +33,7 @@ def on_xla(
     """Return the `extended` of a `TPUStrategy`: the rank has one replica, on one core or several, or one on each core.
 
     Called by: `TPUStrategy`, on every rank.
-    Args:
-        asked: the arguments that the strategy was given.
-        cores_per_replica: number of logical devices of each replica.
+    Args: cores_per_replica: number of logical devices of each replica.
     """
     communicator, runtime = group.communicator, system.runtime
     why_through_the_host = ""

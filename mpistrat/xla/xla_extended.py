@@ -15,7 +15,7 @@ class XlaExtended(StrategyExtended):
 
     Attributes:
         compilations: counts the graphs that XLA compiled for this rank's steps.
-        logical_devices: lays tensors out over the logical devices of the rank's replica.
+        logical_devices: lays tensors out over the devices of the rank's replica.
     """
 
     experimental_require_static_shapes = True

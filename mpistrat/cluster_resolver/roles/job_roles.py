@@ -78,7 +78,6 @@ def job_roles(
 
     Called by: every rank. Communicates once.
     Args:
-        all_gather_object: returns the objects of all ranks, in rank order.
         resolver: names the tasks. With None or an MPIClusterResolver, `num_ps` gives the roles, else TF_CONFIG, else
             the heterogeneous Slurm job.
         num_ps: the number of parameter servers; None if a cluster or Slurm gives it.

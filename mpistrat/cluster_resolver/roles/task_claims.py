@@ -53,7 +53,6 @@ def exchange(
     """Make this rank's claim, and return the claims of all ranks, in rank order.
 
     Called by: every rank.
-    Args: all_gather_object: returns the objects of all ranks, in rank order.
     Raises, on all ranks: the error of `make_claim` on the first rank that has one, as ValueError or TopologyError. The
         text names the rank, unless all ranks have the same error.
     """
@@ -108,7 +107,6 @@ def resolver_of_trainers(
     Called by: every rank. Communicates once.
     Args:
         topology: MPI's topology.
-        all_gather_object: returns the objects of all ranks, in rank order.
         resolver: the strategy's argument; None if there was none.
         asks_tf_config: whether to use TF_CONFIG if `resolver` is None.
     Returns: None if only MPI names the ranks.

@@ -14,10 +14,7 @@ Cluster = dict[str, Any] | ClusterDef | ClusterSpec | None
 
 
 def normalize_cluster_spec(cluster_spec: Cluster) -> ClusterSpec:
-    """Return `cluster_spec` as a ClusterSpec; None becomes the empty cluster.
-
-    Raises: ValueError if `cluster_spec` is neither None, a dict, a ClusterDef nor a ClusterSpec.
-    """
+    """Return `cluster_spec` as a ClusterSpec; None becomes the empty cluster. Raises: ValueError for another type."""
     if cluster_spec is None:
         return ClusterSpec({})
     if not isinstance(cluster_spec, (dict, ClusterDef, ClusterSpec)):
@@ -101,9 +98,8 @@ def id_in_cluster(cluster_spec: Cluster, task_type: str | None, task_id: int | N
 
 
 def worker_count(cluster_spec: Cluster, task_type: str | None) -> int:
-    """Return the number of tasks that train together with a task of this type, itself included.
+    """Return the number of tasks that train together: chief and workers, or for "evaluator" the evaluators.
 
-    For an evaluator it is the number of evaluators.
     Raises: ValueError for a type that does not train or is not in the cluster; KeyError for "evaluator" if the cluster
         lists none.
     """
@@ -147,7 +143,7 @@ def collective_leader(cluster_spec: Cluster, task_type: str | None, task_id: int
 
 
 def coordination_leader(cluster_spec: Cluster) -> str:
-    """Return the name of the task with which other tasks register: ps 0, else the chief, else worker 0.
+    """Return the name of the task where other tasks register: ps 0, else the chief, else worker 0.
 
     Returns: a name such as "/job:ps/replica:0/task:0"; '' for an empty cluster.
     Raises: ValueError if the cluster has no such task.

@@ -47,7 +47,6 @@ class SlurmClusterResolver(ClusterResolver):
         tasks_per_node: {host: number of tasks}, or one number for every host; None means Slurm's numbers.
         auto_set_gpu: whether `cluster_spec` sets CUDA_VISIBLE_DEVICES to this task's GPUs. It does not if the task has
             no GPU, nor (without `gpus_per_node` and `gpus_per_task`) if Slurm has bound the task to its GPUs.
-        rpc_layer: the prefix of `master()`.
         environ: a mapping to read, and to set CUDA_VISIBLE_DEVICES in, instead of os.environ.
     Raises: TopologyError if a variable is missing, cannot be read, or contradicts another variable or an argument;
         ValueError or TypeError if an argument is no number, or no dict of names to numbers.
@@ -132,7 +131,7 @@ class SlurmClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return {"GPU": number of GPUs of each task}. The arguments have no effect."""
+        """Return {"GPU": number of GPUs of each task}."""
         return {"GPU": self._gpus_per_task}
 
     def topology(self) -> Topology:

@@ -16,7 +16,6 @@ class TaskPlacement(NamedTuple):
 
     Attributes:
         node: position of the task's node in Slurm's list.
-        host: the node's name.
         local_rank: position of the task among its node's tasks, in task order.
     """
 

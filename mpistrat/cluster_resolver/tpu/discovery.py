@@ -57,10 +57,7 @@ def discover_slice(
 class _Found:
     """Reads the facts of one source. A fact may have several names; the first one that is set counts.
 
-    Args:
-        source: the source's name, for errors.
-        names: the names of each fact, by the fact.
-        read: returns the text of a name; None or "" if it is not set.
+    Args: read: returns the text of a name; None or "" if it is not set.
     """
 
     def __init__(

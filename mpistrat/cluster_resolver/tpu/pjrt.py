@@ -84,9 +84,7 @@ def slices_of_ranks(
     """Return each rank's description of its slice, in rank order; [] if no rank has one.
 
     Called by: every rank. Communicates once.
-    Args:
-        describe: returns this rank's slice, or None: `TPUClusterResolver.slice`.
-        all_gather_object: returns the objects of all ranks, in rank order.
+    Args: describe: returns this rank's slice, or None: `TPUClusterResolver.slice`.
     Raises, on all ranks: NotFoundError or ValueError, with the text from the first rank where `describe` raises it;
         TopologyError if only some ranks have a slice.
     """

@@ -84,8 +84,8 @@ class TPUClusterResolver(ClusterResolver):
     def slice(self) -> TPUSlice | None:
         """Return the slice, with this host's worker id; None for "local", because PJRT then finds the chips itself.
 
-        Raises: NotFoundError if this is no TPU host; ValueError if the facts about the slice contradict each other, or
-            if this host belongs to another TPU, zone or project than the constructor was given.
+        Raises: NotFoundError if this is no TPU host; ValueError if the facts about the slice contradict each other or
+            the constructor's `tpu`, `zone` or `project`.
         """
         return None if self._local else self._slice
 
@@ -136,10 +136,7 @@ class TPUClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return {"TPU": number of XLA devices of each host}. The arguments have no effect.
-
-        `TPUStrategy` checks that all hosts have equally many.
-        """
+        """Return {"TPU": number of XLA devices of each host}; `TPUStrategy` checks that all hosts have equally many."""
         found = self.slice()
         return {"TPU": found.cores_per_host if found else local_cores()}
 

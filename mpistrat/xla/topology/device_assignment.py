@@ -180,7 +180,7 @@ class DeviceAssignment:
     def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
         """Return the name of the TPU device of this core, such as "/job:worker/task:1/device:TPU:3".
 
-        Without `job`, the name begins with "/task:". Raises: ValueError if there is no such replica or core.
+        Without `job`, the name begins with "/task:". Raises: ValueError if there is no such core.
 
         Example:
             >>> topology = ms.tpu.Topology(mesh_shape=[1, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]]])
@@ -275,9 +275,9 @@ def _nested_rings(shape: Lengths, grid: Lengths) -> NDArray[np.int64]:
 def _by_device(
     topology: TpuTopology, shape: Lengths, stride: Lengths, num_replicas: int
 ) -> NDArray[np.int32]:
-    """Return cores in the order of tasks and their devices, for a mesh that has places without a device.
+    """Return cores in the order of tasks and their devices, shape [replicas, cores per replica, 4].
 
-    Returns: integers of shape [replicas, cores per replica, 4]; a replica's cores may be no neighbours.
+    For a mesh that has places without a device; a replica's cores may be no neighbours.
     Raises: ValueError if the stride is not 1, or if there are fewer devices than cores are needed.
     """
     if math.prod(stride) != 1:
