@@ -1,4 +1,4 @@
-"""The model of `tf.distribute.Strategy` for PyTorch, NumPy and CuPy programs that MPI starts."""
+"""The programming model of `tf.distribute.Strategy` for PyTorch, NumPy and CuPy programs that MPI starts."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,9 +1,9 @@
-"""Who is in force on this thread: which strategy, and inside which replica.
+"""The strategy and the replica in force on each thread.
 
-Every thread has a stack of modes. A mode is a strategy with a replica context (inside `run`) or
-without one (cross-replica: inside `scope()`, and inside the function of a `merge_call`). Inside
-`replica()` it is a replica's, which may call what belongs to the cross-replica context, too. Below the
-stack lies the default strategy in its replica context.
+Every thread has a stack of modes. A mode has a strategy, and inside `run` also a replica context. Without a replica
+context the mode is cross-replica: inside `scope()`, and inside the function of a `merge_call`. Inside `replica()` the
+mode has a replica context, but the program may also call everything of the cross-replica context. Below every stack is
+the default strategy in its replica context.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class AnyStrategy(Protocol):
-    """What this module and those below `Strategy` need of one."""
+    """The part of a `Strategy` that lower-level modules use; they cannot import `Strategy`."""
 
     @property
     def extended(self) -> Any: ...
@@ -36,7 +36,7 @@ class AnyStrategy(Protocol):
 
 
 class AnyReplicaContext(Protocol):
-    """What this module needs of a `ReplicaContext`."""
+    """The part of a `ReplicaContext` that this module uses."""
 
     local_index: int
 
@@ -49,20 +49,27 @@ class AnyReplicaContext(Protocol):
 
 
 class Mode(NamedTuple):
+    """An entry of a thread's stack: the strategy in force, and the replica that runs.
+
+    Attributes:
+        replica_context: the running replica's context; None in the cross-replica context.
+        in_block: whether the thread is inside `Strategy.replica()`, and not inside `run`.
+    """
+
     strategy: AnyStrategy
-    replica_context: AnyReplicaContext | None  # None: cross-replica context
-    in_block: bool = False  # inside `Strategy.replica()`, and not inside `run`
+    replica_context: AnyReplicaContext | None
+    in_block: bool = False
 
     @property
     def in_run(self) -> bool:
-        """Whether a replica may not do here what all replicas do together."""
+        """Whether a replica runs inside `run`, so that calls of the cross-replica context are errors."""
         return self.replica_context is not None and not self.in_block
 
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
         self.modes: list[Mode] = []
-        # Local replica whose component `extended.update` is updating right now.
+        # Index among the rank's replicas of the component that `extended.update` is updating now; None outside it.
         self.updated_replica: int | None = None
 
 
@@ -70,10 +77,10 @@ per_thread = _PerThread()
 
 
 class _BelowAll:
-    """What is in force below every thread's stack: the default strategy, from its first use on.
+    """Makes the mode below every thread's stack, the default strategy in its replica context, at its first use.
 
     Attributes:
-        make: makes that strategy; the package has put it here.
+        make: makes the mode; the package's `__init__` sets it.
     """
 
     make: Callable[[], Mode]
@@ -84,7 +91,7 @@ class _BelowAll:
 
 
 below_all = _BelowAll()
-# Names of the package that ask for the strategy in force, also inside torch.compile, which cannot make one.
+# Names of the package that may ask for the strategy in force inside torch.compile, where no strategy can be made.
 _ASKING = {
     *("compute_average_loss", "get_loss_reduction", "get_replica_context", "get_strategy"),
     *("in_cross_replica_context", "scale_regularization_loss", "Variable"),
@@ -92,9 +99,12 @@ _ASKING = {
 
 
 def make_default_for(name: str) -> None:
-    """Make the default strategy, if what a program gets by `name` may ask for it."""
+    """Make the default strategy now, if the function or class `name` may ask for it later.
+
+    Called by: the package, when a program first uses one of its names.
+    """
     if name in _ASKING:
-        below_all.mode  # noqa: B018 - it is kept
+        below_all.mode  # noqa: B018 - a cached property keeps it
 
 
 def current_mode() -> Mode:
@@ -103,28 +113,45 @@ def current_mode() -> Mode:
 
 
 def get_strategy() -> Any:
-    """The strategy in force on this thread; the default strategy if there is none."""
+    """Return the strategy in force on this thread; the default strategy if the program has entered none."""
     return current_mode().strategy
 
 
 def has_strategy() -> bool:
-    """Whether a strategy other than the default one is in force on this thread."""
+    """Return whether a strategy other than the default strategy is in force on this thread.
+
+    Example:
+        >>> with ms.OneDeviceStrategy("cpu").scope():
+        ...     ms.has_strategy()
+        True
+        >>> ms.has_strategy()
+        False
+    """
     modes = per_thread.modes
     return len(modes) > 0 and not modes[-1].strategy.is_default
 
 
 def get_replica_context() -> Any:
-    """The context of the replica this thread runs; None in a cross-replica context."""
+    """Return the context of the replica that this thread runs; None in the cross-replica context."""
     return current_mode().replica_context
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this thread is inside `scope()` or a merge function, and not inside `run`."""
+    """Return whether this thread is inside `scope()` or the function of a `merge_call`, and not inside `run`.
+
+    False at top level, because the default strategy is in its replica context there.
+
+    Example:
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> with strategy.scope():
+        ...     ms.in_cross_replica_context(), strategy.run(ms.in_cross_replica_context)
+        (True, False)
+    """
     return current_mode().replica_context is None
 
 
 class entered:  # noqa: N801 - used like a function: `with entered(mode):`
-    """Puts one mode onto this thread's stack for the time of a `with` block."""
+    """A context manager that puts one mode onto this thread's stack."""
 
     __slots__ = ("mode",)
 
@@ -144,30 +171,37 @@ class entered:  # noqa: N801 - used like a function: `with entered(mode):`
 
 
 def in_replica_block(strategy: AnyStrategy) -> bool:
-    """Whether this thread is inside `strategy.replica()`, and not inside `run` or a scope within it."""
+    """Return whether this thread is inside `strategy.replica()`, and not in a `run` or a scope within it."""
     modes = per_thread.modes
     return len(modes) > 0 and modes[-1].in_block and modes[-1].strategy is strategy
 
 
 def at_top_level() -> bool:
-    """Whether this thread is inside no `run` and no scope, but for what is around a `replica()` that it is in."""
+    """Return whether this thread is inside no `run` and no scope. Modes around a `replica()` do not count."""
     return not per_thread.modes or per_thread.modes[-1].in_block
 
 
 def cross_replica(strategy: AnyStrategy, call: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, `strategy` acts as a whole. Raises: as `require_cross_replica`."""
+    """Return a context manager that puts this thread into the cross-replica context of `strategy`.
+
+    Args: call: the name of the public call, for errors.
+    Raises: RuntimeError inside `run`, or inside another strategy's scope, run or `replica()`.
+    """
     require_cross_replica(strategy, call)
     return outside_replica_block(strategy)
 
 
 def outside_replica_block(strategy: AnyStrategy) -> contextlib.AbstractContextManager[None]:
-    """Inside, this thread has left `strategy.replica()`, if it is in it: it is in the cross-replica context."""
+    """Return a context manager. A thread inside `strategy.replica()` is in the cross-replica context within it."""
     return entered(strategy, None) if in_replica_block(strategy) else _NOTHING
 
 
 @contextlib.contextmanager
 def leaving_what_is_entered() -> Iterator[None]:
-    """What is entered inside, and not left, such as `Strategy.enter_replica()`, is left at the end."""
+    """Return a context manager that at its end leaves every mode that the block has entered and not left.
+
+    `Strategy.enter_replica()` enters such a mode. Called by: `run_elastic`, around each attempt.
+    """
     modes = per_thread.modes
     per_thread.modes = list(modes)
     try:
@@ -177,7 +211,10 @@ def leaving_what_is_entered() -> Iterator[None]:
 
 
 def require_cross_replica(strategy: AnyStrategy, call: str) -> None:
-    """Raise RuntimeError unless `strategy` may act as a whole here, at top level, in its scope or its `replica()`."""
+    """Raise RuntimeError unless this thread is at top level, or in the scope or the `replica()` of `strategy`.
+
+    Args: call: the name of the public call, for the error.
+    """
     if not per_thread.modes:
         return
     mode = per_thread.modes[-1]
@@ -201,22 +238,26 @@ def require_unmixed(strategy: AnyStrategy, call: str) -> None:
 
 
 def require_iteration(strategy: AnyStrategy) -> bool:
-    """Raise unless a distributed dataset of `strategy` may be iterated here: ValueError inside its own run,
-    RuntimeError inside another strategy's scope or run. Returns: as `in_replica_block`."""
+    """Check that a distributed dataset of `strategy` may be iterated here.
+
+    Called by: the iterators of distributed datasets, for each step.
+    Returns: whether this thread is inside `strategy.replica()`.
+    Raises: ValueError inside the strategy's own `run`; RuntimeError inside another strategy's scope or `run`.
+    """
     if not per_thread.modes:
         return False
     mode = per_thread.modes[-1]
     if mode.strategy is strategy and mode.in_run:
         raise ValueError(
-            "a step of a distributed dataset has a part for each replica: call next() outside run, and give run "
-            "what it returns"
+            "a step of a distributed dataset has a part for each replica: call next() outside run, and give its "
+            "result to run"
         )
     require_cross_replica(strategy, "next(iterator)")
     return mode.in_block
 
 
 def require_replica(context: AnyReplicaContext, call: str) -> None:
-    """Raise RuntimeError unless this thread runs the replica that `context` belongs to."""
+    """Raise RuntimeError unless `context` is the context of the replica that this thread runs."""
     mode = per_thread.modes[-1] if per_thread.modes else below_all.mode
     if mode.replica_context is not context:
         where = mode.replica_context or "the cross-replica context"
@@ -228,7 +269,10 @@ def require_replica(context: AnyReplicaContext, call: str) -> None:
 
 
 def current_local_replica() -> int | None:
-    """Index among this rank's replicas of the one that runs, or is updated, here; None if none."""
+    """Return the index, among this rank's replicas, of the replica that this thread runs or updates.
+
+    Returns: None if there is no such replica, or if one call of the function runs all of the rank's replicas.
+    """
     if per_thread.updated_replica is not None:
         return per_thread.updated_replica
     context = per_thread.modes[-1].replica_context if per_thread.modes else None
@@ -236,7 +280,12 @@ def current_local_replica() -> int | None:
 
 
 def check_call(call: str, fn: Any, args: Any, kwargs: Any) -> None:
-    """Errors for what cannot be called: a function, a list or tuple, and a mapping or None are wanted."""
+    """Check a function and its arguments before they are called.
+
+    Args: call: the name of the public call, for errors.
+    Raises: TypeError if `fn` is not callable; ValueError if `args` is no list or tuple, or if `kwargs` is neither a
+        mapping nor None.
+    """
     if not callable(fn):
         raise TypeError(f"{call} takes a function, got {fn!r:.60}; pass its arguments as args=(…,)")
     if not isinstance(args, (list, tuple)):

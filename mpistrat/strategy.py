@@ -1,4 +1,4 @@
-"""`Strategy`: the face that a program sees."""
+"""`Strategy`, the base class of all strategies: its methods are the interface that programs use."""
 
 from __future__ import annotations
 
@@ -43,17 +43,26 @@ if TYPE_CHECKING:
 
 
 class Strategy(RankMethods):
-    """Where replicas run, how their variables are kept, and how their values are combined.
+    """Runs functions on replicas, keeps their variables, and combines their values.
 
-    Use a subclass: `MultiWorkerMirroredStrategy` for all ranks, `MirroredStrategy` for those of a node,
+    Programs make a subclass: `MultiWorkerMirroredStrategy` for all ranks, `MirroredStrategy` for the ranks of one node,
     `OneDeviceStrategy` for one device.
+    Raises: TypeError if it is made with anything but a `StrategyExtended`.
+
+    Example:
+        >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.num_replicas_in_sync, strategy.extended.worker_devices, strategy.cluster_resolver
+        (2, ('cpu:0', 'cpu:1'), None)
+        >>> ids = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
+        >>> strategy.reduce("SUM", ids, axis=None)
+        1
     """
 
-    # Whether it stands where a program has entered no strategy.
+    # Whether this is the default strategy, in force while a program has entered no strategy.
     is_default = False
-    # Of how many workers, each with `num_replicas_in_sync` replicas, a step combines the gradients.
+    # Number of workers with `num_replicas_in_sync` replicas each; a step combines the gradients of all workers.
     workers_combined = 1
-    # Why it has no `replica()`, as the end of a sentence; "" if it has.
+    # The reason why the strategy has no `replica()`, as the end of a sentence; "" if it has `replica()`.
     why_no_replica_block = ""
 
     def __init__(
@@ -66,35 +75,44 @@ class Strategy(RankMethods):
             )
         self._extended, self._cluster_resolver = extended, cluster_resolver
         self._replicas, self._modules = extended.replicas, extended.modules
-        # Calls of `run` so far, and inside `replica()` steps of distributed datasets: ranks whose counts differ at a
-        # backward are not in the same step.
+        # Number of calls of `run` so far, plus the steps of distributed datasets inside `replica()`. If the ranks'
+        # numbers differ in `backward()`, the ranks are in different steps.
         self.runs = 0
 
     @property
     def extended(self) -> StrategyExtended:
-        """Additional methods, for algorithms that need to be aware of the distribution."""
+        """The `StrategyExtended` of this strategy: more methods, for algorithms that must know the distribution."""
         return self._extended
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Over how many replicas, on all ranks, gradients are combined."""
+        """The number of replicas on all ranks; their gradients are combined in each step."""
         return self._extended.num_replicas_in_sync
 
     @property
     def step_examples(self) -> tuple[int, int] | None:
-        """How many examples this replica, and all replicas, have in the step that a distributed dataset gave last.
+        """The numbers of examples (of this replica, of all replicas) in the last step of a distributed dataset.
 
-        That is of the iterations that the program still has: after an evaluation in mid-epoch it is the step before it.
-        While gradients are on, a step that was given inside `torch.no_grad()` does not count, if there is another.
-        None where that is not known: outside every iteration; where each rank reads what it likes (a dataset function,
-        files of its own, `AutoShardPolicy.OFF`); and of a rank with several replicas outside `run`.
+        Only iterations that the program still holds count: after an evaluation in mid-epoch, the last step is the
+        training step before the evaluation. While gradients are on, a step that was taken inside `torch.no_grad()`
+        counts only if there is no other.
+
+        None if the numbers are not known: outside every iteration; if ranks read different data (a dataset function,
+        files of each rank, `AutoShardPolicy.OFF`); and outside `run` if this rank's replicas have different numbers.
+
+        Example:
+            >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> for batch in strategy.experimental_distribute_dataset([np.zeros(8), np.zeros(4)]):
+            ...     strategy.step_examples
+            (4, 8)
+            (2, 4)
         """
         steps = self._extended.given_steps
         examples = steps.examples_with_gradients if gradients_are_on() else steps.examples
         if examples is None:
             return None
         *local, total = examples.tolist()
-        # Where one call is for several replicas, it is that of none of them.
+        # If one call of the function runs several replicas, no single replica is current.
         replica = current_local_replica() if self._replicas.count == len(local) else None
         if replica is None and len(set(local)) > 1:
             return None
@@ -102,38 +120,63 @@ class Strategy(RankMethods):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """Who takes part; None for strategies of one process."""
+        """The resolver of the job's tasks; None for strategies of one process."""
         return self._cluster_resolver
 
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
-        """A context in which variables and torch modules that are made belong to this strategy.
+        """Return a context manager. Variables and torch modules that are made inside belong to this strategy.
 
-        Called by: every rank. At the outermost exit, the parameters and buffers of torch modules made
-        inside become equal on all ranks: rank 0's.
+        At the outermost exit, the parameters and buffers of the torch modules get rank 0's values on all ranks.
+        Called by: every rank.
         Raises:
-            RuntimeError: inside `run`, or inside another strategy's scope.
+            RuntimeError: on entering inside `run`, or inside another strategy's scope.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> with strategy.scope():
+            ...     model = torch.nn.Linear(2, 1)
+            ...     ms.get_strategy() is strategy
+            True
         """
         return _Scope(self)
 
     def replica(self) -> ReplicaBlock:
-        """A context in which the program's own loop is this rank's replica's work, with no function for `run`.
+        """Return a context manager that makes the program's own training loop the work of this rank's replica.
 
-        Legal inside is what is legal in a replica, and what is legal in the cross-replica context (`next(iterator)`,
-        `reduce`, `gather`, `mirror`, `scope`, checkpoints), each a `merge_call`. `run(fn, args)` is `fn(*args)`.
-        `backward()` leaves the mean of the replicas' gradients, as DistributedDataParallel does, unless
-        `compute_average_loss` or the strategy's `gradients` has decided that it is the sum. A step ends at each
-        `optimizer.step()`. Random numbers, and threads that the program starts, are its own.
+        No step function for `run` is needed. Inside, the program may call everything that a replica may call, and also
+        everything of the cross-replica context (`next(iterator)`, `reduce`, `gather`, `mirror`, `scope`, checkpoints);
+        each such call is a `merge_call`. `run(fn, args)` only calls `fn(*args)`. `backward()` leaves the mean of the
+        replicas' gradients in `.grad`, as DistributedDataParallel does. It leaves the sum if the program uses
+        `compute_average_loss`, or if the strategy has `gradients="sum"`. A step ends at each `optimizer.step()`. The
+        strategy touches neither random-number generators nor threads of the program.
 
         Called by: every rank.   Context: cross-replica or top level.
-        Returns: a context manager, which gives the `ReplicaContext`.
+        Returns: a context manager; its `with` block gets the `ReplicaContext`.
         Raises:
-            RuntimeError: on all ranks, if one has several replicas, or with TPUs or parameter servers; inside `run`, or
-                in another strategy's scope.
+            RuntimeError: on all ranks, if a rank has several replicas, or with TPUs or parameter servers; on entering
+                inside `run`, or in another strategy's scope.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> with strategy.replica() as replica:
+            ...     replica.replica_id_in_sync_group
+            0
         """
         return ReplicaBlock(self._extended, self.why_no_replica_block)
 
     def enter_replica(self) -> Self:
-        """Enter `replica()` for the rest of the program, on this thread; returns the strategy."""
+        """Enter `replica()` on this thread for the rest of the program.
+
+        Called by: every rank.   Returns: the strategy.   Raises: RuntimeError as `replica()` does.
+
+        Example, on several ranks::
+
+            strategy = ms.MultiWorkerMirroredStrategy()
+            strategy.enter_replica()
+            model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+            for images, labels in loader:
+                torch.nn.functional.cross_entropy(model(images), labels).backward()
+        """
         self.replica().__enter__()
         return self
 
@@ -147,16 +190,25 @@ class Strategy(RankMethods):
     ) -> Any:
         """Call `fn` on every replica of this rank, each with its own components of the arguments.
 
-        Called by: every rank, equally often, which `backward()` checks: what one rank wants of its own it
-        calls without `run`.   Context: cross-replica or top level. It communicates nothing by itself.
+        `run` itself communicates nothing. `backward()` checks that all ranks call `run` equally often, so call a
+        function for one rank alone without `run`. An error of `fn` comes out unchanged.
+
+        Called by: every rank, equally often.   Context: cross-replica or top level.
         Args:
             fn: one replica's work; it may call `get_replica_context()`.
-            args, kwargs: distributed values in them are replaced by the replica's component, variables
-                are passed whole, everything else as it is.
+            args, kwargs: the arguments of `fn`. A replica gets its component of each distributed value. Variables are
+                passed whole, and everything else as it is.
+            options: has no effect; it is there for programs of tf.distribute.
         Returns:
-            what `fn` returned; with several replicas per rank a structure of `PerReplica` values.
+            the result of `fn`; with several replicas per rank, a structure of `PerReplica` values.
         Raises:
-            what `fn` raised. RuntimeError: inside `run`, or in another strategy's scope.
+            RuntimeError: inside `run`, or in another strategy's scope.
+            TypeError, ValueError: for wrong arguments.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> strategy.run(lambda x, scale: x * scale, args=(3,), kwargs={"scale": 2})
+            6
         """
         check_call("run", fn, args, kwargs)
         if in_replica_block(self):
@@ -166,7 +218,7 @@ class Strategy(RankMethods):
             _check_run_options(options, self._extended.communicator.rank)
         if per_thread.modes:
             require_cross_replica(self, "run")
-        # Entering the object that does nothing would take a sixth of an empty run.
+        # Entering even the empty NO_SPANS would take a sixth of the time of an empty run.
         if spans.current is not spans.NO_SPANS:
             with spans.current.run(fn):
                 return self._run(fn, args, kwargs)
@@ -188,21 +240,21 @@ class Strategy(RankMethods):
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
     ) -> Any:
-        """Combine what the replicas hold into one value, equal on every rank.
+        """Reduce the replicas' values to one value, equal on every rank.
 
         Called by: every rank, in the same order.   Context: cross-replica or top level.
         Args:
-            reduce_op: a `ReduceOp`, or its name in any case.
-            value: what `run` returned, or a nest of such values. Where ranks hold one replica each,
-                that is a plain value: each rank's counts once.
-            axis: None combines element by element, and shapes must match. An axis, or several, is also
-                reduced on each replica, where sizes may differ; a mean is over all elements.
+            reduce_op: a `ReduceOp`, or its name in upper or lower case.
+            value: a result of `run`, or a nest of results. If each rank has one replica, a result is a plain value, and
+                each rank's value counts once.
+            axis: None combines element by element, and the replicas' shapes must match. An axis, or several, is also
+                reduced on each replica. Sizes may differ along these axes; a mean is over all elements.
         Returns:
-            the structure of `value`, on this rank's first device, cut off from autograd. The mean of
-            integers is floating.
+            a value, or a nest like `value`, on this rank's first device and without autograd history. The mean of
+            integers is a float.
         Raises:
-            ValueError: `axis` is out of range, or the SUM or PRODUCT of a value that is not distributed.
-            CollectiveMismatchError: on all ranks, when the ranks' operands differ.
+            ValueError: `axis` is out of range, or the operation is SUM or PRODUCT and `value` is not distributed.
+            CollectiveMismatchError: on all ranks, if the ranks' operands differ.
         """
         with spans.current.range("strategy.reduce"):
             require_cross_replica(self, "reduce")
@@ -213,15 +265,24 @@ class Strategy(RankMethods):
 
     @not_compiled
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenate what the replicas hold along `axis`, in replica order, equal on every rank.
+        """Concatenate the replicas' values along `axis`, in the order of replica ids. Every rank gets the result.
 
         Called by: every rank, in the same order.   Context: cross-replica or top level.
         Args:
-            value: what `run` returned, or a nest of such; sizes may differ along `axis` only. `IndexedSlices` are made
+            value: a result of `run`, or a nest of results. Sizes may differ along `axis` only. `IndexedSlices` become
                 dense.
+            axis: the axis of the concatenation; it may be negative.
         Raises:
-            ValueError: `axis` is out of range. InvalidArgumentError: shapes differ elsewhere.
-            NotImplementedError: for `IndexedSlices` where values of replicas are wrapped, and these are not.
+            ValueError: `axis` is out of range.
+            InvalidArgumentError: sizes differ along another axis.
+            NotImplementedError: `value` has `IndexedSlices` outside a distributed value, and the strategy wraps the
+                values of replicas.
+
+        Example:
+            >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> ids = strategy.run(lambda: np.array([ms.get_replica_context().replica_id_in_sync_group]))
+            >>> strategy.gather(ids, axis=0)
+            array([0, 1])
         """
         with spans.current.range("strategy.gather"):
             require_cross_replica(self, "gather")
@@ -230,7 +291,14 @@ class Strategy(RankMethods):
             return arrange([gather(leaf, axis, label) for leaf in flat])
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of `value` on this rank's replicas, as a tuple; (value,) for a plain one."""
+        """Return a tuple of the components of `value` on this rank's replicas; (value,) for a plain value.
+
+        Example:
+            >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> ids = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
+            >>> strategy.experimental_local_results(ids), strategy.experimental_local_results("plain")
+            ((0, 1), ('plain',))
+        """
         if not self._extended.wraps_values:
             return (value,)
         if isinstance(value, DistributedValues):
@@ -242,7 +310,16 @@ class Strategy(RankMethods):
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """A value per replica of this rank, made by `value_fn(ValueContext)` in replica order."""
+        """Make one value for each replica of this rank, with `value_fn(ValueContext)`, in the order of replica ids.
+
+        Context: cross-replica or top level.
+        Returns: a `PerReplica`; the plain value if the rank has a single replica that is not wrapped.
+
+        Example:
+            >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+            PerReplica:{ 0: 0, 1: 1 }
+        """
         extended = self._extended
         require_cross_replica(self, "experimental_distribute_values_from_function")
         check_call("experimental_distribute_values_from_function", value_fn, (), None)
@@ -257,19 +334,27 @@ class Strategy(RankMethods):
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Give each replica its slice of every global batch that `dataset` yields.
+        """Return a dataset that gives each replica its part of every global batch of `dataset`.
 
         Called by: every rank.
         Args:
             dataset: a `torch.utils.data.DataLoader` of GLOBAL batches, a `mpistrat.input.BatchedDataset` or
-                `FileDataset`, or an iterable of global batches. Of a DataLoader over a map-style dataset, rank
-                0's sampler is used by all, and a rank loads only its own replicas' examples. Any other
-                iterable is read whole by every rank, and must yield the same batches on each.
-            options: among them the auto-shard policy.
+                `FileDataset`, or an iterable of global batches. For a DataLoader over a map-style dataset, all ranks
+                use rank 0's sampler, and each rank loads only the examples of its own replicas. Every rank reads any
+                other iterable whole, and it must yield the same batches on each rank.
+            options: the auto-shard policy and other options; None means the defaults.
         Returns:
             an iterable over steps; each iteration over it is an epoch.
         Raises:
-            InvalidArgumentError: fewer files than workers. NotFoundError: AutoShardPolicy.FILE without files.
+            InvalidArgumentError: there are fewer files than workers.
+            NotFoundError: `options` ask for AutoShardPolicy.FILE, and `dataset` has no files.
+
+        Example:
+            >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> for batch in strategy.experimental_distribute_dataset([np.arange(4), np.arange(6)]):
+            ...     strategy.experimental_local_results(batch)
+            (array([0, 1]), array([2, 3]))
+            (array([0, 1, 2]), array([3, 4, 5]))
         """
         return distribute(
             dataset, self._extended, checked_input_options(options, self._extended, False)
@@ -278,10 +363,24 @@ class Strategy(RankMethods):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Distribute what `dataset_fn(InputContext)` makes on each rank: batches per REPLICA, already sharded.
+        """Return a dataset of the batches that `dataset_fn` makes on each rank: batches per REPLICA, already sharded.
 
-        Called by: every rank. Each step takes one batch for each of the rank's replicas, in turn; with
-        InputReplicationMode.PER_REPLICA, the function is called for each replica, whose dataset is its own.
+        Each step takes one batch for each of the rank's replicas, in turn.
+
+        Called by: every rank.
+        Args:
+            dataset_fn: makes this rank's dataset from an `InputContext`. With InputReplicationMode.PER_REPLICA, it is
+                called once for each replica, and makes the replica's own dataset.
+            options: None means the defaults.
+        Returns: an iterable over steps.
+        Raises: an error of `dataset_fn` is raised on all ranks.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> dataset_fn = lambda context: [np.zeros(context.get_per_replica_batch_size(3))]
+            >>> for batch in strategy.distribute_datasets_from_function(dataset_fn):
+            ...     batch
+            array([0., 0., 0.])
         """
         extended = self._extended
         check_call("distribute_datasets_from_function", dataset_fn, (), None)
@@ -299,19 +398,31 @@ class Strategy(RankMethods):
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """The old name of `distribute_datasets_from_function`."""
+        """The old name of `distribute_datasets_from_function`.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> list(strategy.experimental_distribute_datasets_from_function(lambda context: [np.zeros(2)]))
+            [array([0., 0.])]
+        """
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     # PyTorch
 
     @not_compiled
     def mirror(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Make a torch module's parameters and buffers equal on all ranks: rank 0's.
+        """Give a torch module's parameters and buffers rank 0's values on all ranks.
 
-        For what `scope()` cannot see: modules made outside it, deep-copied at top level, or unpickled,
-        hand-made parameters, and `load_state_dict(assign=True)`. Called by: every rank.
-        Returns:
-            `module`.
+        Needed for modules that `scope()` does not see: modules that are made outside the scope, deep-copied at top
+        level or unpickled, modules with hand-made parameters, and modules after `load_state_dict(assign=True)`.
+
+        Called by: every rank.
+        Returns: `module`.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> strategy.mirror(torch.nn.Linear(2, 1))
+            Linear(in_features=2, out_features=1, bias=True)
         """
         with cross_replica(self, "mirror"):
             self._modules.get().mirror(module)
@@ -319,51 +430,78 @@ class Strategy(RankMethods):
 
     @not_compiled
     def prepare(self, *objects: Any, local_batches: bool = False) -> Any:
-        """Distribute what a program trains with: `model, optimizer, loader = prepare(model, optimizer, loader)`.
+        """Prepare models, optimizers and loaders for training: `model, optimizer, loader = prepare(…)`.
 
         Torch modules are mirrored. DataLoaders of GLOBAL batches, `mpistrat.input` datasets and other iterables of
-        batches are distributed. Optimizers and schedulers stay as they are; their states move with a module that moves
-        to this rank's device. What is prepared already comes back unchanged.
+        batches are distributed. Optimizers and schedulers stay the same objects; their states move with a module that
+        moves to this rank's device. An object that is prepared already comes back unchanged.
 
         Called by: every rank.   Context: cross-replica, top level or `replica()`.
         Args:
-            local_batches: the loaders give this rank's part already, in batches of a replica's size (through a
-                DistributedSampler, or of a shard of its own). They are read as they are, and end with the shortest
-                rank's.
+            objects: modules, optimizers, schedulers, gradient scalers, loaders and datasets, in any order.
+            local_batches: whether the loaders already give this rank's part, in batches of a replica's size (through a
+                DistributedSampler, or from a shard of the rank's own). Such loaders are read as they are, and an epoch
+                ends when the shortest rank's loader ends.
         Returns:
-            the objects, in their order; a single one itself.
+            a tuple of the prepared objects, in their order; for a single object, the object.
         Raises:
-            TypeError, ValueError: on all ranks, for what cannot be prepared, an optimizer of other parameters than
-            those of modules that are given, or were mirrored before, or an optimizer, scheduler or gradient scaler that
-            differs between ranks: in parameters, their order, options, or how far its state is.
+            TypeError, ValueError: on all ranks, for an object that cannot be prepared; for an optimizer with parameters
+            of a module that is neither given nor mirrored; for an optimizer, scheduler or gradient scaler that differs
+            between ranks in its parameters, their order, its options or the progress of its state.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> model, optimizer, loader = strategy.prepare(model, optimizer, [torch.zeros(4, 2)])
+            >>> [strategy.run(model, args=(batch,)).shape for batch in loader]
+            [torch.Size([4, 1])]
         """
         with cross_replica(self, "prepare"):
             prepared = prepare(self, objects, local_batches)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def shard(self, values: Any, dim: int = 0) -> Any:
-        """This replica's contiguous part of each array in a nest: as views, by the rule of global batches.
+        """Return this replica's contiguous part of each array in a nest, as views.
 
-        Parts are of ceil(size / replicas) each, the last ones shorter or empty: `shard(batch)` is what a distributed
-        loader gives. Nothing is communicated, and `values` must be equal on all replicas.
+        A part has ceil(size / replicas) elements along `dim`; the last parts are shorter or empty. Distributed loaders
+        split global batches by the same rule. Nothing is communicated, and `values` must be equal on all replicas.
 
         Context: replica; with one replica per rank also cross-replica and top level.
         Args:
-            values: torch, NumPy or CuPy arrays that have a dimension `dim`.
+            values: a nest of torch, NumPy or CuPy arrays that have a dimension `dim`.
+            dim: the dimension that is split.
         Raises:
-            ValueError: for anything else in the nest. RuntimeError: it is not known for which replica.
+            ValueError: the nest has another leaf, or an array without `dim`.
+            RuntimeError: the rank has several replicas, and the call is in none of them.
+
+        Example:
+            >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.run(lambda: strategy.shard(torch.arange(5)))
+            PerReplica:{ 0: tensor([0, 1, 2]), 1: tensor([3, 4]) }
         """
         return shard(self, values, dim)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, `backward()` adds to `.grad` on this replica only; the next one outside reduces all of it."""
+        """Return a context manager. Inside, `backward()` adds to this replica's `.grad` and communicates nothing.
+
+        The next `backward()` outside reduces the accumulated gradients.
+
+        Example:
+            >>> strategy = ms.OneDeviceStrategy("cpu")
+            >>> model = strategy.mirror(torch.nn.Linear(2, 1))
+            >>> with strategy.no_sync():
+            ...     model(torch.ones(1, 2)).sum().backward()
+            >>> model.bias.grad
+            tensor([1.])
+        """
         return self._modules.get().no_sync()
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError("a Strategy cannot be copied; pass the object itself")
 
     def __deepcopy__(self, memo: Any) -> Strategy:
-        """Itself: copies of objects that refer to it belong to it, too."""
+        """Return the strategy itself, so that deep copies of objects that refer to it still belong to it."""
         return self
 
     def __repr__(self) -> str:
@@ -380,7 +518,7 @@ class _Scope:
             mode = per_thread.modes[-1]
             if mode.strategy is not strategy:
                 raise RuntimeError(
-                    f"the scope of {strategy} was entered inside that of {mode.strategy}; strategies "
+                    f"the scope of {strategy} was entered while {mode.strategy} is in force; strategies "
                     "must not be mixed: leave the other scope or run first"
                 )
             if mode.in_run:
@@ -389,7 +527,7 @@ class _Scope:
                     "get_replica_context().merge_call(fn), which is in the scope"
                 )
         if at_top_level() and self._modules.are_seen:
-            self._modules.get()  # from here on it sees the modules that are built
+            self._modules.get()  # from now on the strategy sees each torch module that is built
         self._entered = entered(strategy, None)
         self._entered.__enter__()
         return strategy
@@ -401,7 +539,10 @@ class _Scope:
 
 
 def _taken_apart(value: Any) -> tuple[list[Any], str, Callable[[list[Any]], Any]]:
-    """As `nest.take_apart`; what is no nest has no label."""
+    """Return the leaves of `value`, a label for errors, and a function that rebuilds the nest from new leaves.
+
+    The label is "" if `value` is no nest.
+    """
     leaves, label, arrange = nest.take_apart(value)
     return leaves, label if nest.is_structure(value) else "", arrange
 
@@ -419,7 +560,12 @@ def _check_run_options(options: Any, rank: int) -> None:
 def checked_input_options(
     options: InputOptions | None, extended: StrategyExtended, from_function: bool
 ) -> InputOptions:
-    """`options`, or the defaults. Raises: what tf.distribute raises for those that do not go together."""
+    """Return `options`, or the defaults for None. Warn once on rank 0 about options that have no effect.
+
+    Args: from_function: whether the dataset comes from a dataset function.
+    Raises, as tf.distribute does: TypeError if `options` is no `InputOptions`; NotImplementedError if PER_REPLICA is
+        not possible here; ValueError for options that exclude each other.
+    """
     if not isinstance(options, (InputOptions, type(None))):
         raise TypeError(f"options must be InputOptions or None, got {options!r:.60}")
     options = options or InputOptions()
@@ -445,14 +591,21 @@ def checked_input_options(
     if from_function and options.experimental_auto_shard_policy is not AutoShardPolicy.AUTO:
         warn_of_no_effect(
             "experimental_auto_shard_policy with distribute_datasets_from_function",
-            "the function makes what this rank reads; it may shard by its InputContext",
+            "the function makes this rank's own dataset; it may shard by its InputContext",
             extended.communicator.rank,
         )
     return options
 
 
 def get_strategy() -> Strategy:
-    """The strategy in force on this thread; the default strategy if there is none."""
+    """Return the strategy in force on this thread; the default strategy if the program has entered none.
+
+    Example:
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> with strategy.scope():
+        ...     ms.get_strategy() is strategy
+        True
+    """
     return context.get_strategy()
 
 
@@ -460,10 +613,19 @@ _set_scope: _Scope | None = None
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Put `strategy` in force for the rest of the program, as if its scope were entered; None ends that.
+    """Enter the scope of `strategy` on this thread for the rest of the program. None leaves the scope again.
 
+    A second call leaves the scope of the first call's strategy.
     Raises:
-        RuntimeError: inside `with strategy.scope()` or `run`.
+        RuntimeError: inside `with strategy.scope()`, `replica()` or `run`.
+        TypeError: `strategy` is neither a `Strategy` nor None.
+
+    Example:
+        >>> strategy = ms.OneDeviceStrategy("cpu")
+        >>> ms.experimental_set_strategy(strategy)
+        >>> ms.get_strategy() is strategy
+        True
+        >>> ms.experimental_set_strategy(None)
     """
     global _set_scope
     if strategy is not None and not isinstance(strategy, Strategy):

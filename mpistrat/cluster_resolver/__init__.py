@@ -1,4 +1,4 @@
-"""Cluster resolvers: who am I, who are the others? `MPIClusterResolver` is the default."""
+"""Cluster resolvers: they find the tasks of a job, and this process's task. `MPIClusterResolver` is the default."""
 
 from typing import TYPE_CHECKING
 

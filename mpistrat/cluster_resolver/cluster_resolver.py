@@ -1,4 +1,4 @@
-"""The abstract ClusterResolver: who am I, who are the others, and where do they live?"""
+"""The abstract base class of cluster resolvers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,27 @@ from mpistrat.topology import Topology
 
 
 def _value(name: str) -> Any:
-    """A property of a resolver, which subclasses may find, or refuse to set, in their `_get` and `_set`."""
+    """Return a property of a resolver that reads through `_get` and writes through `_set`; subclasses override both."""
     return property(lambda self: self._get(name), lambda self, value: self._set(name, value))
 
 
 class ClusterResolver(ABC):
-    """Finds the tasks of a job and this process's place among them.
+    """Finds the tasks of a job, and this process's task among them.
 
-    A subclass gives `cluster_spec` and `master`; `topology` follows from the cluster spec and this
-    task's type and id.
+    A subclass implements `cluster_spec` and `master`. `topology` follows from the cluster spec and this task's type and
+    id.
+
+    Example:
+        >>> spec = ms.cluster_resolver.ClusterSpec({"worker": ["n1:8888", "n2:8888"]})
+        >>> resolver = ms.cluster_resolver.SimpleClusterResolver(spec, task_type="worker", task_id=1)
+        >>> resolver.cluster_spec().jobs, resolver.master("worker", 0), resolver.num_accelerators()
+        (['worker'], 'n1:8888', {})
+        >>> resolver.topology().rank, resolver.topology().size
+        (1, 2)
     """
 
-    launcher = "cluster_spec"  # how `topology` names what started the job
-    made_of = ""  # the argument or variable of which the package has made it, for messages
+    launcher = "cluster_spec"  # the name of the job's launcher in `topology`
+    made_of = ""  # for messages: the argument or variable from which the package made this resolver
 
     def __init__(
         self,
@@ -44,15 +52,17 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of every job and their addresses, as known now."""
+        """Return the current tasks of every job, and their addresses."""
 
     @abstractmethod
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The address of this task, or of the one that is given; `rpc_layer://` in front when a layer is known.
+        """Return the address of a task, by default of this task, such as "grpc://n1:8888".
 
-        '' as long as nothing tells a task.
+        The prefix "grpc://" is the argument or attribute `rpc_layer`; without a layer there is no prefix.
+        Returns: '' if neither the arguments nor the resolver name a task.
+        Raises: ValueError if the task is not in the cluster.
         """
         job = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
@@ -64,7 +74,7 @@ class ClusterResolver(ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Accelerators that this process sees, by kind: {"GPU": 4}, {} when there are none."""
+        """Return the number of accelerators that this process sees, by kind: {"GPU": 4}; {} if there are none."""
         count = num_accelerators() or len(visible_gpus())
         return {"GPU": count} if count else {}
 
@@ -77,20 +87,20 @@ class ClusterResolver(ABC):
     rpc_layer: str | None = _value("rpc_layer")
 
     def _get(self, name: str) -> Any:
-        """The value of "task_type", "task_id" or "rpc_layer"; where it was not given, a subclass may find it."""
+        """Return the value of "task_type", "task_id" or "rpc_layer". A subclass may find a value that was not given."""
         return self._values[name]
 
     def _set(self, name: str, value: Any) -> None:
-        """Let it be `value`."""
+        """Set "task_type", "task_id" or "rpc_layer". Subclasses may refuse with RuntimeError."""
         self._values[name] = value
 
     def topology(self) -> Topology:
-        """This process's place among the tasks that train: the chief, if there is one, then the workers.
+        """Return the `Topology` of the tasks that train: this process's rank, and the hosts of all ranks.
 
-        An empty cluster is one rank, and so is an evaluator, which trains with nobody.
-
-        Raises: ValueError when this task's type or id is not known or not in the cluster, and for a
-            parameter server.
+        The chief, if there is one, has rank 0, and the workers follow. An evaluator trains alone, so its topology has
+        one rank. An empty cluster also has one rank.
+        Raises: ValueError if this task's type or id is not known or not in the cluster, for a parameter server, and for
+            an empty cluster with `task_id` above 0.
         """
         spec = self.cluster_spec()
         if not spec and self.task_id:
@@ -117,6 +127,6 @@ def format_master_url(master: str, rpc_layer: str | None = None) -> str:
 
 
 def host_of(address: str) -> str:
-    """The host of "n1:8888", "10.0.0.1:80", "[fe80::1]:80" or a bare "n1"."""
+    """Return the host of an address: of "n1:8888", "10.0.0.1:80", "[fe80::1]:80", or of "n1" without a port."""
     with_port = re.fullmatch(r"(.*\]|[^:]*):\d+", address, re.DOTALL)
     return with_port[1] if with_port else address

@@ -1,4 +1,4 @@
-"""A cluster as a table: job name, task index, address."""
+"""The tasks of a cluster: job names, task indices and addresses."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ClusterDef:
-    """A ClusterSpec as plain data that can be pickled, compared and hashed."""
+    """The tasks of a ClusterSpec as plain data that can be pickled, compared and hashed."""
 
     # (("worker", ((0, "n1:8888"), (1, "n2:8888"))),)
     jobs: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
 
 
 class ClusterSpec:
-    """The tasks of each job and their addresses: {"worker": ["n1:8888", "n2:8888"], "ps": {3: "n5:8888"}}.
+    """The tasks of each job and their addresses.
 
-    Args: cluster: dict of job name to a list of addresses or {task index: address}; or a ClusterDef
-        or ClusterSpec.
-    Raises: TypeError for anything else, and for job names or addresses that are no str; ValueError
-        for a task index
-        that is no number.
+    Args: cluster: a dict from job name to a list of addresses or to {task index: address}; or a ClusterDef or
+        ClusterSpec.
+    Raises: TypeError for anything else, and for a job name or an address that is no str; ValueError for a task index
+        that is no number from 0 on or is given twice.
+
+    Example:
+        >>> cluster = ms.cluster_resolver.ClusterSpec({"worker": ["n1:8888", "n2:8888"], "ps": {1: "n3:8888"}})
+        >>> cluster.task_address("worker", 1), cluster.job_tasks("ps")
+        ('n2:8888', [None, 'n3:8888'])
+        >>> cluster.as_dict()
+        {'worker': ['n1:8888', 'n2:8888'], 'ps': {1: 'n3:8888'}}
     """
 
     def __init__(self, cluster: dict[str, Any] | ClusterDef | ClusterSpec):
@@ -46,7 +52,7 @@ class ClusterSpec:
         return sorted(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """The address of a task. Raises: ValueError when there is no such job or task."""
+        """Return the address of a task. Raises: ValueError if there is no such job or task."""
         job = self._job(job_name)
         if task_index not in job:
             raise ValueError(
@@ -55,9 +61,9 @@ class ClusterSpec:
         return job[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Addresses by task index; None where an index is missing.
+        """Return a list of the job's addresses by task index; an entry is None if its index is missing.
 
-        Raises: ValueError when there is no such job, or when it has no tasks.
+        Raises: ValueError if there is no such job, or if it has no tasks.
         """
         job = self._job(job_name)
         if not job:
@@ -65,7 +71,7 @@ class ClusterSpec:
         return [job.get(index) for index in range(max(job) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Jobs with the indices 0..n-1 as lists, the others (and empty ones) as dicts."""
+        """Return {job: addresses}: a list if the job's indices are 0..n-1, else (or without tasks) a dict by index."""
         return {job: _densest(tasks) for job, tasks in self._jobs.items()}
 
     def as_cluster_def(self) -> ClusterDef:

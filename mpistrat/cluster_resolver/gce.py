@@ -1,4 +1,4 @@
-"""The virtual machines of an instance group of Google Compute Engine."""
+"""A resolver for the virtual machines of an instance group of Google Compute Engine."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.listed_tasks import ListedTasksResolver
 from mpistrat.errors import UnavailableError
 
-SECONDS = 15.0  # for each answer, and to ask again for it while the service is busy
+SECONDS = 15.0  # timeout of each request, and of all its repetitions while the service is busy
 
 
 class GCEClusterResolver(ListedTasksResolver):
-    """The running instances of a group, listed again at every call.
+    """The running virtual machines of an instance group. Every call lists them again.
 
-    Their addresses are those of their first network interfaces, sorted as text.
+    A machine's address is the internal IP of its first network interface. Tasks are sorted by address, as text.
 
     Args:
-        port: of every task's address.
-        task_type: of all instances. It cannot be set later.
-        task_id: for `master`; which rank this is, MPI tells.
-        credentials: of google.auth; "default" are the application default credentials.
-        client_options: of the clients of google.cloud.compute_v1, such as {"api_endpoint": …}. They take the place of
-            tf.distribute's `service`, which is of an older library.
-    Raises: ImportError without the package google-cloud-compute (extra `gce`); by members that list, UnavailableError
-        when the API cannot be reached, or refuses.
+        project, zone, instance_group: the names of the group and of its place.
+        port: the port of every task's address.
+        task_type: the type of all tasks. Setting it later raises RuntimeError.
+        task_id: the task whose address `master()` returns. It does not set this process's rank; MPI does.
+        credentials: credentials of google.auth; a string means the application default credentials.
+        client_options: options of the clients of google.cloud.compute_v1, such as {"api_endpoint": …}. They replace
+            `service` of tf.distribute, an argument for an older library.
+    Raises: ImportError without the package google-cloud-compute (extra `gce`). `cluster_spec`, `master` and `topology`
+        raise UnavailableError if the API cannot be reached, or refuses.
+
+    Example, on several nodes::
+
+        resolver = ms.cluster_resolver.GCEClusterResolver("project", "us-west1-a", "workers", port=8470)
+        print(resolver.cluster_spec())
     """
 
     launcher = "gce"
@@ -54,7 +60,7 @@ class GCEClusterResolver(ListedTasksResolver):
 
     @functools.cached_property
     def _clients(self) -> tuple[Any, Any]:
-        """Of groups, and of instances."""
+        """The clients of the API: (for instance groups, for instances). Made at the first use."""
         from google.cloud import compute_v1
 
         options = self._options
@@ -75,7 +81,7 @@ class GCEClusterResolver(ListedTasksResolver):
     def _set(self, name: str, value: Any) -> None:
         if name == "task_type":
             raise RuntimeError(
-                "the task_type of a GCEClusterResolver is that of its instance group; give it to the constructor"
+                "the task_type of a GCEClusterResolver is fixed for its instance group; give it to the constructor"
             )
         super()._set(name, value)
 
@@ -95,7 +101,7 @@ class GCEClusterResolver(ListedTasksResolver):
             **limits,
         )
         addresses = []
-        for member in listed:  # the pager asks for further pages
+        for member in listed:  # the iterator requests further pages
             name = member.instance.rpartition("/")[2]  # "…/zones/us-west1-a/instances/vm-1"
             instance = instances.get({**self._place, "instance": name}, **limits)
             addresses.append(instance.network_interfaces[0].network_i_p)

@@ -1,4 +1,4 @@
-"""The pods of a Kubernetes cluster that match label selectors."""
+"""A resolver for the pods of a Kubernetes cluster that match label selectors."""
 
 from __future__ import annotations
 
@@ -12,29 +12,46 @@ from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.listed_tasks import ListedTasksResolver
 from mpistrat.errors import UnavailableError
 
-_SECONDS = (5, 15)  # to connect, and for the answer
+_SECONDS = (5, 15)  # timeouts: to connect, to get the answer
 _TRIES_AGAIN = 1
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where this process runs, and so how it may ask the API server."""
+    """Where this process runs, and so its credentials for the API server.
 
-    WITHIN_CLUSTER = 0  # in a pod: with its service account
-    OFF_CLUSTER = 1  # with $KUBECONFIG or ~/.kube/config
+    WITHIN_CLUSTER: in a pod; the process uses the pod's service account.
+    OFF_CLUSTER: outside the cluster; the process uses $KUBECONFIG or ~/.kube/config.
+
+    Example, with Kubernetes::
+
+        location = ms.cluster_resolver.KubernetesExecutableLocation.OFF_CLUSTER
+        resolver = ms.cluster_resolver.KubernetesClusterResolver(executable_location=location)
+    """
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1
 
 
 class KubernetesClusterResolver(ListedTasksResolver):
-    """The pods that match label selectors, listed again at every call.
+    """The pods that match label selectors. Every call lists them again.
+
+    `task_type` and `task_id` are None until the program sets them, because the list does not say the pod of this
+    process. `topology()` gets the rank from MPI.
 
     Args:
-        job_to_label_mapping: selectors of each job, default {"worker": ["job-name=tensorflow"]}. The pods of a selector
-            are sorted by name; those of several follow one another in the order of the selectors.
-        tf_server_port: of every task's address, whose host is the pod's node.
-        override_client: a kubernetes.client.CoreV1Api that is asked instead.
-    `task_type` and `task_id` are None until they are set: no list tells which of the pods this is. MPI does.
-    Raises: ImportError without the package kubernetes (extra `kubernetes`); ValueError for what is no location or no
-        mapping; by members that list, RuntimeError when a pod is not running, or pods may not be listed, and
-        UnavailableError when the API server cannot be reached.
+        job_to_label_mapping: a list of label selectors for each job; None is {"worker": ["job-name=tensorflow"]}. A
+            job's tasks are the pods of its first selector, sorted by name, then the pods of its next selector.
+        tf_server_port: the port of every task's address; the host is the IP address of the pod's node.
+        override_client: a kubernetes.client.CoreV1Api to use; None makes one.
+        executable_location: where this process runs; it selects the credentials.
+    Raises: ImportError without the package kubernetes (extra `kubernetes`); ValueError if `executable_location` or a
+        job's selectors have the wrong type. `cluster_spec`, `master` and `topology` raise RuntimeError if a pod is not
+        running or pods may not be listed, and UnavailableError if the API server cannot be reached.
+
+    Example, with Kubernetes::
+
+        resolver = ms.cluster_resolver.KubernetesClusterResolver({"worker": ["job-name=train"]})
+        print(resolver.cluster_spec())
     """
 
     launcher = "kubernetes"
@@ -54,7 +71,7 @@ class KubernetesClusterResolver(ListedTasksResolver):
             self._client = override_client
         if not isinstance(executable_location, KubernetesExecutableLocation):
             raise ValueError(
-                f"executable_location={executable_location!r:.80} must be an KubernetesExecutableLocation"
+                f"executable_location={executable_location!r:.80} must be a KubernetesExecutableLocation"
             )
         self._selectors = dict(job_to_label_mapping or {"worker": ["job-name=tensorflow"]})
         for job, selectors in self._selectors.items():
@@ -112,7 +129,7 @@ class KubernetesClusterResolver(ListedTasksResolver):
 
 
 def _explain(error: Exception, selector: str) -> None:
-    """Raises: an error that users can act on, from one of the client, or of urllib3, with which it connects."""
+    """Raises: UnavailableError if `error` means that the API server does not answer; RuntimeError if it refuses."""
     what = f"listing the pods {selector!r:.80} of all namespaces"
     if type(error).__module__.startswith("urllib3."):
         raise UnavailableError(

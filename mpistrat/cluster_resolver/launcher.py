@@ -1,7 +1,8 @@
-"""What the launcher's variables claim, and whether MPI agrees: pure decisions over an environment mapping.
+"""Reads the launcher's environment variables, and checks whether MPI agrees with them. Nothing here calls MPI.
 
-An MPI program started by another MPI's launcher becomes N jobs of one rank each, and nothing fails: every rank
-is rank 0 of 1 and writes over the others. These checks turn that into one error that says the fix.
+If the launcher belongs to another MPI than the program's library, the program becomes N jobs of one rank each, and
+nothing fails: every process is rank 0 of 1, and all of them write the same files. These checks turn this into one error
+that says the fix.
 """
 
 from __future__ import annotations
@@ -13,36 +14,40 @@ from dataclasses import dataclass
 
 from mpistrat.errors import TopologyError
 
-OPEN_MPI, MPICH = "Open MPI", "MPICH"  # families: MPICH is also Intel MPI, Cray MPICH and MVAPICH
+# Families of MPI libraries: MPICH stands also for Intel MPI, Cray MPICH and MVAPICH.
+OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
-# (size, rank, who sets them, family of their library); MPI's own are asked before Slurm's
+# (variable of the size, variable of the rank, launcher that sets them, family of its library). MPI's variables come
+# before Slurm's.
 SIZE_AND_RANK = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpiexec", OPEN_MPI),  # "4", "0"
     ("PMI_SIZE", "PMI_RANK", "the mpiexec of MPICH or Intel MPI, or srun --mpi=pmi2", MPICH),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MVAPICH's mpirun_rsh", MPICH),  # "4", "0"
     ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun", ""),  # "4", "0"
 )
-# A Slurm *step*: an sbatch script without srun has SLURM_PROCID=0 and no SLURM_STEP_NUM_TASKS. Under mpirun
-# these describe mpirun's daemons, which is why they come last.
+# Variables of a Slurm *step*: an sbatch script without srun has SLURM_PROCID=0 and no SLURM_STEP_NUM_TASKS. Under
+# mpirun they describe mpirun's daemons, so they come last.
 SLURM_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun", "")  # "4", "0"
-NODE_NAME = "SLURMD_NODENAME"  # "n9": what Slurm calls the node; the host name need not be different on each
-# These launchers say a rank, "0", and no size
+NODE_NAME = "SLURMD_NODENAME"  # "n9": Slurm's name of the node; several nodes may share a host name
+# These launchers set the rank, "0", and no size
 RANK_ONLY = (("", "PALS_RANKID", "PALS' mpiexec", ""), ("", "PMIX_RANK", "a PMIx launcher", ""))
 
-# Cray's MPICH may number the ranks of the world anew, on the user's wish
+# With this variable, Cray's MPICH numbers the ranks of the world anew
 _REORDER = "MPICH_RANK_REORDER_METHOD"
 
-# Set by `mpirun --with-ft ulfm`, on each rank: "1"; "true" where somebody sets it by hand
+# `mpirun --with-ft ulfm` sets it to "1" on each rank; users may set it to "true"
 FT_ENABLE = "OMPI_MCA_mpi_ft_enable"
 
-# What makes a child process believe that it is a rank. Tuning (OMPI_MCA_*, MPICH_*, UCX_*) stays.
+# Variables that make a child process believe that it is a rank. Tuning variables (OMPI_MCA_*, MPICH_*, UCX_*) are not
+# among them.
 _CHILD_CONFUSING = re.compile(
     r"(PMI_|PMI2_|PMIX_(?!MCA_|PREFIX$|INSTALL_PREFIX$)|OMPI_COMM_WORLD_|OMPI_WORLD_|MV2_COMM_WORLD_|JSM_NAMESPACE_|PALS_)"
     r"|(OMPI_UNIVERSE_SIZE|OMPI_APP_CTX_NUM_PROCS|OMPI_FIRST_RANKS|OMPI_NUM_APP_CTX|OMPI_FILE_LOCATION|OMPI_MCA_num_procs"
     r"|HYDI_CONTROL_FD|MPI_LOCALNRANKS|MPI_LOCALRANKID|PRTE_LAUNCHED)$"
 )
 
-# Of these, what says a rank or a size: programs name their log files by it, and no library joins a job by it.
+# Some of these variables only say a rank or a size. Programs name log files by them, and no library joins a job by
+# them.
 _SAYS_RANK = re.compile(
     r"PMI_(RANK|SIZE)|(OMPI|MV2)_COMM_WORLD_((LOCAL_|NODE_)?RANK|(LOCAL_)?SIZE)|MPI_LOCAL(NRANKS|RANKID)"
 )
@@ -57,51 +62,67 @@ Fix, one of:
 
 @dataclass(frozen=True)
 class LauncherClaim:
-    """What a launcher says about this process; `size` None where it does not say."""
+    """The rank and the number of ranks that a launcher's variables say.
+
+    Attributes:
+        size: number of ranks; None if the launcher does not say it.
+        rank: this process's rank; None if the launcher does not say it.
+        variables: the variables and their values, for messages: "PMI_SIZE=2, PMI_RANK=1".
+        family: the family of the launcher's MPI library, OPEN_MPI or MPICH; "" for srun, jsrun, PALS and PMIx.
+        at_least: whether `size` counts only one component of a heterogeneous Slurm job.
+    """
 
     size: int | None
     rank: int | None
-    variables: str  # "PMI_SIZE=2, PMI_RANK=1"
+    variables: str
     launcher: str
     family: str = ""
-    at_least: bool = False  # `size` counts only one component of the job
+    at_least: bool = False
 
     def allows_size(self, world_size: int) -> bool:
-        """Whether MPI's world may have so many ranks."""
+        """Return whether a world of `world_size` ranks agrees with this claim."""
         if self.size is not None and not self.at_least:
             return world_size == self.size
         return world_size > 1 or (self.size in (None, 1) and not self.rank)
 
     def allows_rank(self, world_rank: int) -> bool:
-        """Whether this process may have this number in MPI's world."""
+        """Return whether the rank `world_rank` in MPI's world agrees with this claim."""
         return self.size is None or self.at_least or self.rank in (None, world_rank)
 
 
 def library_family(version: str) -> str:
-    """OPEN_MPI, MPICH or '' (unknown) for the text of MPI_Get_library_version."""
+    """Return the family of an MPI library, OPEN_MPI, MPICH or '' (unknown), from MPI_Get_library_version's text."""
     if re.search("Open MPI|Spectrum MPI", version):
         return OPEN_MPI
     return MPICH if re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", version) else ""
 
 
 def library_name(version: str) -> str:
-    """The first words of MPI_Get_library_version: "Open MPI v5.0.11", "MPICH 5.0.2"."""
+    """Return a short name from MPI_Get_library_version's text, such as "Open MPI v5.0.11" or "MPICH 5.0.2".
+
+    Returns: "an unknown MPI" if the text is empty.
+    """
     line = version.strip("\0 \n").split("\n")[0].split(",")[0]
     return " ".join(re.sub(r"(?i)version\s*:", " ", line).split()) or "an unknown MPI"
 
 
 def read_claim(environ: Mapping[str, str] = os.environ, family: str = "") -> LauncherClaim | None:
-    """The claim that counts: of the loaded library's own launcher, else of another MPI, else of a Slurm step.
+    """Return the claim that counts: of the loaded library's own launcher, else of another MPI, else of a Slurm step.
 
-    Raises: TopologyError when a variable is not a number.
+    Args: family: the family of the loaded library; "" if unknown.
+    Returns: None if no launcher's variable is set.
+    Raises: TopologyError if a variable is not a number.
     """
     return next(_claims(environ, family), None)
 
 
 def certain_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """This process's rank, and of how many, where several were started and MPI can but agree; else None.
+    """Return (rank, number of ranks) from the launcher's variables, if they are certain before MPI starts.
 
-    Raises: TopologyError when a variable is not a number.
+    Called by: code that runs before MPI_Init, such as `rank_end` and the observer.
+    Returns: None for a single rank, if the launcher does not say both numbers, in a heterogeneous Slurm job, and if
+        Cray's MPICH may number the ranks anew.
+    Raises: TopologyError if a variable is not a number.
     """
     match read_claim(environ):
         case LauncherClaim(rank=int(rank), size=int(size), at_least=False) if size > 1:
@@ -110,7 +131,7 @@ def certain_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | N
 
 
 def _claims(environ: Mapping[str, str], family: str) -> Iterator[LauncherClaim]:
-    """All claims, the one that counts first. Others may be of the shell in which the launcher was called."""
+    """Yield all claims; the first one counts. Later claims may come from the shell that called the launcher."""
     rows = sorted(SIZE_AND_RANK, key=lambda row: not (family and row[3] == family))
     if SLURM_STEP[1] in environ and "PRTE_LAUNCHED" not in environ:
         rows.append(SLURM_STEP)
@@ -120,7 +141,10 @@ def _claims(environ: Mapping[str, str], family: str) -> Iterator[LauncherClaim]:
 
 
 def describes_daemons(environ: Mapping[str, str]) -> bool:
-    """Whether an mpirun started this rank, so that the variables of a Slurm step are those of mpirun's daemons."""
+    """Return whether mpirun started this rank inside a Slurm job; the Slurm step's variables then describe its daemons.
+
+    False outside a Slurm step.
+    """
     size, rank, _, _ = SLURM_STEP
     if size not in environ:
         return False
@@ -131,7 +155,7 @@ def describes_daemons(environ: Mapping[str, str]) -> bool:
     return "PRTE_LAUNCHED" in environ
 
 
-# What numbers the ranks of a node: "0" for the first
+# Variables with a rank's number on its node: "0" for the first rank
 _LOCAL_RANKS = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -142,14 +166,16 @@ _LOCAL_RANKS = (
 
 
 def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher says that this is its node's first rank; False also where it does not say."""
+    """Return whether the launcher's variables say that this is its node's first rank; False if they do not say it."""
     return next((environ[name] for name in _LOCAL_RANKS if name in environ), "") == "0"
 
 
 def check_library(environ: Mapping[str, str], version: str, library_path: str = "") -> None:
-    """Before MPI_Init: refuse a library that is known not to work under this launcher.
+    """Check before MPI_Init that the loaded MPI library may work under this launcher.
 
-    Raises: TopologyError.
+    Args: version, library_path: the text of MPI_Get_library_version, and the library's file; "" if unknown.
+    Raises: TopologyError if the launcher is Open MPI's and the library MPICH's, or the reverse, unless they may work
+        together.
     """
     family = library_family(version)
     claim = read_claim(environ, family)
@@ -164,8 +190,8 @@ def check_library(environ: Mapping[str, str], version: str, library_path: str = 
 
 
 def _may_work_anyway(claim: LauncherClaim, environ: Mapping[str, str], version: str) -> bool:
-    """Whether a library may work under another MPI's launcher."""
-    # A launcher that also speaks PMIx, and a library that understands it: the world's size will tell.
+    """Return whether a library may work under another MPI's launcher; `check_world` then decides after MPI_Init."""
+    # A launcher and a library may both speak PMIx.
     by_pmix, alone = "PMIX_RANK" in environ, claim.size == 1
     if library_family(version) == OPEN_MPI:
         # Open MPI up to 4 may have been built for srun --mpi=pmi2.
@@ -182,9 +208,10 @@ def check_world(
     world_rank: int,
     library_path: str = "",
 ) -> None:
-    """After MPI_Init: the world must be what the launcher started.
+    """Check after MPI_Init that MPI's world has the size and the rank that the launcher's variables say.
 
-    Raises: TopologyError.
+    Args: version, library_path: the text of MPI_Get_library_version, and the library's file; "" if unknown.
+    Raises: TopologyError if the size or the rank differs, or if a variable is not a number.
     """
     claim = _deciding_claim(environ, version, world_size, world_rank)
     if claim is None:
@@ -207,9 +234,9 @@ def check_world(
 def _deciding_claim(
     environ: Mapping[str, str], version: str, world_size: int, world_rank: int
 ) -> LauncherClaim | None:
-    """The claim with which MPI's world must agree: one that is MPI's very words, else the first.
+    """Return the claim that MPI's world must match: a claim with MPI's own size and rank, else the first claim.
 
-    Where MPI and the first claim say that this process is alone, it is a claim that denies this.
+    If MPI and the first claim both say a size of 1, a claim of several ranks decides. None if there is no claim.
     """
     claims = list(_claims(environ, library_family(version)))
     for claim in claims:
@@ -221,9 +248,11 @@ def _deciding_claim(
 
 
 def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
-    """Without a usable MPI library: a program that no launcher started is one rank, any other is an error.
+    """Check that this process may run as one rank without MPI.
 
-    Raises: TopologyError.
+    Called by: `start_mpi`, if no MPI library can be loaded.
+    Args: why_no_mpi: the text of mpi4py's error.
+    Raises: TopologyError if MPI4PY_LIBMPI is set, or if a launcher has started several ranks.
     """
     claim = read_claim(environ)
     if chosen := environ.get("MPI4PY_LIBMPI"):
@@ -243,7 +272,7 @@ def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
 
 
 def left_alone(environ: Mapping[str, str]) -> str:
-    """A warning for what runs as one rank in a Slurm job of several tasks, outside of any step; '' otherwise."""
+    """Return a warning for a single rank in a Slurm job of several tasks that no srun or mpirun started; else ''."""
     tasks = environ.get("SLURM_NTASKS", "")
     if not tasks.isdecimal() or int(tasks) < 2 or "SLURM_STEP_ID" in environ:
         return ""
@@ -255,7 +284,7 @@ def left_alone(environ: Mapping[str, str]) -> str:
 
 
 def why_not_fault_tolerant(version: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Why the death of a rank ends the job; "" where it need not.
+    """Return the reason why the death of one rank ends the whole job; "" if the other ranks can go on.
 
     Args: version: the text of MPI_Get_library_version.
     """
@@ -269,17 +298,20 @@ def why_not_fault_tolerant(version: str, environ: Mapping[str, str] = os.environ
 
 
 def confuses_children(variable: str) -> bool:
-    """Whether a child process that inherits `variable` would take itself for a rank of this job."""
+    """Return whether a child process that inherits `variable` would take itself for a rank of this job."""
     return _CHILD_CONFUSING.match(variable) is not None
 
 
 def joins_job(variable: str) -> bool:
-    """Whether an MPI program that inherits `variable` would try to join this job: it would abort, or hang."""
+    """Return whether an MPI program that inherits `variable` would try to join this job, and so abort or hang."""
     return confuses_children(variable) and not _SAYS_RANK.fullmatch(variable)
 
 
 def without_inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` of a rank's child, without what says a rank, unless a launcher has started the child since."""
+    """Return `environ` without the variables that say a rank, for a process that a rank has started.
+
+    Called by: `start_mpi`. If a launcher has started the process since, the launcher's own variables stay.
+    """
     by_pmix = {name.startswith("PMIX_") for name in environ if joins_job(name)}
     return {
         name: text
@@ -289,12 +321,12 @@ def without_inherited(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_of_children(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for a child process that is no rank."""
+    """Return the environment for a child process that is no rank."""
     return {name: value for name, value in environ.items() if not confuses_children(name)}
 
 
 def _claim(environ: Mapping[str, str], row: tuple[str, str, str, str]) -> LauncherClaim:
-    """Args: row: of `SIZE_AND_RANK` or `RANK_ONLY`, or `SLURM_STEP`."""
+    """Return the claim of one launcher. Args: row: an entry of `SIZE_AND_RANK` or `RANK_ONLY`, or `SLURM_STEP`."""
     size, rank, launcher, family = row
     variables = ", ".join(f"{name}={environ[name]}" for name in (size, rank) if name in environ)
     # Each component of a heterogeneous Slurm job counts its own tasks.
@@ -316,9 +348,9 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _denies_that_it_is_alone(claim: LauncherClaim, environ: Mapping[str, str]) -> bool:
-    """Whether `claim` says that this process has company, though another launcher's variables say 1.
+    """Return whether `claim` says that there are several ranks, though another launcher's variables say 1.
 
-    An mpiexec in each task of a step may start one rank: then the step's number does not count.
+    An mpiexec may run in each task of a Slurm step and start one rank there. Then the step's size does not count.
     """
     by_mpiexec = {"HYDI_CONTROL_FD", "OMPI_COMM_WORLD_SIZE"} & environ.keys()
     if by_mpiexec and claim.launcher in (SLURM_STEP[2], *(row[2] for row in RANK_ONLY)):

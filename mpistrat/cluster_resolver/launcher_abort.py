@@ -1,4 +1,4 @@
-"""Ends a job where MPI cannot: before this process has initialized it."""
+"""Ends a job before this process has initialized MPI, when MPI_Abort cannot be called."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _SECONDS_TO_BE_KILLED = 2.0
 
 
 def abort_by_launcher(code: int) -> None:
-    """Have the launcher end all processes of the job with exit code `code`; return if it does not.
+    """Ask the launcher to end all processes of the job with exit code `code`. Return if the launcher does not do it.
 
-    Open MPI's launcher does so by itself when a process ends with an exit code other than 0. MPICH's and Slurm's wait
-    for the other processes, which may wait for this one in MPI_Init.
+    Open MPI's launcher ends the job by itself when a process ends with an exit code other than 0. MPICH's and Slurm's
+    launchers wait for the other processes, and these may wait for this process in MPI_Init.
+    Called by: `rank_end`.
     """
     environ, asked = os.environ, False
-    # Of MPICH's launcher and those that come from it, and of srun --mpi=pmi2
+    # Set by MPICH's launcher, by launchers derived from it, and by srun --mpi=pmi2
     if environ.get("PMI_FD", "").isdecimal():
         asked = _abort_by_pmi(int(environ["PMI_FD"]), code)
     elif SLURM_STEP[0] in environ and not describes_daemons(environ):
@@ -32,12 +33,16 @@ def abort_by_launcher(code: int) -> None:
 
 
 def _abort_by_pmi(descriptor: int, code: int) -> bool:
-    """By version 1 of PMI's wire protocol, over what the launcher has opened for it; returns whether it was sent."""
+    """Send the launcher an abort in version 1 of PMI's wire protocol.
+
+    Args: descriptor: the socket that the launcher has opened for PMI.
+    Returns: whether the message was sent; False if the socket's other end is not this process's parent.
+    """
     with contextlib.suppress(OSError):
         with socket.socket(fileno=os.dup(descriptor)) as found:
             peer = found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid, _, _ = struct.unpack("3i", peer)  # at the other end
-        if pid != os.getppid():  # closed meanwhile, and now the program's own
+        pid, _, _ = struct.unpack("3i", peer)  # of the process at the other end
+        if pid != os.getppid():  # the program has closed it, and reuses the number
             return False
         os.write(descriptor, b"cmd=init pmi_version=1 pmi_subversion=1\n")
         if select.select([descriptor], (), (), _SECONDS_TO_ANSWER)[0]:

@@ -1,4 +1,4 @@
-"""A cluster that a service lists: MPI tells who is who, the list how many there should be."""
+"""A resolver for a cluster that a service lists. MPI gives the ranks; the list gives the expected number of tasks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from mpistrat.topology import Topology
 
 
 class ListedTasksResolver(ClusterResolver):
-    """The tasks that a service lists, asked again at every call."""
+    """A base class of resolvers for tasks that a service lists. Every call asks the service again."""
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The address of the task, by default this one's; '' as long as nothing tells a task."""
+        """Return the address of a task, by default of this task; '' if nothing names a task.
+
+        Raises: ValueError if the task is not in the list.
+        """
         return super().master(task_type, task_id, rpc_layer)
 
     def topology(self) -> Topology:
-        """MPI's, of as many ranks as the cluster has tasks that train, its chief and its workers.
+        """Return MPI's topology, after a check that the list has as many chiefs and workers as MPI has ranks.
 
-        Called by: every rank. MPI is asked first, so that a service that does not answer is an error and not a wait.
-        Raises: TopologyError when the numbers differ.
+        MPI starts before the service is asked. So if the service does not answer, no other rank waits in MPI_Init.
+        Called by: every rank.
+        Raises: TopologyError if the numbers differ.
         """
         topology = MPIClusterResolver().topology()
         spec = self.cluster_spec()
@@ -38,9 +42,9 @@ class ListedTasksResolver(ClusterResolver):
         return topology
 
     def _require(self, module: str, extra: str, package: str) -> None:
-        """Raises: ImportError, with the command that installs it, where the client library `module` is missing."""
+        """Raises: ImportError with a pip command if `module` is missing; `extra` or `package` would install it."""
         found = None
-        with contextlib.suppress(ImportError):  # not even the package that it is in
+        with contextlib.suppress(ImportError):  # the package that contains the module is missing
             found = importlib.util.find_spec(module)
         if found is None:
             raise ImportError(

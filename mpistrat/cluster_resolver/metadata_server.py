@@ -1,4 +1,4 @@
-"""What Google's metadata server tells a virtual machine about itself.
+"""Asks Google's metadata server about this virtual machine.
 
 Protocol: https://cloud.google.com/compute/docs/metadata/querying-metadata
 """
@@ -12,18 +12,21 @@ from collections.abc import Mapping
 from mpistrat.liveness.bounded_waits import within
 
 HOST = "GCE_METADATA_HOST"  # "metadata.google.internal", "127.0.0.1:8080"
-ADDRESS = "GCE_METADATA_IP"  # "169.254.169.254": what TensorFlow's client reads
-_FLAVOR = {"Metadata-Flavor": "Google"}  # of requests and of answers
+ADDRESS = "GCE_METADATA_IP"  # "169.254.169.254"; TensorFlow's client reads this variable
+_FLAVOR = {"Metadata-Flavor": "Google"}  # a header of requests and of answers
 _TRIES = 3  # while the server is busy
 _SECONDS_PER_TRY = 2.0
-_SECONDS = 7.0  # in all: a look-up of the name has no limit of its own, nor has an answer that comes byte by byte
+# For the whole call, because the timeout of a try limits neither the look-up of the name nor an answer that comes byte
+# by byte.
+_SECONDS = 7.0
 _MOST_BYTES = 1 << 20
 
 
 def read_metadata(path: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The value below computeMetadata/v1/, such as "instance/attributes/tpu-env"; None where it has no such value.
+    """Return a value of Google's metadata server as text; None if the server has no such value.
 
-    Raises: OSError, within 7 seconds, where there is no such server.
+    Args: path: the path below computeMetadata/v1/, such as "instance/attributes/tpu-env".
+    Raises: OSError, within 7 seconds, if no such server answers.
     """
     host = environ.get(HOST) or environ.get(ADDRESS) or "metadata.google.internal"
     url = f"http://{host}/computeMetadata/v1/{path}"
@@ -40,7 +43,7 @@ def _answer(url: str) -> str | OSError | None:
     import urllib.error
     import urllib.request
 
-    # No proxy has this machine's metadata, whatever http_proxy says.
+    # Without http_proxy, because a proxy would not return this machine's metadata.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for attempt in range(_TRIES):
         time.sleep(0.3 * attempt)
@@ -55,7 +58,7 @@ def _answer(url: str) -> str | OSError | None:
                 return None
             trouble: OSError = error
             is_busy = error.code >= 500 or error.code == 429
-        except OSError as error:  # a URLError has its cause in `reason`
+        except OSError as error:  # the `reason` of a URLError is its cause
             trouble, is_busy = error, isinstance(getattr(error, "reason", error), TimeoutError)
         except (http.client.HTTPException, ValueError) as error:
             return OSError(str(error))

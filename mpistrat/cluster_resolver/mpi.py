@@ -1,4 +1,4 @@
-"""The default resolver: MPI itself knows who is who. MPI is loaded and started on first use, not on import."""
+"""The default resolver: it asks MPI for the ranks. MPI is loaded and started on first use, not on import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpistrat.machine.notices import say
 from mpistrat.settings import rank_pid
 from mpistrat.topology import Topology
 
-# Of a worker that would have started MPI while it imported the main program.
+# Exit code of a multiprocessing worker that would have started MPI while it imported the main program.
 EXIT_CODE_OF_REFUSED_WORKER = 78  # EX_CONFIG of sysexits.h
 GUARD_PROGRAM = 'Workers import the program: put what it does under `if __name__ == "__main__":`'
 
@@ -32,12 +32,23 @@ _kept_with_comm: int | None = None
 
 
 class MPIClusterResolver(ClusterResolver):
-    """The ranks of an MPI communicator; one rank when there is no MPI and no launcher started this process.
+    """The ranks of an MPI communicator. Without MPI, and without a launcher, it is one rank.
 
-    Args: comm: an mpi4py intracommunicator, default all ranks (MPI.COMM_WORLD). MPI is initialized if it is not yet.
-    Called by: every rank of `comm`. The constructor starts nothing. The first use of another member starts MPI; the
-        first `topology()` of a communicator is collective over it.
-    Raises: TopologyError on first use, when launcher and MPI library contradict each other.
+    The constructor starts nothing. The first use of another member initializes MPI, if the program has not. The first
+    `topology()` of a communicator is collective over it.
+
+    Called by: every rank of `comm`.
+    Args: comm: an mpi4py intracommunicator; None is all ranks (MPI.COMM_WORLD).
+    Raises: on first use, TopologyError if the launcher and the MPI library contradict each other, or MPI was finalized;
+        TypeError if `comm` is no intracommunicator; ValueError if `comm` is MPI.COMM_NULL.
+
+    Example:
+        >>> resolver = ms.cluster_resolver.MPIClusterResolver()
+        >>> topology, comm = resolver.topology(), resolver.comm
+        >>> topology.rank, topology.size
+        (0, 1)
+        >>> resolver.cluster_spec().num_tasks("worker"), resolver.master()
+        (1, '')
     """
 
     launcher = "mpi"
@@ -48,7 +59,7 @@ class MPIClusterResolver(ClusterResolver):
 
     @property
     def comm(self) -> Any:
-        """The communicator; None when this is a single rank without MPI."""
+        """The mpi4py communicator; None for a single rank without MPI. The first use starts MPI."""
         mpi = start_mpi()
         if self._comm is not None:
             _check_comm(mpi, self._comm)
@@ -56,6 +67,11 @@ class MPIClusterResolver(ClusterResolver):
         return None if mpi is None else mpi.COMM_WORLD
 
     def topology(self) -> Topology:
+        """Return the place of each rank of the communicator on the nodes.
+
+        Called by: every rank. The first call for a communicator is collective; later calls communicate nothing.
+        Raises: TopologyError if MPI disagrees with Slurm about the nodes, or with the launcher about the ranks.
+        """
         return self._topology
 
     @functools.cached_property
@@ -64,7 +80,7 @@ class MPIClusterResolver(ClusterResolver):
         return Topology.single() if comm is None else _topology_of(comm)
 
     def cluster_spec(self) -> ClusterSpec:
-        """One worker per rank, each at the name of its node: MPI needs no ports."""
+        """Return a cluster with one worker per rank. A worker's address is its node's name, without a port."""
         topology = self.topology()
         hosts = topology.hosts or ("localhost",)
         return ClusterSpec({"worker": [hosts[node] for node in topology.node_of_rank]})
@@ -72,7 +88,7 @@ class MPIClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The node of a task when both are given; '' otherwise, for no rank is the others' master."""
+        """Return the node's name of a task if its type and id are given, else '', because ranks have no master."""
         if None in (task_type, task_id):
             return ""
         return super().master(task_type, task_id, rpc_layer)
@@ -89,10 +105,13 @@ class MPIClusterResolver(ClusterResolver):
 
 
 def start_mpi() -> Any:
-    """mpi4py.MPI, initialized and checked against the launcher; None for a single rank without MPI.
+    """Initialize MPI if needed, and check it against the launcher.
 
-    Called by: every rank, as MPI_Init is. Takes out of os.environ by what a child process would join the job.
-    Raises: TopologyError when the launcher and the MPI library contradict each other; RuntimeError in a rank's worker.
+    Removes from os.environ the variables that would make a child process join this job.
+    Called by: every rank, because MPI_Init is collective.
+    Returns: the module mpi4py.MPI; None for a single rank without MPI.
+    Raises: TopologyError if the launcher and the MPI library contradict each other, or if MPI was finalized;
+        RuntimeError in a worker process of a rank.
     """
     global _started
     _refuse_in_worker()
@@ -125,7 +144,7 @@ def start_mpi() -> Any:
 
 
 def _environment() -> Mapping[str, str]:
-    """The environment, in a rank's child without the rank's own number."""
+    """Return os.environ; in a child process of a rank, a copy without the rank's number."""
     is_child = rank_pid() and not _started
     return launcher.without_inherited(os.environ) if is_child else os.environ
 
@@ -136,12 +155,16 @@ def _warn_if_left_alone() -> None:
 
 
 def _refuse_in_worker() -> None:
-    """In a child of multiprocessing, such as a DataLoader's worker: it is no rank, and would wait for ranks."""
-    multiprocessing = sys.modules.get("multiprocessing")  # loaded in each of its children
+    """Refuse to start MPI in a multiprocessing child of a rank, such as a DataLoader's worker process.
+
+    The child is no rank, so MPI_Init would wait for ranks that never come.
+    Raises: RuntimeError in such a child. A child that is still importing the main program exits with code 78 instead.
+    """
+    multiprocessing = sys.modules.get("multiprocessing")  # every child has loaded it
     if multiprocessing is None:
         return
     process = multiprocessing.current_process()
-    # While it imports the main program, it does not know its parent yet.
+    # While a child imports the main program, parent_process() is still None.
     child = multiprocessing.parent_process() or getattr(process, "_inheriting", False)
     of_rank = rank_pid()
     if child and of_rank not in ("", str(os.getpid())):
@@ -149,7 +172,7 @@ def _refuse_in_worker() -> None:
             f"MPI was to be started in a worker process (pid {os.getpid()}) of a rank (pid {of_rank}), where no "
             f"strategy can be built. {GUARD_PROGRAM}"
         )
-        if not multiprocessing.parent_process():  # of many workers the tracebacks would hide why
+        if not multiprocessing.parent_process():  # tracebacks of many workers would hide the text
             if process.name.endswith("-1"):
                 say(f"mpistrat: {text}\n")
             os._exit(EXIT_CODE_OF_REFUSED_WORKER)
@@ -157,11 +180,14 @@ def _refuse_in_worker() -> None:
 
 
 def import_mpi() -> tuple[Any, list[str]]:
-    """mpi4py.MPI, not initialized if this is its first import; or None and the lines of the reason."""
+    """Import mpi4py.MPI without initializing MPI.
+
+    Returns: (the module, []); (None, the lines of the error's text) if mpi4py or its MPI library cannot be loaded.
+    """
     try:
         if "mpi4py.MPI" not in sys.modules:
             rc = importlib.import_module("mpi4py").rc
-            rc.initialize = False  # so that the library can be asked for its name before MPI_Init
+            rc.initialize = False  # so that the library's name can be checked before MPI_Init
             rc.finalize = True if rc.finalize is None else rc.finalize
         return importlib.import_module("mpi4py.MPI"), []
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when no libmpi loads
@@ -172,15 +198,15 @@ def _initialize(mpi: Any, claim: launcher.LauncherClaim | None) -> None:
     rc = importlib.import_module("mpi4py").rc
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
     rank, size = (None, 1) if claim is None else (claim.rank, claim.size)
-    rank_end.begin()  # if the launcher's variables were not there when mpistrat was imported
+    rank_end.begin()  # the launcher's variables may have been missing when mpistrat was imported
     with init_deadline(rank=rank, size=size), warnings.catch_warnings():
-        # mpi4py guesses from PMI_SIZE what check_world knows
+        # mpi4py guesses a mismatch from PMI_SIZE; check_world finds it for certain
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
         mpi.Init_thread(level)
 
 
 def _check_comm(mpi: Any, comm: Any) -> None:
-    # mpi4py's COMM_NULL is no Intracomm
+    # In mpi4py, COMM_NULL is no Intracomm, so it is checked first
     if mpi is not None and isinstance(comm, mpi.Comm) and comm == mpi.COMM_NULL:
         raise ValueError(
             f"comm is MPI.COMM_NULL on rank {mpi.COMM_WORLD.Get_rank()} of the world: this rank is not in the "
@@ -191,7 +217,10 @@ def _check_comm(mpi: Any, comm: Any) -> None:
 
 
 def _topology_of(comm: Any) -> Topology:
-    """Kept with `comm`: later calls are not collective, and cannot wait for ranks that do something else."""
+    """Return the topology of `comm`, and keep it as an attribute of `comm`.
+
+    The first call is collective. Later calls are not, so they cannot wait for ranks that do something else.
+    """
     global _kept_with_comm
     mpi = importlib.import_module("mpi4py.MPI")
     if _kept_with_comm is None:
@@ -199,7 +228,7 @@ def _topology_of(comm: Any) -> Topology:
     topology: Topology | None = comm.Get_attr(_kept_with_comm)
     if topology is None:
         topology = _ask_ranks_of(comm, mpi)
-        observation.remember_mappings()  # which are there once the ranks have spoken
+        observation.remember_mappings()  # MPI's first communication has made its mappings
         comm.Set_attr(_kept_with_comm, topology)
     return topology
 
@@ -217,14 +246,14 @@ def _ask_ranks_of(comm: Any, mpi: Any) -> Topology:
         if name != names[leader]:
             raise TopologyError(
                 f"MPI says that ranks {leader} and {other} share a node, but Slurm has started them on "
-                f"{names[leader]} and {name}. `srun --mpi=pmi2` tells MPICH so where the components of a heterogeneous "
+                f"{names[leader]} and {name}. `srun --mpi=pmi2` misleads MPICH if the components of a heterogeneous "
                 f"job are not in the order of their nodes' names: reorder them, or start the ranks with mpirun."
             )
     return Topology.from_lowest_ranks(rank, leaders, hosts, "mpi")
 
 
 def library_path() -> str:
-    """The file of the loaded libmpi, '' when the system does not tell."""
+    """Return the path of the loaded libmpi; '' if no libmpi is loaded or the system does not tell."""
     with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         return next((line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line), "")
     return ""

@@ -1,7 +1,7 @@
-"""Commands that start an MPI job of its own, of two processes, from within a rank.
+"""Commands that start another MPI job, of two processes, from within a rank.
 
-A process that no launcher starts is an MPI job of one, and two such jobs do not find each other: MPICH 5 and Open MPI 5
-both refuse MPI_Comm_join and MPI_Comm_connect between them. So a launcher is called.
+A process without a launcher is an MPI job of one process, and two such jobs cannot connect: MPICH 5 and Open MPI 5 both
+refuse MPI_Comm_join and MPI_Comm_connect between them. So these commands call a launcher.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mpistrat.cluster_resolver import launcher
 
-# With these, a launcher takes the nodes of the allocation in place of those that it is given.
+# With these variables, a launcher takes the nodes of the allocation instead of the nodes on its command line.
 _OF_SCHEDULERS = re.compile(r"(SLURM|PBS|LSB|SGE|FLUX|OAR|HYDRA_HOST)_|PE_HOSTFILE$")
 
 Command = tuple[list[str], dict[str, str]]
@@ -26,12 +26,15 @@ def commands(
     hosts: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[Command]:
-    """What may start the two processes, the likeliest first, each with its environment; a program's words are appended.
+    """Yield commands that may start the two processes, the most promising first.
 
+    Called by: the trial of whether MPI can send the memory of a GPU.
     Args:
         version: the text of MPI_Get_library_version.
-        library: the file of the loaded libmpi, "" if unknown. The launcher beside it is its own.
-        hosts: two nodes, one for each process; none for both on this node.
+        library: the path of the loaded libmpi; "" if unknown. A `bin/mpiexec` beside its folder is preferred.
+        hosts: two nodes, one for each process; empty to start both processes on this node.
+    Returns: pairs (words of the command, environment); the caller appends the words of the program. There are none
+        without mpiexec and srun.
     """
     beside_library = Path(library).parent.parent / "bin" / "mpiexec"
     is_beside = library != "" and beside_library.exists()
@@ -53,7 +56,7 @@ def _by_mpiexec(
         placement = ["-ppn", str(each), "-hosts", ",".join(nodes)]
     environment = launcher.environment_of_children(environ)
     if hosts:
-        # Between nodes it starts its daemons by srun, in a step that has to share this one's cores.
+        # Between nodes, mpiexec starts its daemons with srun, and their step must share the cores of this step.
         environment["SLURM_OVERLAP"] = "1"
     else:
         for name in filter(_OF_SCHEDULERS.match, list(environment)):

@@ -1,4 +1,4 @@
-"""A resolver for a cluster that the caller knows."""
+"""A resolver for a cluster that the program itself describes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Answers with what it was given.
+    """A resolver that returns the values of its arguments.
 
-    Raises: TypeError when `cluster_spec` is no ClusterSpec or `master` no str.
+    Args:
+        cluster_spec: the tasks and their addresses.
+        master: the address that `master()` returns without a task.
+        num_accelerators: the value that `num_accelerators()` returns; None is {}.
+        rpc_layer: the prefix of `master()`, such as "grpc".
+    Raises: TypeError if `cluster_spec` is no ClusterSpec or `master` is no str.
+
+    Example:
+        >>> spec = ms.cluster_resolver.ClusterSpec({"worker": ["n1:8888", "n2:8888"]})
+        >>> resolver = ms.cluster_resolver.SimpleClusterResolver(spec, "n1:8888", num_accelerators={"GPU": 4})
+        >>> resolver.master(), resolver.master("worker", 1), resolver.num_accelerators()
+        ('n1:8888', 'n2:8888', {'GPU': 4})
+        >>> resolver.cluster_spec()
+        ClusterSpec({'worker': ['n1:8888', 'n2:8888']})
     """
 
     launcher = "simple"
@@ -41,7 +54,10 @@ class SimpleClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The address of the task when both its type and id are given here, else the master of the constructor."""
+        """Return the address of a task if its type and id are given, else the constructor's `master`.
+
+        Raises: ValueError if the task is not in the cluster.
+        """
         if None in (task_type, task_id):
             return format_master_url(self._master, rpc_layer or self.rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
@@ -49,5 +65,5 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """What the constructor was given."""
+        """Return the constructor's `num_accelerators`."""
         return dict(self._num_accelerators)

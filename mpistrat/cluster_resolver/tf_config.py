@@ -1,4 +1,4 @@
-"""The cluster of the TF_CONFIG variable, read again at every call."""
+"""A resolver for the cluster in the variable TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ TF_CONFIG = "TF_CONFIG"
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """The cluster that the variable TF_CONFIG describes, read again at every question.
+    """The cluster that the variable TF_CONFIG describes. Every call reads the variable again.
 
-    Args: task_type, task_id, rpc_layer, environment: instead of what TF_CONFIG says.
-    Raises: ValueError (json.JSONDecodeError is one), by the methods, when TF_CONFIG does not describe a cluster.
+    Args:
+        task_type, task_id, rpc_layer: replace the values in TF_CONFIG.
+        environ: a mapping to read instead of os.environ.
+    Raises: the methods raise ValueError (or its subclass json.JSONDecodeError) if TF_CONFIG describes no cluster.
+
+    Example:
+        >>> cluster = '{"cluster": {"worker": ["n1:8888", "n2:8888"]}, "task": {"type": "worker", "index": 1}}'
+        >>> resolver = ms.cluster_resolver.TFConfigClusterResolver(environ={"TF_CONFIG": cluster})
+        >>> resolver.cluster_spec(), resolver.master()
+        (ClusterSpec({'worker': ['n1:8888', 'n2:8888']}), 'n2:8888')
     """
 
     launcher = "tf_config"
@@ -37,7 +45,7 @@ class TFConfigClusterResolver(ClusterResolver):
     ):
         super().__init__(task_type, None, rpc_layer, environment)
         self._set("task_id", task_id)
-        self._environ = environ  # None: that of the process which asks, also of a copy elsewhere
+        self._environ = environ  # None: os.environ of the process that calls, also after pickling
 
     def cluster_spec(self) -> ClusterSpec:
         cluster = self._config().get("cluster", {})
@@ -49,9 +57,11 @@ class TFConfigClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The given or own task's address; "session_master" as it stands when set; '' for fewer than two tasks.
+        """Return the address of a task, by default of this task.
 
-        Raises: ValueError when the task is not in the cluster.
+        If TF_CONFIG has "session_master", its value is returned unchanged. A cluster with fewer than two tasks has no
+        master: ''.
+        Raises: ValueError if the task is not in the cluster, or if TF_CONFIG and the arguments name no task.
         """
         session_master = self._config().get("session_master")
         if session_master is not None:
@@ -91,7 +101,10 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def parse_tf_config(text: str) -> dict[str, Any]:
-    """Raises: ValueError, and nothing else, when `text` is not the JSON of an object."""
+    """Parse the text of TF_CONFIG. Returns: the JSON object as a dict.
+
+    Raises: ValueError, and no other error, if `text` is not the JSON of an object, or if a key is given twice.
+    """
     try:
         config = json.loads(text, object_pairs_hook=_without_duplicates)
     except RecursionError:
@@ -99,7 +112,7 @@ def parse_tf_config(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         message = f"{TF_CONFIG}={text!r:.80} is no JSON: {error.msg}"
         raise json.JSONDecodeError(message, error.doc, error.pos) from None
-    except ValueError as error:  # a name twice; or, Python's own, a number of thousands of digits
+    except ValueError as error:  # a key is given twice, or a number has too many digits for Python
         what = error if "twice" in str(error) else "holds a number of too many digits"
         raise ValueError(f"{TF_CONFIG}={text!r:.80}: {what}") from None
     if not isinstance(config, dict):
@@ -125,5 +138,5 @@ def _index(index: Any) -> int:
     return int(text)
 
 
-# How the values of a resolver are read, by name
+# Functions that convert the values of a resolver, by the value's name
 _READ: dict[str, Callable[[Any], Any]] = {"task_type": str, "task_id": _index, "rpc_layer": str}

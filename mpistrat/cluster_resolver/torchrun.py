@@ -1,4 +1,4 @@
-"""The environment that torchrun gives its workers, from a `Topology`: scripts and libraries read it."""
+"""Sets the environment variables that torchrun sets. Scripts and libraries read them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from mpistrat.topology import Topology
 def torchrun_environment(
     topology: Topology, master: tuple[str, int], run_id: str
 ) -> dict[str, str]:
-    """What torchrun would set on this rank; a node is a group of workers, and all have the same role.
+    """Return the environment variables that torchrun would set on this rank.
+
+    Each node is one of torchrun's worker groups, and all ranks have the same role.
 
     Args:
-        master: the address and port of a TCPStore that runs: ranks connect to it as clients.
-        run_id: the same on all ranks, and another one in each job.
+        topology: the place of this rank among the ranks and nodes.
+        master: the (address, port) of a running TCPStore; ranks connect to it as clients.
+        run_id: a text that is the same on all ranks and different in each job.
     """
     address, port = master
     rank, size = str(topology.rank), str(topology.size)
@@ -38,14 +41,17 @@ def torchrun_environment(
 
 
 def set_torchrun_environment(topology: Topology, master: tuple[str, int], run_id: str) -> None:
-    """Set them in this process's environment, over what may be there from another launcher."""
+    """Set the variables of `torchrun_environment` in os.environ, and overwrite another launcher's values.
+
+    Called by: `mpistrat run`, on every rank.
+    """
     os.environ.update(torchrun_environment(topology, master, run_id))
 
 
 def have_accelerate_use_cpus() -> None:
-    """Have Hugging Face's accelerate use CPUs, as `accelerate launch --cpu` does, unless the user has set whether.
+    """Make Hugging Face's accelerate use CPUs, as `accelerate launch --cpu` does. Keep ACCELERATE_USE_CPU if it is set.
 
-    Where it finds no accelerator, and is not told so, it trains on every rank by itself, and so does the Trainer of
-    transformers.
+    Called by: `mpistrat run`, if there is no accelerator. Without the variable, accelerate and the Trainer of
+    transformers would then train on every rank separately.
     """
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")

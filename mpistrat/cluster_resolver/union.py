@@ -1,4 +1,4 @@
-"""Several resolvers as one cluster."""
+"""A resolver that joins the clusters of several resolvers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 
 
 class UnionResolver(ClusterResolver):
-    """The jobs of several resolvers together; what only one can answer, the first one does.
+    """The jobs of several resolvers in one cluster. All other values come from the first resolver.
 
-    The tasks of a job that several name follow one another in the order of the resolvers. Where one of them
-    gives task indices with gaps, the indices are kept, and two tasks of one index are a KeyError in `cluster_spec`.
+    If several resolvers have the same job, its tasks follow each other in the order of the resolvers. If one of these
+    resolvers has task indices with gaps, all indices are kept, and `cluster_spec` raises KeyError for an index that
+    two resolvers have.
 
-    Args: task_type, task_id, rpc_layer: instead of the first resolver's; 0, "" and None mean the first resolver's.
-    Raises: ValueError without any resolver; TypeError for what is no ClusterResolver.
+    Args:
+        cluster_resolvers: one or more ClusterResolvers.
+        task_type, task_id, rpc_layer: replace the first resolver's values; 0, "" and None mean the first resolver's.
+    Raises: ValueError without a resolver or with an unknown keyword; TypeError if a resolver is no ClusterResolver.
+
+    Example:
+        >>> simple, spec = ms.cluster_resolver.SimpleClusterResolver, ms.cluster_resolver.ClusterSpec
+        >>> workers, servers = simple(spec({"worker": ["n1:8888"]}), "n1:8888"), simple(spec({"ps": ["n2:8888"]}))
+        >>> union = ms.cluster_resolver.UnionResolver(workers, servers)
+        >>> union.cluster_spec(), union.master(), union.num_accelerators()
+        (ClusterSpec({'ps': ['n2:8888'], 'worker': ['n1:8888']}), 'n1:8888', {})
     """
 
     launcher = "union"
@@ -42,9 +52,9 @@ class UnionResolver(ClusterResolver):
         self._resolvers = cluster_resolvers
 
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of all resolvers.
+        """Return the tasks of all resolvers.
 
-        Raises: KeyError when two resolvers give the same index of a job to different tasks.
+        Raises: KeyError if two resolvers have the same index of a job, and one has indices with gaps.
         """
         parts: dict[str, list[list[str] | dict[int, str]]] = {}
         for resolver in self._resolvers:
@@ -55,7 +65,10 @@ class UnionResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The address of the task when both its type and id are given here, else the first resolver's master."""
+        """Return the address of a task if its type and id are given, else the first resolver's master.
+
+        Raises: ValueError if the task is in no resolver's cluster.
+        """
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
         address = self.cluster_spec().task_address(task_type, task_id)
@@ -76,7 +89,7 @@ class UnionResolver(ClusterResolver):
 
 def _merge(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
     lists = [part for part in parts if isinstance(part, list)]
-    # an empty job comes as {} and has no indices to keep
+    # A job without tasks is {}, and has no indices to keep
     if len(lists) + parts.count({}) == len(parts):
         return list(itertools.chain(*lists))
     merged: dict[int, str] = {}

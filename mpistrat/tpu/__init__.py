@@ -1,4 +1,4 @@
-"""The names that `tf.tpu.experimental` keeps."""
+"""TPU systems, topologies and device assignments, under the names that `tf.tpu.experimental` has."""
 
 from typing import TYPE_CHECKING
 

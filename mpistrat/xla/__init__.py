@@ -1,4 +1,4 @@
-"""XLA devices. Importing this package loads neither torch nor torch_xla, which `runtime` alone imports."""
+"""XLA devices. Importing this package loads neither torch nor torch_xla; only its module `runtime` loads torch_xla."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _runtime: Runtime | None = None
 
 
 def start() -> Runtime:
-    """The process's one XLA runtime; the first call makes it, and with it the first use of its devices.
+    """Return the process's only XLA runtime. The first call makes it, and uses the process's XLA devices.
 
-    Raises: ImportError where torch_xla is missing or made for another torch; RuntimeError where it finds no device.
+    Raises: ImportError if torch_xla is missing or is built against another torch version; RuntimeError if XLA finds no
+        device.
     """
     global _runtime
     if _runtime is None:

@@ -1,4 +1,4 @@
-"""How often steps were compiled, and for which shapes."""
+"""Counts the XLA compilations of each step, by the shapes of its arguments."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from mpistrat import arrays, nest
 from mpistrat.machine.notices import tell
 from mpistrat.values import select_replica
 
-# The first call makes an optimizer's state, which the second finds: each is a graph of its own. What was brought to the
-# device, or was read, between two calls may be another kind of input to one more.
+# The first call of a step creates the optimizer's state, and the second call has it as an input, so each compiles a
+# graph. A third graph is also normal: a tensor that the program moved or read between two calls is another kind of
+# input.
 _EXPECTED_CALLS = 3
 
 
 @dataclasses.dataclass
 class Compiled:
-    """
+    """The compilations of one step for one set of argument shapes.
+
     Attributes:
         step: the function's name.
-        code: which function of that name, or which class of callable objects.
-        shapes: of the arrays among its arguments, such as "float32[64,1,8,8]".
-        graphs: compiled for them, in `calls` calls; 0 where XLA had them all, of another strategy's steps.
+        code: the function's code object, or a callable object's class; distinguishes functions of one name.
+        shapes: dtype and shape of each array among the arguments, such as "float32[64,1,8,8]", or the type's name.
+        graphs: number of graphs that XLA compiled for these shapes; 0 if another strategy's steps had compiled them.
+        calls: number of calls that compiled a graph.
     """
 
     step: str
@@ -34,13 +37,13 @@ class Compiled:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """The name of a step, for people."""
+    """Return a step's name for messages: the function's `__qualname__`, or the class name of a callable object."""
     fn = _unwrapped(fn)
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
 def _code_of(fn: Callable[..., Any]) -> object:
-    """The same object in each call, though a lambda or a partial is made anew; of a callable object its class."""
+    """Return the function's code object, or a callable object's class: it stays the same for a lambda made anew."""
     fn = _unwrapped(fn)
     return getattr(fn, "__code__", type(fn))
 
@@ -52,20 +55,32 @@ def _unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Compilations:
-    """Those of one strategy on this rank. A new shape is told of, and a step that is compiled without one."""
+    """Counts the XLA compilations of one strategy's steps on this rank.
+
+    Prints a line when a known step compiles for new shapes, and when a step compiles in more than three calls for the
+    same shapes.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.all: list[Compiled] = []
         self._of_step: dict[tuple[str, object], dict[tuple[str, ...], Compiled]] = {}
-        self._known: set[tuple[object, ...]] = set()  # what steps were called with
+        # (code, kind of each argument) of the calls so far
+        self._known: set[tuple[object, ...]] = set()
 
     def note(self, fn: Callable[..., Any], arguments: Any, graphs: int) -> None:
-        """A call of `fn` with `arguments`, which may hold distributed values, has compiled `graphs` graphs, or none."""
+        """Count one call of a step, and print a line if it compiled unexpectedly.
+
+        Called by: `RecordedSteps`, after each call of a step.
+        Args:
+            fn: the step.
+            arguments: its arguments, a nest; leaves may be distributed values.
+            graphs: number of graphs that XLA compiled in this call; 0 if none.
+        """
         code = _code_of(fn)
         call = (code, *map(_kind_of, nest.flatten(arguments)))
         if not graphs and call in self._known:
-            return  # as nearly all calls, each of which pays for what is done up to here
+            return  # nearly every call ends here, so the lines above must be fast
         self._known.add(call)
         shapes = tuple(map(_shape, nest.flatten(select_replica(0, arguments))))
         compiled = self._with_shapes(name_of(fn), code, shapes, tells=graphs > 0)
@@ -76,13 +91,16 @@ class Compilations:
                 tell(
                     f"rank {self._rank}: {compiled.step} was compiled in {compiled.calls} calls though no argument "
                     "changed its shape: something in it is not the same in each call, such as a branch on a Python "
-                    "value, or a tensor whose shape it does not get as an argument"
+                    "value, or a tensor that is no argument and changes its shape"
                 )
 
     def _with_shapes(
         self, step: str, code: object, shapes: tuple[str, ...], tells: bool
     ) -> Compiled:
-        """The entry for these shapes. Args: tells: whether a new entry of a known step is told of."""
+        """Return the entry of a step for these shapes, or a new one.
+
+        Args: tells: whether to print a line if the new entry is not the step's first.
+        """
         known = self._of_step.setdefault((step, code), {})
         if shapes not in known:
             if known and tells:
@@ -100,12 +118,12 @@ class Compilations:
         if len(before) != len(shapes):
             changes = [f"it got {len(shapes)} arrays, and had got {len(before)}"]
         return (
-            f"rank {self._rank}: {step} was compiled again: {'; '.join(changes)}. Each new shape is compiled once; a "
-            "smaller last batch is left out with DataLoader(drop_last=True)"
+            f"rank {self._rank}: {step} was compiled again: {'; '.join(changes)}. Each new shape is compiled once; to "
+            "leave out a smaller last batch, use DataLoader(drop_last=True)"
         )
 
     def explain(self) -> str:
-        """A line for each step and its shapes, for people."""
+        """Return a line of text for each step and set of shapes, with its number of graphs; "" before any step."""
         return "\n".join(
             f"{compiled.step}: {_number_of(compiled.graphs)} for "
             f"{', '.join(compiled.shapes) or 'no arrays'}"
@@ -119,7 +137,7 @@ def _number_of(graphs: int) -> str:
 
 
 def _kind_of(leaf: Any) -> object:
-    """What a graph depends on: of a number, its type."""
+    """Return the properties of an argument that select a graph: an array's (shape, dtype), else its type."""
     leaf = select_replica(0, leaf)
     return (leaf.shape, leaf.dtype) if arrays.is_array(leaf) else type(leaf)
 

@@ -1,4 +1,4 @@
-"""Values on the cores of a rank: one for each, under one name."""
+"""Values that differ between the cores of a rank, though the program holds them in one tensor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from mpistrat.xla.runtime import Runtime
 
 
 class CoreValues:
-    """What the cores of one rank hold under one name, and how it is summed, spread and read.
+    """Spreads, sums and reads tensors that have another value on each core of a rank.
 
+    One program runs on all cores and holds one torch tensor; each core has another value for it.
     Args:
-        groups: the numbers, among all devices that XLA knows, of each rank's cores.
-        count: this rank's cores.
-        inside: whether a step is being recorded.
+        groups: for each rank, the numbers of its cores among all devices that XLA knows.
+        count: number of cores of this rank.
+        inside: returns whether a step is being recorded.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class CoreValues:
         self._numbers: Any = None
 
     def scatter(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The replicas' values, on the host, each on its core: of the shape of one.
+        """Copy one host tensor per replica of this rank to the cores.
 
-        Raises: ValueError when they differ in shape or dtype.
+        Returns: a tensor of the shape of one value; core i has `values[i]`.
+        Raises: ValueError if the values differ in shape or dtype.
         """
         shape, dtype = values[0].shape, values[0].dtype
         for number, value in enumerate(values):
@@ -50,16 +52,23 @@ class CoreValues:
         return self._layouts.part_of(whole).reshape(shape)
 
     def deal_out(self, whole: torch.Tensor) -> torch.Tensor:
-        """The rows of a tensor that each core has computed, or could, each to its core."""
+        """Give each core its row of `whole`, a tensor with a row for each of all ranks' cores.
+
+        Every core has, or can compute, all rows, so no row moves. Returns: a tensor of the shape of one row.
+        """
         spread = self._layouts.spread_copy(whole, self._rows(whole.ndim - 1))
         return self._layouts.part_of(spread).reshape(whole.shape[1:])
 
     def rows(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """The value of each core of this rank, on all of them. Inside a step, or outside."""
+        """Return a list of each core's `value`, in the order of this rank's cores; every core can read all of them.
+
+        Works inside and outside a step.
+        """
         is_here = (torch.arange(self._count, device=self._device) == self.number()).view(
             self._count, *(1,) * value.ndim
         )
-        # A sum in which all cores but one have zeros: to cut a spread tensor apart is what GSPMD does badly, if at all.
+        # Each core fills its row of a table and adds zeros elsewhere; the sum is the table. GSPMD handles slices of a
+        # spread tensor badly, or not at all.
         number = value.detach().to(torch.uint8) if value.dtype == torch.bool else value.detach()
         table = self._sum(torch.where(is_here, number.unsqueeze(0), torch.zeros_like(number)))
         if not self._inside():
@@ -67,13 +76,13 @@ class CoreValues:
         return list(table.to(value.dtype).unbind(0))
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all cores of this rank, on each of them. Inside a step, or outside."""
+        """Return the sum of `value` over all cores of this rank; each core has it. Works inside and outside a step."""
         return self._sum(self.each_its_own(value.detach()))
 
     def each_its_own(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` as each core's own: an operation with a number that differs between cores tells GSPMD so.
+        """Tell GSPMD that each core has its own `value`, by an operation with the core's number; return the result.
 
-        Where GSPMD has to find that out from later operations, such as a conversion of the dtype, it ends the process.
+        If GSPMD must infer this from later operations, such as a conversion of the dtype, GSPMD ends the process.
         """
         return torch.where(self.number() >= 0, value, torch.zeros_like(value))
 
@@ -81,7 +90,10 @@ class CoreValues:
         return self._layouts.reduce_over_devices("sum", value, self._groups)
 
     def number(self) -> torch.Tensor:
-        """Which replica of this rank a core is; int64, of no dimension. Inside a step, or outside."""
+        """Return the number of the core's replica on this rank, from 0, as an int64 tensor of shape [].
+
+        Works inside and outside a step.
+        """
         if self._numbers is None:
             numbers = [torch.tensor([i], device="cpu") for i in range(self._count)]
             shape = (self._num_all_devices,)
@@ -89,10 +101,10 @@ class CoreValues:
         return self._layouts.part_of(self._numbers).reshape(())
 
     def _rows(self, ndim: int) -> Any:
-        """Of a tensor with a row for each core of all ranks, of `ndim` more dimensions."""
+        """Return the sharding of a tensor with a row for each core of all ranks, and `ndim` more dimensions."""
         return self._layouts.sharding((self._num_all_devices,), (0, *(None,) * ndim))
 
     def whole(self, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """A tensor that all cores are said to share, made of the value that each core has."""
+        """Return a copy of `value`, of `shape`, that XLA takes for one tensor of all cores; each keeps its own data."""
         everywhere = self._layouts.sharding((self._num_all_devices,), (None,) * len(shape))
         return self._layouts.whole_of(value.clone(), everywhere, shape)

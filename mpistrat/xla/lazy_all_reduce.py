@@ -1,4 +1,4 @@
-"""Sums of gradients that XLA has yet to compute: they are packed and unpacked inside its graphs."""
+"""Sums gradients on XLA devices. XLA has not computed these gradients yet; its graphs pack and unpack them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mpistrat.cross_device_ops.packing import Packer
 
 
 class LazyAllReduce(MpiAllReduce):
-    """`MpiAllReduce` for gradients on XLA devices; it sums gradients on the host as `MpiAllReduce` does.
+    """`MpiAllReduce` for gradients on XLA devices. It sums gradients on the host as `MpiAllReduce` does.
+
+    If XLA does not connect the ranks, it computes the graph up to the gradients. The ranks then sum the gradients
+    through host memory, and a second graph continues with the sums.
 
     Args:
-        sum_of_rank: the sum over the cores of this rank, inside the graph.
-
-    Where XLA does not connect the ranks, what was recorded so far is computed; the sums go through host memory, and a
-    second graph goes on with them.
+        sum_of_rank: returns the sum of a flat tensor over the cores of this rank, inside the graph.
     """
 
     def __init__(
@@ -38,9 +38,10 @@ class LazyAllReduce(MpiAllReduce):
         contributions: Sequence[Any],
         reduction_of: Callable[[Sequence[int]], Reduction],
     ) -> dict[int, Any]:
-        """As `MpiAllReduce`, but a gradient that is summed leaves `.grad` and `contributions`.
+        """Sum gradients as `MpiAllReduce` does, but set each gradient that XLA sums to None.
 
-        Otherwise the graph would have it as a result of its own.
+        It is removed from the parameter's `.grad` and from `contributions`, so that the graph outputs only the sum.
+        Returns: the summed gradients, by index.
         """
         on_host = [i for i in indices if like[i].device.type != "xla"]
         sums = super().all_reduce_packs(packer, like, on_host, contributions, reduction_of)
@@ -69,7 +70,7 @@ class LazyAllReduce(MpiAllReduce):
 
 
 def _taken_from(gradients: list[Any], index: int, parameter: torch.Tensor) -> torch.Tensor:
-    """The dense gradient of a parameter, which `.grad` and `own` have no more."""
+    """Return a parameter's dense gradient, zeros if it has none, and set `gradients[index]` and `.grad` to None."""
     gradient = gradients[index]
     gradients[index] = parameter.grad = None
     if gradient is None:

@@ -1,7 +1,7 @@
-"""One replica over several devices of a rank, its logical devices: one program on whole tensors, which XLA cuts apart.
+"""One replica over several devices of a rank, its logical devices. The program works on whole tensors; XLA splits them.
 
-The program says of some tensors how they are to be laid out, and XLA finds the rest, and what is exchanged between
-the devices. Values are the same as on one device, up to rounding. (GSPMD, arxiv.org/abs/2105.04663.)
+The program gives the layout of some tensors. XLA chooses the layout of all other tensors, and adds the exchanges
+between the devices. Values are the same as on one device, up to rounding. (GSPMD, arxiv.org/abs/2105.04663.)
 """
 
 from __future__ import annotations
@@ -19,61 +19,59 @@ from mpistrat.xla.topology.logical_devices import check_logical_device, check_sp
 
 
 class LogicalDevices:
-    """Called by: the thread that runs the program.
+    """Lays tensors out over the logical devices of this rank's replica.
 
-    What is laid out, and returned, depends on where the program says it. Outside a step a parameter, or another leaf
-    of autograd that is no view, is itself laid out, so that each device holds its part only, and is returned. Of other
-    tensors, and inside a step of all, a copy is returned that is laid out as said, as its gradient is; the tensor given
-    stays as it is, and nothing is moved through the host.
+    Outside a step, the methods lay out a parameter, or another autograd leaf that is no view, in place, and return it:
+    each device then holds its part only. For any other tensor, and inside a step, they return a copy with the layout;
+    its gradient has the same layout. The argument keeps its layout, and nothing moves through the host.
 
-    A tensor keeps its layout in the steps that change it. One that has none before its first step (that of a module's
-    `to`; `Runtime.put` makes whole ones) gets from XLA what fits, and the second step is then another graph: whoever
-    wants one compilation lays out, or makes whole, all that the steps keep.
+    A tensor keeps its layout in the steps that change it. If a tensor has no layout before its first step (as after a
+    module's `to`; `Runtime.put` makes whole tensors), XLA chooses one in that step, and the second step compiles
+    another graph. To compile once, lay out or replicate every tensor that the steps keep.
 
+    Called by: the thread that runs the program.
     Args:
-        runtime: with `spmd` and `count` devices, where `count` is more than 1; else it is not used.
-        count: the logical devices of the replica. With 1 there is nothing to lay out, and arguments are checked only.
+        runtime: if `count` is above 1, it has `spmd` and exactly `count` devices.
+        count: number of logical devices of the replica. With 1, the methods check arguments and return the tensor.
+    Raises: ValueError if `count` is neither 1 nor the number of devices that XLA knows.
     """
 
     def __init__(self, runtime: Runtime, count: int) -> None:
         if count != 1 and count != runtime.num_all_devices:
             raise ValueError(
-                f"a replica of {count} logical devices is to have all devices that XLA gives this process, "
-                f"which are {runtime.num_all_devices}"
+                f"a replica of {count} logical devices is to have all devices that XLA gives this process, and XLA "
+                f"gives it {runtime.num_all_devices}"
             )
         self._runtime = runtime
         self._count = count
         self._has_warned = False
 
     def assign(self, tensor: Any, logical_device_id: int) -> Any:
-        """`tensor`, for one logical device; with several all of them have it, which a line on stderr says once.
+        """Put `tensor` on all logical devices, because torch_xla has no layout for a single device.
 
-        torch_xla has no layout on one device: it takes one for all.
-        Raises: ValueError where the replica has no such device, and for a tensor of another device.
+        With several logical devices, rank 0 says so once on stderr.
+        Raises: ValueError if the replica has no device `logical_device_id`, or if `tensor` is not on XLA devices.
         """
         check_logical_device(logical_device_id, self._count)
         if self._count > 1 and not self._has_warned and rank_end().rank == 0:
             self._has_warned = True
             tell(
                 f"experimental_assign_to_logical_device: torch_xla keeps no value on one of a replica's {self._count} "
-                "logical devices, so each of them has it, and computes what is made of it; to share the work out, use "
+                "logical devices, so each of them has it and repeats the computations with it; to share the work, use "
                 "experimental_split_to_logical_devices"
             )
         return self.replicate(tensor)
 
     def split(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
-        """`tensor`, dimension d cut into `partition_dimensions[d]` parts, which the devices have in row-major order.
+        """Cut dimension d of `tensor` into `partition_dimensions[d]` parts, one part per device in row-major order.
 
-        Raises: ValueError unless it divides into one part per logical device, and for a tensor of another device.
+        Raises: ValueError if the parts are not equal, not one per logical device, or `tensor` is not on XLA devices.
         """
         parts = check_split(tuple(tensor.shape), partition_dimensions, self._count)
         return self._lay_out(tensor, parts, range(len(parts)))
 
     def replicate(self, tensor: Any) -> Any:
-        """`tensor`, all of it on each logical device.
-
-        Raises: ValueError for a tensor of another device.
-        """
+        """Put the whole `tensor` on each logical device. Raises: ValueError if `tensor` is not on XLA devices."""
         return self._lay_out(tensor, (self._count,), (None,) * len(tensor.shape))
 
     def _lay_out(self, tensor: Any, mesh: Sequence[int], cut: Sequence[int | None]) -> Any:

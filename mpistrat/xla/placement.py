@@ -1,4 +1,4 @@
-"""Which of its cores each rank's replicas have."""
+"""Assigns the cores of each rank to the rank's replicas."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from mpistrat.xla.topology.topology import TpuTopology
 def replicas_of_rank(
     assignment: DeviceAssignment | None, topology: TpuTopology, rank: int
 ) -> list[tuple[int, ...]]:
-    """The cores, by their numbers on the rank, of each replica of `rank`.
+    """Return for each replica of `rank` a tuple of its cores' numbers on the rank.
 
     Args:
-        assignment: None has each core be a replica.
-        topology: tasks are ranks.
-    Raises, on all ranks alike: ValueError for an assignment that ranks, which are programs of their own, cannot run.
+        assignment: the cores of each replica; None makes each core a replica.
+        topology: the mesh of the job's devices; its tasks are the ranks.
+    Raises, on all ranks alike:
+        ValueError: the assignment is for another topology, gives a replica cores of several ranks, or gives a core to
+        two replicas. Also if ranks would have different numbers of replicas, or none. Also if a rank would run several
+        replicas of several cores, or several of its cores but not all.
     """
     here = topology.num_tpus_per_task
     if assignment is None:
@@ -30,21 +33,21 @@ def replicas_of_rank(
     counts = [len(replicas_of_ranks[task]) for task in range(topology.num_tasks)]
     if len(set(counts)) > 1 or not counts[0]:
         raise ValueError(
-            f"the device assignment gives the ranks {counts} replicas; each must have as many as the others, at least "
-            f"one: ask for a multiple of {topology.num_tasks}, or start fewer ranks"
+            f"the device assignment gives the ranks {counts} replicas; all ranks need equally many, at least one each: "
+            f"ask for a multiple of {topology.num_tasks}, or start fewer ranks"
         )
-    # XLA runs one program on one core, or on all that the rank has.
+    # XLA runs a program on one core of the rank or on all of them.
     several, cores = counts[0], assignment.num_cores_per_replica
     used = several * cores
     if several > 1 and cores > 1:
         raise ValueError(
-            f"each rank would run {several} replicas of {cores} cores; it can run several of one core, or one of "
-            f"several: start {several} ranks per host, each with {cores} of the cores"
+            f"each rank would run {several} replicas of {cores} cores; a rank can run several replicas of one core, "
+            f"or one of several cores: start {several} ranks per host, each with {cores} of the cores"
         )
     if 1 < used < here:
         raise ValueError(
-            f"a program on several cores runs on all that its rank has, {here}, and {used} were assigned; use all of "
-            f"them, or show the rank fewer (TPU_VISIBLE_CHIPS; on the CPU device CPU_NUM_DEVICES={used})"
+            f"a program on several cores runs on all that its rank has, {here}, and {used} were assigned; use all "
+            f"{here}, or show the rank fewer (TPU_VISIBLE_CHIPS; on the CPU device CPU_NUM_DEVICES={used})"
         )
     return replicas_of_ranks[rank]
 
@@ -52,7 +55,10 @@ def replicas_of_rank(
 def _replicas_of_ranks(
     assignment: DeviceAssignment, topology: TpuTopology
 ) -> dict[int, list[tuple[int, ...]]]:
-    """By rank the cores, by their numbers there, of each of its replicas."""
+    """Return, by rank, a tuple of its cores' numbers for each replica.
+
+    Raises: ValueError if a replica has cores of several ranks, or if two replicas share a core.
+    """
     found: dict[int, list[tuple[int, ...]]] = collections.defaultdict(list)
     users: dict[tuple[int, int], int] = {}
     for replica, cores in enumerate(assignment.core_assignment.tolist()):
@@ -60,7 +66,7 @@ def _replicas_of_ranks(
         if len(tasks) > 1:
             raise ValueError(
                 f"replica {replica} has cores of the ranks {sorted(tasks)}: a replica is one rank's. Start one rank "
-                f"per host, or give it at most {topology.num_tpus_per_task} cores, which are a rank's"
+                f"per host, or give it at most {topology.num_tpus_per_task} cores, as many as a rank has"
             )
         (task,) = tasks
         ordinals = tuple(map(topology.tpu_device_ordinal_at_coordinates, cores))

@@ -1,7 +1,7 @@
-"""Random numbers in a program that several cores run: each draws its own.
+"""Draws different random numbers on each core, in a program that several cores run.
 
-XLA's partitioner ends the process where what makes random numbers is a core's own. So they are drawn for all cores
-at once, outside of what is each one's own, and dealt out.
+XLA's partitioner ends the process if a random-number operation works on a value that differs between cores. So one
+operation draws the numbers of all cores, a row for each core, and each core takes its row.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-# Called as a word of Python's syntax.
+# `from` is a keyword of Python, so getattr is needed.
 _RANDOM_FROM, _RANDOM_FROM_ = (getattr(op, "from") for op in (aten.random, aten.random_))
 
-# The functions of torch, by name, inside which that is done.
+# Names of the torch functions that draw their numbers for all cores at once.
 DRAWING = frozenset(
     {
         *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "random_"),
@@ -47,14 +47,17 @@ _Fill = Callable[..., torch.Tensor]  # a method that fills a tensor with random 
 
 
 def _like(fill: _Fill, like: torch.Tensor, *limits: Any, **kwargs: Any) -> torch.Tensor:
-    """A tensor of the shape of `like`, filled."""
+    """Return a new tensor of the shape of `like`, filled by `fill` with the limits as its arguments."""
     return fill(_empty(like, **kwargs), *limits)
 
 
 def _of_size(
     fill: _Fill, usual: torch.dtype | None, *args: Any, device: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """A tensor of a size, the last of `args`, filled. Args: usual: the dtype where no other is given; None: torch's."""
+    """Return a new tensor, filled by `fill`. The last of `args` is its size, the other `args` are the limits.
+
+    Args: usual: the dtype if `kwargs` has none; None is torch's default dtype.
+    """
     *limits, size = args
     kwargs["dtype"] = kwargs.get("dtype") or usual
     return fill(torch.empty(size, device=device, **kwargs), *limits)
@@ -72,7 +75,7 @@ def _empty(like: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> to
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
-# How an operation that makes random numbers fills a tensor with them.
+# For an operation that returns a new tensor of random numbers: the function that fills an empty tensor instead.
 _MAKING: dict[Any, Callable[..., torch.Tensor]] = {
     aten.bernoulli.p: functools.partial(_like, torch.Tensor.bernoulli_),
     aten.bernoulli.default: _bernoulli,
@@ -98,11 +101,12 @@ _MAKING: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 class OwnRandomNumbers(TorchDispatchMode):
-    """Around a function of torch that draws random numbers; what it makes inside has no views that write into it.
+    """A dispatch mode around one torch function, so that each core draws its own random numbers.
 
-    Args:
-        count: of cores.
-        deal_out: of a tensor with a row for each core, its own to each: without the first dimension.
+    The torch function must not write through views of tensors that it makes inside.
+
+    Args: deal_out: takes a tensor with a row for each of `count` cores; returns each core's row.
+    Raises: NotImplementedError if an operation draws numbers in a way that this module does not know.
     """
 
     def __init__(self, count: int, deal_out: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What `run` calls on XLA devices is recorded first, and computed when the step has ended."""
+"""Records the function that `run` calls on XLA devices; XLA computes the recorded step after the function has ended."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mpistrat.xla.runtime import EARLY_READ, INFERENCE_MODE, ON_HOST, Runtime
 
 
 class RecordedSteps:
-    """The steps of one strategy on this rank.
+    """Records the steps of one strategy on this rank.
 
     Args:
-        step: begins the recording of a step of this name.
+        step: returns a context manager that records the step of the given name.
 
     Attributes:
-        compilations: of these steps.
+        compilations: counts the graphs that XLA compiled for these steps.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RecordedSteps:
         self._rank, self._device = group.communicator.rank, group.worker_devices[0]
         self._first_replica_id = group.first_replica_id
         self.compilations = Compilations(self._rank)
-        # Torch's seed that XLA's generator was given, and the state in which it leaves torch's own.
+        # The torch seed that XLA's generator follows, and the state of a torch generator right after that seed.
         self._seed: int | None = None
         self._seeded_state = b""
 
@@ -48,10 +48,15 @@ class RecordedSteps:
         call: Callable[[], Any],
         brought: Callable[[], Any],
     ) -> Any:
-        """Record `call`, which calls `fn` for all replicas of this rank, and start what was recorded.
+        """Record one step and start its computation on the device.
 
+        Called by: `RecordedReplicas.call`, for each `run`.
         Args:
-            brought: the arguments as `fn` gets them, for an error about arrays that are not on the device.
+            fn: the program's function; errors name it.
+            call: calls `fn` for all replicas of this rank.
+            brought: returns the arguments as `fn` gets them, for an error about arrays that are not on the device.
+        Returns: the result of `call`; the device may still be computing its tensors.
+        Raises: RuntimeError if `fn` reads a value, computes with a tensor of the host, or uses torch.inference_mode().
         """
         name = name_of(fn)
         self._follow_seed()
@@ -71,7 +76,7 @@ class RecordedSteps:
                 explained = step_errors.inference_mode(step_of_rank, error)
             else:
                 raise
-            # The tensor that was asked for has lost its value, and as long as it is somewhere nothing is computed.
+            # The tensor that the program tried to read has lost its value. XLA computes nothing while a frame holds it.
             traceback.clear_frames(error.__traceback__)
             raise RuntimeError(explained) from error
         graphs = self._runtime.graphs.num_compilations() - before
@@ -80,7 +85,7 @@ class RecordedSteps:
 
     @property
     def random_state(self) -> int:
-        """Of XLA's generator."""
+        """The state of XLA's random-number generator, an integer; `set_random_state` takes it."""
         self._follow_seed()
         return self._runtime.random_state()
 
@@ -89,14 +94,18 @@ class RecordedSteps:
         self._runtime.seed(state)
 
     def _follow_seed(self) -> None:
-        """Have XLA's generator follow a seed that the program gives torch, by another way on each rank."""
+        """Seed XLA's generator if the program has called `torch.manual_seed` since.
+
+        XLA's seed is torch's seed plus the rank's first replica id, so that ranks draw different numbers.
+        """
         if self._seed != torch.initial_seed():
             self._remember_seed()
         elif _state_of(torch.default_generator) != self._seeded_state:
             return
         self._runtime.seed(torch.initial_seed() + self._first_replica_id)
         if _state_of(torch.default_generator) == self._seeded_state:
-            torch.rand((), device="cpu")  # so that the same seed, given again, is seen
+            # Moves torch's state, so that the same seed is noticed when the program sets it again.
+            torch.rand((), device="cpu")
 
     def _remember_seed(self) -> None:
         self._seed = torch.initial_seed()
@@ -109,7 +118,7 @@ def _state_of(generator: torch.Generator) -> bytes:
 
 @contextlib.contextmanager
 def _as_no_grad() -> Iterator[None]:
-    """Inside `torch.inference_mode()`, which torch_xla is not made for, that of `torch.no_grad()`."""
+    """Replace `torch.inference_mode()` by `torch.no_grad()` inside; torch_xla does not support inference mode."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield

@@ -1,9 +1,9 @@
-"""A replica on each core of a rank, by one program that all cores run: traced once, for any of them.
+"""Runs a replica on each core of a rank. All cores run one program; the function is traced once for all of them.
 
-Inside `step` tensors have the shapes that one replica sees, and each core its own values; the sums over cores are
-XLA's. What the program keeps from one step to the next (parameters, an optimizer's state, statistics) goes to XLA as
-values that all cores share, though each core goes on with its own: nothing is exchanged of them. (GSPMD's manual
-sharding, as of JAX's shard_map; torch_xla 2.9 has the parts.)
+Inside `step`, tensors have the shapes of one replica, and each core has its own values. XLA sums over the cores.
+Some tensors stay from step to step: parameters, an optimizer's state, statistics. They go to XLA as tensors that all
+cores share, but each core continues with its own values, and XLA exchanges none of them. (This is GSPMD's manual
+sharding, as in JAX's shard_map; torch_xla 2.9 has the parts.)
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from mpistrat.xla.runtime import INFERENCE_MODE, Runtime
 
 
 class ReplicaCores:
-    """Called by: the thread that runs the program.
+    """Records steps that run one replica on each core of this rank.
 
+    Called by: the thread that runs the program.
     Args:
-        runtime: with `spmd`.
-        cores_of_ranks: the numbers, among all devices that XLA knows, of each rank's; as many of each, which are the
-            replicas of a rank in their order.
-        rank: this one, of those.
+        runtime: the process's XLA runtime, with `spmd`.
+        cores_of_ranks: for each rank, the numbers of its cores among all devices that XLA knows. Core i of a rank runs
+            the rank's replica i. All ranks have equally many cores.
+        rank: this rank's index in `cores_of_ranks`.
 
     Attributes:
         inside: whether a step is being recorded.
-        values: of its cores.
+        values: spreads, sums and reads the values of this rank's cores.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class ReplicaCores:
         self._runtime = runtime
         groups, count = cores_of_ranks, len(cores_of_ranks[rank])
         if len(set().union(*groups)) < count * len(groups):
-            # XLA knows of no other rank: all have the same numbers.
+            # XLA connects no ranks: every rank's cores have the same numbers.
             groups = [groups[rank]]
         self.values = CoreValues(runtime, groups, count, lambda: self.inside)
         self._seen: _Seen | None = None
-        self._taken: dict[int, _Taken] = {}  # by id of a tensor that the step was given
+        self._taken: dict[int, _Taken] = {}  # by `id()` of each tensor that the step has taken in
 
     @property
     def inside(self) -> bool:
@@ -56,7 +57,10 @@ class ReplicaCores:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """`Runtime.step` around one replica's work, which all of them do."""
+        """Return a context manager that records one replica's work as a graph; all cores run the graph.
+
+        Raises: RuntimeError, with `EARLY_READ` in its text, if the program reads a value inside.
+        """
         own_numbers = OwnRandomNumbers(self._runtime.num_all_devices, self.values.deal_out)
         self._seen = seen = _Seen(self._take_in, self._runtime.random_state, own_numbers)
         self._runtime.around_cut = functools.partial(self._cut, seen)
@@ -66,7 +70,7 @@ class ReplicaCores:
                     with seen:
                         yield
                 except BaseException:
-                    with contextlib.suppress(Exception):  # it is the step's own error that counts
+                    with contextlib.suppress(Exception):  # the caller must see the step's own error
                         self._let_go(seen.alive())
                     raise
                 alive = seen.alive()
@@ -79,7 +83,7 @@ class ReplicaCores:
 
     @contextlib.contextmanager
     def _cut(self, seen: _Seen, wanted: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Around what computes all that was recorded, in the middle of a step."""
+        """Surround a computation in the middle of a step, as `Runtime.around_cut`. Args: wanted: tensors to read."""
         seen.cuts += 1
         alive = [*seen.alive(), *wanted]
         self._let_go(alive)
@@ -87,21 +91,24 @@ class ReplicaCores:
         self._settle(alive)
 
     def _take_in(self, values: Sequence[torch.Tensor]) -> None:
-        """Make the values that the step finds each core's own. Until here all cores are said to share them."""
+        """Turn computed tensors that a step uses from tensors shared by all cores into each core's own values."""
         for tensor, is_pending in zip(values, self._runtime.are_pending(values), strict=True):
             if is_pending:
                 continue
-            with torch._C._DisableFuncTorch():  # vmap and grad transform what the program computes
+            with torch._C._DisableFuncTorch():  # vmap and grad must not transform these operations
                 self._runtime.layouts.clear_layout(tensor)
                 before = tensor.detach()
                 tensor.data = self.values.each_its_own(before)
                 self._taken[id(tensor)] = _Taken(before, *self._identity(tensor))
 
     def _let_go(self, alive: Sequence[torch.Tensor]) -> None:
-        """Have values that the program still holds outlive the step's graph. What it only read is as before."""
+        """Turn the tensors that the program still holds back into tensors that all cores share.
+
+        A parameter that the step has only read gets back the tensor from before the step.
+        """
         for tensor in itertools.compress(alive, self._runtime.are_pending(alive)):
             taken = self._taken.get(id(tensor))
-            # Of what is no parameter, batch norm writes without a trace.
+            # Only for parameters: torch does not notice when batch norm writes its running statistics.
             is_parameter = tensor.is_leaf and tensor.requires_grad
             if taken and is_parameter and taken[1:] == self._identity(tensor):
                 tensor.data = taken.before
@@ -110,18 +117,18 @@ class ReplicaCores:
         self._taken.clear()
 
     def _settle(self, values: Sequence[torch.Tensor]) -> None:
-        """Computed, they are said to be nobody's: the next graph is to find them as the last one did."""
+        """Remove the layout of computed tensors, so that the next graph gets its inputs as the last graph did."""
         for tensor, is_pending in zip(values, self._runtime.are_pending(values), strict=True):
             if not is_pending:
                 self._runtime.layouts.clear_layout(tensor)
 
     def _identity(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Another one once a parameter has been written."""
+        """Return (XLA's tensor number, torch's version). The pair changes when torch writes the tensor."""
         return self._runtime.number_of(tensor), tensor._version
 
 
 class _Taken(NamedTuple):
-    """A tensor that a step was given: as it was, and its identity (`ReplicaCores._identity`) since it was taken in."""
+    """A tensor that a step has taken in: its data from before, and its `ReplicaCores._identity` since then."""
 
     before: torch.Tensor
     number: int
@@ -129,12 +136,13 @@ class _Taken(NamedTuple):
 
 
 class _Seen(TorchFunctionMode):
-    """Which tensors torch's functions were given, and made.
+    """A torch function mode that remembers the XLA tensors of a step: arguments and results of torch's functions.
 
     Args:
-        take_in: gets them before each use.
-        random_state: of the device.
-        own_numbers: around functions that draw random numbers.
+        take_in: is called with a function's tensors before the function runs.
+        own_numbers: a mode that is entered around functions that draw random numbers.
+    Raises: NotImplementedError if a function outside `random_numbers.DRAWING` draws random numbers; RuntimeError inside
+        torch.inference_mode().
     """
 
     def __init__(
@@ -154,12 +162,12 @@ class _Seen(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():
-            raise RuntimeError(INFERENCE_MODE)  # as on one core, where torch_xla does
+            raise RuntimeError(INFERENCE_MODE)  # with one core torch_xla raises this error
         if any(issubclass(kind, ReadsAsArray) for kind in types):
-            with self:  # which sees the tensors then
+            with self:  # so that this mode sees the tensors of the call
                 return call_with_tensors(func, args, kwargs)
         self._take_in(self._note((args, kwargs), 3))
-        if func is torch.Tensor.backward:  # it adds to them, unseen
+        if func is torch.Tensor.backward:  # adds to gradients, and no torch function shows it
             self._take_in(self._gradients())
         if getattr(func, "__name__", "") in DRAWING:
             with self._own_numbers:
@@ -167,13 +175,13 @@ class _Seen(TorchFunctionMode):
         else:
             before, cuts = self._random_state(), self.cuts
             result = func(*args, **kwargs)
-            if self._random_state() != before and self.cuts == cuts:  # a cut changes it, too
+            if self._random_state() != before and self.cuts == cuts:  # a cut also changes the state
                 raise NotImplementedError(NOT_DRAWING.format(func=func))
         self._note(result, 2)
         return result
 
     def _note(self, value: Any, depth: int) -> list[torch.Tensor]:
-        """Returns: the tensors among `value`."""
+        """Remember the XLA tensors in `value`, `depth` containers deep. Returns: these tensors."""
         tensors: list[torch.Tensor] = []
         if isinstance(value, torch.Tensor):
             while torch._C._functorch.is_functorch_wrapped_tensor(value):
@@ -182,7 +190,8 @@ class _Seen(TorchFunctionMode):
                 tensors.append(value)
                 known = self._references.get(id(value))
                 if known is None or known() is not value:
-                    # The place of a dead one goes, too: the order must be the same in each step, as it is in the graph.
+                    # Another tensor had this id and is gone. Its place must go too, because the tensors must have the
+                    # same order in each step.
                     self._references.pop(id(value), None)
                     self._references[id(value)] = TensorWeakRef(value)
         elif depth and isinstance(value, (dict, list, tuple)):
@@ -191,7 +200,7 @@ class _Seen(TorchFunctionMode):
         return tensors
 
     def alive(self) -> list[torch.Tensor]:
-        """Those that the program still has, and their gradients."""
+        """Return the remembered tensors that the program still holds, and the gradients of leaf tensors among them."""
         return list({id(t): t for t in (*self._held(), *self._gradients())}.values())
 
     def _held(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The replicas of a rank on XLA devices: one, or one on each of several cores that run one program."""
+"""The replicas of a rank on XLA devices: one replica, or one on each of several cores that run the same program."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 
 class RecordedReplicas(Replicas):
-    """What runs on them is recorded; they are one as far as the program can see.
+    """Records the work of a rank's replicas before XLA computes it. A function is called once per rank and step.
 
-    Args:
-        why_through_the_host: why sums of several ranks go through host memory; empty where XLA makes them.
+    Args: why_through_the_host: the reason why sums over ranks go through host memory; "" if XLA sums over ranks.
     """
 
     records_steps = True
@@ -47,11 +46,15 @@ class RecordedReplicas(Replicas):
     def call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Any:
-        """Record `fn` once, for all replicas of this rank, and start what was recorded."""
+        """Record `fn` once for all replicas of this rank, and start the computation on the device.
+
+        Returns: the result of `fn`, without autograd history; the device may still be computing its tensors.
+        Raises: RuntimeError if `fn` reads a value or computes with a tensor of the host.
+        """
         keywords, call_replicas = kwargs or {}, super().call
 
         def call() -> Any:
-            # What autograd has kept for a backward must not be among the results of the graph.
+            # A result with autograd history would keep all intermediate values as results of the graph.
             return nest.map_structure(_cut_off, call_replicas(fn, args, kwargs))
 
         def brought() -> Any:
@@ -74,7 +77,7 @@ class RecordedReplicas(Replicas):
 
 
 class ReplicasOnCores(RecordedReplicas):
-    """One replica on each of a rank's cores. A function is called once for all of them."""
+    """One replica on each of a rank's cores. A function is called once, and all cores run the recorded program."""
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class ReplicasOnCores(RecordedReplicas):
         super().__init__(strategy, as_one, ops, steps, why_through_the_host)
         first = group.first_replica_id
         self.contexts = [_ContextOnCores(strategy, first, cores, self._spread)]
-        self.group = group  # of all cores
+        self.group = group  # has an entry for each core; `as_one` has a single one
         self._cores = cores
         self._num_local = group.num_local_replicas
 
@@ -107,13 +110,16 @@ class ReplicasOnCores(RecordedReplicas):
         return self.steps.record(fn, args, keywords, call, lambda: (args, keywords))
 
     def _of_all(self, leaf: Any) -> Any:
-        """The value of each core, of a value with one name on all of them."""
+        """Return a `PerReplica` with the value of each core, for an XLA tensor, `IndexedSlices` or a number.
+
+        Any other leaf comes back as it is.
+        """
         if isinstance(leaf, IndexedSlices) or arrays.is_on_xla(leaf):
             return PerReplica(self.ops.components(leaf))
         return PerReplica([leaf] * self._num_local) if arrays.is_number(leaf) else leaf
 
     def _spread(self, structure: Any) -> Any:
-        """`structure` as one replica has it, with the values of each on its core."""
+        """Replace each distributed value in `structure` by one tensor that has each replica's value on its core."""
         return nest.map_structure(self._spread_leaf, structure)
 
     def _spread_leaf(self, value: Any) -> Any:
@@ -158,7 +164,7 @@ class ReplicasOnCores(RecordedReplicas):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What the replicas of several cores pass comes as the value of each."""
+        """Call `merge_fn` as `Replicas.merge_call` does; it gets `PerReplica`s with the value of each core."""
         return super().merge_call(
             context, merge_fn, *nest.map_structure(self._of_all, (args, kwargs))
         )
@@ -171,7 +177,7 @@ class ReplicasOnCores(RecordedReplicas):
 
 
 class _ContextOnCores(ReplicaContext):
-    """Of all replicas of a rank at once: which of them it is, each core knows."""
+    """The replica context of all replicas of a rank at once. Its replica id is a tensor that differs between cores."""
 
     def __init__(
         self, strategy: AnyStrategy, first: int, cores: ReplicaCores, spread: Callable[[Any], Any]
@@ -184,7 +190,7 @@ class _ContextOnCores(ReplicaContext):
 
     @property
     def replica_id_in_sync_group(self) -> Any:
-        """This replica's number, 0 <= id < num_replicas_in_sync: a tensor, int64, for it differs by core."""
+        """This replica's number, from 0 to num_replicas_in_sync - 1: an int64 tensor that differs between cores."""
         return self._cores.values.number() + self._first
 
     def own_component(self, value: DistributedValues) -> Any:
@@ -201,12 +207,17 @@ def _as_host_tensor(component: Any) -> torch.Tensor:
 
 
 def _cut_off(leaf: Any) -> Any:
-    """`leaf` without what autograd knows of it; a parameter is itself."""
+    """Return `leaf` without its autograd history. A parameter, and anything but an XLA tensor, comes back itself."""
     return leaf if not arrays.is_on_xla(leaf) or leaf.is_leaf else leaf.detach()
 
 
 def components_on(cores: ReplicaCores, value: Any) -> tuple[Any, ...] | None:
-    """What each replica holds of what has one name on all `cores`; None for what has no such name."""
+    """Return each core's component of a value that the program holds as one tensor.
+
+    Called by: `CrossReplicaOps`, as its `take_apart`.
+    Returns: one tensor, or `IndexedSlices`, per core of this rank. None if `value` is no XLA tensor, if it already has
+        several components, or if it is not distributed and no step is being recorded.
+    """
     whole = value
     if isinstance(value, DistributedValues) and len(value.values) == 1:
         whole = arrays.detach_read(value.values[0])

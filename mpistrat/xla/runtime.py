@@ -1,8 +1,8 @@
 """torch_xla: its devices, copies to and from them, one graph for a step, and sums between processes.
 
-The only file that imports torch_xla. Operations on its tensors are recorded, not done; `sync` compiles what was
-recorded for all tensors that the program still has into one graph, once for each such graph, and starts it.
-(torch_xla 2.9, docs/source/learn/pytorch-on-xla-devices and learn/eager.)
+This is the only file that imports torch_xla. torch_xla records operations on its tensors instead of doing them. Its
+`sync` builds one graph of the operations behind all tensors that the program still holds, compiles the graph if it is
+new, and starts it. (torch_xla 2.9, docs/source/learn/pytorch-on-xla-devices and learn/eager.)
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 EXTRA = "pip install 'mpistrat[tpu]'"
-# What a RuntimeError says of a step that asked for a value before its end
-EARLY_READ = "Unexpected execution happens"
-ON_HOST = "Expected XLA tensor. Got: torch."  # of one that computed with a tensor of the host
-INFERENCE_MODE = "Cannot set version_counter for inference tensor"  # of one in torch.inference_mode(), as torch says it
+# Parts of the RuntimeErrors that torch_xla and torch raise in a step.
+EARLY_READ = "Unexpected execution happens"  # the step read a value before its end
+ON_HOST = "Expected XLA tensor. Got: torch."  # the step computed with a tensor of the host
+INFERENCE_MODE = "Cannot set version_counter for inference tensor"  # torch.inference_mode()
 
 
 class Graphs:
-    """What is recorded, and computed later."""
+    """Records operations as graphs, and starts the graphs."""
 
     def __init__(self, torch_xla: Any) -> None:
         self._torch_xla, self._native = torch_xla, torch_xla._XLAC
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """What is recorded inside is one graph, started at the end; one that needs a value earlier is an error.
+        """Return a context manager that records one graph, called `name`, and starts the graph at its end.
 
-        Raises: RuntimeError, with `EARLY_READ` in its text, where the program asks for a value.
+        Raises: RuntimeError, with `EARLY_READ` in its text, if the program reads a value inside.
         """
         graph = self._torch_xla.compile(full_graph=True, name=name)
         graph.__enter__()
         try:
             yield
         except BaseException as error:
-            # It starts what there is, and may fail of the same cause.
+            # Leaving starts the graph recorded so far, and may fail for the same cause.
             with contextlib.suppress(Exception):
                 graph.__exit__(type(error), error, error.__traceback__)
             raise
@@ -48,11 +48,14 @@ class Graphs:
         return not self._native._get_allow_execution()
 
     def num_compilations(self) -> int:
-        """Graphs that this process has compiled."""
+        """Return the number of graphs that this process has compiled so far."""
         return self._counter("UncachedCompile")
 
     def fallbacks(self) -> Counter[str]:
-        """How often the host has done operations that XLA does not have, or whose results' shapes depend on values."""
+        """Count the operations that torch_xla has run on the host so far, by the operation's name.
+
+        XLA lacks these operations, or the shapes of their results depend on values.
+        """
         names = self._native._get_executed_fallback_ops()
         return Counter({name: self._counter(name) for name in names})
 
@@ -60,18 +63,18 @@ class Graphs:
         return int(self._native._xla_counter_value(name) or 0)
 
     def start(self, tensors: Sequence[Any]) -> None:
-        """Start the graph of these tensors alone; what was recorded for others stays recorded. In a step: nothing."""
+        """Start the graph that computes these tensors, and no other recorded operation. Do nothing inside a step."""
         if self.recording or not any(self._native._check_tensor_need_materialization(tensors)):
             return
-        # With `sync_xla_data`, the graph may write results into its inputs' memory, which other tensors still need.
+        # With `sync_xla_data`, the graph might overwrite its inputs with results, but other tensors need the inputs.
         self._native._xla_sync_multi(tensors, [], wait=False, sync_xla_data=False)
         for device in {str(tensor.device) for tensor in tensors}:
-            # The token stands for the sums started here. If it stayed, the next sum's graph would hold them again.
+            # The token stands for the sums started here. If it stayed, the next sum's graph would repeat these sums.
             self._native._set_all_reduce_token(device, None)
 
     @contextlib.contextmanager
     def allow_execution(self) -> Iterator[None]:
-        """Inside, values may be computed, also in the middle of a step."""
+        """Return a context manager that allows XLA to compute values, also in the middle of a step."""
         before = self._native._get_allow_execution()
         self._native._set_allow_execution(True)
         try:
@@ -81,22 +84,22 @@ class Graphs:
 
 
 class Layouts:
-    """How tensors lie on the devices of one program, as GSPMD says it (Xu et al., arxiv.org/abs/2105.04663).
-
-    Args:
-        native: torch_xla's module in C++.
-        runtime: of these devices.
-    """
+    """Sets how tensors lie on the devices of one program, with GSPMD (Xu et al., arxiv.org/abs/2105.04663)."""
 
     def __init__(self, native: Any, runtime: Runtime) -> None:
         self._native, self._runtime = native, runtime
         self._shardings: dict[tuple[tuple[int, ...], tuple[int | None, ...]], Any] = {}
 
     def sharding(self, mesh_shape: Sequence[int], split: Sequence[int | None]) -> Any:
-        """That a tensor's dimension d is cut over axis `split[d]` of a mesh of all devices, or whole (None)."""
+        """Return the sharding that cuts a tensor's dimension d over axis `split[d]` of a mesh of all devices.
+
+        Args:
+            mesh_shape: number of devices along each axis; the product is `num_all_devices`.
+            split: for each dimension of the tensor, an axis of the mesh, or None if the dimension is not cut.
+        """
         from torch_xla.distributed import spmd
 
-        # torch_xla keeps each mesh that it was asked for a sharding of.
+        # torch_xla keeps every mesh that has made a sharding, so each mesh is made only once.
         key = tuple(mesh_shape), tuple(split)
         if key not in self._shardings:
             mesh = spmd.Mesh(list(range(self._runtime.num_all_devices)), key[0])
@@ -104,18 +107,27 @@ class Layouts:
         return self._shardings[key]
 
     def from_rows(self, rows: Sequence[Any], sharding: Any, shape: Sequence[int]) -> Any:
-        """The tensor of `shape` of which this process's devices have `rows`, on the host, in the order of devices."""
+        """Copy this process's part of a tensor to its devices, and return the tensor of all devices.
+
+        Args:
+            rows: one CPU tensor per device of this process, in the order of the devices.
+            shape: the shape of the whole tensor.
+        Raises: ValueError for dtypes that torch_xla would change.
+        """
         import torch
 
         self._runtime.check_dtypes(rows)
         return self._native._global_tensor_from_cpu_shards(list(rows), sharding, torch.Size(shape))
 
     def part_of(self, tensor: Any) -> Any:
-        """The part of a tensor that each device has. Each device goes on with its part alone."""
+        """Return a tensor that stands for each device's part of `tensor`; each device continues with its part alone."""
         return self._native._spmd_full_to_shard_shape(tensor)
 
     def whole_of(self, parts: Any, sharding: Any, shape: Sequence[int]) -> Any:
-        """The inverse of `part_of`, for the result of an operation, which is marked as each device's own."""
+        """Join each device's `parts` into one tensor of `shape`: the inverse of `part_of`.
+
+        `parts` must be the result of an operation. It is marked as each device's own value.
+        """
         import torch
         from torch_xla.distributed.spmd import ShardingType
 
@@ -125,39 +137,44 @@ class Layouts:
         return self._native._spmd_shard_to_full_shape(parts, sharding, shape, parts.dtype)
 
     def reduce_over_devices(self, op: str, value: Any, groups: Sequence[Sequence[int]]) -> Any:
-        """The sum, or else, of the devices' own values over the devices of a group, on each of them."""
+        """Reduce the devices' own values of `value` over each group; every device of a group gets the result.
+
+        Args:
+            op: "sum", "max" or "min".
+            groups: numbers of the devices of each group.
+        """
         return self._native._xla_spmd_all_reduce(op, value, 1.0, [list(group) for group in groups])
 
     def clear_layout(self, tensor: Any) -> None:
-        """Nothing is said any more of how the value of `tensor`, which is computed, lies on the devices."""
+        """Remove the layout of `tensor`. Its value must have been computed."""
         self._native._xla_clear_sharding(tensor)
 
     def spread(self, tensor: Any, sharding: Any) -> None:
-        """Lays `tensor` itself out over the devices; a value that is there goes through the host. Not inside a step."""
-        self._runtime.wait()  # a value that is being computed cannot be marked
-        self._native._xla_clear_sharding(tensor)  # it takes no second one
+        """Lay `tensor` itself out over the devices. A computed value goes through the host. Not inside a step."""
+        self._runtime.wait()  # torch_xla cannot mark a tensor that is being computed
+        self._native._xla_clear_sharding(tensor)  # a tensor with a sharding takes no second one
         self._native._xla_mark_sharding(tensor, sharding)
 
     def spread_copy(self, tensor: Any, sharding: Any) -> Any:
-        """Its value, for which the program says how it is laid out; `tensor` stays as it is."""
+        """Return a copy of `tensor` with the layout `sharding`; `tensor` itself does not change."""
         copy = tensor.clone()
         self._native._xla_annotate_custom_sharding(copy, sharding)
         return copy
 
 
 class Runtime:
-    """Called by: one thread at a time, as torch's own devices are.
+    """The XLA devices of this process: copies to and from them, random numbers, and sums between processes.
 
+    Made by: `mpistrat.xla.start`, once per process.   Called by: one thread at a time.
     Attributes:
-        kind: "TPU", or "CPU", on which the same tracing, compilation and sharding can be tried.
-        was_in_use: the program had used XLA's devices before this runtime was made. Their number is fixed since then.
-        num_devices: those of this process.
-        num_all_devices: those of all processes that XLA itself connects; on the CPU device `num_devices`.
-        graphs: what is recorded.
-        layouts: how tensors lie on the devices.
-        spmd: one program runs on all devices: see `replica_cores`, `logical_devices`.
-        cores_of_ranks: with `spmd`, the numbers of each rank's devices among all that XLA knows.
-        around_cut: a context for computing what was recorded in the middle of a step, of which these are wanted.
+        kind: "TPU" or "CPU". On the CPU device a program traces, compiles and shards as on a TPU.
+        was_in_use: whether the program had used XLA's devices before this runtime was made; their number is fixed then.
+        num_devices: number of this process's devices.
+        num_all_devices: number of devices of all processes that XLA connects; on the CPU device, `num_devices`.
+        spmd: whether one program runs on all devices; see the modules `replica_cores` and `logical_devices`.
+        cores_of_ranks: with `spmd`, for each rank the numbers of its devices among all devices that XLA knows.
+        around_cut: takes the tensors that `fetch` will read; returns a context manager that is entered around a
+            computation in the middle of a step.
     """
 
     def __init__(self) -> None:
@@ -176,7 +193,7 @@ class Runtime:
             self.kind = str(torch_xla_runtime.device_type())
             self.num_devices = int(torch_xla_runtime.addressable_runtime_device_count())
             self.num_all_devices = int(torch_xla_runtime.global_runtime_device_count())
-        except (OSError, RuntimeError) as error:  # of libtpu's library, or of PJRT's client
+        except (OSError, RuntimeError) as error:  # raised by libtpu, and by PJRT's client
             raise RuntimeError(
                 f"XLA finds no device: {str(error).splitlines()[0]}. See that libtpu is installed ({EXTRA}) and no "
                 "other process holds the chips; to try a program without a TPU, set PJRT_DEVICE=CPU"
@@ -199,13 +216,13 @@ class Runtime:
     # Devices
 
     def device(self, index: int) -> Any:
-        """The torch device of number `index`, of `num_devices`; with `spmd` there is one that stands for all."""
+        """Return this process's torch device number `index`, from 0. With `spmd`, device 0 stands for all devices."""
         import torch
 
         return torch.device(f"xla:{index}")
 
     def coordinates(self) -> list[tuple[int, int, int, int]] | None:
-        """Of each of this process's devices: x, y, z of its chip and its core there. None where they have none."""
+        """Return (x, y, z, core on the chip) of each device of this process; None if devices have no coordinates."""
         names = set(self._native._xla_get_runtime_devices())
         everywhere = self._runtime.global_runtime_device_attributes()
         try:
@@ -218,12 +235,12 @@ class Runtime:
             return None
 
     def own_devices(self) -> list[int]:
-        """The numbers of this process's devices among `num_all_devices`."""
+        """Return the numbers of this process's devices, each from 0 to `num_all_devices` - 1."""
         all_names = list(self._native._xla_get_all_runtime_devices())
         return [all_names.index(name) for name in self._native._xla_get_runtime_devices()]
 
     def use_spmd(self) -> None:
-        """From now on one program runs on all devices; tensors that there are become whole on each. Not undone."""
+        """Run one program on all devices from now on; it stays so. Existing tensors become whole on each device."""
         if not self.spmd:
             self._runtime.use_spmd()
             self.spmd = True
@@ -231,19 +248,21 @@ class Runtime:
     # Copies
 
     def put(self, tensors: Sequence[Any], device: Any) -> list[Any]:
-        """Copies of CPU `tensors` on `device`; the copying goes on while the program does.
+        """Copy CPU `tensors` to `device`. The program continues while the bytes are copied.
 
-        Raises: ValueError for dtypes that would not stay what they are.
+        Returns: a tensor on `device` for each tensor, in their order.
+        Raises: ValueError for uint16, uint32 and uint64, because torch_xla would make them signed.
         """
         self.check_dtypes(tensors)
         copies = list(self._xla_model.send_cpu_data_to_device(list(tensors), device))
         if self.spmd:
-            for copy in copies:  # are whole on all devices, and go with what they meet
+            # A copy is whole on all devices. Without a mark, XLA fits its layout to the tensors that it meets.
+            for copy in copies:
                 self._native._xla_clear_sharding(copy)
         return copies
 
     def check_dtypes(self, tensors: Sequence[Any]) -> None:
-        """Raises: ValueError for tensors on the host that would not stay what they are."""
+        """Raises: ValueError if a host tensor is uint16, uint32 or uint64, because torch_xla would make it signed."""
         for dtype in {tensor.dtype for tensor in tensors} & self._instead_of_unsigned.keys():
             raise ValueError(
                 f"torch_xla takes {dtype} for the signed type of that size, so that large numbers become negative: "
@@ -251,7 +270,10 @@ class Runtime:
             )
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
-        """Their values on the host. What was recorded is computed first, all of it, so that nothing is done twice."""
+        """Return CPU copies of `tensors`. If one is not computed yet, compute all recorded operations first.
+
+        Computing everything in one graph means that no operation runs twice. Works also in the middle of a step.
+        """
         wanted = list(tensors)
         with self.graphs.allow_execution():
             if any(self.are_pending(wanted)):
@@ -260,33 +282,37 @@ class Runtime:
             return list(self._native._xla_get_cpu_tensors(wanted))
 
     def are_pending(self, tensors: Sequence[Any]) -> list[bool]:
-        """Of which nothing has been computed yet."""
+        """Return for each tensor whether its operations are recorded and not computed yet."""
         return self._native._check_tensor_need_materialization(list(tensors))
 
     def number_of(self, tensor: Any) -> int:
-        """Changes when an operation of torch writes `tensor`; XLA's batch norm does not count."""
+        """Return XLA's number of `tensor`. It changes when a torch operation writes the tensor, except batch norm."""
         return int(self._native._xla_get_tensor_id(tensor))
 
     def wait(self) -> None:
-        """Until the devices have done what they were given."""
+        """Wait until the devices have finished all graphs and copies that were started."""
         self._xla_model.wait_device_ops()
 
     # Random numbers
 
     def seed(self, seed: int) -> None:
-        """What device 0 draws from now on (with `spmd`, all do) follows from `seed`, or from a `random_state`."""
+        """Seed the random-number generator of device 0, or with `spmd` of all devices.
+
+        Args: seed: any integer, or a state that `random_state` returned.
+        """
         self._native._xla_set_rng_seed(seed % (1 << 63), str(self.device(0)))
 
     def random_state(self) -> int:
-        """With which `seed` goes on."""
+        """Return the state of device 0's random-number generator, an integer; `seed` restores it."""
         return int(self._native._xla_get_rng_seed(str(self.device(0))))
 
     # Between processes
 
     def connect(self) -> str:
-        """Have torch_xla sum over all processes, as its own launcher does. Called before the first `all_reduce`.
+        """Make torch_xla sum over all processes, as its own launcher does. Do nothing with `spmd`.
 
-        Returns: why torch_xla cannot; "" if it can. With `spmd` there is nothing to do.
+        Called by: every rank, before its first `all_reduce`.
+        Returns: "" on success, else the reason why torch_xla cannot sum over all processes.
         """
         if self.spmd:
             return ""
@@ -301,13 +327,15 @@ class Runtime:
         return ""
 
     def all_reduce(self, op: str, tensors: Sequence[Any]) -> list[Any]:
-        """Of all processes' `tensors`, inside the graph, where XLA connects them; else they come back as they are.
+        """Reduce each tensor over all processes, inside the graph.
 
-        Outside a step each sum is started at once, so that no rank runs a sum alone when it reads a value. The sum's
-        graph has nothing else in it, so it is the same on all ranks, even if only some have computed their operand.
+        Outside a step, each reduction starts at once, so that no rank runs it alone when the rank reads a value. Its
+        graph has no other operation. So the graph is the same on all ranks, even if only some have computed the
+        operand.
 
         Args:
             op: "sum", "max" or "min".
+        Returns: the reduced tensors. If XLA does not connect the processes, each has its operand's own values.
         """
         self.graphs.start(tensors)
         if self.spmd:
@@ -321,8 +349,8 @@ class Runtime:
 
 
 def check_versions() -> None:
-    """Raises: ImportError where torch_xla is missing, or of another version than torch, which it is built against."""
-    import importlib.metadata  # a twentieth of the time of `import mpistrat`
+    """Raises: ImportError if torch or torch_xla is missing, or if torch_xla is built against another torch version."""
+    import importlib.metadata  # here, because it would take a twentieth of the time of `import mpistrat`
 
     try:
         ours, torch = map(importlib.metadata.version, ("torch_xla", "torch"))
@@ -336,7 +364,11 @@ def check_versions() -> None:
 
 
 def what_differs(torch_xla: str, torch: str) -> tuple[str, str]:
-    """How these versions do not belong together, and the command that mends it; empty where they do."""
+    """Compare the versions of torch_xla and torch.
+
+    Args: torch: torch's version; "" if there is no torch.
+    Returns: (a sentence that says the mismatch, a pip command that mends it); ("", "") if the versions fit.
+    """
     series = ".".join(torch_xla.split(".")[:2])
     if torch.split("+")[0].split(".")[:2] == series.split("."):
         return "", ""

@@ -1,4 +1,4 @@
-"""Results of collectives on XLA devices, which any rank may read without the others."""
+"""Collectives on XLA devices. Each rank may read their results without the other ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mpistrat.values import DistributedValues
 
 
 class StartedOps(CrossReplicaOps):
-    """Outside a step, starts each result, and no other tensor, while all ranks are in the call.
+    """Outside a step, starts the computation of each result, and of no other tensor, while all ranks are in the call.
 
-    A rank that reads the result later starts no graph. The other ranks need not read it.
+    So a rank that reads the result later starts no graph of its own, and the other ranks need not read it.
     """
 
     def reduce(self, *args: Any) -> list[Any]:
         return _started(super().reduce(*args))
 
     def gather(self, value: Any, *args: Any) -> Any:
-        # A gather goes through the host, which computes all that was recorded for a value that is not started.
+        # A gather goes through the host. Reading a value that is not started would compute all recorded operations.
         return _started(super().gather(_started(value), *args))
 
     def reduce_to(self, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an error means that comes of recording a step, told in the words of the program."""
+"""Explains the errors that recording a step raises, in the words of the program."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from mpistrat.values import DistributedValues
 
 
 def early_read(step: str, error: BaseException, on_host: Sequence[str]) -> str:
-    """`step` has asked for a value.
+    """Return the error text for a step that read a value before its end.
 
     Args:
-        on_host: the operations that XLA left to the host in it.
+        step: the rank and the step's name, such as "rank 0: train_step".
+        on_host: names of the operations that XLA left to the host in this step.
     """
     left = f". XLA leaves to the host: {', '.join(on_host)}" if on_host else ""
     return (
@@ -26,7 +27,7 @@ def early_read(step: str, error: BaseException, on_host: Sequence[str]) -> str:
 
 
 def inference_mode(step: str, error: BaseException) -> str:
-    """`step` has computed in torch.inference_mode()."""
+    """Return the error text for a step that used torch.inference_mode() inside `run`."""
     return (
         f"{step} uses torch.inference_mode() inside run{_where(error)}, which torch_xla is not made for: use "
         f"torch.no_grad() there, or inference_mode() around run ({error})"
@@ -34,10 +35,11 @@ def inference_mode(step: str, error: BaseException) -> str:
 
 
 def array_on_host(step: str, error: BaseException, arguments: Any, device: str) -> str:
-    """`step` has met an array that is not on `device`.
+    """Return the error text for a step that computed with an array that is not on `device`; name such arguments.
 
     Args:
-        arguments: one replica's; distributed values, which are brought there, may be among them.
+        arguments: one replica's arguments. Distributed values among them are on the device.
+        device: the rank's device, such as "xla:0".
     """
     leaves = [
         leaf

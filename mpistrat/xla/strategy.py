@@ -20,26 +20,37 @@ if TYPE_CHECKING:
 
 
 class TPUStrategy(Strategy):
-    """Synchronous replicas on TPU cores: one rank per chip, or one per host with a replica on each of its cores.
+    """Synchronous replicas on TPU cores: one rank per chip, or one rank per host with a replica on each of its cores.
+
+    `run` records the function's operations, and XLA compiles them into one graph for each set of shapes. If XLA does
+    not connect the ranks, it compiles two graphs, and the ranks sum gradients between them through host memory and MPI.
+    Shapes must not depend on values. The function must not read a value: return the tensor, and read it after `run`.
+    Returned tensors have no autograd history, so call `backward()` inside the function. Torch modules of the scope,
+    variables, and batches of distributed datasets are on the rank's device. A rank with several cores calls the
+    function once for all of them, with the shapes of one replica.
 
     Called by: every rank of the job (or of `comm`).
-
-    `run` records what the function does, and XLA compiles that into one graph, once for each set of shapes; with ranks
-    that XLA does not connect into two, between which gradients are summed through host memory and MPI. Shapes must not
-    depend on values, and the function must not read a value: return it, and read it afterwards. What it returns is cut
-    off from autograd: `backward()` belongs into the function. Torch modules of the scope, variables and the batches of
-    distributed datasets are on the rank's device. A rank with several cores calls the function once for all of them,
-    with the shapes of one replica.
-
     Args:
-        tpu_cluster_resolver: the slice; None is the one that this host belongs to.
-        experimental_device_assignment: which cores each replica has; None has each core be a replica.
-        comm: the mpi4py communicator of the ranks that take part; None is all.
-        communication_options: defaults of every collective.
-        gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or
-            the "mean" (as DDP) of the replicas' gradients in `.grad`.
-        check: as of `MultiWorkerMirroredStrategy`.
-    Raises: as `tpu.initialize_tpu_system`; ValueError for an assignment that the ranks cannot run.
+        tpu_cluster_resolver: names the slice; None is the slice that this host belongs to.
+        experimental_device_assignment: the cores of each replica; None makes each core a replica.
+        comm: the mpi4py communicator of the ranks that take part; None is all ranks.
+        communication_options: the options of every collective that is given none.
+        gradients: "sum" or "mean": `backward()` leaves the sum (scale the loss with `compute_average_loss`) or the mean
+            (as DDP does) of the replicas' gradients in `.grad`.
+        check: "always" makes the ranks agree on each collective before its bytes move. With "never", ranks that call
+            different collectives get wrong results or an MPI error, or wait until the stall is reported.
+    Raises: ValueError for a wrong argument, for ranks that do not fit the hosts, and for an assignment that the ranks
+        cannot run; NotFoundError if this is no TPU host; TopologyError if the ranks' hosts contradict each other;
+        ImportError if torch_xla is missing or is built against another torch version; RuntimeError if XLA finds no
+        device.
+
+    Example, on a TPU::
+
+        strategy = ms.TPUStrategy(ms.cluster_resolver.TPUClusterResolver())
+        with strategy.scope():
+            model = torch.nn.Linear(8, 1)
+        for batch in strategy.experimental_distribute_dataset(loader):
+            loss = strategy.run(train_step, args=(batch,))
     """
 
     why_no_replica_block = "XLA compiles what run records: call strategy.run(step)"
@@ -73,7 +84,7 @@ class TPUStrategy(Strategy):
 
         device, several = replicas[0][0], len(replicas) * len(replicas[0]) > 1
         if several:
-            device = 0  # of the one program that runs on all cores
+            device = 0  # stands for all cores, because one program runs on them
             system.runtime.use_spmd()
             system.runtime.cores_of_ranks = system.cores_of_ranks
         devices = [f"xla:{device}"] * len(replicas)
@@ -83,24 +94,52 @@ class TPUStrategy(Strategy):
         self._logical_devices = extended.logical_devices
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """`tensor`, for one of the replica's logical devices; all of them have it: see `LogicalDevices`.
+        """Put `tensor` on a logical device of the replica. torch_xla cannot, so all logical devices get the tensor.
 
         Called by: a replica.
-        Raises: ValueError: there is no such device.
+        Args: logical_device_id: from 0 to the number of the replica's logical devices - 1.
+        Returns: a copy on all devices; `tensor` itself with one device, or for a parameter outside `run`.
+        Raises: ValueError if the replica has no such device, or if `tensor` is not on XLA devices.
+
+        Example, on a TPU::
+
+            assignment = ms.tpu.DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2])
+            strategy = ms.TPUStrategy(experimental_device_assignment=assignment)
+            hidden = strategy.experimental_assign_to_logical_device(hidden, 1)
         """
         return self._logical_devices.assign(tensor, logical_device_id)
 
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
     ) -> Any:
-        """`tensor`, cut into parts of which each of the replica's logical devices has one; see `LogicalDevices`.
+        """Cut `tensor` into one part for each of the replica's logical devices.
 
-        Called by: a replica; outside `run`, of a parameter, too, which then itself is cut.
-        Args: partition_dimensions: into how many parts each dimension is cut; their product is the number of devices.
-        Raises: ValueError: they do not fit the tensor, or the devices.
+        Called by: a replica, or for a parameter the program outside `run`; the parameter itself is then cut.
+        Args: partition_dimensions: for each dimension of `tensor`, the number of parts; the product of the numbers is
+            the number of logical devices.
+        Returns: a copy that is cut; `tensor` itself with one device, or for a parameter outside `run`.
+        Raises: ValueError if the numbers do not divide the tensor evenly, if their product is another one, or if
+            `tensor` is not on XLA devices.
+
+        Example, on a TPU::
+
+            assignment = ms.tpu.DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2])
+            strategy = ms.TPUStrategy(experimental_device_assignment=assignment)
+            images = strategy.experimental_split_to_logical_devices(images, [1, 1, 2, 1])
         """
         return self._logical_devices.split(tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """`tensor`, whole on each of the replica's logical devices. Called as the above."""
+        """Put the whole `tensor` on each of the replica's logical devices.
+
+        Called by: a replica, or for a parameter the program outside `run`.
+        Returns: a copy on all devices; `tensor` itself with one device, or for a parameter outside `run`.
+        Raises: ValueError if `tensor` is not on XLA devices.
+
+        Example, on a TPU::
+
+            assignment = ms.tpu.DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2])
+            strategy = ms.TPUStrategy(experimental_device_assignment=assignment)
+            weights = strategy.experimental_replicate_to_logical_devices(weights)
+        """
         return self._logical_devices.replicate(tensor)

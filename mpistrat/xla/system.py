@@ -1,4 +1,4 @@
-"""The TPU devices of a job: found, and used for the first time, by all ranks together."""
+"""Finds and starts the TPU devices of a job. All ranks do so together."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ Coordinates = tuple[int, int, int, int]
 
 
 class TpuSystem(NamedTuple):
-    """
+    """The started TPU devices of a job.
+
     Attributes:
-        runtime: of this process.
-        topology: tasks are ranks; the devices of each are numbered as XLA does in its process.
-        cores_of_ranks: the numbers of each rank's devices among all that XLA knows there.
+        runtime: the XLA runtime of this process.
+        topology: the mesh of all devices. Its tasks are the ranks; a rank's devices have XLA's numbers in its process.
+        cores_of_ranks: for each rank, the numbers of its devices among all devices that XLA knows in its process.
     """
 
     runtime: Runtime
@@ -45,18 +46,26 @@ class TpuSystem(NamedTuple):
 def initialize_tpu_system(
     cluster_resolver: TPUClusterResolver | None = None, *, comm: MPI.Intracomm | None = None
 ) -> TpuTopology:
-    """Join the ranks' TPU devices, before anything uses one, and tell how they lie. TPUStrategy does it, too.
+    """Join the TPU devices of all ranks, and return their mesh. `TPUStrategy` does this by itself.
 
-    Called by: every rank of the job (or of `comm`).
+    Called by: every rank of the job (or of `comm`), before anything uses an XLA device.
     Args:
-        cluster_resolver: the slice; None is what this host belongs to.
-        comm: the mpi4py communicator of the ranks that take part; None is all.
-    Returns: the mesh of all devices. Tasks are ranks. With PJRT_DEVICE=CPU, whose devices have no place in a mesh, the
-        first coordinate is the rank, the second the device.
+        cluster_resolver: names the slice; None is the slice that this host belongs to.
+        comm: the mpi4py communicator of the ranks that take part; None is all ranks.
+    Returns: the mesh of all devices; its tasks are the ranks. With PJRT_DEVICE=CPU devices have no coordinates; then
+        the first coordinate is the rank and the second is the device's number on the rank.
+    An error on one rank is raised on all ranks.
     Raises:
-        NotFoundError: this is no TPU host. ValueError, TopologyError: ranks and hosts do not fit. ImportError:
-        torch_xla is missing, or of another version than torch. RuntimeError: XLA finds no device, or another rank
-        could not start. One of them on all ranks.
+        NotFoundError: this is no TPU host, or XLA has another kind of device.
+        ValueError, TopologyError: the ranks do not fit the hosts, or have different devices.
+        ImportError: torch_xla is missing or is built against another torch version.
+        RuntimeError: XLA finds no device, or another rank could not start.
+
+    Example, on a TPU::
+
+        topology = ms.tpu.initialize_tpu_system(ms.cluster_resolver.TPUClusterResolver())
+        assignment = ms.tpu.DeviceAssignment.build(topology, num_replicas=topology.num_tasks)
+        strategy = ms.TPUStrategy(experimental_device_assignment=assignment)
     """
     over_mpi = MPIClusterResolver(comm)
     communicator = communicator_of(over_mpi, "always", "initialize_tpu_system")
@@ -64,9 +73,15 @@ def initialize_tpu_system(
 
 
 def shutdown_tpu_system() -> None:
-    """Wait until the devices have done what they were given. They are free for other processes once this one ends.
+    """Wait until this process's TPU devices have finished their work. Return at once if XLA was not started.
 
+    The devices become free for other processes when this process ends.
     Called by: any rank.
+
+    Example, on a TPU::
+
+        ms.tpu.initialize_tpu_system()
+        ms.tpu.shutdown_tpu_system()
     """
     if xla.is_started():
         xla.start().wait()
@@ -75,9 +90,17 @@ def shutdown_tpu_system() -> None:
 def start_system(
     resolver: TPUClusterResolver | None, topology: Topology, communicator: Communicator
 ) -> TpuSystem:
-    """The work of `initialize_tpu_system`, for the ranks of `communicator`, of which MPI says `topology`."""
-    # PJRT reads its environment once, at the first use of a device: the environment is complete before. The device that
-    # the program asks for is read before torch_xla is imported, because the import sets PJRT_DEVICE.
+    """Start XLA on all ranks of `communicator`, and return its devices.
+
+    Called by: `initialize_tpu_system` and `TPUStrategy`, on every rank.
+    Args:
+        resolver: names the slice; None is the slice that this host belongs to.
+        topology: MPI's place of each rank of `communicator`.
+    Raises, on all ranks: NotFoundError if a host has no such device; ValueError or TopologyError if the ranks do not
+        fit the hosts; ImportError without a fitting torch_xla; RuntimeError if a rank cannot start XLA.
+    """
+    # PJRT reads its environment once, at the first use of a device, so all variables are set before. PJRT_DEVICE is
+    # read before torch_xla is imported, because the import sets it.
     asked, devices = "", None
     error: Exception | None = None
     try:
@@ -87,10 +110,10 @@ def start_system(
         error = raised
     communicator.raise_any(error, "cannot start XLA")
     if asked == "TPU" and not xla.is_started():
-        # How many processes there are, where, and which chips are this one's.
+        # PJRT needs variables for the number of processes, their addresses, and the chips of this process.
         gather = functools.partial(communicator.all_gather_object, label="TPU slices")
         slices = slices_of_ranks((resolver or TPUClusterResolver()).slice, gather)
-        if slices:  # of "local" there are none: PJRT finds the chips of this host itself
+        if slices:  # empty for TPUClusterResolver("local"): PJRT finds this host's chips itself
             set_pjrt_environment(pjrt_environment(topology, slices))
     with start_deadline("XLA's start", rank=topology.rank, size=topology.size):
         try:
@@ -112,7 +135,11 @@ def start_system(
 
 
 def _check_devices(runtime: Runtime, asked: str, topology: Topology) -> None:
-    """Raises: where they are not those that were asked for."""
+    """Check the devices that XLA has found on this rank.
+
+    Raises: NotFoundError if their kind is not `asked`; RuntimeError if the job has several ranks on TPUs, and the
+        program used a device before.
+    """
     if runtime.kind != asked:
         raise NotFoundError(
             f"no {asked} found: XLA has {runtime.num_devices} {runtime.kind} devices here. See that libtpu is there "
@@ -127,7 +154,13 @@ def _check_devices(runtime: Runtime, asked: str, topology: Topology) -> None:
 
 
 def mesh_of(places: tuple[list[Coordinates] | None, ...], per_task: int) -> TpuTopology:
-    """The mesh of the devices at `places`, by rank; where they have none, rank by device."""
+    """Return the mesh of the devices at `places`, moved so that its lowest coordinates are 0.
+
+    Args:
+        places: for each rank, (x, y, z, core) of each of its devices; None if its devices have no coordinates. If one
+            rank has None, each device gets the coordinates (rank, its number on the rank, 0, 0).
+        per_task: number of devices of each rank.
+    """
     if None in places:
         by_number = np.argwhere(np.ones((len(places), per_task, 1, 1)))
         devices = by_number.reshape(len(places), per_task, -1)

@@ -1,4 +1,4 @@
-"""The parts of a TPUStrategy, put together."""
+"""Puts together the parts of a `TPUStrategy`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def on_xla(
     system: TpuSystem,
     cores_per_replica: int,
 ) -> XlaExtended:
-    """One replica per rank on one core or over several, or one on each of a rank's cores.
+    """Return the `extended` of a `TPUStrategy`: the rank has one replica, on one core or several, or one on each core.
 
-    Args:
-        cores_per_replica: its logical devices.
+    Called by: `TPUStrategy`, on every rank.
+    Args: cores_per_replica: number of logical devices of each replica.
     """
     communicator, runtime = group.communicator, system.runtime
     why_through_the_host = ""
     if communicator.size > 1 and not communicator.takes_device_buffers:
-        from mpistrat.xla.transport import use_xla  # needs MPI, which one rank may lack
+        from mpistrat.xla.transport import use_xla  # needs MPI, and a single rank may lack it
 
         why_through_the_host = use_xla(communicator, runtime)
     plan = strategy_parts.input_plan(group, ranks_are_workers=True)
@@ -49,7 +49,7 @@ def on_xla(
         ops = StartedOps(group, options=asked.options, take_apart=take_apart)
         steps = RecordedSteps(runtime, group, cores.step)
         replicas = ReplicasOnCores(strategy, group, ops, cores, steps, why_through_the_host)
-        # Batches for several cores go to all of them at once, when `run` gets them.
+        # `run` copies batches to all cores at once, so the input pipeline copies none.
         plan = dataclasses.replace(plan, devices=())
     else:
         ops = StartedOps(group, options=asked.options)

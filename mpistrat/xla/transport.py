@@ -1,4 +1,4 @@
-"""Tensors on XLA devices: XLA's own collectives combine them inside the graph."""
+"""Combines tensors on XLA devices with XLA's own collectives, inside the graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpistrat.machine.notices import tell
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime
 
-# (part of a reason, what to do). The first entry whose part is in the reason applies.
+# (part of a reason, advice). The first entry with a part that is in the reason applies.
 _FIXES = (
     (" knows of ", "Start one rank per chip, or one per host, on all hosts of the slice"),
     (" of the job,", "Build the strategy over all ranks"),
@@ -27,19 +27,17 @@ _FIXES = (
     ("", "Install the same torch_xla and libtpu on all hosts; TF_CPP_MIN_LOG_LEVEL=0 shows more"),
 )
 tell_once = functools.cache(tell)
-_OPS = ("sum", "max", "min")  # of XLA's collectives; the others are left to the host
+_OPS = ("sum", "max", "min")  # XLA's operations; the host does all other ones
 
 
 class XlaTransport(Transport):
-    """Records reductions of tensors on XLA devices in the graph, as all that a program does with them.
+    """Records reductions of tensors on XLA devices in the graph, like every other operation on these tensors.
 
-    Outside a step each reduction starts at once: see `Runtime.all_reduce`.
-
-    Broadcasts, gathers, exchanges of rows, sums with a compressor, and other operations than XLA's go through host
-    memory.
+    Outside a step each reduction starts at once: see `Runtime.all_reduce`. Broadcasts, gathers, exchanges of rows, sums
+    with a compressor, and operations other than sum, max and min go through host memory.
 
     Args:
-        host: the communicator of the same ranks, for buffers on the host.
+        host: a communicator of the same ranks, for buffers on the host.
     """
 
     takes_device_buffers = True
@@ -73,7 +71,7 @@ class XlaTransport(Transport):
         out.copy_(total[self.rank * length : (self.rank + 1) * length].reshape(out.shape))
 
     def _sum(self, buffer: Array, reduction: Reduction) -> Array:
-        """A new tensor, the result without the scale."""
+        """Return the reduced buffer as a new tensor; the caller applies the reduction's scale."""
         if reduction.op not in _OPS:
             host = to_host(buffer)
             self._host.all_reduce(host, reduction.plain)
@@ -101,9 +99,11 @@ class XlaTransport(Transport):
 
 
 def use_xla(communicator: Communicator, runtime: Runtime) -> str:
-    """Have tensors on XLA devices go by XLA's collectives, if they are seen to work. Called by: every rank.
+    """Let `communicator` combine tensors on XLA devices with XLA's collectives, if a first sum is right.
 
-    Returns: why they go through host memory instead; "" where they do not.
+    Called by: every rank.
+    Returns: "" on success, else the reason why these tensors go through host memory; the same on all ranks. On a TPU,
+        rank 0 also prints the reason.
     """
     assert isinstance(communicator, Router), "one rank alone moves nothing"
     wrong = wrong_sum(communicator, runtime)
@@ -119,10 +119,12 @@ def use_xla(communicator: Communicator, runtime: Runtime) -> str:
 
 
 def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
-    """Try a sum over all ranks by XLA. Returns: what was wrong, the same on all ranks; "" if it was right.
+    """Try a sum over all ranks with XLA.
 
-    XLA's CPU device returns the operand as if there were no other process, or aborts. So what XLA says of itself does
-    not count, and nothing is summed if XLA knows fewer devices than the ranks have.
+    XLA's CPU device returns the operand as if there were no other process, or aborts. So the sum is compared with the
+    expected one, and nothing is summed if XLA knows fewer devices than the ranks have.
+    Called by: every rank.
+    Returns: "" if the sum was right, else a text that says the failure; the same on all ranks.
     """
     size = communicator.size
     counts = communicator.all_gather_object(
@@ -150,7 +152,7 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
 
 
 def probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
-    """Two first sums over the ranks, or why there is none."""
+    """Sum (rank + 1) and rank² over all ranks with XLA. Returns: the two sums, or the text of the error."""
     import torch
 
     try:
@@ -158,5 +160,5 @@ def probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
         (operand,) = runtime.put([numbers], runtime.device(0))
         (total,) = runtime.all_reduce("sum", [operand])
         return [float(value) for value in runtime.fetch([total])[0]]
-    except Exception as error:  # XLA's are of many classes
+    except Exception as error:  # XLA raises errors of many classes
         return f"no value ({str(error).splitlines()[0]})"

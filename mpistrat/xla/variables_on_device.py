@@ -1,4 +1,4 @@
-"""Variables on a rank's XLA device."""
+"""Keeps variables on a rank's XLA device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpistrat.variables.variable_arguments import VariableArguments
 
 
 class VariablesOnDevice(CopyPerReplica):
-    """Torch tensors on the rank's device, also where NumPy arrays or numbers are given."""
+    """Makes each variable a torch tensor on the rank's device, also from a NumPy array or a number."""
 
     def create(self, asked: VariableArguments) -> Variable:
         with self.communicator.raising_together():

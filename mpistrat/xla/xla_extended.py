@@ -1,4 +1,4 @@
-"""What a TPUStrategy has beside what `Strategy` shows."""
+"""The `extended` of a `TPUStrategy`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpistrat.xla.logical_devices import LogicalDevices
 
 
 class XlaExtended(StrategyExtended):
-    """The replicas of a rank on XLA devices.
+    """`StrategyExtended` for replicas on XLA devices.
 
     Attributes:
-        compilations: of this rank.
-        logical_devices: of a replica.
+        compilations: counts the graphs that XLA compiled for this rank's steps.
+        logical_devices: lays tensors out over the devices of the rank's replica.
     """
 
     experimental_require_static_shapes = True
@@ -31,4 +31,4 @@ class XlaExtended(StrategyExtended):
         self.compilations, self.logical_devices = compilations, logical_devices
 
     def check_destination(self, destinations: Any) -> None:
-        """Each rank reduces to its own devices: all will do."""
+        """Accept every destination, because each rank reduces to its own devices."""

@@ -1,1 +1,1 @@
-"""Which rank is chief, worker, parameter server or evaluator."""
+"""Gives each rank its task: chief, worker, parameter server or evaluator."""

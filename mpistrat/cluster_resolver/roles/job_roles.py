@@ -1,4 +1,4 @@
-"""Which rank is chief, worker, parameter server: by the topology, a cluster, or a heterogeneous Slurm job."""
+"""Gives each rank its task (chief, worker or parameter server), by nodes, a cluster, or a heterogeneous Slurm job."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from mpistrat.topology import Topology
 
 @dataclass(frozen=True)
 class JobRoles:
-    """Which rank of a communicator has which task; equal on all ranks but for `rank`.
+    """The task of each rank of a communicator. Equal on all ranks except for `rank`.
 
     Attributes:
-        ranks: by task type, in task order: {"chief": (0,), "worker": (1, 2), "ps": (3,)}; only types that have tasks.
-        cluster_spec: the tasks' addresses, or their nodes' names. Nobody connects to them: MPI carries the bytes.
+        rank: this process's rank.
+        ranks: the ranks of each task type, by task id: {"chief": (0,), "worker": (1, 2), "ps": (3,)}. Types without
+            tasks are absent.
+        cluster_spec: the tasks' addresses, or the names of their nodes. Nobody connects to them, because MPI carries
+            the bytes.
     """
 
     rank: int
@@ -44,11 +47,17 @@ class JobRoles:
 
 @dataclass(frozen=True, kw_only=True)
 class _RoleClaim(task_claims.TaskClaim):
-    """What one rank knows of the roles, and sends to the others."""
+    """One rank's knowledge of the roles, sent to all ranks.
+
+    Attributes:
+        num_ps: the number of parameter servers; None if it was not given.
+        chief: whether one rank only coordinates; None if the other ranks decide.
+        component: the rank's component of a heterogeneous Slurm job; None outside one.
+    """
 
     num_ps: int | None = None
     chief: bool | None = True
-    component: int | None = None  # of a heterogeneous Slurm job
+    component: int | None = None
 
 
 def job_roles(
@@ -60,20 +69,22 @@ def job_roles(
     chief: bool | None,
     environ: Mapping[str, str] = os.environ,
 ) -> JobRoles:
-    """The tasks of the ranks of `topology`.
+    """Return the task of each rank of `topology`.
 
-    With `num_ps`, so many ranks are servers: the last rank of every node in turn, beginning with the last node; rank 0
-    is the chief, or worker 0. With a resolver or TF_CONFIG, each rank has the task that it names there. In a
-    heterogeneous Slurm job, the ranks of the first component are the chief and the servers, all others workers.
+    With `num_ps`, that many ranks are servers: the last rank of every node in turn, beginning with the last node. Rank
+    0 is the chief, or worker 0. With a resolver or TF_CONFIG, each rank has the task that its resolver or variable
+    names. In a heterogeneous Slurm job, the ranks of the first component are the chief and the servers, and all other
+    ranks are workers.
 
     Called by: every rank. Communicates once.
     Args:
-        all_gather_object: gives the objects of all ranks, in rank order.
-        resolver: None, or one of MPI, which knows of no roles: `num_ps` tells, else TF_CONFIG, else Slurm.
-        chief: one rank coordinates the others. Otherwise worker 0 leads, or a chief of the cluster that works, too.
-            None: as the other ranks have it.
-    Raises, on all ranks: ValueError when nothing says who has which role, or the roles will not do; TopologyError
-        when the ranks and what names their tasks contradict each other.
+        resolver: names the tasks. With None or an MPIClusterResolver, `num_ps` gives the roles, else TF_CONFIG, else
+            the heterogeneous Slurm job.
+        num_ps: the number of parameter servers; None if a cluster or Slurm gives it.
+        chief: whether one rank only coordinates. False: worker 0 leads, or the cluster's chief, and the chief trains
+            too. None: the other ranks decide.
+    Raises, on all ranks: ValueError if nothing gives the roles, if arguments differ between ranks, or if a server, a
+        worker or the chief is missing; TopologyError if the ranks and the cluster contradict each other.
     """
     make_claim = functools.partial(_claim_of_rank, resolver, num_ps, chief, environ)
     claims = task_claims.exchange(make_claim, all_gather_object)
@@ -88,7 +99,7 @@ def job_roles(
 
 
 def check_num_ps(num_ps: Any) -> None:
-    """Raises: ValueError for what is no number of servers."""
+    """Raises: ValueError if `num_ps` is no int from 1 on."""
     if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
         raise ValueError(
             f"num_ps={num_ps!r:.80} must be the number of parameter servers, 1 or more"
@@ -96,7 +107,10 @@ def check_num_ps(num_ps: Any) -> None:
 
 
 def works_alone(topology: Topology, resolver: ClusterResolver | None) -> bool:
-    """Whether this is the only rank, and no cluster names its task. Communicates nothing."""
+    """Return whether this is the only rank, and neither a resolver nor TF_CONFIG names its task.
+
+    Communicates nothing.
+    """
     of_mpi = isinstance(resolver, (MPIClusterResolver, NoneType))
     return topology.size == 1 and of_mpi and not task_claims.names_cluster(os.environ)
 
@@ -126,14 +140,17 @@ def _claim_of_rank(
     return _RoleClaim(
         chief=chief,
         source=resolver.made_of or type(resolver).__name__,
-        cluster_spec=resolver.cluster_spec(),  # before the task: SlurmClusterResolver knows it then
+        cluster_spec=resolver.cluster_spec(),  # first, because it sets SlurmClusterResolver's task
         task_type=resolver.task_type,
         task_id=resolver.task_id,
     )
 
 
 def _agreed_chief(claims: Sequence[_RoleClaim]) -> bool:
-    """Whether there is a chief. Raises: ValueError where ranks were given different things."""
+    """Return whether there is a chief; False if every rank left it open.
+
+    Raises: ValueError if ranks were given different `num_ps` or `chief`.
+    """
     first = claims[0]
     chief = next((claim.chief for claim in claims if claim.chief is not None), False)
     for rank, claim in enumerate(claims):
@@ -158,7 +175,7 @@ def _servers_by_node(topology: Topology, num_ps: int, chief: bool) -> list[int]:
         )
     nodes = reversed(range(topology.num_nodes))
     turns = itertools.zip_longest(*(reversed(topology.ranks_on_node(node)) for node in nodes))
-    # Neither None, of a node that has no more ranks, nor rank 0
+    # `if rank` drops rank 0, and the Nones of nodes that have no more ranks
     return [rank for turn in turns for rank in turn if rank][:num_ps]
 
 
@@ -166,8 +183,8 @@ def _of_components(topology: Topology, components: Sequence[Any], chief: bool) -
     if None in components:
         raise ValueError(
             "nothing tells which ranks are parameter servers: give num_ps=, their number; or a cluster_resolver or "
-            f"{TF_CONFIG}, which name each rank's task; or submit a heterogeneous Slurm job, whose first component has "
-            "the servers"
+            f"{TF_CONFIG} that names each rank's task; or submit a heterogeneous Slurm job with the servers in its "
+            "first component"
         )
     lowest = min(components)
     first = [rank for rank, component in enumerate(components) if component == lowest]
@@ -182,7 +199,7 @@ def _of_components(topology: Topology, components: Sequence[Any], chief: bool) -
     if not servers:
         raise ValueError(
             f"component {lowest} of the heterogeneous Slurm job has 1 rank, the chief, and no parameter server: "
-            "give it one task more than there are to be servers (--ntasks), or give num_ps="
+            "give it one task more than the number of servers (--ntasks), or give num_ps="
         )
     return _of_servers(topology, servers, chiefs)
 

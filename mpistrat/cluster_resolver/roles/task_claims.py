@@ -1,4 +1,4 @@
-"""What a rank's resolver, or TF_CONFIG, says of its task: the ranks tell each other, and compare it with MPI."""
+"""Exchanges the task that each rank's resolver or TF_CONFIG names, and compares the tasks with MPI's ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ _BY_MPI_ALONE = "give cluster_resolver=MPIClusterResolver() to go by MPI alone"
 
 @dataclass(frozen=True)
 class TaskClaim:
-    """What one rank knows of its task, and sends to the others."""
+    """One rank's knowledge of its task, sent to all ranks.
 
-    source: str = ""  # TF_CONFIG, or the class of its resolver
+    Attributes:
+        source: "TF_CONFIG", or the class of the rank's resolver, for messages; "" without one.
+        cluster_spec: the cluster that the source describes; None without one.
+        error: the error that the rank found; None if there was none.
+    """
+
+    source: str = ""
     cluster_spec: ClusterSpec | None = None
     task_type: str | None = None
     task_id: int | None = None
@@ -34,7 +40,7 @@ Claim = TypeVar("Claim", bound=TaskClaim)
 
 
 def _picklable(error: Exception) -> ValueError | TopologyError:
-    """`error` as one of the two classes that all ranks raise, which can be pickled."""
+    """Return `error` as a ValueError or a TopologyError, so that it can be pickled and raised on all ranks."""
     for kind in (ValueError, TopologyError):
         if isinstance(error, kind):
             return kind(str(error))
@@ -44,9 +50,11 @@ def _picklable(error: Exception) -> ValueError | TopologyError:
 def exchange(
     make_claim: Callable[[], Claim], all_gather_object: Callable[[Any], list[Any]]
 ) -> list[Claim]:
-    """The claims of all ranks, in rank order. Called by: every rank.
+    """Make this rank's claim, and return the claims of all ranks, in rank order.
 
-    Raises, on all ranks: what `make_claim` raises on the first rank where it does.
+    Called by: every rank.
+    Raises, on all ranks: the error of `make_claim` on the first rank that has one, as ValueError or TopologyError. The
+        text names the rank, unless all ranks have the same error.
     """
     cause: Exception | None = None
     claim: TaskClaim
@@ -63,7 +71,7 @@ def exchange(
 
 
 def check_same_cluster(claims: Sequence[TaskClaim]) -> None:
-    """Raises, on all ranks: TopologyError where they name different clusters."""
+    """Raises, on all ranks: TopologyError if two ranks' claims have different clusters."""
     first = claims[0]
     for rank, claim in enumerate(claims):
         if claim.cluster_spec != first.cluster_spec:
@@ -80,7 +88,7 @@ def describe_cluster(claim: TaskClaim) -> str:
 
 
 def names_cluster(environ: Mapping[str, str]) -> bool:
-    """Whether TF_CONFIG names a cluster; also where it is malformed, which is raised when it is read."""
+    """Return whether TF_CONFIG names a cluster; True also if it is malformed, because reading it raises the error."""
     with contextlib.suppress(ValueError):
         resolver = TFConfigClusterResolver(environ=environ)
         return bool(environ.get(TF_CONFIG) and resolver.cluster_spec())
@@ -94,16 +102,16 @@ def resolver_of_trainers(
     *,
     asks_tf_config: bool,
 ) -> ClusterResolver | None:
-    """The resolver that names the tasks of the ranks of `topology`, all of which train; None where MPI alone does.
+    """Return the resolver that names the ranks' tasks, after a check that it agrees with MPI. All ranks train.
 
     Called by: every rank. Communicates once.
     Args:
-        topology: MPI's.
-        all_gather_object: gives the objects of all ranks, in rank order.
-        resolver: as the strategy was given it.
-        asks_tf_config: whether TF_CONFIG counts, if there is no resolver.
-    Raises, on all ranks: TopologyError when the resolver, or TF_CONFIG, contradicts MPI, or the ranks' TF_CONFIGs each
-        other; ValueError when they name no task that trains.
+        topology: MPI's topology.
+        resolver: the strategy's argument; None if there was none.
+        asks_tf_config: whether to use TF_CONFIG if `resolver` is None.
+    Returns: None if only MPI names the ranks.
+    Raises, on all ranks: TopologyError if the resolver or TF_CONFIG contradicts MPI, or if the ranks' TF_CONFIGs have
+        different clusters; ValueError if a rank's task is not known, malformed, or (of a resolver) a parameter server.
     """
     found = None if isinstance(resolver, MPIClusterResolver) else resolver
 
@@ -121,7 +129,10 @@ def resolver_of_trainers(
 
 
 def _of_tf_config(topology: Topology) -> TFConfigClusterResolver | None:
-    """None where TF_CONFIG says nothing of other ranks, such as one that a platform has set for a single process."""
+    """Return the resolver of TF_CONFIG. None if TF_CONFIG names no other task, as some platforms set it.
+
+    Raises: TopologyError if TF_CONFIG makes this rank a parameter server, or one of several ranks an evaluator.
+    """
     resolver = TFConfigClusterResolver()
     spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     if job == "ps" or (job == "evaluator" and topology.size > 1):
@@ -140,7 +151,7 @@ def _of_tf_config(topology: Topology) -> TFConfigClusterResolver | None:
 
 
 def _compare(found: ClusterResolver, topology: Topology, *, of_tf_config: bool) -> None:
-    """Raises: TopologyError where `found` contradicts MPI."""
+    """Raises: TopologyError if the rank or size of `found` is not MPI's. Args: of_tf_config: for the message."""
     claimed = found.topology()
     if (claimed.rank, claimed.size) == (topology.rank, topology.size):
         return

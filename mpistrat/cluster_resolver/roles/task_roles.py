@@ -1,4 +1,4 @@
-"""What the task types chief, worker, ps and evaluator mean: ranks, counts, leaders."""
+"""Ranks, counts and leaders of the task types chief, worker, ps and evaluator."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ Cluster = dict[str, Any] | ClusterDef | ClusterSpec | None
 
 
 def normalize_cluster_spec(cluster_spec: Cluster) -> ClusterSpec:
-    """`cluster_spec` as a ClusterSpec; None is the empty cluster.
-
-    Raises: ValueError when it is neither None, a dict, a ClusterDef nor a ClusterSpec.
-    """
+    """Return `cluster_spec` as a ClusterSpec; None becomes the empty cluster. Raises: ValueError for another type."""
     if cluster_spec is None:
         return ClusterSpec({})
     if not isinstance(cluster_spec, (dict, ClusterDef, ClusterSpec)):
@@ -33,7 +30,10 @@ def task_count(cluster_spec: Cluster, task_type: str) -> int:
 
 
 def checked_cluster(cluster_spec: Cluster) -> ClusterSpec:
-    """Raises: ValueError for jobs and numbers of tasks that cannot be."""
+    """Return `cluster_spec` as a ClusterSpec.
+
+    Raises: ValueError if a job is none of `TASK_TYPES`, or if there are several chiefs or several evaluators.
+    """
     spec = normalize_cluster_spec(cluster_spec)
     if unknown := [job for job in spec.jobs if job not in TASK_TYPES]:
         raise ValueError(f"the cluster has the jobs {unknown}, expected only {TASK_TYPES}")
@@ -48,12 +48,13 @@ def checked_cluster(cluster_spec: Cluster) -> ClusterSpec:
 def validated_cluster(
     cluster_spec: Cluster, task_type: str | None, task_id: int | None
 ) -> ClusterSpec:
-    """`cluster_spec`, in which this task may be; no type is any task.
+    """Return `cluster_spec` as a ClusterSpec, after a check that the task is in it.
 
-    Raises: ValueError for jobs, numbers of tasks and a task that cannot be.
+    The task is not checked if `task_type` is None, or "evaluator", because clusters do not always list evaluators.
+    Raises: ValueError if the cluster has an unknown job, several chiefs or several evaluators, or if the task is not in
+        it.
     """
     spec = checked_cluster(cluster_spec)
-    # Evaluators are not always listed in the cluster.
     if task_type in (None, "evaluator"):
         return spec
     if task_type not in TASK_TYPES:
@@ -71,7 +72,11 @@ def validated_cluster(
 def is_chief(
     cluster_spec: Cluster = None, task_type: str | None = None, task_id: int | None = None
 ) -> bool:
-    """Whether this task does what only one may do: the chief, an evaluator, or worker 0 where there is no chief."""
+    """Return whether this task is the chief, an evaluator, or worker 0 of a cluster without a chief.
+
+    Only such a task does work that one task must do alone, such as writing files.
+    Raises: ValueError if the task is not in the cluster.
+    """
     spec = validated_cluster(cluster_spec, task_type, task_id)
     return task_type in ("chief", "evaluator") or (
         task_type == "worker" and task_id == 0 and not task_count(spec, "chief")
@@ -79,9 +84,10 @@ def is_chief(
 
 
 def id_in_cluster(cluster_spec: Cluster, task_type: str | None, task_id: int | None) -> int:
-    """This task's rank among the tasks that train: the chief first, then the workers. An evaluator counts its own.
+    """Return this task's rank among the tasks that train: the chief has rank 0, and the workers follow.
 
-    Raises: ValueError for a parameter server, which has no rank, and for tasks that are not in the cluster.
+    An evaluator's rank is its task id.
+    Raises: ValueError for a parameter server, because it has no rank, and for a task that is not in the cluster.
     """
     spec = validated_cluster(cluster_spec, task_type, task_id)
     if task_type not in ("chief", "worker", "evaluator") or task_id is None:
@@ -92,9 +98,10 @@ def id_in_cluster(cluster_spec: Cluster, task_type: str | None, task_id: int | N
 
 
 def worker_count(cluster_spec: Cluster, task_type: str | None) -> int:
-    """How many tasks train together with a task of this type, itself included.
+    """Return the number of tasks that train together: chief and workers, or for "evaluator" the evaluators.
 
-    Raises: ValueError for types that do not train; KeyError for an evaluator that the cluster does not list.
+    Raises: ValueError for a type that does not train or is not in the cluster; KeyError for "evaluator" if the cluster
+        lists none.
     """
     spec = validated_cluster(cluster_spec, task_type, 0)
     if task_type not in ("chief", "worker", "evaluator"):
@@ -109,9 +116,9 @@ def worker_count(cluster_spec: Cluster, task_type: str | None) -> int:
 
 
 def worker_addresses(cluster_spec: Cluster) -> list[str]:
-    """Addresses of the tasks that train, in rank order.
+    """Return the addresses of the tasks that train, in rank order: the chief, then the workers.
 
-    Raises: ValueError when there are none, or when task indices are missing.
+    Raises: ValueError if there are none, or if task indices are missing.
     """
     spec = normalize_cluster_spec(cluster_spec)
     jobs = [spec.job_tasks(job) for job in ("chief", "worker") if task_count(spec, job)]
@@ -124,7 +131,11 @@ def worker_addresses(cluster_spec: Cluster) -> list[str]:
 
 
 def collective_leader(cluster_spec: Cluster, task_type: str | None, task_id: int | None) -> str:
-    """Name of the task that leads collectives; '' for an empty cluster and for an evaluator."""
+    """Return the name of the task that leads collectives: "/job:chief/replica:0/task:0", or worker 0's.
+
+    Returns: '' for an empty cluster and for an evaluator.
+    Raises: ValueError if the task is not in the cluster, or if the cluster has neither chief nor worker.
+    """
     if not normalize_cluster_spec(cluster_spec):
         return ""
     spec = validated_cluster(cluster_spec, task_type, task_id)
@@ -132,14 +143,18 @@ def collective_leader(cluster_spec: Cluster, task_type: str | None, task_id: int
 
 
 def coordination_leader(cluster_spec: Cluster) -> str:
-    """Name of the task that others register with: ps 0, else the chief, else worker 0; '' for an empty cluster."""
+    """Return the name of the task where other tasks register: ps 0, else the chief, else worker 0.
+
+    Returns: a name such as "/job:ps/replica:0/task:0"; '' for an empty cluster.
+    Raises: ValueError if the cluster has no such task.
+    """
     spec = normalize_cluster_spec(cluster_spec)
     return _first_task(spec, ("ps", "chief", "worker")) if spec else ""
 
 
 @dataclass(frozen=True)
 class ServerDef:
-    """One task of a cluster, as a server needs to know itself."""
+    """The cluster and one task in it: the description that a server gets of itself."""
 
     cluster: ClusterDef
     job_name: str
@@ -153,9 +168,14 @@ def make_server_def(
     task_index: int | None = None,
     protocol: str | None = None,
 ) -> ServerDef:
-    """The task `job_name`, `task_index`; each may be left out where the cluster allows only one answer.
+    """Return the description of one task for a server.
 
-    Raises: ValueError when it allows several or none; TypeError when `cluster` is no cluster.
+    Args:
+        job_name: the task's job; None if the cluster has a single job.
+        task_index: the task's index; None if the job has a single task.
+        protocol: None is "grpc".
+    Raises: ValueError if a left-out argument is not unique, or if there is no such task; TypeError if `cluster` is no
+        cluster.
     """
     spec = ClusterSpec(cluster)
     if job_name is None:

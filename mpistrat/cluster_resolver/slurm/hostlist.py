@@ -1,25 +1,24 @@
-"""Slurm's short forms of host lists and of tasks per node, as functions of their text."""
+"""Expands Slurm's short forms of host lists and of tasks per node."""
 
 from __future__ import annotations
 
 import re
 
-MOST_HOSTS = 1 << 20  # a list of more is a typing error; Slurm itself stops at 65,533 nodes
+MOST_HOSTS = 1 << 20  # a longer list is a typing error, because Slurm stops at 65,533 nodes
 
 _PART = re.compile(r"(?=.)([^,\[\]\s]*)(?:\[([^\[\]\s]*)\])?")  # "n1", "n[13,41]", "n[001,007-015]"
-# What stands between commas; those inside brackets do not count.
+# The text between commas that are outside brackets.
 _BETWEEN_COMMAS = re.compile(r"(?:^|,)((?:[^,\[]|\[[^\]]*\]?)*)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")  # "7", "007-015"
 _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")  # "2", "2(x3)"
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Hosts in list order, which is the order in which Slurm numbers nodes: "n[9-11],a1" is n9, n10, n11, a1.
+    """Return the hosts of a list such as "n[9-11],a1": n9, n10, n11, a1. Slurm numbers its nodes in this order.
 
-    A bracket may only end a name, as in all that Slurm writes; numbers are padded to the width of their range's
-    lower bound.
-
-    Raises: ValueError for anything else.
+    Brackets are only allowed at the end of a name, and Slurm writes no others. Numbers are padded to the width of their
+    range's lower bound. An empty text is an empty list.
+    Raises: ValueError for any other text, and for more than `MOST_HOSTS` hosts.
     """
     hosts: list[str] = []
     for part in _BETWEEN_COMMAS.findall(hostlist) if hostlist else ():
@@ -35,9 +34,9 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """One count per node: "2(x3),1" is 2, 2, 2, 1.
+    """Return one number of tasks per node: "2(x3),1" is 2, 2, 2, 1.
 
-    Raises: ValueError for anything that Slurm would not write.
+    Raises: ValueError for a text that Slurm would not write, and for more than `MOST_HOSTS` nodes.
     """
     counts: list[int] = []
     for part in tasks_per_node.split(","):

@@ -1,4 +1,4 @@
-"""The Slurm job of this process: its number, when it will be ended, and how it gets back into the queue."""
+"""The Slurm job of this process: its number, its end time, and requeueing it."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from dataclasses import dataclass
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
 
-# "1234". Each task of a job array has a number of its own, but the last task has the array's.
+# "1234". Each task of a job array has another job number; the last task's number is also the array's.
 JOB_ID = "SLURM_JOB_ID"
-ARRAY_ID = "SLURM_ARRAY_JOB_ID"  # "1234", which Slurm's commands take for all tasks of the array
+ARRAY_ID = "SLURM_ARRAY_JOB_ID"  # "1234"; for Slurm's commands it means all tasks of the array
 ARRAY_TASK = "SLURM_ARRAY_TASK_ID"  # "3"
 END_TIME = "SLURM_JOB_END_TIME"  # "1795329466", seconds since 1970; Slurm 22.05 does not set it
-# Has squeue print times as END_TIME has them, in no time zone.
+# Makes squeue print times in seconds since 1970, as in END_TIME, without a time zone.
 _TIME_FORMAT = {"SLURM_TIME_FORMAT": "%s"}
-_NO_LIMIT = ("NONE", "UNLIMITED")  # "N/A" and "0": not known now
+_NO_LIMIT = ("NONE", "UNLIMITED")  # "N/A" and "0" mean that squeue does not know the time now
 
 
 _VARIABLES = ("SLURM_", "SLURMD_NODENAME", "SRUN_CPUS_PER_TASK")
-# Of no use for a diagnosis, or nobody's business
+# Variables that do not help a diagnosis, or that are private
 _LEFT_OUT = ("SLURM_JWT", "SLURM_CONF", "SLURM_SUBMIT", "SLURM_JOB_USER", "SLURM_JOB_UID")
 
 
 class SlurmError(RuntimeError):
-    """Slurm's commands are missing here, or fail; says which, and how."""
+    """One of Slurm's commands is missing, fails, or answers too late. The text names the command and the reason."""
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """
+    """A Slurm job, or one task of a job array.
+
     Attributes:
-        job_id: as Slurm's commands take it: "1234", or "1234_3" for a task of a job array.
-        end_time: when it was to be ended, in seconds since 1970, as it began; None where Slurm did not say.
+        job_id: the job's number for Slurm's commands: "1234", or "1234_3" for a task of a job array.
+        end_time: the planned end when the job began, in seconds since 1970; None if Slurm did not say it.
     """
 
     job_id: str
     end_time: float | None = None
 
     def ask_end_time(self, seconds: float) -> float:
-        """When the job will be ended, as `squeue` says now; inf if it has no limit.
+        """Ask `squeue` when Slurm will end the job.
 
-        Args: seconds: how long squeue may take.
-        Raises: SlurmError.
+        Args: seconds: the timeout of squeue.
+        Returns: seconds since 1970; inf if the job has no time limit.
+        Raises: SlurmError if squeue is missing, fails, takes longer, or does not know the job or its end.
         """
-        # Of a heterogeneous job, a line for each component: "1795329466".
+        # For a heterogeneous job, squeue prints a line such as "1795329466" for each component.
         answer = _output_of(["squeue", "-h", "-j", self.job_id, "-o", "%e"], seconds)
         times = [_seconds_since_1970(line.strip()) for line in answer.splitlines()]
         if not times:
@@ -54,15 +56,16 @@ class SlurmJob:
         return min(times)
 
     def requeue(self, seconds: float) -> None:
-        """End the job, and put it back into the queue: Slurm then signals all its processes, and kills those that stay.
+        """End the job and put it back into the queue. Slurm signals its processes, and later kills the remaining ones.
 
-        Raises: SlurmError.
+        Args: seconds: the timeout of scontrol.
+        Raises: SlurmError if scontrol is missing, fails or takes longer.
         """
         _output_of(["scontrol", "requeue", self.job_id], seconds)
 
 
 def slurm_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
-    """The job that this process belongs to; None outside Slurm."""
+    """Return the Slurm job of this process; None outside Slurm."""
     job_id, end_time = environ.get(JOB_ID, ""), environ.get(END_TIME, "")
     if not job_id:
         return None
@@ -71,7 +74,7 @@ def slurm_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
 
 
 def slurm_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What Slurm says of job, step and task."""
+    """Return Slurm's variables about the job, the step and the task, for a diagnosis; {} outside Slurm."""
     return {
         name: environ[name]
         for name in sorted(environ)
@@ -80,7 +83,7 @@ def slurm_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _positive(text: str) -> float | None:
-    """The number; None of "0", and of what is none."""
+    """Return the number in `text`; None for "0", and if `text` is no number."""
     return float(text) if text.isdecimal() and float(text) > 0 else None
 
 

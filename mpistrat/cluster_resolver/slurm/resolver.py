@@ -1,4 +1,4 @@
-"""The tasks of a Slurm step, from the variables that srun sets."""
+"""A resolver for the tasks of a Slurm step. It reads the variables that srun sets."""
 
 from __future__ import annotations
 
@@ -18,35 +18,51 @@ from mpistrat.topology import Topology
 
 RANK = "SLURM_PROCID"  # "3"
 NUM_TASKS = "SLURM_STEP_NUM_TASKS"  # "5"
-NODE_LIST = "SLURM_STEP_NODELIST"  # "n[9-11],a1", in the order in which Slurm numbers the nodes
-TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x2),1", in that order
+NODE_LIST = "SLURM_STEP_NODELIST"  # "n[9-11],a1", in the order of Slurm's node numbers
+TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x2),1", in the order of NODE_LIST
 # "block", "cyclic", "plane", "plane=2", "cyclic:block", "arbitrary"
 DISTRIBUTION = "SLURM_DISTRIBUTION"
 PLANE_SIZE = "SLURM_DIST_PLANESIZE"  # "2", with the distribution "plane"
 ARBITRARY_LIST = "SLURM_ARBITRARY_NODELIST"  # "n9,n9,n10": the host of every task, with the distribution "arbitrary"
-NODE_ID = "SLURM_NODEID"  # "1": this task's node, by its place in the list; a cross-check
-LOCAL_ID = "SLURM_LOCALID"  # "0": this task's number among those on its node; a cross-check
+NODE_ID = "SLURM_NODEID"  # "1": the place of this task's node in NODE_LIST; a cross-check
+LOCAL_ID = "SLURM_LOCALID"  # "0": this task's number among its node's tasks; a cross-check
 TASKS_OF_NODE = "SLURM_GTIDS"  # "1,4": the tasks on this task's node; a cross-check
 COMPONENTS = "SLURM_HET_SIZE"  # "2": components of a heterogeneous job
 COMPONENT_NODES = "SLURM_JOB_NODELIST_HET_GROUP_{}"  # "n[9-11]", for each component
-GPUS_PER_TASK = "SLURM_GPUS_PER_TASK"  # "1", "a100:2": Slurm itself has bound each task to its GPUs
+GPUS_PER_TASK = "SLURM_GPUS_PER_TASK"  # "1", "a100:2": Slurm has bound each task to its GPUs
 GPUS_ON_NODE = "SLURM_GPUS_ON_NODE"  # "4": GPUs of the step on this node; a task that sees fewer has been bound to them
 
 
 class SlurmClusterResolver(ClusterResolver):
     """The tasks of this Slurm step.
 
+    `task_type` and `task_id` are None, and `master()` is '', until `cluster_spec()` has been called.
+
     Args:
-        jobs: tasks of each type, default all workers. Types take ranks in alphabetical order: {"worker": 3, "ps": 1}
-            makes rank 0 the ps.
-        port_base: port of the first task of each node; the following ones count on.
-        gpus_per_node, gpus_per_task: default what CUDA_VISIBLE_DEVICES or nvidia-smi shows, shared out evenly;
-            a cluster without GPUs needs neither.
-        tasks_per_node: {host: tasks}, or one number for every host, default what Slurm says.
-        auto_set_gpu: let `cluster_spec` set CUDA_VISIBLE_DEVICES to this task's GPUs, if it has any of its own.
-    `task_type`, `task_id` and `master()` answer once `cluster_spec()` was called.
-    Raises: TopologyError when a variable is missing, cannot be read, or contradicts others or the arguments;
-        ValueError for arguments that are no numbers.
+        jobs: number of tasks of each type; None makes all tasks workers. Types get ranks in alphabetical order:
+            {"worker": 3, "ps": 1} makes rank 0 the ps.
+        port_base: port of the first task of each node; the next tasks of the node have the next ports.
+        gpus_per_node, gpus_per_task: numbers of GPUs; by default the GPUs of CUDA_VISIBLE_DEVICES or nvidia-smi, split
+            evenly. A cluster without GPUs needs neither.
+        tasks_per_node: {host: number of tasks}, or one number for every host; None means Slurm's numbers.
+        auto_set_gpu: whether `cluster_spec` sets CUDA_VISIBLE_DEVICES to this task's GPUs. It does not if the task has
+            no GPU, nor (without `gpus_per_node` and `gpus_per_task`) if Slurm has bound the task to its GPUs.
+        environ: a mapping to read, and to set CUDA_VISIBLE_DEVICES in, instead of os.environ.
+    Raises: TopologyError if a variable is missing, cannot be read, or contradicts another variable or an argument;
+        ValueError or TypeError if an argument is no number, or no dict of names to numbers.
+
+    Example:
+        >>> step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}
+        >>> step["SLURM_STEP_TASKS_PER_NODE"] = "1(x2)"
+        >>> resolver = ms.cluster_resolver.SlurmClusterResolver(environ=step)
+        >>> resolver.cluster_spec(), resolver.get_task_info(), resolver.master()
+        (ClusterSpec({'worker': ['n1:8888', 'n2:8888']}), ('worker', 1), 'grpc://n2:8888')
+
+    Example, under Slurm::
+
+        resolver = ms.cluster_resolver.SlurmClusterResolver(gpus_per_node=4)
+        print(resolver.topology().rank, resolver.num_accelerators())
+        strategy = ms.MultiWorkerMirroredStrategy(resolver)
     """
 
     launcher = "slurm"
@@ -67,8 +83,8 @@ class SlurmClusterResolver(ClusterResolver):
         self._environ = os.environ if environ is None else environ
         if describes_daemons(self._environ):
             raise TopologyError(
-                f"the Slurm variables ({self._shown(RANK, NUM_TASKS)}) describe what mpirun starts ranks with, not the "
-                f"ranks: MPIClusterResolver asks MPI instead"
+                f"the Slurm variables ({self._shown(RANK, NUM_TASKS)}) describe what mpirun starts ranks with, its "
+                f"daemons, not the ranks: MPIClusterResolver asks MPI instead"
             )
         self._rank = self._number(RANK)
         self._jobs = _counts("jobs", {"worker": self._number(NUM_TASKS)} if jobs is None else jobs)
@@ -81,7 +97,10 @@ class SlurmClusterResolver(ClusterResolver):
         self._gpus_per_task = self._share_gpus(gpus_per_node, gpus_per_task)
 
     def cluster_spec(self) -> ClusterSpec:
-        """The step's tasks. Sets this resolver's task_type and task_id, and CUDA_VISIBLE_DEVICES unless told not to."""
+        """Return the step's tasks, and set `task_type` and `task_id`.
+
+        With `auto_set_gpu`, CUDA_VISIBLE_DEVICES gets the ids of this task's GPUs, if the task has any.
+        """
         cluster: dict[str, list[str]] = {}
         first = 0
         for job, count in sorted(self._jobs.items()):
@@ -97,23 +116,26 @@ class SlurmClusterResolver(ClusterResolver):
         return ClusterSpec(cluster)
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """(task_type, task_id); (None, None) before `cluster_spec()` was called."""
+        """Return (task_type, task_id); (None, None) before `cluster_spec()` has been called."""
         return self.task_type, self.task_id
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The address of the task, by default this one's; '' as long as `cluster_spec()` was not called."""
+        """Return the address of a task, by default of this task; '' before `cluster_spec()` has been called.
+
+        Raises: ValueError if the given task is not in the cluster.
+        """
         return super().master(task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """{"GPU": GPUs of each task}."""
+        """Return {"GPU": number of GPUs of each task}."""
         return {"GPU": self._gpus_per_task}
 
     def topology(self) -> Topology:
-        """Every task of the step is a rank, whatever its type."""
+        """Return this task's place among all tasks of the step. Every task is a rank, whatever its type."""
         hosts = [place.host for place in self._places]
         return Topology.from_hosts(self._rank, hosts, self.launcher)
 
@@ -138,9 +160,11 @@ class SlurmClusterResolver(ClusterResolver):
         return places
 
     def _components(self, tasks: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-        """The nodes of each component of a heterogeneous job, in the order in which Slurm numbers nodes and tasks.
+        """Return the (host, tasks) of each component of a heterogeneous job, in the order of Slurm's task numbers.
 
-        The step's list does not show it: its nodes are sorted, over all components.
+        The step's node list is sorted over all components, so it does not show this order.
+        Returns: a single component outside a heterogeneous job.
+        Raises: TopologyError if no variable says the nodes of each component.
         """
         if self._number(COMPONENTS, "1") <= 1 or len(tasks) == 1:
             return [tasks]
@@ -195,7 +219,7 @@ class SlurmClusterResolver(ClusterResolver):
                 raise TopologyError(
                     f"rank {self._rank} would be {would_be}, but Slurm says {self._shown(name)} "
                     f"({self._shown(NODE_LIST, TASKS_PER_NODE, DISTRIBUTION, PLANE_SIZE)}). These variables describe "
-                    f"another step, or a distribution that they do not tell; MPIClusterResolver asks MPI instead."
+                    f"another step, or leave out the distribution of its tasks; MPIClusterResolver asks MPI instead."
                 )
 
     def _share_gpus(self, per_node: int | None, per_task: int | None) -> int:
@@ -203,7 +227,7 @@ class SlurmClusterResolver(ClusterResolver):
         visible = len(self._visible)
         bound = GPUS_PER_TASK in self._environ or visible < self._number(GPUS_ON_NODE, "0")
         if bound and (per_node, per_task) == (None, None):
-            self._auto_set_gpu = False  # each task sees only its own
+            self._auto_set_gpu = False  # Slurm has bound each task to its GPUs
             return visible
         per_node = visible if per_node is None else _count("gpus_per_node", per_node)
         per_task = per_node // most_tasks if per_task is None else _count("gpus_per_task", per_task)
@@ -217,7 +241,7 @@ class SlurmClusterResolver(ClusterResolver):
     def _own_gpus(self) -> list[str]:
         first = self._places[self._rank].local_rank * self._gpus_per_task
         last = first + self._gpus_per_task
-        # The ids that Slurm made visible, not their positions: without cgroups a job may own GPUs 2 and 3.
+        # Use the GPU ids that Slurm made visible, not 0, 1, …: without cgroups a job may have the GPUs 2 and 3.
         known = len(self._visible) >= last
         return list(self._visible[first:last]) if known else list(map(str, range(first, last)))
 
@@ -242,26 +266,31 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 def hosts_of_components(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
-    """The nodes of each component of a heterogeneous job; none outside of one, and where Slurm does not tell.
+    """Return the nodes of each component of a heterogeneous job.
 
-    Raises: TopologyError for a list that cannot be read.
+    Returns: [] outside such a job, and if Slurm does not say them.
+    Raises: TopologyError if a list cannot be read.
     """
     names = map(COMPONENT_NODES.format, itertools.count())
     return [_hosts_in(environ, name) for name in itertools.takewhile(environ.__contains__, names)]
 
 
 def own_component(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The component of a heterogeneous job on whose nodes this process runs: no two components share a node.
+    """Return the number of the heterogeneous job's component that has this process's node, from 0.
 
-    None outside of such a job, and where Slurm does not tell.
-    Raises: TopologyError for a list that cannot be read.
+    No two components share a node.
+    Returns: None outside such a job, and if Slurm does not say the nodes.
+    Raises: TopologyError if a list cannot be read.
     """
     hosts, node = hosts_of_components(environ), environ.get(NODE_NAME, "")
     return next((number for number, nodes in enumerate(hosts) if node in nodes), None)
 
 
 def _hosts_in(environ: Mapping[str, str], name: str) -> list[str]:
-    """The hosts that the variable `name` lists; none if it is not set."""
+    """Return the hosts in the variable `name`; [] if it is not set.
+
+    Raises: TopologyError if the list cannot be read, or names a node twice (except in `ARBITRARY_LIST`).
+    """
     try:
         hosts = expand_hostlist(environ.get(name, ""))
     except ValueError as error:
@@ -272,7 +301,7 @@ def _hosts_in(environ: Mapping[str, str], name: str) -> list[str]:
 
 
 def _natural(host: str) -> list[tuple[int, int, str]]:
-    """Sorts n9 before n10."""
+    """Return a sort key that puts n9 before n10."""
     parts = re.findall(r"[0-9]+|[^0-9]+", host)
     return [(0, int(part), "") if part[0] in "0123456789" else (1, 0, part) for part in parts]
 

@@ -1,4 +1,4 @@
-"""Which node does each task of a Slurm step run on? Slurm tells the tasks of each node, and how it dealt them out."""
+"""Finds the node of each task of a Slurm step, from each node's number of tasks and the distribution of tasks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from mpistrat.errors import TopologyError
 
 
 class TaskPlacement(NamedTuple):
-    """Where one task runs."""
+    """The place of one task.
 
-    node: int  # position of its node in Slurm's list
+    Attributes:
+        node: position of the task's node in Slurm's list.
+        local_rank: position of the task among its node's tasks, in task order.
+    """
+
+    node: int
     host: str
-    local_rank: int  # position among the tasks of its node, in task order
+    local_rank: int
 
 
 def place_tasks(
@@ -24,14 +29,15 @@ def place_tasks(
     distribution: str = "block",
     host_of_task: Sequence[str] = (),
 ) -> list[TaskPlacement]:
-    """The place of every task, in task order.
+    """Return the place of every task, in task order.
 
     Args:
-        tasks_of_nodes: host and number of tasks of each node, in Slurm's order.
-        distribution: what `srun -m` takes. "block" fills one node after the other, "cyclic" gives every node one task
-            in turn, "plane=2" two; full nodes are passed over. What stands after the first ":" or "," is about cores.
-        host_of_task: for "arbitrary": the host of each task.
-    Raises: TopologyError when the distribution is unknown, or when `host_of_task` contradicts the rest.
+        tasks_of_nodes: (host, number of tasks) of each node, in Slurm's order.
+        distribution: a value of `srun -m`. "block" fills one node after the other. "cyclic" gives every node one task
+            in turn, and "plane=2" gives it two; full nodes are skipped. The part after the first ":" or "," is about
+            cores and has no effect here.
+        host_of_task: the host of each task, for the distribution "arbitrary".
+    Raises: TopologyError if the distribution is unknown, or if `host_of_task` contradicts `tasks_of_nodes`.
     """
     nodes = _nodes_of_tasks(tasks_of_nodes, re.split("[:,]", distribution)[0], host_of_task)
     local_ranks: dict[int, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -61,6 +67,6 @@ def _nodes_of_tasks(
 
 
 def _dealt(counts: list[int], at_once: int) -> list[int]:
-    """Nodes get up to `at_once` tasks in turn until each has its count."""
+    """Return the node of each task, if nodes in turn get up to `at_once` tasks until each has its count."""
     turns = [(task // at_once, node) for node, count in enumerate(counts) for task in range(count)]
     return [node for _, node in sorted(turns)]

@@ -1,3 +1,3 @@
-"""The slice of TPU chips that this process is part of."""
+"""Describes the slice of TPU chips that contains this host."""
 
 from mpistrat.cluster_resolver.tpu.resolver import TPUClusterResolver as TPUClusterResolver

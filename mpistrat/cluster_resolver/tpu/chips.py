@@ -1,4 +1,4 @@
-"""Which TPU chips does this host have? Asked without loading any TPU library, and before PJRT is configured."""
+"""Counts the TPU chips of this host, without a TPU library and before PJRT is configured."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 
 _DEVICES = Path("/sys/bus/pci/devices")
-_GOOGLE = "0x1ae0"  # as PCI knows vendors and devices
-_CORES = {  # XLA devices of each PCI device
+_GOOGLE = "0x1ae0"  # Google's PCI vendor id
+_CORES = {  # number of XLA devices, by PCI device id
     "0x0027": 2,  # v2, v3
     "0x005e": 1,  # v4
     "0x0062": 1,  # v5p
@@ -18,10 +18,13 @@ _CORES = {  # XLA devices of each PCI device
 
 
 def local_cores(devices: Path = _DEVICES) -> int:
-    """XLA devices of the TPU chips in this host; 0 where there are none."""
+    """Return the number of XLA devices of this host's TPU chips; 0 if it has none.
+
+    Args: devices: the folder with an entry for each PCI device.
+    """
     found = 0
     for device in devices.glob("*"):
-        with contextlib.suppress(OSError):  # one that was just taken out, or may not be looked at
+        with contextlib.suppress(OSError):  # the device was just removed, or may not be read
             if (device / "vendor").read_text().strip() == _GOOGLE:
                 found += _CORES.get((device / "device").read_text().strip(), 0)
     return found

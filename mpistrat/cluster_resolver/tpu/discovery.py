@@ -1,4 +1,4 @@
-"""The TPU slice that this host is part of: from the variables that GKE sets, else from Google's metadata server."""
+"""Finds the TPU slice of this host, from the variables that GKE sets, else from Google's metadata server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mpistrat.cluster_resolver.tpu.pjrt import CHIPS_PER_PROCESS_BOUNDS, PROCESS
 from mpistrat.cluster_resolver.tpu.slice import Bounds, TPUSlice, bounds_of_type, parse_bounds
 from mpistrat.errors import NotFoundError
 
-SKIP_METADATA = "TPU_SKIP_MDS_QUERY"  # "1", "true": the variables say everything
-ACCELERATOR_TYPE = "TPU_ACCELERATOR_TYPE"  # "v4-16"; set, it stands for TPU_SKIP_MDS_QUERY, too
-# Of several names the first that is set counts, as for torch_xla.
+SKIP_METADATA = "TPU_SKIP_MDS_QUERY"  # "1", "true": the variables describe the whole slice
+ACCELERATOR_TYPE = "TPU_ACCELERATOR_TYPE"  # "v4-16"; if set, TPU_SKIP_MDS_QUERY is not needed
+# If there are several names, the first one that is set counts, as in torch_xla.
 HOST_BOUNDS = (PROCESS_BOUNDS, "TPU_HOST_BOUNDS")  # "1,1,2"
 CHIPS_PER_HOST_BOUNDS = (CHIPS_PER_PROCESS_BOUNDS, "TPU_CHIPS_PER_HOST_BOUNDS")  # "2,2,1"
 WORKER_ID = (TASK_ID, "TPU_WORKER_ID")  # "1"
@@ -30,10 +30,14 @@ WORKER_NUMBER = "agent-worker-number"  # "1"
 def discover_slice(
     environ: Mapping[str, str] | None = None, addresses: Sequence[str] = ()
 ) -> TPUSlice:
-    """The slice of this host. The process's own environment is read once, because PJRT's variables have the same names.
+    """Return the TPU slice of this host.
 
-    Args: addresses: of all hosts in the order of their worker ids, instead of those that are found.
-    Raises: NotFoundError, within seconds, when this is no TPU host; ValueError when what is told cannot be.
+    Args:
+        environ: the variables; None is the process's environment. It is read only once, because later PJRT's variables
+            use some of the same names.
+        addresses: addresses of all hosts, by worker id; empty to use the addresses that are found.
+    Raises: NotFoundError, within seconds, if this is no TPU host; ValueError if the facts about the slice contradict
+        each other or cannot be read.
     """
     found = _found_once() if environ is None else _found(environ)
     accelerator_type = found.need("accelerator type")
@@ -51,7 +55,10 @@ def discover_slice(
 
 
 class _Found:
-    """The facts of one source. A fact has one of several names, and the first that is set counts."""
+    """Reads the facts of one source. A fact may have several names; the first one that is set counts.
+
+    Args: read: returns the text of a name; None or "" if it is not set.
+    """
 
     def __init__(
         self, source: str, names: Mapping[str, Sequence[str]], read: Callable[[str], str | None]
@@ -59,7 +66,7 @@ class _Found:
         self._source, self._names, self._read = source, names, read
 
     def get(self, what: str) -> str:
-        """'' where the source does not have it."""
+        """Return the text of the fact `what`; '' if the source does not have it."""
         values = ((self._read(name) or "").strip() for name in self._names.get(what, ()))
         return next(filter(None, values), "")
 
@@ -100,7 +107,7 @@ _VARIABLES = {
     "worker id": WORKER_ID,
     "addresses": (WORKER_HOSTNAMES,),
 }
-_METADATA = {  # in capitals, keys of the lines of tpu-env; else paths
+_METADATA = {  # names in capitals are keys of lines of tpu-env; other names are paths
     "accelerator type": ("ACCELERATOR_TYPE", TYPE_ATTRIBUTE),
     "bounds of hosts": ("TPU_PROCESS_BOUNDS", "HOST_BOUNDS"),
     "bounds of each host's chips": ("TPU_CHIPS_PER_PROCESS_BOUNDS", "CHIPS_PER_HOST_BOUNDS"),
@@ -142,6 +149,6 @@ def _found_once() -> _Found:
 
 
 def parse_tpu_env(text: str) -> dict[str, str]:
-    """The lines KEY: 'value' of the attribute tpu-env, which is YAML; other lines are passed over."""
+    """Return {KEY: value} of the lines KEY: 'value' in the attribute tpu-env, a YAML text. Other lines are skipped."""
     lines = re.findall(r"""^\s*([\w-]+)\s*:\s*(?:'(.*)'|"(.*)"|(.*?))\s*$""", text, re.MULTILINE)
     return {key: single.replace("''", "'") or double or bare for key, single, double, bare in lines}

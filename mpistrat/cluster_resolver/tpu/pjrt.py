@@ -1,7 +1,7 @@
-"""The environment in which PJRT finds a rank's part of a TPU slice.
+"""The environment variables that tell PJRT a rank's part of a TPU slice.
 
-The variables are those of libtpu, with the values that torch_xla 2.9 gives them when it starts one process per chip
-itself (`torch_xla._internal.tpu.configure_topology`, `torch_xla._internal.pjrt.initialize_multiprocess`).
+They are libtpu's variables. Their values are the same as in torch_xla 2.9, when it starts one process per chip
+(`torch_xla._internal.tpu.configure_topology`, `torch_xla._internal.pjrt.initialize_multiprocess`).
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ PROCESS_BOUNDS = "TPU_PROCESS_BOUNDS"  # "2,2,2": the box of all processes
 # "1,1,1": the box of each process's chips
 CHIPS_PER_PROCESS_BOUNDS = "TPU_CHIPS_PER_PROCESS_BOUNDS"
 VISIBLE_CHIPS = "TPU_VISIBLE_CHIPS"  # "3"; "0,1,2,3"
-PROCESS_ADDRESSES = "TPU_PROCESS_ADDRESSES"  # "10.0.0.1:8476,10.0.0.1:8477,…": of all, by task id
-PROCESS_PORT = "TPU_PROCESS_PORT"  # "8479": this process's own
-BASE_PORT = 8476  # torch_xla's: the first process of a host; the following ones count on
+PROCESS_ADDRESSES = "TPU_PROCESS_ADDRESSES"  # "10.0.0.1:8476,10.0.0.1:8477,…": all, by task id
+PROCESS_PORT = "TPU_PROCESS_PORT"  # "8479": this process's port
+BASE_PORT = 8476  # port of a host's first process, as in torch_xla; the next ones count on
 
 
 _FORWARDED = (
-    "each host needs its own TPU_WORKER_ID, so do not let mpirun pass that of one host on to the others (-x, -genv), "
-    "or unset it and TPU_ACCELERATOR_TYPE to have each host ask its metadata server"
+    "each host needs its own TPU_WORKER_ID, so do not let mpirun copy one host's value to all hosts (-x, -genv), or "
+    "unset it and TPU_ACCELERATOR_TYPE to have each host ask its metadata server"
 )
 
 
 def pjrt_environment(topology: Topology, slices: Sequence[TPUSlice]) -> dict[str, str]:
-    """The variables for the rank `topology.rank`; to be set before the process first uses an XLA device.
+    """Return PJRT's variables for the rank `topology.rank`. Set them before the process first uses an XLA device.
 
-    One rank per host has all chips of its host. One rank per chip (of v7x: per half of a chip, which counts as a chip)
-    has the chip of its local rank. Nodes may have any order: a host is where its worker id says. On every host, as
-    many ports from BASE_PORT on must be free as it has ranks.
+    With one rank per host, the rank has all chips of its host. With one rank per chip, the rank has the chip of its
+    local rank (for v7x: half of a chip, and each half counts as a chip). The worker id gives a host its place, so nodes
+    may have any order. Each rank needs a free port on its host: BASE_PORT + its local rank.
 
     Args:
-        topology: of MPI; its nodes are the hosts of the slice.
-        slices: what each rank knows of its slice, in rank order; see `slices_of_ranks`.
+        topology: MPI's topology; its nodes are the hosts of the slice.
+        slices: each rank's description of its slice, in rank order, from `slices_of_ranks`.
     Raises, on all ranks alike:
-        ValueError: ranks are not one per host, or one per chip, of all hosts.
+        ValueError: there is neither one rank per host nor one rank per chip, or a host of the slice has no rank.
         TopologyError: the ranks describe different slices, or two hosts have the same worker id.
     """
     _check_alike(topology, slices)
@@ -81,12 +81,12 @@ def pjrt_environment(topology: Topology, slices: Sequence[TPUSlice]) -> dict[str
 def slices_of_ranks(
     describe: Callable[[], TPUSlice | None], all_gather_object: Callable[[Any], list[Any]]
 ) -> list[TPUSlice]:
-    """What `describe`, `resolver.slice`, says on each rank, in rank order; empty where it is None on all ranks.
+    """Return each rank's description of its slice, in rank order; [] if no rank has one.
 
     Called by: every rank. Communicates once.
-    Args: all_gather_object: gives the objects of all ranks, in rank order.
-    Raises, on all ranks: what `describe` raises on the first rank that finds no slice, or one that cannot be;
-        TopologyError when only some ranks have one.
+    Args: describe: returns this rank's slice, or None: `TPUClusterResolver.slice`.
+    Raises, on all ranks: NotFoundError or ValueError, with the text from the first rank where `describe` raises it;
+        TopologyError if only some ranks have a slice.
     """
     answer: TPUSlice | NotFoundError | ValueError | None
     try:
@@ -102,7 +102,7 @@ def slices_of_ranks(
     found = [answer for answer in answers if isinstance(answer, TPUSlice)]
     if found and len(found) < len(answers):
         raise TopologyError(
-            f"rank {answers.index(None)} was given TPUClusterResolver('local'), and others hosts of "
+            f"rank {answers.index(None)} was given TPUClusterResolver('local'), and other ranks hosts of "
             f"{_shown(found[0])}: all ranks need the same"
         )
     return found
@@ -111,15 +111,19 @@ def slices_of_ranks(
 def set_pjrt_environment(
     variables: Mapping[str, str], environ: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set them, whatever is there: GKE uses two of these names for the bounds of hosts, which torch_xla would keep.
+    """Set PJRT's variables, and overwrite existing values.
 
-    Discover the slice before: `TPUClusterResolver.slice()` reads the same names, once for the process.
+    GKE uses two of these names for the bounds of hosts, and torch_xla would keep GKE's values. Call
+    `TPUClusterResolver.slice()` before, because it reads GKE's values, once per process.
     """
     environ.update(variables)
 
 
 def asked_device(environ: Mapping[str, str] = os.environ) -> str:
-    """ "TPU", or what PJRT_DEVICE says is to stand for it: "CPU". Raises: ValueError where it says anything else."""
+    """Return the kind of XLA device that PJRT_DEVICE asks for: "CPU", or "TPU", also if it is not set.
+
+    Raises: ValueError if PJRT_DEVICE has another value.
+    """
     asked = environ.get(DEVICE, "") or "TPU"
     if asked not in ("TPU", "CPU"):
         raise ValueError(f"PJRT_DEVICE must be TPU or CPU, got {asked!r}")
@@ -135,7 +139,7 @@ def _check_alike(topology: Topology, slices: Sequence[TPUSlice]) -> None:
         if replace(described, worker_id=0) != replace(slices[0], worker_id=0):
             raise TopologyError(
                 f"rank 0 is on a host of {_shown(slices[0])}, and rank {rank} of {_shown(described)}: all ranks of a "
-                "job need hosts of one slice, whose variables or metadata say the same on each of them"
+                "job need hosts of one slice, with the same variables or metadata on each host"
             )
     first_rank: dict[int, int] = {}  # by worker id
     worker_of_node: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The hosts of a TPU slice. MPI starts the ranks on them, and knows who is who."""
+"""A resolver for the hosts of a TPU slice. MPI starts the ranks on the hosts and numbers them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,42 @@ from mpistrat.topology import Topology
 
 _LOCAL = "local"
 _GRPC = "grpc"
-_PORT = 8470  # where TensorFlow looks for a host; nobody connects to it here
+_PORT = 8470  # TensorFlow's port of a host; nobody connects to it here
 
 
 class TPUClusterResolver(ClusterResolver):
-    """The hosts of a TPU slice, of which this is one.
+    """The hosts of a TPU slice; this host is one of them.
+
+    The constructor asks nobody. The first use of a member that needs the slice reads GKE's variables, or asks Google's
+    metadata server for a few seconds at most. Unlike tf.distribute's resolver, this class does not use the Cloud TPU
+    API (credentials, service, discovery_url), and starts no server for a coordinator without an address.
 
     Args:
-        tpu: None or "": the slice of this host, as variables of GKE or Google's metadata server tell it. "local": the
-            chips of this host, alone. Addresses of all hosts in the order of their worker ids, in a list or between
-            commas, "10.0.0.1:8470,grpc://10.0.0.2": instead of those that are found. A name: of the TPU that this
-            host must belong to.
-        zone, project: likewise those that it must belong to.
-        job_name: of the hosts, in `cluster_spec`.
-        coordinator_name, coordinator_address: of a further job, with one task.
-    The constructor asks nobody. The first use of a member that needs the slice asks, for some seconds at most.
-    What tf.distribute has beyond that is not here: no Cloud TPU API is asked (credentials, service, discovery_url), and
-    no server is started for a coordinator without an address.
-    Raises: ValueError for addresses that cannot be read; by other members, NotFoundError when this is no TPU host, and
-        ValueError when what is told of the slice cannot be, or it is another one.
+        tpu: the slice. None or "": the slice of this host, from GKE's variables or the metadata server. "local": only
+            the chips of this host. A name: the name that this host's TPU must have. Addresses of all hosts by worker
+            id, in a list or separated by commas ("10.0.0.1:8470,grpc://10.0.0.2"): they replace the addresses that are
+            found.
+        zone, project: the zone and the project that the TPU must have; None or "" allows any.
+        job_name: the job of the hosts in `cluster_spec`.
+        coordinator_name, coordinator_address: the name and the address of another job with one task; None for none.
+        environ: variables to read instead of the process's environment.
+    Raises: ValueError if an address cannot be read or is given twice, or if `coordinator_name` is missing. The members
+        raise NotFoundError if this is no TPU host. They raise ValueError if the facts about the slice contradict each
+        other, or if this host belongs to another TPU, zone or project.
+
+    Example:
+        >>> variables = {"TPU_ACCELERATOR_TYPE": "v2-8", "TPU_WORKER_ID": "0"}
+        >>> resolver = ms.cluster_resolver.TPUClusterResolver(environ=variables)
+        >>> resolver.slice().chips_per_host, resolver.num_accelerators(), resolver.master()
+        (4, {'TPU': 8}, 'grpc://localhost:8470')
+        >>> resolver.cluster_spec()
+        ClusterSpec({'worker': ['localhost:8470']})
+
+    Example, on a TPU::
+
+        resolver = ms.cluster_resolver.TPUClusterResolver()
+        print(resolver.get_master(), resolver.get_job_name(), resolver.topology().rank)
+        strategy = ms.TPUStrategy(resolver)
     """
 
     launcher = "tpu"
@@ -65,7 +82,11 @@ class TPUClusterResolver(ClusterResolver):
         self._asked = {"name": name, "zone": zone, "project": project}
 
     def slice(self) -> TPUSlice | None:
-        """The slice, and the worker id of this host; None for "local", where PJRT finds the chips itself."""
+        """Return the slice, with this host's worker id; None for "local", because PJRT then finds the chips itself.
+
+        Raises: NotFoundError if this is no TPU host; ValueError if the facts about the slice contradict each other or
+            the constructor's `tpu`, `zone` or `project`.
+        """
         return None if self._local else self._slice
 
     @functools.cached_property
@@ -76,13 +97,13 @@ class TPUClusterResolver(ClusterResolver):
             if actual and asked not in (None, "", actual):
                 raise ValueError(
                     f"TPUClusterResolver: {what}={asked!r:.80}, but this host belongs to a "
-                    f"{found.accelerator_type} whose {what} is {actual!r:.80}: start the ranks on the hosts of the "
-                    "other, or leave it out"
+                    f"{found.accelerator_type} whose {what} is {actual!r:.80}: start the ranks on the hosts of "
+                    f"{asked!r:.80}, or leave {what} out"
                 )
         return found
 
     def cluster_spec(self) -> ClusterSpec:
-        """One task per host, by worker id, and the coordinator; nothing for "local"."""
+        """Return one task per host, by worker id, and the coordinator's job; the empty cluster for "local"."""
         if self._local:
             return ClusterSpec({})
         endpoints = self._endpoints
@@ -94,7 +115,10 @@ class TPUClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """grpc:// and the address of the task that is given, else of this resolver's; '' for "local"."""
+        """Return "grpc://" and the address of a task; '' for "local".
+
+        Without a type and an id, it is the task of this resolver: the first host, unless `task_id` was set.
+        """
         if self._local:
             return ""
         if None in (task_type, task_id):
@@ -102,27 +126,30 @@ class TPUClusterResolver(ClusterResolver):
         return super().master(task_type or "worker", task_id or 0, _GRPC)
 
     def get_master(self) -> str:
-        """The older name of `master()`."""
+        """Return `master()`. This is the older name of that method."""
         return self.master()
 
     def get_job_name(self) -> str | None:
-        """The older name of `task_type`."""
+        """Return `task_type`. This is the older name of that attribute."""
         return self.task_type
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """{"TPU": XLA devices of each host}; that all hosts have as many is checked when a strategy joins them."""
+        """Return {"TPU": number of XLA devices of each host}; `TPUStrategy` checks that all hosts have equally many."""
         found = self.slice()
         return {"TPU": found.cores_per_host if found else local_cores()}
 
     def topology(self) -> Topology:
-        """MPI's: which rank is on which host is seen when the ranks tell each other their worker ids."""
+        """Return MPI's topology. `TPUStrategy` later matches ranks and hosts by the hosts' worker ids."""
         return MPIClusterResolver().topology()
 
 
 def _endpoints(tpu: str | Sequence[str] | None) -> list[str]:
-    """["10.0.0.1:8470", …] of what are addresses; none of a name."""
+    """Return the addresses in `tpu`, such as ["10.0.0.1:8470"]; [] if `tpu` is a name, "local" or empty.
+
+    Raises: ValueError if an address cannot be read, or is given twice.
+    """
     listed = tpu or ()
     if isinstance(tpu, str):
         # A TPU's name has letters, digits and hyphens; "local" looks like one.

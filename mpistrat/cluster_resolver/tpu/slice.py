@@ -1,4 +1,4 @@
-"""A slice of TPU chips: how many hosts, how many chips each, and which of the hosts this is."""
+"""The description of a slice of TPU chips: its hosts, the chips of each host, and this host's worker id."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from dataclasses import dataclass
 
 Bounds = tuple[int, int, int]
 
-# "v4-16", "v5litepod-16", "v5p-8", "v6e-4", "tpu7x-32": a generation, and how many cores or chips the slice has
+# "v4-16", "v5litepod-16", "v5p-8", "v6e-4", "tpu7x-32": a generation, and the slice's number of cores or chips
 _ACCELERATOR_TYPE = re.compile(r"(?:v|tpu)([0-9]{1,2})([A-Za-z]{0,7})-([0-9]{1,6})")
 _COUNTED_BY_CORES = ("2", "3", "4", "5p", "7x")  # v4-16 is 16 cores on 8 chips
 _COUNTED_BY_CHIPS = ("5e", "5lite", "5litepod", "6e")  # v5litepod-16 is 16 chips
-# By generation; of others, one.
+# By generation; other generations have 1.
 _UNITS_OF_CHIP = {7: 2}
 _CORES_OF_CHIP = {2: 2, 3: 2, 7: 2}
 
 
 @dataclass(frozen=True)
 class TPUSlice:
-    """Equal on all hosts of the slice except for `worker_id`.
+    """A TPU slice as one of its hosts sees it. Equal on all hosts of the slice except for `worker_id`.
 
-    Hosts form a box of `host_bounds`, and the chips of each host one of `chips_per_host_bounds`: a v4-16 is
-    (1, 1, 2) hosts of (2, 2, 1) chips, (2, 2, 2) chips in all.
+    The hosts form a box of `host_bounds`, and each host's chips form a box of `chips_per_host_bounds`. A v4-16 has
+    (1, 1, 2) hosts with (2, 2, 1) chips each, so (2, 2, 2) chips in all.
 
     Attributes:
-        worker_id: the number of this host.
-        addresses: names or IP addresses of all hosts, in the order of their worker ids; may be empty for one host.
-        name, zone, project: of the TPU, where they are known.
-    Raises: ValueError when the type cannot be read, or the numbers contradict each other.
+        accelerator_type: the type, such as "v4-16".
+        worker_id: the number of this host, from 0.
+        addresses: names or IP addresses of all hosts, by worker id; may be empty for one host.
+        name, zone, project: the TPU's name and place; "" if not known.
+    Raises: ValueError if the type cannot be read, or if the numbers contradict each other.
     """
 
     accelerator_type: str
@@ -62,7 +63,7 @@ class TPUSlice:
 
     @property
     def version(self) -> int:
-        """The generation: 4 for a v4-16."""
+        """The generation: 4 for a "v4-16"."""
         return int(_parts(self.accelerator_type)[0])
 
     @property
@@ -75,17 +76,17 @@ class TPUSlice:
 
     @property
     def units_per_host(self) -> int:
-        """What TPU_VISIBLE_CHIPS counts: chips; halves of chips from the 7th generation on, which are devices each."""
+        """The number of units that TPU_VISIBLE_CHIPS counts on each host: chips, or in generation 7 halves of chips."""
         return self.chips_per_host * _UNITS_OF_CHIP.get(self.version, 1)
 
     @property
     def cores_per_host(self) -> int:
-        """XLA devices of each host: two for a chip of the generations 2, 3 and 7, else one."""
+        """The number of XLA devices of each host: two per chip in the generations 2, 3 and 7, else one."""
         return self.chips_per_host * _CORES_OF_CHIP.get(self.version, 1)
 
 
 def parse_bounds(text: str) -> Bounds:
-    """(2, 2, 1) of "2,2,1". Raises: ValueError for anything but three numbers from 1 on."""
+    """Return (2, 2, 1) for "2,2,1". Raises: ValueError for anything but three numbers from 1 to 9999."""
     if not re.fullmatch(r"[1-9][0-9]{0,3}(,[1-9][0-9]{0,3}){2}", text):
         raise ValueError(
             f"bounds must be three numbers from 1 on, such as '2,2,1', got {text!r:.80}"
@@ -99,9 +100,11 @@ def bounds_text(bounds: tuple[int, ...]) -> str:
 
 
 def bounds_of_type(accelerator_type: str) -> tuple[Bounds, Bounds] | None:
-    """Bounds of hosts, and of each host's chips, where the type alone tells them: v2 and v3. Else None.
+    """Return (bounds of hosts, bounds of each host's chips) of a v2 or v3 slice; None for other generations.
 
-    Their hosts have 2 x 2 chips, and are a square or half of one: a v3-64 has 8, (2, 4, 1).
+    A v2 or v3 host has 2 x 2 chips. The hosts form a square or half a square: a v3-64 has 8 hosts, (2, 4, 1). In other
+    generations the type does not determine the bounds.
+    Raises: ValueError if the type cannot be read.
     """
     version, _, number = _parts(accelerator_type)
     if int(version) > 3:
@@ -111,7 +114,7 @@ def bounds_of_type(accelerator_type: str) -> tuple[Bounds, Bounds] | None:
 
 
 def _parts(accelerator_type: str) -> tuple[str, str, int]:
-    """("5", "litepod", 16) of "v5litepod-16"."""
+    """Return ("5", "litepod", 16) for "v5litepod-16". Raises: ValueError if the type cannot be read."""
     match = _ACCELERATOR_TYPE.fullmatch(accelerator_type)
     if not match or int(match[3]) < 1:
         raise ValueError(
@@ -127,4 +130,4 @@ def _possible_chips(accelerator_type: str) -> tuple[int, ...]:
         return (number,)
     if family in _COUNTED_BY_CORES:
         return (max(number // 2, 1),)
-    return (max(number // 2, 1), number)  # a generation that is newer than this table
+    return (max(number // 2, 1), number)  # the table lacks newer generations

@@ -1,1 +1,1 @@
-"""Where the cores of TPUs are, and which of them a replica gets. Nothing here looks at a device."""
+"""The mesh of TPU cores, and the assignment of cores to replicas. Nothing here looks at a device."""

@@ -1,4 +1,4 @@
-"""Which core of a TPU slice each logical core of each replica is."""
+"""Maps each logical core of each replica to a core of a TPU slice."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ Lengths = tuple[int, ...]  # along x, y, z and the cores of a chip
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """In which order replicas, and the cores of each, lie in the mesh.
+    """The order of replicas, and of the cores of each replica, in the mesh; `DeviceAssignment.build` takes it.
 
-    AUTO: as rings where that is possible, else as a mesh.
-    RING: so that each is a neighbour of the next, and the last of the first.
-    MESH: by coordinates.
+    AUTO: in rings if possible, else in the order of coordinates.
+    RING: each is a neighbour of the next, and the last is a neighbour of the first.
+    MESH: in the order of coordinates.
+
+    Example:
+        >>> topology = ms.tpu.Topology(mesh_shape=[1, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]]])
+        >>> mode = ms.tpu.DeviceOrderMode.MESH
+        >>> ms.tpu.DeviceAssignment.build(topology, device_order_mode=mode)
+        DeviceAssignment(1 replicas of 1 cores on Topology(mesh_shape=[1, 1, 1, 1], 1 tasks of 1 devices))
     """
 
     AUTO = 0
@@ -32,10 +38,21 @@ class DeviceOrderMode(enum.IntEnum):
 
 
 class DeviceAssignment:
-    """The core of each logical core of each replica. `build` finds one.
+    """The core in a TPU mesh for each logical core of each replica. `build` chooses the cores.
 
-    Args: core_assignment: coordinates, integers of shape [replicas, cores per replica, 4].
-    Raises: ValueError for another shape, and where `topology` has no device.
+    Args:
+        topology: the mesh, a `Topology`.
+        core_assignment: coordinates (x, y, z, core), integers of shape [replicas, cores per replica, 4].
+    Raises: ValueError for another shape, for coordinates without a device, or if `topology` is no `Topology`; TypeError
+        if the coordinates are no integers.
+
+    Example:
+        >>> mesh = ms.tpu.Topology(mesh_shape=[1, 1, 1, 4], device_coordinates=[[[0, 0, 0, i] for i in range(4)]])
+        >>> assignment = ms.tpu.DeviceAssignment.build(mesh, computation_shape=[1, 1, 1, 2], num_replicas=2)
+        >>> assignment.core_assignment.shape, assignment.coordinates(replica=1, logical_core=0)
+        ((2, 2, 4), (0, 0, 0, 2))
+        >>> assignment.lookup_replicas(task_id=0, logical_core=1), assignment.tpu_ordinal(1, 1)
+        ([0, 1], 3)
     """
 
     def __init__(
@@ -59,18 +76,19 @@ class DeviceAssignment:
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode | str | int = DeviceOrderMode.AUTO,
     ) -> DeviceAssignment:
-        """Cores for `num_replicas`, as close to each other as the mesh allows.
+        """Choose cores for `num_replicas` replicas, as close to each other as the mesh allows.
 
         Args:
-            topology: also as `Topology.serialized()` returns it.
-            computation_shape: how many cores a replica gets along x, y, z and the cores of a chip; one core by default.
-            computation_stride: how far these are apart, along each axis; other replicas get what lies between.
-            num_replicas: from 0 to as many as there is room for.
-            device_order_mode: a `DeviceOrderMode` or its name. RING needs replicas of whole chips, a stride of 1, and
-                as many replicas as there is room for; an odd length has no ring, and is numbered by coordinates. Where
-                the mesh has places without a device, cores are taken by task and device whatever the mode is.
-
-        Raises: ValueError when the replicas do not fit into the mesh, or do not make rings.
+            topology: a `Topology`, or the bytes that `Topology.serialized()` returns.
+            computation_shape: number of cores of a replica along x, y, z and the cores of a chip; None is one core.
+            computation_stride: distance between a replica's cores along each axis; None is 1. Other replicas get the
+                cores between.
+            num_replicas: from 0 to the number of replicas that fit into the mesh.
+            device_order_mode: a `DeviceOrderMode`, or its name or number. RING needs replicas of whole chips, a stride
+                of 1, and as many replicas as fit into the mesh. A box with an odd length gets no ring; its chips are
+                ordered by coordinates. If the mesh has places without a device, every mode takes the cores in the order
+                of tasks and devices.
+        Raises: ValueError if the replicas do not fit into the mesh, or cannot form the rings that were asked for.
         """
         if isinstance(topology, bytes):
             topology = TpuTopology(serialized=topology)
@@ -115,11 +133,11 @@ class DeviceAssignment:
 
     @property
     def core_assignment(self) -> NDArray[np.int32]:
-        """Coordinates, of shape [replicas, cores per replica, 4]."""
+        """The coordinates (x, y, z, core) of all cores: read-only int32, shape [replicas, cores per replica, 4]."""
         return self._core_assignment
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
-        """Where a core is in the mesh. Raises: ValueError when there is no such replica, or core of one."""
+        """Return (x, y, z, core) of a replica's logical core. Raises: ValueError if there is none."""
         counts = (self.num_replicas, self.num_cores_per_replica)
         if not (0 <= replica < counts[0] and 0 <= logical_core < counts[1]):
             raise ValueError(
@@ -129,7 +147,10 @@ class DeviceAssignment:
         return tuple(self._core_assignment[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """The replicas that have this logical core on task `task_id`, ascending. Raises: ValueError when none has."""
+        """Return the replicas, ascending, that have their core `logical_core` on task `task_id`.
+
+        Raises: ValueError if there is no such replica.
+        """
         if (task_id, logical_core) not in self._replicas:
             raise ValueError(
                 f"no replica has its logical core {logical_core} on task {task_id}: "
@@ -139,17 +160,33 @@ class DeviceAssignment:
         return list(self._replicas[task_id, logical_core])
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """The number that the device of this core has on its task."""
+        """Return the number of the core's device on its task. Raises: ValueError if there is no such core."""
         coordinates = self.coordinates(replica, logical_core)
         return self._topology.tpu_device_ordinal_at_coordinates(coordinates)
 
     def host_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
-        """Such as "/job:worker/task:1/device:CPU:0", the host that drives this core."""
+        """Return the name of the host that drives this core, such as "/job:worker/task:1/device:CPU:0".
+
+        Without `job`, the name begins with "/task:". Raises: ValueError if there is no such replica or core.
+
+        Example:
+            >>> topology = ms.tpu.Topology(mesh_shape=[1, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]]])
+            >>> ms.tpu.DeviceAssignment.build(topology).host_device(job="worker")
+            '/job:worker/task:0/device:CPU:0'
+        """
         coordinates = self.coordinates(replica, logical_core)
         return self._topology.cpu_device_name_at_coordinates(coordinates, job)
 
     def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
-        """Such as "/job:worker/task:1/device:TPU:3"."""
+        """Return the name of the TPU device of this core, such as "/job:worker/task:1/device:TPU:3".
+
+        Without `job`, the name begins with "/task:". Raises: ValueError if there is no such core.
+
+        Example:
+            >>> topology = ms.tpu.Topology(mesh_shape=[1, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]]])
+            >>> ms.tpu.DeviceAssignment.build(topology).tpu_device(replica=0, logical_core=0)
+            '/task:0/device:TPU:0'
+        """
         coordinates = self.coordinates(replica, logical_core)
         return self._topology.tpu_device_name_at_coordinates(coordinates, job)
 
@@ -182,7 +219,7 @@ def _mode(mode: DeviceOrderMode | str | int) -> DeviceOrderMode:
 
 
 def _room(mesh: Lengths, shape: Lengths, stride: Lengths) -> Lengths:
-    """How many replicas fit along each axis. Raises: ValueError when not even one does."""
+    """Return the number of replicas that fit along each axis. Raises: ValueError if not even one fits."""
     footprint = np.multiply(shape, stride)
     if (footprint > mesh).any():
         raise ValueError(
@@ -193,10 +230,10 @@ def _room(mesh: Lengths, shape: Lengths, stride: Lengths) -> Lengths:
 
 
 def _replica_grid(num_replicas: int, room: Lengths) -> Lengths:
-    """How many replicas lie along each axis: near a cube of `num_replicas`, which it has at least.
+    """Return the number of replicas along each axis: a grid near a cube, with at least `num_replicas` places.
 
-    The axis with the least room is chosen for first, then nothing is too small for what remains. Among equals the cores
-    of a chip come first, so that neighbouring replicas share chips, then x, so that they share hosts.
+    The axis with the least room comes first, so that the other axes have room for the remaining replicas. Among equal
+    axes, the cores of a chip come first, so that neighbouring replicas share chips; then x, so that they share hosts.
     """
     grid, remaining = [1] * MESH_RANK, num_replicas
     in_turn = sorted(range(MESH_RANK), key=lambda axis: (room[axis], (axis + 1) % MESH_RANK))
@@ -208,7 +245,11 @@ def _replica_grid(num_replicas: int, room: Lengths) -> Lengths:
 
 
 def _blocks(shape: Lengths, stride: Lengths, grid: Lengths) -> NDArray[np.int64]:
-    """Replicas number the cores of a chip first, then x, y and z; those of one block are interleaved by the stride."""
+    """Return the cores of all replicas in `grid`, shape [replicas, cores per replica, 4].
+
+    Replicas are numbered along the cores of a chip first, then x, y and z. The stride interleaves the replicas of one
+    block.
+    """
     z, y, x, core = np.indices((grid[2], grid[1], grid[0], grid[3])).reshape(MESH_RANK, -1)
     place = np.stack([x, y, z, core], axis=-1)
     block, offset = np.divmod(place, stride)
@@ -218,7 +259,11 @@ def _blocks(shape: Lengths, stride: Lengths, grid: Lengths) -> NDArray[np.int64]
 
 
 def _nested_rings(shape: Lengths, grid: Lengths) -> NDArray[np.int64]:
-    """A ring of blocks, one per replica, whose chips each form a ring. Cores of a chip follow each other."""
+    """Return the cores of all replicas, shape [replicas, cores per replica, 4], in rings.
+
+    Each replica is a block of chips. The blocks form a ring, and so do the chips of each block. The cores of a chip
+    follow each other.
+    """
     starts = ring_order(grid[:3]) * shape[:3]
     chips = starts[:, np.newaxis] + ring_order(shape[:3])
     of_cores = np.repeat(chips, shape[3], axis=1)
@@ -230,7 +275,11 @@ def _nested_rings(shape: Lengths, grid: Lengths) -> NDArray[np.int64]:
 def _by_device(
     topology: TpuTopology, shape: Lengths, stride: Lengths, num_replicas: int
 ) -> NDArray[np.int32]:
-    """Cores in the order of tasks and their devices: right on any mesh with gaps, neighbours or not."""
+    """Return cores in the order of tasks and their devices, shape [replicas, cores per replica, 4].
+
+    For a mesh that has places without a device; a replica's cores may be no neighbours.
+    Raises: ValueError if the stride is not 1, or if there are fewer devices than cores are needed.
+    """
     if math.prod(stride) != 1:
         raise ValueError(
             f"computation_stride is {list(stride)}, and this mesh has places without a device: there it must be 1"

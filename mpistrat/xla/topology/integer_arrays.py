@@ -1,4 +1,4 @@
-"""Nested sequences of integers that users give, as arrays: lengths along the axes of a mesh, and places in it."""
+"""Checks the nested sequences of integers that users give, and returns arrays: lengths of a mesh, and coordinates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ MESH_RANK = 4  # x, y, z of a chip, and the core on it
 
 
 def as_lengths(name: str, value: Any, cores: str) -> NDArray[np.int32]:
-    """Positive lengths along x, y, z and the cores of a chip. Args: cores: how the error calls the last axis."""
+    """Return `value` as int32 of shape [4]: positive lengths along x, y, z and the cores of a chip.
+
+    Args: name, cores: the names of the argument and of its last axis, for errors.
+    Raises: ValueError if `value` is not four positive integers; TypeError if its numbers are no integers.
+    """
     lengths = _as_integers(name, value)
     if lengths.shape != (MESH_RANK,) or (lengths < 1).any():
         raise ValueError(
@@ -21,7 +25,11 @@ def as_lengths(name: str, value: Any, cores: str) -> NDArray[np.int32]:
 
 
 def as_coordinates(name: str, value: Any, rows: str) -> NDArray[np.int32]:
-    """Coordinates of cores in rows of equal length, not to be changed. Args: rows: how the error calls two axes."""
+    """Return `value` as a read-only int32 array of coordinates, shape [n, m, 4].
+
+    Args: name, rows: the names of the argument and of its first two axes, for errors.
+    Raises: ValueError for another shape; TypeError if the numbers are no integers.
+    """
     coordinates = _as_integers(name, value)
     if coordinates.shape[2:] != (MESH_RANK,):
         raise ValueError(
@@ -32,7 +40,11 @@ def as_coordinates(name: str, value: Any, rows: str) -> NDArray[np.int32]:
 
 
 def _as_integers(name: str, value: Any) -> NDArray[np.int32]:
-    """`value` as an array. Raises: TypeError for what is no integers, be they whole floats; ValueError."""
+    """Return `value` as an int32 array.
+
+    Raises: TypeError for numbers of another type, also for 1.0; ValueError if rows have different lengths or a number
+        does not fit into 32 bits.
+    """
     try:
         array = np.asarray(value)
     except ValueError:

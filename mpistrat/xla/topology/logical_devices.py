@@ -1,4 +1,4 @@
-"""Whether a value can be placed on, or split over, the logical devices of a replica."""
+"""Checks whether a value can be placed on, or split over, the logical devices of a replica."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def check_logical_device(logical_device_id: int, cores_per_replica: int) -> None:
-    """Raises: ValueError unless a replica has that logical device."""
+    """Raises: ValueError if `logical_device_id` is not from 0 to `cores_per_replica` - 1."""
     if not 0 <= operator.index(logical_device_id) < cores_per_replica:
         raise ValueError(
             f"no logical device {logical_device_id}: a replica has {cores_per_replica}, so ids are 0 to "
@@ -19,13 +19,15 @@ def check_logical_device(logical_device_id: int, cores_per_replica: int) -> None
 def check_split(
     shape: Sequence[int | None], partition_dimensions: Sequence[int], cores_per_replica: int
 ) -> list[int]:
-    """`partition_dimensions` as integers.
-
-    Raises: ValueError unless a value of `shape` splits evenly into one part per logical device.
+    """Check that a value of `shape` splits evenly into one part per logical device.
 
     Args:
-        shape: None stands for a length that is not known yet, of which nothing is checked.
-        partition_dimensions: into how many parts each dimension is split.
+        shape: the value's lengths; None for a length that is not known yet, and it is not checked.
+        partition_dimensions: number of parts of each dimension.
+        cores_per_replica: number of logical devices of a replica.
+    Returns: `partition_dimensions` as a list of ints.
+    Raises: ValueError if there is not one number per dimension, if a number is below 1 or does not divide its
+        dimension, or if their product is not `cores_per_replica`.
     """
     parts = [operator.index(count) for count in partition_dimensions]
     if len(parts) != len(shape):

@@ -1,4 +1,4 @@
-"""Orders of the chips of a box, in which each is linked with the next."""
+"""Orders the chips of a box so that each chip is linked with the next one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ Chip = tuple[int, ...]
 
 
 def ring_order(shape: Sequence[int]) -> NDArray[np.int64]:
-    """The chips of a box of `shape` (x, y, z) in an order that ends beside (0, 0, 0), where it begins.
+    """Return the chips of a box in an order that begins at (0, 0, 0) and ends at a neighbour of (0, 0, 0).
 
-    With a length that is odd there is none: then the order is x by x, y by y, z by z. So it is of a single line, whose
-    ends only a torus links.
+    A box with an odd length above 1, or with one line of chips, gets no ring: its chips are sorted by z, then y, then
+    x. (Only a torus links the ends of a line.)
 
+    Args: shape: lengths along x, y and z.
     Returns: integers of shape [chips, 3].
     """
     lengths = np.asarray(shape)
@@ -24,15 +25,15 @@ def ring_order(shape: Sequence[int]) -> NDArray[np.int64]:
     if len(long) < 2 or (long % 2).any():
         z, y, x = np.indices(tuple(reversed(shape))).reshape(3, -1)
         return np.stack([x, y, z], axis=-1)
-    axes = np.argsort(lengths == 1, kind="stable")  # in a plane, the third is the other
+    axes = np.argsort(lengths == 1, kind="stable")  # in a plane, the axis of length 1 comes last
     ring = np.array(_ring(*lengths[axes].tolist()))
     return ring[:, np.argsort(axes)]
 
 
 def _ring(width: int, height: int, depth: int) -> list[Chip]:
-    """Of even lengths; the last may be 1. It climbs layer by layer, and comes back down along (0, 0, z).
+    """Return a ring through a box of even lengths (`depth` may be 1). It climbs by layers and returns along (0, 0, z).
 
-    A layer of 4 × 4 chips, of which the next one is passed from 15 to 1:
+    The numbers show the order in a layer of 4 × 4 chips. The next layer is passed backwards, from 15 to 1:
 
         0    1    2    3
         15   6    5    4
@@ -44,7 +45,7 @@ def _ring(width: int, height: int, depth: int) -> list[Chip]:
 
 
 def _there_and_back(path: Sequence[Chip], layers: int) -> list[Chip]:
-    """`path` in each of so many layers, backwards in each second one, and then down to the first along the corner."""
+    """Return `path` in each layer, backwards in every second one, and then the corner chips down to layer 1."""
     in_turn = itertools.islice(itertools.cycle((path, path[::-1])), layers)
     up = [(*chip, layer) for layer, chips in enumerate(in_turn) for chip in chips]
     corner = (0,) * len(path[0])

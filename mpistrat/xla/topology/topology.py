@@ -1,4 +1,4 @@
-"""The mesh that the cores of a TPU slice form, and which task drives which of them."""
+"""The mesh of the cores of a TPU slice, and the task that drives each core."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from mpistrat.xla.topology.integer_arrays import MESH_RANK, as_coordinates, as_l
 
 
 class TpuTopology:
-    """The cores of a TPU slice: a mesh of (x, y, z, core), and the place in it of each task's devices.
+    """The cores of a TPU slice: a mesh with the axes (x, y, z, core), and the coordinates of each task's devices.
 
     Args:
-        serialized: what `serialized()` of another one returned; the other arguments are then ignored.
+        serialized: the bytes that `serialized()` of another topology returned; the other arguments are then ignored.
         mesh_shape: number of cores along each of the four axes.
         device_coordinates: integers of shape [tasks, devices per task, 4]; a mesh may have places without a device.
+    Raises: ValueError if `mesh_shape` is not four positive integers, if `serialized` is not such bytes, or if a device
+        is outside the mesh or at another device's place; TypeError if a number is no integer.
 
-    Raises: ValueError for a mesh without room, and devices outside of it or at one place; TypeError for what
-        is no integers.
+    Example:
+        >>> topology = ms.tpu.Topology(mesh_shape=[2, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]], [[1, 0, 0, 0]]])
+        >>> topology.device_coordinates.shape, topology.num_missing_devices, topology.missing_devices.shape
+        ((2, 1, 4), 0, (0, 4))
+        >>> ms.tpu.Topology(serialized=topology.serialized()) == topology
+        True
     """
 
     mesh_rank = MESH_RANK
@@ -51,7 +57,7 @@ class TpuTopology:
 
     @property
     def device_coordinates(self) -> NDArray[np.int32]:
-        """Of shape [tasks, devices per task, 4]."""
+        """The coordinates (x, y, z, core) of all devices: read-only int32, shape [tasks, devices per task, 4]."""
         return self._device_coordinates
 
     @property
@@ -64,40 +70,72 @@ class TpuTopology:
 
     @property
     def num_missing_devices(self) -> int:
-        """How many places of the mesh have no device."""
+        """The number of places of the mesh that have no device."""
         return self._places.num_empty
 
     @cached_property
     def missing_devices(self) -> NDArray[np.int64]:
-        """Coordinates of the places without a device, in order, of shape [places, 4]."""
+        """The coordinates of the places without a device, in ascending order: integers of shape [places, 4]."""
         missing = np.ones(self._mesh_shape, bool)
         missing[tuple(self._device_coordinates.reshape(-1, MESH_RANK).T)] = False
         return np.argwhere(missing)
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """The task that drives the device there. Raises: ValueError where there is none."""
+        """Return the number of the task that drives the device at these coordinates.
+
+        Raises: ValueError if there is no device.
+
+        Example:
+            >>> topology = ms.tpu.Topology(mesh_shape=[2, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]], [[1, 0, 0, 0]]])
+            >>> topology.task_ordinal_at_coordinates([1, 0, 0, 0])
+            1
+        """
         return self._places.find(device_coordinates)[0]
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """The number that the device there has on its task. Raises: ValueError where there is none."""
+        """Return the number that the device at these coordinates has on its task.
+
+        Raises: ValueError if there is no device.
+
+        Example:
+            >>> topology = ms.tpu.Topology(mesh_shape=[1, 1, 1, 2], device_coordinates=[[[0, 0, 0, 0], [0, 0, 0, 1]]])
+            >>> topology.tpu_device_ordinal_at_coordinates([0, 0, 0, 1])
+            1
+        """
         return self._places.find(device_coordinates)[1]
 
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """Such as "/job:worker/task:1/device:CPU:0", the host of the device there; without `job`, without "/job:…"."""
+        """Return the name of the host of the device there, such as "/job:worker/task:1/device:CPU:0".
+
+        Without `job`, the name begins with "/task:". Raises: ValueError if there is no device.
+
+        Example:
+            >>> topology = ms.tpu.Topology(mesh_shape=[2, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]], [[1, 0, 0, 0]]])
+            >>> topology.cpu_device_name_at_coordinates([1, 0, 0, 0], "worker")
+            '/job:worker/task:1/device:CPU:0'
+        """
         task, _ = self._places.find(device_coordinates)
         return f"{_of_job(job)}/task:{task}/device:CPU:0"
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """Such as "/job:worker/task:1/device:TPU:3"."""
+        """Return the name of the TPU device there, such as "/job:worker/task:1/device:TPU:3".
+
+        Without `job`, the name begins with "/task:". Raises: ValueError if there is no device.
+
+        Example:
+            >>> topology = ms.tpu.Topology(mesh_shape=[2, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]], [[1, 0, 0, 0]]])
+            >>> topology.tpu_device_name_at_coordinates([1, 0, 0, 0])
+            '/task:1/device:TPU:0'
+        """
         task, device = self._places.find(device_coordinates)
         return f"{_of_job(job)}/task:{task}/device:TPU:{device}"
 
     def serialized(self) -> bytes:
-        """This topology as JSON, for `Topology(serialized=…)`. (TensorFlow has it as a protocol buffer.)"""
+        """Return this topology as JSON, for `Topology(serialized=…)`. (TensorFlow's is a protocol buffer.)"""
         fields = {
             "mesh_shape": self._mesh_shape.tolist(),
             "device_coordinates": self._device_coordinates.tolist(),
@@ -121,7 +159,7 @@ class TpuTopology:
 
 
 class _Places:
-    """The places of a mesh, and the device at each."""
+    """Finds devices by coordinates. Raises: ValueError if a device is outside the mesh, or two share coordinates."""
 
     def __init__(self, mesh: NDArray[np.int32], devices: NDArray[np.int32]) -> None:
         self._mesh = mesh.tolist()
@@ -143,7 +181,7 @@ class _Places:
         return all(0 <= at < length for at, length in zip(place, self._mesh, strict=True))
 
     def find(self, coordinates: Sequence[int]) -> tuple[int, int]:
-        """Task and number of the device at `coordinates`. Raises: ValueError where there is none."""
+        """Return (task, number on the task) of the device at `coordinates`. Raises: ValueError if there is none."""
         place = tuple(map(operator.index, coordinates))
         if place in self._device_at:
             return self._device_at[place]
