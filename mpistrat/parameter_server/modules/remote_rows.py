@@ -95,7 +95,7 @@ class RemoteRows(torch.nn.Parameter):
 
 
 def _refuse_rows(module: torch.nn.Module) -> None:
-    """Raise RuntimeError if a module to be exported or scripted has a `RemoteRows`: exported code reads memory."""
+    """Raise RuntimeError if a module to be exported or scripted has a `RemoteRows`, which has no memory."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, RemoteRows):
             raise RuntimeError(
