@@ -1,4 +1,4 @@
-"""Variables on servers: how ranks spread their parts over servers, make, read and change them."""
+"""Variables on servers: how ranks make, read and change them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class RemoteVariable(Variable):
     """A variable that is one array on a server; every worker reads and changes the array.
 
     `read_value` copies the array; later updates do not change the copy. The server makes each update at once and whole,
-    between the updates of other workers. An update of an array of up to 4 KB returns the value after the update. An
-    update of a larger array returns the variable; a later use reads the value from the server.
+    between the updates of other workers. An update of up to 4 KB returns the value after it; a larger update returns
+    the variable, and a later use reads the value.
 
     Args: how: (trainable, synchronization, aggregation).
     Attributes: device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
@@ -71,7 +71,7 @@ class RemoteVariable(Variable):
         return self.client.pull(self.address)
 
     def sparse_read(self, indices: Any) -> Array:
-        """Read only the rows at `indices`, integers of shape [n], and return them in the order of `indices`.
+        """Read and return only the rows at `indices` (integers of shape [n]), in their order.
 
         Raises: ValueError for other indices, or a variable without dimensions.
         """
@@ -126,7 +126,7 @@ class RemoteShards(ShardedVariable):
 
 
 class VariablesOnServers(VariableStore):
-    """Makes a strategy's variables on the servers, in turn: each variable or part goes to the next server.
+    """Makes a strategy's variables: each variable or part goes to the next server, in turn.
 
     Args:
         owns: whether this rank makes the arrays, with its initial values; the other ranks find them.
@@ -180,15 +180,14 @@ class VariablesOnServers(VariableStore):
     def place(
         self, initial_value: Any, name: str, dtype: Any = None, shape: tuple[int, ...] | None = None
     ) -> list[Address]:
-        """Make the arrays of a new variable or torch tensor on the servers; ranks that own no initial values find them.
+        """Make a new variable's or torch tensor's arrays on the servers; a rank that does not own them waits for them.
 
         Called by: every worker, in the same order.
         Args:
-            initial_value: an array or a function, as `Variable` takes it.
             dtype, shape: of the whole variable; None takes them from `initial_value`.
         Returns: the address of the array, or of each part of a split variable.
-        Raises: on all workers, the owner's error; CollectiveMismatchError if a worker asks for another name, shape or
-            dtype than the owner has made.
+        Raises: on all workers, the owner's error; CollectiveMismatchError for another name, shape or dtype than the
+            owner's.
         """
         try:
             if shape is not None and dtype is not None and takes_parts(initial_value):
@@ -245,13 +244,13 @@ class VariablesOnServers(VariableStore):
         dtype: str | None,
         value: Callable[[], Any],
     ) -> Address:
-        """Make an array on a server, if this rank owns initial values, or wait until the owner has made it.
+        """Make an array on a server if this rank owns initial values, else wait for the owner to make it.
 
         Args:
             part: the number of this part of a variable, from 0.
             dtype: the name of the expected dtype; None accepts any.
             value: returns the first value; only the owner calls it.
-        Raises: CollectiveMismatchError if the owner has made an array of another name, shape or dtype.
+        Raises: CollectiveMismatchError for another name, shape or dtype than the owner's.
         """
         server, key = self._next_place(part)
         if self.owns_initial_values:
@@ -275,10 +274,7 @@ class VariablesOnServers(VariableStore):
         return address
 
     def _next_place(self, part: int) -> tuple[int, int]:
-        """Return the server for part number `part` of a variable, and the number of the new array.
-
-        The server is the next in turn, or inside `colocated` the server of the other variable's part.
-        """
+        """Return the next server, or inside `colocated` the other variable's server, and the new array's number."""
         if not self._colocated:
             return next(self._turns), next(self._keys)
         return self._colocated[part % len(self._colocated)], next(self._keys)
@@ -291,10 +287,7 @@ class VariablesOnServers(VariableStore):
 
 
 def parts_of(variable: Any) -> Sequence[Any]:
-    """Return the parts of a split variable on servers; for anything else, a list of the value alone.
-
-    An `AggregatingVariable` stands for its first variable.
-    """
+    """Return the parts of a split variable (also inside an `AggregatingVariable`), else a list of the value alone."""
     if isinstance(variable, AggregatingVariable):
         variable = variable.values[0]
     return variable.variables if isinstance(variable, RemoteShards) else [variable]
@@ -310,8 +303,6 @@ def variable_of(
     """Return a variable with its parts at `addresses`: a `RemoteShards` if it is split, else a `RemoteVariable`.
 
     With several replicas, an `AggregatingVariable` wraps it.
-
-    Args: how: (trainable, synchronization, aggregation).
     """
     variables = [RemoteVariable(strategy, job.client, address, how) for address in addresses]
     variable: Variable = variables[0]

@@ -1,6 +1,6 @@
 """Values with a part on each worker: a closure gets the part of the worker that executes it.
 
-A part is a resource: each worker makes its own part once, when a closure first needs it.
+A resource describes such a value. Each worker makes its part once, when a closure first needs it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class _Key(NamedTuple):
 class Resource:
     """A resource, on the chief. Workers forget their parts when the chief drops it.
 
-    Args: packed: the pickled functions that make the parts: one for all workers, or one for each worker.
+    Args: packed: the pickled functions that make the parts: one for all workers, or one each.
     Attributes:
         id: the resource's number, from 1.
-        needs: all resources that the functions use, directly or through other resources.
+        needs: all resources that the functions use, directly or not.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Resource:
         return self._packed[worker % len(self._packed)]
 
     def __del__(self) -> None:
-        # May run in any thread at any point, so it takes no locks. No closure needs the resource any more.
+        # May run in any thread at any point, so it takes no locks. No closure needs the resource.
         self._dropped.append(self.id)
 
 
@@ -65,8 +65,7 @@ class PerWorker:
 class ResourceTable:
     """Makes the resources of a coordinator, and pickles its closures.
 
-    Args: workers: the number of workers.
-    Attributes: dropped: the ids of resources that the chief has dropped and the workers must forget.
+    Attributes: dropped: the ids of resources that workers must forget.
     """
 
     def __init__(self, references: References, workers: int) -> None:
@@ -107,7 +106,7 @@ class ResourceCache:
         self._made: dict[int, Any] = {}
 
     def update(self, packed: Mapping[int, bytes], dropped: Sequence[int]) -> None:
-        """Store the pickled functions of new resources, by id, and forget the resources with ids in `dropped`."""
+        """Store the pickled functions of new resources, by id, and forget the ids in `dropped`."""
         self._packed.update(packed)
         for resource in dropped:
             self._packed.pop(resource, None)
@@ -194,15 +193,15 @@ class PerWorkerDataset(PerWorker, Iterable[Any]):
 
     @functools.cached_property
     def element_spec(self) -> Any:
-        """The structure of an element, with an ArraySpec for each array, as a worker sees in its first element."""
+        """The structure of a worker's first element, with an ArraySpec for each array."""
         return self._call(DatasetOfWorker.element_spec, self)
 
 
 class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
     """An iterator for each worker, to be passed to `schedule` as an argument.
 
-    The function gets the iterator of its worker, and calls `next` on it. Its StopIteration becomes an OutOfRangeError
-    on the chief. On the chief itself `next` raises NotImplementedError.
+    The function calls `next` on its worker's iterator; StopIteration becomes OutOfRangeError on the chief. `next` on
+    the chief raises NotImplementedError.
     """
 
     def __init__(self, dataset: PerWorkerDataset, table: ResourceTable) -> None:
@@ -246,9 +245,9 @@ class DatasetOfWorker:
         return iterator
 
     def element_spec(self) -> Any:
-        """Return the structure of an element, from the next element of the iterator in use, without consuming it.
+        """Return the structure of the next element of the iterator in use, or of a new iterator, without consuming it.
 
-        If there is no such element, begin an iterator, for the next `iterate` to return.
+        The next `iterate` returns the new iterator.
 
         Raises: ValueError if the dataset is empty.
         """

@@ -67,7 +67,7 @@ class RemoteValue(ReadsAsArray):
         return nest.map_structure(_fetched, self.get())
 
     def _read(self) -> NoReturn:
-        raise ValueError(f"{self!r} is not an array: use the result of its get() or fetch()")
+        raise ValueError(f"{self!r} is not an array: take the result of its get() or fetch()")
 
     def put(self, packed: bytes | None, error: BaseException | None = None) -> None:
         """Set the function's pickled result, or its error.

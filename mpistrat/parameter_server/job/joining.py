@@ -38,12 +38,12 @@ def join_job(
     Args:
         devices: this rank's devices; a server ignores them and uses its CPU.
         chief: whether a chief schedules functions; None if this rank makes a `Server` and does not know.
-        description: the strategy and the arguments that must be equal on all ranks; None on a rank without a strategy.
+        description: the strategy and its arguments that all ranks must share; None on a rank without a strategy.
         replication: the number of servers that keep each variable, 1 or 2.
     Returns: the job, and the names of this rank's devices.
     Raises: on all ranks: CollectiveMismatchError if the ranks make different strategies; ValueError if workers have
-        different numbers of devices, if a single server cannot keep two copies, or if the tasks are wrong;
-        TopologyError if the ranks contradict each other about the tasks; the error of a rank's devices.
+        different numbers of devices, for two copies on a single server, or for wrong tasks; TopologyError if ranks
+        contradict each other about tasks; the error of a rank's devices.
     """
     resolver = MPIClusterResolver(comm)
     if resolver.comm is None:  # without MPI, so that a single rank gets the same errors as with MPI
@@ -107,7 +107,7 @@ def _agreed_replication(
 
 
 def resolver_of(roles: JobRoles) -> ClusterResolver:
-    """Return a resolver that tells the program this rank's task, as a `TFConfigClusterResolver` does."""
+    """Return a resolver of this rank's task, as TF_CONFIG gives one."""
     return SimpleClusterResolver(
         roles.cluster_spec, task_type=roles.task_type, task_id=roles.task_id
     )
@@ -119,12 +119,10 @@ def resolver_of_task(
     task_type: str | None,
     task_id: int | None,
 ) -> ClusterResolver | None:
-    """Return a resolver of the task that the program names by a resolver, or by a cluster, a type and an id.
+    """Return a resolver of the task that the program names; None if it gives no argument.
 
     Without `cluster_spec` the cluster comes from TF_CONFIG.
-
-    Returns: None if the program gives none of the arguments.
-    Raises: ValueError if it gives both a resolver and another argument.
+    Raises: ValueError for both a resolver and another argument.
     """
     if not cluster_spec and task_type is None and task_id is None:
         return cluster_resolver

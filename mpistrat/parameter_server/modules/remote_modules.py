@@ -27,7 +27,7 @@ from mpistrat.replicas.torch_modules import ModuleParts
 
 
 class RemoteModules(StrategyModules):
-    """The torch modules that the chief of a coordinator, or a worker without a chief, makes in the strategy's scope.
+    """The torch modules that a chief, or a worker without a chief, makes in the scope.
 
     Their parameters and buffers are on the servers, and equal on all replicas of this rank.
 
@@ -73,9 +73,7 @@ class RemoteModules(StrategyModules):
             self.before_run()
 
     def after_restore(self, objects: Iterable[Any]) -> None:
-        """Send the restored values to the servers, before other workers train.
-
-        Only a rank with `owns=True` sends its parameters, buffers and optimizer state; the other ranks pull.
+        """Send restored parameters, buffers and optimizer state to the servers; ranks with `owns=False` pull.
 
         Called by: every worker, with the same objects in the same order, because that order numbers the optimizers.
         """
@@ -97,7 +95,7 @@ class RemoteModules(StrategyModules):
     def refresh(self, module: torch.nn.Module) -> None:
         """Pull the servers' values into the module's own parameters and buffers, not into its submodules'.
 
-        Called by: torch, before the module's `state_dict()`, and before the module is pickled, saved or copied.
+        Called by: torch, before `state_dict()`, pickling, saving and copying.
         """
         self._mirroring.average_written_buffers(module)
         tensors = [*module._parameters.values(), *module._buffers.values()]
@@ -121,10 +119,10 @@ class RemoteModules(StrategyModules):
         return itertools.chain.from_iterable(root.modules() for root in self.recorder.roots())
 
     def _is_looked_up(self, parameter: torch.Tensor, split: bool) -> bool:
-        """Whether this rank keeps no copy of the parameter and pulls only the rows that a forward looks up.
+        """Whether to leave the parameter on servers, and pull only the rows that a forward looks up.
 
-        True if only embeddings without `max_norm` use the parameter, and it is split over servers or one of the
-        embeddings has `sparse=True`. False if this rank has several replicas.
+        True if only embeddings without `max_norm` use it, and it is split or an embedding has `sparse=True`. False if
+        this rank has several replicas.
         """
         if self.parts.group.num_local_replicas > 1:
             return False

@@ -1,4 +1,4 @@
-"""Embeddings that leave their rows on servers: a forward pulls the rows that it looks up, and no rank has all rows.
+"""Embeddings with their rows on servers: a forward pulls the rows that it looks up, and no rank has all rows.
 
 The weight remains the program's `Parameter`, without memory of its own. `functional.embedding` and `embedding_bag` get
 a small tensor of the rows that they look up, and backward puts a sparse gradient into `.grad`, as
@@ -35,10 +35,7 @@ _NUMBERS = tuple(
 
 
 def looks_up(module: torch.nn.Module) -> bool:
-    """Whether the module is an embedding that uses its weight only by rows: `nn.Embedding` or `nn.EmbeddingBag`.
-
-    False with `max_norm`, because a forward then writes to the weight.
-    """
+    """Whether the module is an embedding without `max_norm`: it uses its weight only by rows."""
     embeds = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
     return embeds and module.max_norm is None
 
@@ -57,8 +54,7 @@ def leave_on_servers(parameter: torch.Tensor, remote: RemoteTensor) -> None:
 class RemoteRows(torch.nn.Parameter):
     """A parameter without memory: each use of it pulls its rows from the servers.
 
-    Made by: `leave_on_servers`, which changes the class of an existing parameter.
-    Attributes: remote: the parameter's arrays on the servers.
+    Made by: `leave_on_servers`, which changes a parameter's class.
     """
 
     remote: RemoteTensor
@@ -89,7 +85,7 @@ class RemoteRows(torch.nn.Parameter):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Return an ordinary parameter with a copy of all rows, pulled to this rank."""
+        """Return an ordinary parameter with a copy of all rows."""
         copy = torch.nn.Parameter(self.remote.pull(self), self.requires_grad)
         memo[id(self)] = copy
         return copy
@@ -99,10 +95,7 @@ class RemoteRows(torch.nn.Parameter):
 
 
 def _refuse_rows(module: torch.nn.Module) -> None:
-    """Raise RuntimeError if a parameter of a module to be exported or scripted is a `RemoteRows`.
-
-    Exported code reads a parameter's memory directly, without `__torch_function__`.
-    """
+    """Raise RuntimeError if a module to be exported or scripted has a `RemoteRows`, which has no memory."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, RemoteRows):
             raise RuntimeError(
@@ -112,9 +105,9 @@ def _refuse_rows(module: torch.nn.Module) -> None:
 
 
 def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `func`, an embedding function, with only the rows that its indices name in place of the whole weight.
+    """Call an embedding function with only the rows at its indices in place of the weight.
 
-    Raises: RuntimeError with `max_norm`; TypeError if the indices, rather than the weight, are a `RemoteRows`.
+    Raises: RuntimeError with `max_norm`; TypeError if only the indices are a `RemoteRows`.
     """
     arguments = inspect.getcallargs(func, *args, **kwargs)
     weight, padding = arguments["weight"], arguments["padding_idx"]

@@ -37,10 +37,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Have the servers step an optimizer's parameters in place of this rank.
 
     Called by: torch, before `optimizer.step()`; `args` begin with the optimizer itself.
-    Returns: the arguments for `step`, with a twin of the optimizer that has no parameters; None if no parameter is on
-        servers.
-    Raises: RuntimeError for a `step` with a closure, and, beside remote parameters or inside a run, for a parameter
-        that requires a gradient and is not on the servers.
+    Returns: arguments for `step`, with a twin of the optimizer without parameters; None if no parameter is on servers.
+    Raises: RuntimeError for a closure, and, in a run or beside remote parameters, for a trainable parameter that is not
+        on servers.
     """
     parameters = hooks.parameters_of(optimizer)
     remote = [*filter(_remote.__contains__, parameters)]
@@ -61,7 +60,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         )
     steps: RemoteSteps = _remote[remote[0]][1]
     steps.step(optimizer)
-    # The twin has no parameters to step. Other effects of `step` on the optimizer still happen.
+    # The twin has no parameters to step; other effects of `step` still happen.
     return (hooks.twin_of(optimizer, lambda _: []), *args[1:]), kwargs
 
 
@@ -83,8 +82,8 @@ class RemoteSteps:
     Args:
         clock: this worker's clock; None in a job with a coordinator.
         rule: returns "sum" or "mean": how the servers combine the gradients of workers.
-        next_number: returns the number of an optimizer that steps for the first time, equal on all workers, because
-            they run the same program.
+        next_number: returns an optimizer's number for its first step, equal on all workers, for they run the same
+            program.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class RemoteSteps:
         hooks.watch_steps(_before_step, _after_step)
 
     def add(self, parameter: torch.Tensor, remote: RemoteTensor) -> None:
-        """Register `parameter`: from now on a step of its optimizer happens on the servers."""
+        """Have the servers step `parameter` from now on."""
         _remote[parameter] = remote, self
 
     def step(self, optimizer: Optimizer) -> None:
@@ -125,7 +124,7 @@ class RemoteSteps:
         self._tensors.client.change(changes)
 
     def of(self, optimizer: Optimizer) -> RemoteOptimizer:
-        """Return the optimizer's counterpart; it gets a number on first use, and the servers make it as `make` says."""
+        """Return the optimizer's counterpart, made on the servers; it gets a number on first use."""
         remote = self._optimizers.get(optimizer) or self.know(optimizer, self._next_number())
         remote.make(optimizer)
         return remote
@@ -163,7 +162,7 @@ class RemoteOptimizer:
         hooks.state_of_copies(optimizer, self._state)
 
     def make(self, optimizer: Optimizer) -> None:
-        """Have the servers make the optimizer for its new remote parameters, and move state that was loaded here.
+        """Have the servers make the optimizer for new remote parameters, and move the state loaded here.
 
         Raises: TypeError if the servers cannot make or step this class of optimizer.
         """
@@ -183,14 +182,14 @@ class RemoteOptimizer:
         self._move_loaded_state(optimizer)
 
     def _move_loaded_state(self, optimizer: Optimizer) -> None:
-        """Remove the state that was loaded on this rank, and send it to the servers if this rank owns the tensors."""
+        """Remove the state that was loaded here, and send it if this rank owns the tensors."""
         for parameter in [p for p in optimizer.state if p in self._made]:
             if self._owns:
                 self._load(self._made[parameter], optimizer.state[parameter])
             del optimizer.state[parameter]
 
     def made_elsewhere(self, optimizer: Optimizer) -> None:
-        """Note that the servers have made the optimizer for all its parameters, at the request of another rank."""
+        """Note that another rank has had the servers make the optimizer."""
         parameters = hooks.parameters_of(optimizer)
         self._made.update((p, _remote[p][0]) for p in parameters if p in _remote)
 

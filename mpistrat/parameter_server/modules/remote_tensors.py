@@ -29,7 +29,7 @@ class RemoteTensor:
     Attributes:
         owns: whether the servers take the values that this rank writes to the tensor outside optimizers' steps.
         addresses: the arrays of the tensor's parts, which are consecutive rows; one address if the tensor is not split.
-        version: torch's version counter of the tensor when it last had the servers' values.
+        version: torch's version counter when the tensor last had the servers' values.
         rows_only: whether ranks keep no copy of the tensor, and pull the rows that they need.
     """
 
@@ -93,7 +93,7 @@ class RemoteTensor:
         return out
 
     def assign(self, value: torch.Tensor) -> None:
-        """Set the tensor on the servers to `value`; do nothing if this rank does not own the tensor."""
+        """Set the tensor on the servers to `value`, if this rank owns it."""
         if self.owns:
             self.client.change(self.changes("assign", value.detach()))
 
@@ -132,10 +132,7 @@ class RemoteTensors:
         return remote
 
     def add(self, tensor: torch.Tensor, addresses: Sequence[Address]) -> RemoteTensor:
-        """Register `tensor`, whose arrays are at `addresses`, and return its `RemoteTensor`.
-
-        The first `sync` or `begin_run` overwrites `tensor` with the servers' values.
-        """
+        """Register `tensor` with arrays at `addresses`; the first `sync` overwrites it with the servers' values."""
         remote = RemoteTensor(self.client, self.owns, addresses, version(tensor))
         self._remote[tensor] = remote
         return remote
@@ -176,7 +173,7 @@ class RemoteTensors:
             remote.version = version(tensor)
 
     def send_written(self, held: Sequence[Held]) -> None:
-        """Send the tensors of `held` that this rank has written since they last were equal to the servers' values."""
+        """Send the tensors of `held` that this rank has written since they last equalled the servers' values."""
         written = [(remote, tensor) for remote, tensor in held if version(tensor) != remote.version]
         self.client.change(
             [change for remote, tensor in written for change in remote.changes("assign", tensor)]

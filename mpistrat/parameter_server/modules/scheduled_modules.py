@@ -3,9 +3,9 @@
 The chief sends a tensor on servers as its place there. It sends everything else of a module by value with each
 function, also the hyperparameters of an optimizer's param groups.
 
-A worker has a tensor of its own for each parameter and buffer. At the beginning of each function, and of each run in
-it, the worker pulls the servers' values into the tensor. The worker unpickles the modules anew for each function,
-without gradients, so no function depends on the functions that the worker has executed before.
+A worker has a tensor of its own for each parameter and buffer. Each function, and each run in it, begins by pulling the
+servers' values into the tensor. The worker unpickles the modules anew for each function, without gradients, so no
+function depends on earlier ones.
 """
 
 from __future__ import annotations
@@ -175,8 +175,7 @@ class _Scheduler:
 class ChiefReferences:
     """Pickles the chief's torch objects for scheduled functions (`coordinator.pickling.References`).
 
-    When a function needs a tensor that the chief has written in place (by `load_state_dict`, not by `.data`), the chief
-    first sends the tensor to the servers.
+    It first sends the servers each needed tensor that the chief has written in place (`load_state_dict`, not `.data`).
     """
 
     def __init__(self, strategy: AnyStrategy, modules: RemoteModules) -> None:

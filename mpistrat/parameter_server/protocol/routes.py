@@ -14,11 +14,11 @@ from mpistrat.parameter_server.rpc.segments import Mappings
 
 
 class Routes:
-    """Finds the living server that has an array, and sends it requests.
+    """Sends requests to the living server that has an array.
 
     Args:
         servers: the servers' ranks, in task order.
-        replicated: whether each server has a backup: the next server, in a ring.
+        replicated: whether each server's backup is the next server, in a ring.
     Attributes:
         backups: each server's backup, by the server's rank; {} if the servers have no backups.
         primaries: each backup's server, by the backup's rank.
@@ -33,7 +33,7 @@ class Routes:
         self._has_left = False
 
     def copies_of(self, server: int) -> tuple[int, ...]:
-        """Return the servers that have the arrays made on `server`: the server itself, then its backup if any."""
+        """Return the server and its backup, if any: both have the arrays made on `server`."""
         return (server, self.backups[server]) if server in self.backups else (server,)
 
     def holder_of(self, server: int) -> int:
@@ -44,10 +44,7 @@ class Routes:
         return next(living, server)
 
     def is_lost_with(self, rank: int) -> bool:
-        """Whether arrays are lost with the dead server `rank`: no living server has a copy of its arrays.
-
-        Also True if `rank` is the dead backup of such a server; False for a rank that is no server.
-        """
+        """Whether a dead server `rank` had the last copy of arrays, its own or its primary's."""
         return not self.lost().isdisjoint((rank, self.primaries.get(rank)))
 
     def lost(self) -> set[int]:
@@ -68,7 +65,7 @@ class Routes:
         return FailoverRequest(self, server, method, body, holder)
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
-        """Return a new `Push` for messages that go to these servers now; None for a single server."""
+        """Return a new `Push` for messages to these servers; None for a single server."""
         to = tuple(servers)
         return Push(next(self._pushes), to) if len(to) > 1 else None
 
@@ -77,7 +74,7 @@ class Routes:
         self.rpc.notify_all(self.servers, messages.FORGET, (list(over), over_before))
 
     def leave(self) -> None:
-        """Tell all servers that this rank does not use them any more; later calls raise RuntimeError."""
+        """Tell all servers that this rank has left; later calls raise RuntimeError."""
         self._has_left = True
         self.rpc.notify_all(self.servers, messages.DONE)
 
@@ -103,11 +100,9 @@ class FailoverRequest:
         return self._reply.come
 
     def wait(self, *, limited: bool = True) -> Any:
-        """Wait for the reply's value. If the server dies meanwhile, send the request to its backup.
-
-        Args: limited: False waits without a limit, because the reply depends on a third rank.
-        Raises: the error that the server replied with; UnavailableError if neither the server nor its backup lives;
-            StallError if the server does not reply within MPISTRAT_STALL_SECONDS.
+        """Wait for the reply's value, without a limit if not `limited`. If the server dies, ask its backup.
+        Raises: the server's error; UnavailableError if neither server nor backup lives; StallError after
+            MPISTRAT_STALL_SECONDS.
         """
         rpc = self._routes.rpc
         while True:

@@ -161,7 +161,7 @@ def not_yet_everywhere(
     passed: Mapping[int, Mapping[_Which, Sequence[Push]]],
     holder: Callable[[int], int],
 ) -> dict[int, set[_PartOfPush]]:
-    """Return, by server, the parts of pushes that it still has to make, because another server has made its part.
+    """Return, by server, the parts of pushes that the server lacks although another server has made its part.
 
     Args:
         passed: each server's last pushes, by client and part. Their numbers may be out of order: several threads send.

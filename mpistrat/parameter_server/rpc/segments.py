@@ -41,7 +41,7 @@ class RegionHandle(NamedTuple):
 
 
 class SharedRegion(NamedTuple):
-    """A region of this process's memory, as an array of bytes, and the handle by which other processes map it."""
+    """A region of this process's memory (an array of bytes), and its handle for other processes."""
 
     memory: np.ndarray
     handle: RegionHandle
@@ -93,9 +93,9 @@ def _region_of_file(nbytes: int) -> SharedRegion:
 
 
 def _new_file() -> int:
-    """Return the descriptor of a new in-memory file, with a higher soft limit of open files if needed.
+    """Return the descriptor of a new in-memory file; raise the soft limit of open files if needed.
 
-    Raises: OSError if the process has as many open files as its hard limit allows.
+    Raises: OSError if the hard limit of open files is reached.
     """
     try:
         return anonymous_file()
@@ -109,7 +109,7 @@ def _new_file() -> int:
 
 
 class Buffers:
-    """Regions for the operands and replies of requests, recycled by size. Called by: any thread."""
+    """Regions for operands and replies, recycled by size. Called by: any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,7 +139,7 @@ class Mappings:
         self._files: dict[tuple[int, int, int], np.ndarray] = {}
 
     def at(self, handle: RegionHandle) -> np.ndarray:
-        """Return the region's bytes in shared memory. Raises: OSError if its process has died and it is not mapped."""
+        """Return the region's bytes. Raises: OSError if its process had died before."""
         key = handle[:3]
         memory = self._files.get(key)
         if memory is None:

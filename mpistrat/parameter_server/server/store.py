@@ -40,14 +40,13 @@ class ServerOptimizers:
     def step(
         self, key: int, table: Table, step: messages.GradientMethod, gradient: Any, worker: int
     ) -> None:
-        """Step an array's optimizer with a worker's gradient, or keep a copy of the gradient until its round ends.
+        """Step an array's optimizer with a worker's gradient, or keep a copy of it until its round ends.
 
         Args:
-            step: the optimizer's number, hyperparameters and round; without a round the step happens now.
+            step: the method of the update; without a round, the step happens now.
             gradient: an array or `IndexedSlices`, in memory that may change later.
-            worker: the worker's rank.
-        Raises: ValueError, TypeError or IndexError if the gradient does not fit the array; TypeError if one worker of
-            the round sends rows and another a whole array.
+        Raises: ValueError, TypeError, IndexError: the gradient does not fit; TypeError if one worker of the round sends
+            rows and another a whole array.
         """
         optimizer = self.of(step.optimizer, key)
         if step.round is None:
@@ -65,16 +64,16 @@ class ServerOptimizers:
                 return
 
     def pending_rounds(self, before: int) -> list[int]:
-        """Return the numbers below `before` of the rounds that have gradients, in ascending order."""
+        """Return the numbers below `before` of rounds with gradients, ascending."""
         return sorted(number for number in self.pending if number < before)
 
     def end_rounds(
         self, before: int, who_ended: Callable[[int], int]
     ) -> list[tuple[str, Exception]]:
-        """Apply the combined gradients of all rounds with numbers below `before`: all workers have ended these rounds.
+        """Apply the combined gradients of rounds below `before`, which all workers have ended.
 
         Args: who_ended: returns the number of workers that took part in a round.
-        Returns: for each step that failed, the array's name and the error. The other arrays have stepped.
+        Returns: (array's name, error) of failed steps; all other steps have happened.
         """
         failed = []
         for number in self.pending_rounds(before):
@@ -89,7 +88,7 @@ class ServerOptimizers:
         return failed
 
     def forget(self, worker: int, ended: int) -> None:
-        """Drop a worker's gradients of rounds from number `ended` on: the worker has died or failed in that step."""
+        """Drop a worker's gradients of rounds from `ended` on: the worker has died or failed."""
         for number, of_round in self.pending.items():
             if number >= ended:
                 for pending in of_round.values():
@@ -139,9 +138,9 @@ def _copied(gradient: Any) -> Any:
 
 
 def _combined(pending: _Pending, workers: int) -> Any:
-    """Add or average the gradients of a step, in the order of ranks, so that the result has the same bits each time.
+    """Add or average a step's gradients in the order of ranks, so that the bits are the same each time.
 
-    Args: workers: the number of workers that took part in the round; the mean is the sum divided by it.
+    Args: workers: the number of workers that ended the round; it divides a mean.
     """
     gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
     if isinstance(gradients[0], IndexedSlices):
@@ -155,7 +154,7 @@ def _combined(pending: _Pending, workers: int) -> Any:
     return total
 
 
-# The reply to an update contains the array's new value if the array has at most this many bytes.
+# A reply to an update contains the array's value up to this many bytes.
 SMALL_VALUE = 1 << 12
 
 
@@ -187,7 +186,7 @@ class Store:
         return self.by_key[new.key]
 
     def has(self, key: int) -> bool:
-        """Whether the store has the array, after asking `find_elsewhere` if it lacks it."""
+        """Whether the array is here, or `find_elsewhere` adds it."""
         if key not in self.by_key:
             self._find_elsewhere(key)
         return key in self.by_key
@@ -238,7 +237,7 @@ class Store:
         return self.idempotency.once(update, table.name, make)
 
     def map_operands(self, updates: messages.Updates) -> None:
-        """Map the memory of all operands into this process. Raises: OSError if the client has died with its memory."""
+        """Map the memory of all operands. Raises: OSError if the client has died with it."""
         for update in updates.updates:
             for operand in update.operand:
                 if isinstance(operand, messages.SharedTensor):

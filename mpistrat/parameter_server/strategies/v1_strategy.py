@@ -56,8 +56,8 @@ class BetweenGraphStrategy(Strategy):
         num_ps: the number of ranks that are servers: the last rank of each node, in turn.
         variable_partitioner: splits variables over servers; None splits none.
         max_staleness: the number of steps that a worker may be ahead of the slowest worker; 0 is synchronous, None is
-            asynchronous. With 0, a run in which optimizers step returns when the servers have applied the combined step
-            of all workers, and raises the error that prevented it. If the run raises, its gradients are dropped.
+            asynchronous. With 0, if optimizers step in a run, the run returns when the servers have applied the
+            combined step of all workers, or raises their error. If `fn` raises, the run's gradients are dropped.
         replication: 2 keeps a second copy of each server's variables and optimizer state on the next server, as in
             `mpistrat.ParameterServerStrategy`. 1 keeps no second copy.
         devices: this worker's devices, one replica on each; None is one replica on the rank's own device.
