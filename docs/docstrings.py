@@ -60,7 +60,7 @@ def _converted(lines: list[str]) -> Iterator[str]:
         if example:
             yield line
         elif heading := EXAMPLE.fullmatch(line):
-            yield from ("", f"*{heading[1]}*{heading[2]}", "")
+            yield from ("", f"*{heading[1]}*:{heading[2]}", "")
             example, indent = True, None
         elif section := SECTION.fullmatch(line):
             if indent is None:

@@ -31,7 +31,8 @@ class GCEClusterResolver(ListedTasksResolver):
     Example, on several nodes::
 
         resolver = ms.cluster_resolver.GCEClusterResolver("project", "us-west1-a", "workers", port=8470)
-        print(resolver.cluster_spec())
+        print(resolver.cluster_spec(), resolver.master("worker", 0))
+        assert resolver.topology().size == resolver.cluster_spec().num_tasks("worker")
     """
 
     launcher = "gce"

@@ -51,7 +51,8 @@ class KubernetesClusterResolver(ListedTasksResolver):
     Example, with Kubernetes::
 
         resolver = ms.cluster_resolver.KubernetesClusterResolver({"worker": ["job-name=train"]})
-        print(resolver.cluster_spec())
+        print(resolver.cluster_spec(), resolver.master("worker", 0))
+        assert resolver.topology().size == resolver.cluster_spec().num_tasks("worker")
     """
 
     launcher = "kubernetes"

@@ -9,7 +9,7 @@ import pytest
 from mpistrat import errors
 from support import house
 
-# Users' scripts, our pages and our tests search the output of a job for these: their words do not change. {} is a value.
+# Users' scripts, our pages and our tests search the output of a job for these words, so they stay. {} is a value.
 PHRASES = (
     "rank {} of {}",
     "has not come",
