@@ -11,6 +11,7 @@ from mpistrat.communicators.operand_checks import (
     check_contiguous,
     check_exchange,
     check_gathered,
+    check_out,
     check_parts,
     check_reduction,
 )
@@ -39,6 +40,7 @@ class LocalCommunicator(Communicator):
         target, reduction = buffer if out is None else out, as_reduction(reduction)
         check_reduction(reduction.op, reduction.scale, buffer)
         if out is not None:
+            check_out(buffer, out)
             out[...] = buffer
         if reduction.scale is not None:
             target *= reduction.scale

@@ -398,3 +398,12 @@ def test_wrong_operands_are_errors_before_the_others_wait(checked, wrong):
     errors = errors_of_ranks(lambda: call(checked))
     assert {name for name, _, _ in errors} == {"ValueError"}
     checked.barrier()
+
+
+@pytest.mark.parametrize("out", [ones(3, 2), np.ones(2, np.int64)], ids=["shape", "dtype"])
+def test_an_out_unlike_the_buffer_is_an_error_on_one_rank_too(checked, out):
+    """NumPy would broadcast the sum to the other shape."""
+    with pytest.raises(ValueError, match="out must be"):
+        LocalCommunicator().all_reduce(ones(2), out=out)
+    errors = errors_of_ranks(lambda: checked.all_reduce(ones(2), out=out))
+    assert {name for name, _, _ in errors} == {"ValueError"}
