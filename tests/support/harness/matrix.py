@@ -15,8 +15,8 @@ XLA_PREFIX = "MPISTRAT_TEST_XLA"  # the environment that holds torch_xla, and th
 
 _CHOICES = {"quick": "not slow", "usual": "not slow", "full": "", "xla": "not slow"}
 _SCRIPTS = ("quickstart", "test", "test-gpu", "test-tpu", "benchmark", "mini-slurm")
-# By pytest-xdist, so many at a time: a launch test keeps one and a half of two cores busy, one that waits half of one.
-_TWO, _THREE = (("-n", number, "--dist", "worksteal") for number in "23")
+# By pytest-xdist, so many at a time: a launch test keeps one and a half of two cores busy, one that waits a half.
+_TWO, _FOUR = (("-n", number, "--dist", "worksteal") for number in "24")
 
 
 def stages(mode: str) -> Iterator[Stage]:
@@ -43,7 +43,7 @@ def stages(mode: str) -> Iterator[Stage]:
     rest = "not slurm and not waits and not alone"
     yield Stage("launch", pytest=[*launch, "-m", _both(choice, rest), *_TWO])
     yield Stage("alone", pytest=[*launch, "-m", _both(choice, "alone")])
-    yield Stage("waits", pytest=[*launch, "-m", _both(choice, "waits"), *_THREE])
+    yield Stage("waits", pytest=[*launch, "-m", _both(choice, "waits and not slurm"), *_FOUR])
     for ranks in (2, 3, 4):
         mpis = MPI_NAMES if mode == "full" else (MPI_NAMES[ranks % len(MPI_NAMES)],)
         for mpi in mpis:
