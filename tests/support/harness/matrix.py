@@ -40,10 +40,10 @@ def stages(mode: str) -> Iterator[Stage]:
         return
     for ranks in (1, 2, 3, 4, 8):
         yield from _mpi(ranks, choice, full=mode == "full")
-    rest = "not slurm and not waits and not alone"
-    yield Stage("launch", pytest=[*launch, "-m", _both(choice, rest), *_TWO])
-    yield Stage("alone", pytest=[*launch, "-m", _both(choice, "alone")])
-    yield Stage("waits", pytest=[*launch, "-m", _both(choice, "waits and not slurm"), *_FOUR])
+    rest = _both(choice, "not slurm and not alone")
+    yield Stage("launch", pytest=[*launch, "-m", _both(rest, "not waits"), *_TWO])
+    yield Stage("alone", pytest=[*launch, "-m", _both(choice, "not slurm and alone")])
+    yield Stage("waits", pytest=[*launch, "-m", _both(rest, "waits"), *_FOUR])
     for ranks in (2, 3, 4):
         mpis = MPI_NAMES if mode == "full" else (MPI_NAMES[ranks % len(MPI_NAMES)],)
         for mpi in mpis:

@@ -1,5 +1,6 @@
 """What the usual run and the full one test under which MPI, at how many ranks."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -39,6 +40,21 @@ def test_a_file_is_run_under_both_mpis_with_more_than_two_ranks() -> None:
 def test_eight_ranks_import_only_what_asks_for_them() -> None:
     assert files_at("usual", 8) == {"tests/mpi/test_eight_ranks.py": 1}
     assert files_at("full", 8) == {"tests/mpi/test_eight_ranks.py": 2}
+
+
+@pytest.mark.parametrize("mode", ["usual", "full"])
+def test_a_launch_test_is_of_one_stage(mode: str) -> None:
+    """Whichever of these marks it has."""
+    marks = ("slurm", "alone", "waits")
+    choices = [
+        stage.pytest[stage.pytest.index("-m") + 1]
+        for stage in matrix.stages(mode)
+        if "tests/launch" in stage.pytest
+    ]
+    assert len(choices) == len(marks) + 1
+    for has in itertools.product([False, True], repeat=len(marks)):
+        names = {"slow": False, **dict(zip(marks, has, strict=True))}
+        assert sum(bool(eval(choice, {}, names)) for choice in choices) == 1, names
 
 
 def test_both_mpis_have_conformance_and_launch_tests(monkeypatch: pytest.MonkeyPatch) -> None:
