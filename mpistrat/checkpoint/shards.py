@@ -111,7 +111,8 @@ def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
-    """Return `name`, with "_" added until it is not in `taken`: {"a.b": …} and {"a": {"b": …}} give equal names."""
+    """Return `name`, with "_" added until it is not in `taken`, because {"a.b": …} and {"a": {"b": …}} both give "a.b".
+    """
     while name in taken or name == "__metadata__":
         name += "_"
     return name
@@ -138,9 +139,11 @@ def sharded_arrays(state: Any) -> dict[str, ShardedArray]:
 
 
 def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> None:
-    """Raise ValueError unless the parts of a rank's file fit the `known` sharded arrays in place, shape and dtype.
+    """Raise ValueError unless the parts of a rank's file fit the `known` sharded arrays in offset, shape and dtype.
 
-    Parts of other objects may be any.
+    Args:
+        parts: content of the file: {object: {name: {"offset": list, "values": tensor}}}.
+        known: sharded arrays by object and name. Parts of objects that are not in `known` are not compared.
     """
     check(parts, {str: {str: {"offset": [COUNT], "values": _check_tensor}}}, "it")
     for name in parts.keys() & known.keys():
@@ -172,7 +175,7 @@ def _region(tensor: Any) -> TensorRegion:
 
 
 def _is_saved_here(tensor: Any) -> bool:
-    """Whether this rank is in the tensor's mesh, and is the first rank there with its part."""
+    """Whether this rank saves its part: of the ranks in the tensor's mesh with a copy of it, the first one does."""
     places = tensor.device_mesh.get_coordinate()
     if places is None:
         return False
@@ -196,9 +199,10 @@ class Assembly:
     def assembled(
         self, states: Mapping[str, Any], read_parts: Callable[[int], SavedParts], ranks: int
     ) -> dict[str, Any]:
-        """Return the states that have sharded tensors, in the checkpoint or now, with tensors in the present layout.
+        """Return the states with sharded tensors by object name, with tensors in their present layout.
 
-        The contents of `states` may be changed.
+        States without sharded tensors, in the checkpoint and now, are absent from the result. Dicts in `states` are
+        changed in place.
 
         Called by: every rank, because the objects' own `state_dict()` may be collective.
         Args:
@@ -217,10 +221,12 @@ class Assembly:
         return found
 
     def _replaced(self, name: str, value: Any, path: Path, layout: Layout) -> Any:
-        """Return `value` with tensors in their present layout. A tensor that was saved in parts gets its values later.
+        """Return `value` with tensors in their present layout. `_read` fills tensors that were saved in parts.
 
         Args:
-            path: the keys that lead to `value` in the state of the object `name`.
+            name: name of the object.
+            path: the keys that lead to `value` in the object's state.
+            layout: gives the layout of a tensor; see `Layout`.
         """
         if isinstance(value, dict):
             for key in value:
@@ -252,7 +258,10 @@ class Assembly:
         return values
 
     def _read(self, read_parts: Callable[[int], SavedParts], ranks: int) -> None:
-        """Read the files of ranks, the likeliest first, until all tensors have their values.
+        """Read one saver's parts after another until all tensors have their values.
+
+        It begins with the saver whose number is to all savers as this rank is to all ranks now, and goes on with its
+        neighbours, because they are likely to have the parts.
 
         Raises: ValueError if values are missing after all files.
         """
@@ -282,6 +291,8 @@ class _Wanted:
     """A part that this rank needs. It is filled from saved parts.
 
     Attributes:
+        region: the part's region of the whole tensor.
+        values: tensor of the region's shape. It may be read when `missing` is 0.
         missing: number of elements of `values` without a value.
         taken: regions that were copied.
     """
@@ -292,7 +303,10 @@ class _Wanted:
     taken: set[TensorRegion] = dataclasses.field(default_factory=set)
 
     def take(self, region: TensorRegion, values: Any) -> None:
-        """Copy the overlap of a saved part, `values` of `region`, unless that part was copied already."""
+        """Copy from a saved part, `values` of `region`, the elements that lie in this part's region.
+
+        It does nothing if they share no element, or if a part of the same region was copied already.
+        """
         overlap = self.region.overlap(region)
         if region in self.taken or not overlap.size:
             return
@@ -311,12 +325,13 @@ def _nowhere(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
 
 
 def _layout(value: Any, was_sharded: bool) -> Layout:
-    """Return the layout of an object's DTensors; `_nowhere` if it has none.
+    """Return the `Layout` of an object: a function that gives the present DTensor for a tensor of its saved state.
+
+    Returns: `_nowhere` if the object has no DTensors now.
 
     Args:
         value: the object.
-        was_sharded: whether it had DTensors when it was saved. If not, only torch's own objects are asked for their
-            states.
+        was_sharded: whether the saved state has sharded tensors. If not, only modules and optimizers are looked at.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return _nowhere
@@ -340,9 +355,10 @@ def _layout(value: Any, was_sharded: bool) -> Layout:
 
 
 def _layout_of_optimizer(optimizer: Any) -> Layout:
-    """Return the layout of an optimizer. A state tensor of its parameter's shape is spread like the parameter.
+    """Return the `Layout` of an optimizer, from its parameters, because its state may be empty yet.
 
-    The optimizer's own state is not asked, because it may have none yet.
+    A state tensor of a sharded parameter's shape is sharded like the parameter. A sharded state tensor of another shape
+    becomes a DTensor with a whole copy on each rank. Other tensors stay plain.
     """
     in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters = dict(enumerate(in_order))
@@ -361,7 +377,8 @@ def _layout_of_optimizer(optimizer: Any) -> Layout:
 
 
 def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
-    """Return a DTensor that each rank of the parameter's mesh has as a whole; its values are undefined."""
+    """Return a DTensor of this shape with a whole copy on each rank of the parameter's mesh. Its values are undefined.
+    """
     import torch
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -371,7 +388,8 @@ def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
 
 
 def _spread_like(local: Any, like: Any) -> Any:
-    """Return a DTensor spread like `like`. `local` is this rank's part, and shares its memory."""
+    """Return a DTensor with the mesh, placements and shape of `like`. It uses the memory of `local`, this rank's part.
+    """
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

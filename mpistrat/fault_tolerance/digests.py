@@ -37,11 +37,12 @@ def describe(array: Array) -> str:
 
 
 def bits(array: Array) -> Array:
-    """Return the array's elements as a 1-D array of integers of the elements' size; a complex number gives two.
+    """Return the bits of the array's elements as a 1-D array of integers of the elements' size.
 
-    The result shares the array's memory if that is contiguous: a NumPy array on the host, an array of the library
-    itself on a GPU. A tensor on an XLA device is copied to the host, because XLA would compute the view as integers
-    there anyway.
+    A complex number gives two integers. The result shares the array's memory if that is contiguous.
+
+    Returns: a NumPy array for an array on the host; an array of the same library for an array on a GPU. A tensor on an
+        XLA device is copied to the host, because XLA would not view it as integers without computing a copy.
     """
     if arrays.is_torch(array):
         import torch

@@ -15,7 +15,9 @@ _SECONDS_TO_ANSWER = 30.0
 
 
 class TimeLimit:
-    """The time limit of the job, on one rank. A thread of its own asks Slurm, so that no step waits for the answer.
+    """The time limit of the job. It is asked of Slurm again and again by a thread, so that no step waits for an answer.
+
+    Without a Slurm job, and with `end_time`, there is no thread.
 
     Args:
         job: the Slurm job; None outside Slurm.
