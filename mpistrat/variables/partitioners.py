@@ -102,10 +102,10 @@ class MinSizePartitioner(_SizePartitioner):
 
 
 class MaxSizePartitioner(_SizePartitioner):
-    """Splits a variable into as few shards as possible of at most `max_shard_bytes` each; it never splits a row.
+    """Splits a variable into as few shards as possible, of at most `max_shard_bytes` each. A row is never split.
 
     Args:
-        max_shard_bytes: largest size of a shard in bytes; a row may be larger.
+        max_shard_bytes: largest size of a shard in bytes; a shard of one row may be larger.
         max_shards: the most shards, however large that makes them; None or 0 is no limit.
         bytes_per_string: bytes of an element that is a text or another object.
 
