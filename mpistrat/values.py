@@ -93,9 +93,9 @@ _WRITES_BY_KEYWORD = {
 
 
 def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the arguments, besides `out`, to which torch's function `name` writes; an empty sequence without any.
+    """Return the arguments, besides `out`, that torch's function `name` would overwrite; an empty sequence without any.
 
-    They are the first argument of "add_" and of `inplace=True`, and running statistics and embedding weights.
+    These are the first argument of "add_" and of `inplace=True`, and running statistics and embedding weights.
     """
     if kwargs.get("inplace") or (name[-1:] == "_" and name[-2:] != "__"):
         return [*args, *kwargs.values()][:1]
@@ -165,7 +165,7 @@ class DistributedValues(ReadsAsArray):
 
 
 class PerReplica(DistributedValues):
-    """A distributed value whose components differ between replicas; as a whole it has no single value.
+    """A distributed value with different components on the replicas, so that it has no single value.
 
     `strategy.experimental_local_results` splits it into components; `strategy.reduce` and `strategy.gather` combine
     them. Inside `run`, NumPy and torch take it as the component of the replica that calls them.
@@ -224,10 +224,10 @@ for _name in _BINARY:
 
 
 class Mirrored(ActsAsArray, DistributedValues):
-    """A distributed value whose components are equal on all replicas. It acts as an array, inside and outside `run`.
+    """A distributed value with equal components on all replicas. It acts as an array, inside and outside `run`.
 
-    Inside `run` it is the replica's component, outside the first component. Attributes and methods that `Mirrored`
-    does not have are taken from that component.
+    Inside `run` it stands for the replica's component, outside for the first component on this rank. Attributes and
+    methods that `Mirrored` does not have are taken from that component.
 
     Example:
         >>> learning_rate = ms.Mirrored([np.float32(0.5), np.float32(0.5)])  # for two replicas

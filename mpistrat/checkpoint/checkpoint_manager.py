@@ -38,7 +38,7 @@ _Restored = tuple[str | None, dict[str, Any] | None]
 class CheckpointManager:
     """The checkpoints of one directory: saves them, restores them, and deletes old ones.
 
-    Each checkpoint is a folder, such as `step-00000120`. The folder gets that name when all of it is on disk, so that a
+    Each checkpoint is a folder, such as `step-00000120`. The folder gets that name when all its files are on disk, so a
     job that is killed leaves the previous checkpoint whole. Rank 0 writes the states that are equal on all ranks, and
     each rank writes its own states.
 
@@ -48,8 +48,8 @@ class CheckpointManager:
 
     Args:
         checkpoint: the objects that are saved.
-        directory: a folder on a file system that all ranks see. `claim` or the first `save` makes it. One job at a time
-            may save there.
+        directory: a folder on a file system that all ranks see. `claim` or the first `save` makes the folder. One job
+            at a time may save into it.
         keep: number of complete checkpoints that stay: the newest.
     Raises: TypeError if `checkpoint` is no Checkpoint; ValueError if `keep` is no int from 1 on.
 
@@ -108,8 +108,8 @@ class CheckpointManager:
     def seconds_to_save(self) -> float:
         """Longest duration of a save, in seconds, from the call of `save` until its files were on disk; 0.0 at first.
 
-        Saves for which `wait` has returned count with the longest time of all ranks, a later save with this rank's
-        time. Saves that failed do not count. Not collective.
+        A save counts with this rank's time; once `wait` has returned, with the slowest rank's time. Saves that failed do
+        not count. Not collective.
         """
         return max(self._seconds_to_save, 0.0 if self._saving is None else self._saving.seconds)
 
@@ -214,7 +214,8 @@ class CheckpointManager:
     ) -> UnfinishedCheckpoint:
         """Return the checkpoint that rank 0 has reserved. Called by: every rank, with its own error or None.
 
-        Raises: on all ranks: `error` on a rank that has one, RuntimeError on the others; ValueError if `step` differs.
+        Raises: if a rank has an error: `error` on that rank, and RuntimeError on ranks without an error. ValueError on
+            all ranks, if `step` differs between ranks.
         """
         entry = step, error is None, reserved
         entries = self._communicator.all_gather_object(entry, label="begin of a checkpoint")
@@ -229,8 +230,8 @@ class CheckpointManager:
         """Wait until the last save is on disk. It returns at once if no save is under way.
 
         Called by: every rank.
-        Raises: if a rank could not write: its error on that rank, and RuntimeError on the others. The unfinished
-            checkpoint is deleted.
+        Raises: if a rank could not write: that rank's own error on that rank, and RuntimeError on the other ranks. The
+            unfinished checkpoint is deleted.
         """
         saving = self._saving
         if saving is None:

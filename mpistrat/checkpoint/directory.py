@@ -30,7 +30,7 @@ class UnfinishedCheckpoint:
         folder: path of the folder with its files; rank 0 makes the folder.
         path: path of the folder when it is complete.
         step: the program's step number.
-        number: number of the save; checkpoints are ordered by it.
+        number: number of the save among all saves in the directory; the newest checkpoint has the highest.
     """
 
     folder: str

@@ -124,7 +124,10 @@ _KINDS = {
 
 
 def _filled(path: str, file: int, size: int) -> np.ndarray:
-    """Return `size` bytes of a file, uint8[n]; fewer if it ends early. Raises: ValueError without memory for them."""
+    """Return the first `size` bytes of the open `file`, uint8[n]; fewer if the file ends early.
+
+    Raises: ValueError if the machine has no memory for `size` bytes; OSError, with `path`.
+    """
     # `most_memory` includes memory that other processes use now, because a refusal here would make the job restore an
     # older checkpoint.
     most = most_memory() if size > _SURELY_THERE else size

@@ -21,7 +21,7 @@ from mpistrat.variables.variable import Variable
 def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a deep copy of the states that followers load, by object name, without the values that servers keep.
 
-    It includes one rank's random states, from which followers derive their seeds.
+    The result includes one rank's random states. Followers derive their own seeds from these.
 
     Called by: the worker that reads, before it loads `stored`, because objects may change the states that they load.
     Args:

@@ -46,7 +46,7 @@ def stem_of_parts(rank: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`. A folder with it, and with all files that it lists, is a complete checkpoint.
+    """The content of `manifest.json`. A folder with this file and all files in its list is a complete checkpoint.
 
     Attributes:
         step: the program's step number.
@@ -106,7 +106,7 @@ def files_of(content: Any) -> dict[str, tuple[int, int]]:
 
 
 def read_manifest(folder: str) -> Manifest:
-    """Return the manifest of a checkpoint, after a check that all files exist with the sizes in it. Reads no others.
+    """Return the manifest of the checkpoint in `folder`. All its files must exist in their sizes, but are not read.
 
     Raises: ValueError if the manifest is damaged, or a file has another size; OSError, such as FileNotFoundError.
     """

@@ -53,7 +53,7 @@ class Residuals:
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
         """Go on with this rank's saved residuals; rank 0 also adds the residuals of ranks that are gone.
 
-        It does nothing if the strategy has mirrored no module, now or when it saved.
+        This does nothing if the strategy has mirrored no module, or had mirrored none when the checkpoint was saved.
 
         Called by: every rank.
         """

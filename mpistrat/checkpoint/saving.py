@@ -34,7 +34,7 @@ Files = Mapping[str, Iterable["bytes | np.ndarray"]]
 
 
 class SavingProgress(NamedTuple):
-    """The progress of one rank; the attributes are those of `Saving`."""
+    """How far one rank's save is; ranks exchange it in `CheckpointManager.wait`. See the attributes of `Saving`."""
 
     is_finished: bool
     is_well: bool  # without an error

@@ -111,8 +111,7 @@ def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
-    """Return `name`, with "_" added until it is not in `taken`, because {"a.b": …} and {"a": {"b": …}} both give "a.b".
-    """
+    """Return `name`, with "_" added until it is not in `taken`, because {"a.b": …} and {"a": {"b": …}} both give "a.b"."""
     while name in taken or name == "__metadata__":
         name += "_"
     return name
@@ -175,7 +174,7 @@ def _region(tensor: Any) -> TensorRegion:
 
 
 def _is_saved_here(tensor: Any) -> bool:
-    """Whether this rank saves its part: of the ranks in the tensor's mesh with a copy of it, the first one does."""
+    """Whether this rank saves its part. If several ranks of the mesh have copies of the part, the first one saves it."""
     places = tensor.device_mesh.get_coordinate()
     if places is None:
         return False
@@ -260,8 +259,8 @@ class Assembly:
     def _read(self, read_parts: Callable[[int], SavedParts], ranks: int) -> None:
         """Read one saver's parts after another until all tensors have their values.
 
-        It begins with the saver whose number is to all savers as this rank is to all ranks now, and goes on with its
-        neighbours, because they are likely to have the parts.
+        The saver at this rank's relative place comes first, because it is likely to have the parts: of 4 savers and 2
+        ranks, rank 1 begins with saver 2. That saver's neighbours come next.
 
         Raises: ValueError if values are missing after all files.
         """
@@ -288,7 +287,7 @@ class Assembly:
 
 @dataclasses.dataclass
 class _Wanted:
-    """A part that this rank needs. It is filled from saved parts.
+    """A part that this rank needs. `take` fills it from saved parts.
 
     Attributes:
         region: the part's region of the whole tensor.
@@ -305,7 +304,7 @@ class _Wanted:
     def take(self, region: TensorRegion, values: Any) -> None:
         """Copy from a saved part, `values` of `region`, the elements that lie in this part's region.
 
-        It does nothing if they share no element, or if a part of the same region was copied already.
+        Nothing is copied if the regions share no element, or if a saved part of the same region was copied before.
         """
         overlap = self.region.overlap(region)
         if region in self.taken or not overlap.size:
@@ -377,8 +376,7 @@ def _layout_of_optimizer(optimizer: Any) -> Layout:
 
 
 def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
-    """Return a DTensor of this shape with a whole copy on each rank of the parameter's mesh. Its values are undefined.
-    """
+    """Return a DTensor of this shape with a whole copy on each rank of the parameter's mesh. Its values are undefined."""
     import torch
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -388,8 +386,7 @@ def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
 
 
 def _spread_like(local: Any, like: Any) -> Any:
-    """Return a DTensor with the mesh, placements and shape of `like`. It uses the memory of `local`, this rank's part.
-    """
+    """Return a DTensor with the mesh, placements and shape of `like`. It uses the memory of `local`, this rank's part."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

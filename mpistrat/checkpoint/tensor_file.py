@@ -45,7 +45,7 @@ class Snapshot:
 
     Args:
         named: arrays by name; NumPy's and torch's, on any device.
-        buffer: memory of an earlier snapshot, uint8[n]. It is used again if it is large enough.
+        buffer: memory of an earlier snapshot, uint8[n], to be overwritten. If it is too small, new memory is used.
     Attributes:
         header: bytes of the file before the values.
         values: values of all arrays, uint8[n].

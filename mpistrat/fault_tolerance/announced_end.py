@@ -29,9 +29,9 @@ _PART_UNTIL_MEASURED, _PART_WHEN_MEASURED = 0.5, 0.1
 
 
 class AnnouncedEnd:
-    """Collects what this rank knows of the job's end: signals, the answers of the user's watcher, the time limit.
+    """Decides from signals, the user's watcher and the time limit whether this rank asks for the last checkpoint.
 
-    Made by: `PreemptionCheckpointHandler`, which sends `word()` to the other ranks.
+    Made by: `PreemptionCheckpointHandler`. It sends `word()` to the other ranks.
     Args:
         config: a TerminationConfig that `completed` has returned.
         job: the Slurm job; None outside Slurm.
@@ -119,8 +119,8 @@ class AnnouncedEnd:
     def _seconds_needed(self) -> float:
         """Return the seconds before the time limit at which a rank must save.
 
-        They are the margin, and twice the longest of the last steps and the longest checkpoint. The margin is cut to a
-        part of the time that there was: see `TerminationConfig.margin`.
+        This is the margin plus twice the longest of the last steps plus twice the longest checkpoint.
+        `TerminationConfig.margin` says how the margin is cut in a short job.
         """
         part = _PART_WHEN_MEASURED if self.seconds_to_save else _PART_UNTIL_MEASURED
         margin = min(self._margin, max(part * self._most_left, self.seconds_to_save))

@@ -12,7 +12,7 @@ from mpistrat import arrays, nest
 class CommittedStates:
     """The last two committed states of this rank.
 
-    There are two because, when a rank is lost, another rank may have committed one step less than this rank. A new
+    The older state is needed if another rank has committed one step less than this rank when a rank is lost. A new
     state is copied into the memory of the older state.
     """
 

@@ -2,8 +2,8 @@
 
 A digest lays out an array's bits in rows, as integers of the element's size, and hashes the sums of the rows and of the
 columns. Adding is the fastest operation of all array libraries, on any device, and gives the same sums on each. A
-digest always changes if one element changes, or if two elements change places. It does not change if changes at the
-corners of a rectangle cancel out.
+digest always changes if one element changes, or if two elements change places. Only changes that cancel out in all sums
+are not seen, such as +1, -1, -1 and +1 at the corners of a rectangle.
 """
 
 from __future__ import annotations

@@ -225,8 +225,8 @@ class Elastic:
     def commit(self) -> None:
         """Count a step as done, so that training goes on from here if a rank is lost later.
 
-        It waits for all ranks, and then copies the state at each `steps_per_copy`-th call. On a single rank, or if a
-        lost rank ends the job, it only counts.
+        The call waits for all ranks. Each `steps_per_copy`-th call then copies the state. On a single rank, or if a
+        lost rank ends the job, the call only counts.
 
         Called by: every rank, after each step.
         Raises: an error if a rank is lost. `train` lets it pass, and `run_elastic` calls `train` again.
@@ -240,9 +240,9 @@ class Elastic:
             self._keep(self._checkpoint, self._survivors)
 
     def explain(self) -> str:
-        """Return a text: the number of committed states, this rank's MB of the last one, the median ms of a copy.
+        """Return a text: the number of committed states, the MB of this rank's last state, the median ms of a copy.
 
-        It is "no state was committed" on a single rank, or if a lost rank ends the job. Not collective.
+        On a single rank, or if a lost rank ends the job, it is "no state was committed". Not collective.
         """
         if not self._seconds:
             return "no state was committed"

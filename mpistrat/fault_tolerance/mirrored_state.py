@@ -34,8 +34,8 @@ def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
 
     Sorted keys give parameters, buffers, optimizers (hyperparameters of parameter groups, then states), variables. A
     module's buffers are left out if a replica has written one of them since the last reduction of gradients, because
-    they differ until the next reduction. Parameters and buffers that this rank has dropped are missing, though another
-    rank may still have them.
+    buffers may differ until the next reduction. Parameters and buffers that this rank has dropped are missing, though
+    another rank may still have them.
     """
     found: dict[Key, MirroredThing] = {}
     modules = strategy.extended.modules.made

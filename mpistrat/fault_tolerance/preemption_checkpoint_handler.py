@@ -38,22 +38,22 @@ class PreemptionCheckpointHandler:
     """Saves a checkpoint when the job is about to be ended, ends the program, and restores it at the next start.
 
     A signal, the user's watcher or the time limit of the Slurm job announces the end, on any rank at any moment. The
-    rank tells the others in the message that precedes the reduction of gradients. At the end of that step all ranks
+    rank tells the other ranks in the message before the reduction of gradients. At the end of that step all ranks
     write the checkpoint. In a step without a reduction of gradients the handler sends a MAX of 8 bytes instead. The
     program leaves before the next step, by `exit_fn`. So all work of a step must be in the function that `run` gets, or
     before `save_checkpoint_if_preempted`.
 
-    Inside `Strategy.replica()` a program need not call these methods. There a step ends, and the program may leave,
-    when it asks a distributed dataset of the checkpoint for the next batch. If the checkpoint has an optimizer, this
-    ends a step only if some optimizer has stepped since the last batch, so that accumulated batches are one step.
+    Inside `Strategy.replica()` a program need not call these methods. A step ends when the program asks a distributed
+    dataset of the checkpoint for the next batch, and the program may leave then. If the checkpoint has an optimizer,
+    that ends a step only if some optimizer has stepped since the last batch, so that accumulated batches are one step.
 
     Made by: every rank, on the main thread, after the objects of the checkpoint are made. The constructor restores the
         newest checkpoint, if there is one.
     Args:
-        cluster_resolver: the strategy's resolver, or None. It is only checked for parameter servers, because the
-            checkpoint's strategy says which ranks take part.
+        cluster_resolver: the strategy's resolver, or None. It only serves to refuse parameter servers, because the
+            ranks of the checkpoint's strategy take part.
         checkpoint_or_checkpoint_manager: the Checkpoint to save, or a CheckpointManager that saves it.
-        checkpoint_dir: the folder for a Checkpoint; the newest checkpoint is kept there. Ignored with a
+        checkpoint_dir: the folder for a Checkpoint. Only the newest checkpoint is kept in it. Ignored with a
             CheckpointManager.
         termination_config: a TerminationConfig, with the signs that announce the end, and how the program ends; None
             is `TerminationConfig()`.
@@ -123,7 +123,7 @@ class PreemptionCheckpointHandler:
         Called by: every rank, equally often, outside `strategy.run`. After a save, the next call ends the program
             before it calls the function. Without a next call the program ends in its own way.
         Args:
-            distributed_train_function: the step. It is called with `args` and `kwargs`.
+            distributed_train_function: the step; called with `args` and `kwargs`.
         Returns: the function's return value.
         Raises: the function's exception; then the step does not count.
         """
@@ -169,7 +169,7 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Do nothing. TensorFlow needs the scope to tell other ranks of an error; here they always learn of it."""
+        """A context without effect. TensorFlow's tells other ranks of an error; here ranks always learn of errors."""
         yield
 
     def _finish_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -26,9 +26,10 @@ class SignalFlag:
     called, because it would raise KeyboardInterrupt in the middle of a step. If code outside Python has set the handler
     of a signal, the signal is not recorded, and rank 0 warns.
 
-    Made by: the main thread, because Python handles signals there; RuntimeError on other threads.
+    Made by: the main thread, because only the main thread of Python can set signal handlers.
     Args:
-        signals: numbers of the signals to record; with none, any thread may make the flag.
+        signals: numbers of the signals to record. If this is empty, any thread may make the flag.
+    Raises: RuntimeError on another thread than the main thread, unless `signals` is empty.
     Attributes:
         number: number of the last signal that arrived, also between the making of a strategy and of this flag; 0 if
             none has arrived.

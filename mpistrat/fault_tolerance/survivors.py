@@ -1,7 +1,7 @@
 """The ranks that are left after a loss, and how they agree to go on without the lost ranks.
 
-This file imports mpi4py at its top, and other files import this file on first use: `import mpistrat` does not start
-MPI.
+This file imports mpi4py at its top. Other files import this file on first use, so that `import mpistrat` does not
+start MPI.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Survivors:
         job_end().records.record.expendable = True
 
     def has_lost(self, error: Exception) -> bool:
-        """Whether a rank is lost: `error` says so, or MPI knows of a failed rank, so that `error` may come from it."""
+        """Whether training goes on after `error`: it says that a rank is lost, or MPI knows of a failed rank."""
         return means_rank_lost(error) or self._group.has_lost()
 
     def exchange(self, states: dict[int, bytes]) -> None:
         """Send this rank's state to two other ranks, and add the states of two other ranks to `states`.
 
         So a state is lost only if three ranks are lost. The receivers are the next rank, and the rank half of all ranks
-        away, which is on another node if there are several. With two ranks there is one receiver, with one rank none.
+        away: on another node, if the job has several nodes. Of two ranks, each has one receiver; one rank has none.
 
         Called by: every rank, when it commits a state.
         Args:
@@ -74,9 +74,9 @@ class Survivors:
                 states[of] = comm.sendrecv(states[rank], to, source=of)
 
     def all_done(self, done: bool) -> bool:
-        """Whether all ranks that are left pass True and none is lost; the answer is the same on all of them.
+        """Whether all ranks that are left pass True, and no rank is lost. All ranks get the same answer.
 
-        Called by: each rank that is left, whatever errors it has seen. It waits for all of them.
+        Called by: each rank that is left, whatever errors it has seen. The call waits for all ranks that are left.
         Args: done: whether this rank has finished its work.
         """
         comm = self.comm
@@ -91,9 +91,9 @@ class Survivors:
 
         Called by: each rank that is left, after `all_done` was False.
         Args:
-            last: the last step of which this rank keeps a state; None if it keeps none.
+            last: the step of the newest state that this rank keeps; None if it keeps no state.
         Returns: the lost ranks, by their ranks in the job; and the smallest `last` of all ranks that are left, None if
-            one of them keeps no state.
+            a rank keeps no state.
         """
         lost: list[int] = []
         while True:
@@ -121,9 +121,10 @@ class Survivors:
 
     @contextlib.contextmanager
     def reported_as(self, what: str, call: int = _LAST_CALL) -> Iterator[None]:
-        """A context around messages that the communicator does not see. They are recorded like a collective call.
+        """A context that records its block in the rank's record (in shared memory) like a collective call.
 
-        So a rank that never comes here is reported as a rank that does not reach a collective.
+        The messages of the block do not go through `communicator`. So a rank that never comes to the block is reported
+        like a rank that does not come to a collective.
 
         Args:
             what: name of the block in the report.

@@ -114,7 +114,10 @@ def completed(config: TerminationConfig | None, platform: PlatformDevice) -> Ter
 
 
 def _number(name: str | int) -> int:
-    """Return the number of a signal: of "SIGUSR1", "USR1", signal.SIGUSR1 or 10. Raises: ValueError for others."""
+    """Return the number of a signal that is given as "SIGUSR1", "USR1", signal.SIGUSR1 or 10.
+
+    Raises: ValueError if `name` is no signal, or a signal that no program can handle (SIGKILL, SIGSTOP).
+    """
     try:
         number = (
             signal.Signals[f"SIG{name.removeprefix('SIG')}"]

@@ -56,7 +56,7 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class _SizePartitioner(Partitioner):
-    """A partitioner by bytes. Args: others: the subclass's arguments. Raises: ValueError if an argument is below 1."""
+    """A partitioner by bytes. Args: others: arguments of the subclass. Raises: ValueError if an argument is below 1."""
 
     def __init__(self, bytes_per_string: int, **others: int) -> None:
         for name, value in {**others, "bytes_per_string": bytes_per_string}.items():

@@ -21,7 +21,7 @@ class VariableStore(abc.ABC):
     Attributes:
         mirrored: the live variables with a copy on each replica, by their number in the order of creation.
         on_every_replica: whether each replica's device has a copy.
-        owns_initial_values: False on a rank whose initial values are ignored, because another rank makes the variables.
+        owns_initial_values: False if this rank's initial values are ignored, because another rank makes the variables.
     """
 
     mirrored: Mapping[int, MirroredVariable] = MappingProxyType({})
@@ -33,7 +33,7 @@ class VariableStore(abc.ABC):
 
     @abc.abstractmethod
     def create(self, asked: VariableArguments) -> Variable:
-        """Make a new variable, with the first replica's initial value on all ranks.
+        """Make a new variable, with the initial value of one rank on all ranks.
 
         Called by: every rank, in the same order.
         Args:
@@ -50,8 +50,8 @@ class VariableStore(abc.ABC):
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
         """Return the place for state that belongs to all `variables` together, as `extended.non_slot_devices` does.
 
-        It is a device, a tuple of devices, or the variable beside which the state is kept: by default the variable
-        whose name sorts first.
+        Returns: a device, a tuple of devices, or a variable to keep the state beside; by default the variable with the
+            alphabetically first name.
         """
         return min(variables, key=operator.attrgetter("name"))
 

@@ -56,8 +56,8 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
     """Check the operand of an update, and return it as an array like `array`; a scatter method's slices as they are.
 
     Raises:
-        TypeError: `operand` is not numbers (not IndexedSlices, for a scatter method), or the dtype of `array` would cut
-            off a part of it.
+        TypeError: `operand` is not numbers (for a scatter method, no IndexedSlices), or the dtype of `array` would cut
+            off a part of the numbers.
         InvalidArgumentError: the shape or dtype of `operand` does not fit `array`.
         IndexError: an index of a scatter method is not a row of `array`.
     """
@@ -125,7 +125,7 @@ def _converted(operand: Any, array: Array) -> Any:
 
     For a variable of NumPy, a NumPy array is the counterpart of a tensor, and tf.distribute converts no tensor's dtype.
 
-    Returns: `operand` itself if it is anything else, or if the dtype of `array` would cut off a part of it.
+    Returns: the converted array; any other operand as it is, also if the dtype of `array` would cut off a part.
     """
     if not isinstance(operand, (np.ndarray, np.generic)):
         return operand

@@ -35,7 +35,7 @@ class _CreatedByStrategy(type):
 
 
 class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
-    """An array that updates change. The strategy in whose scope it is made keeps a copy of it for each replica.
+    """An array that its methods can change. The strategy of the scope keeps the copies, usually one for each replica.
 
     Called by: every rank, in the same order, inside `strategy.scope()`; or outside any scope, for an ordinary variable.
         All ranks begin with the first rank's initial value.
@@ -49,8 +49,8 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
             copy, and reading outside `run` combines the copies.
         aggregation: how the replicas' operands of an update (ON_WRITE), or their copies (ON_READ), are combined.
         shape: shape that the initial value must have. With `shape` and `dtype`, a strategy that splits variables calls
-            an initial function for each part. It passes `partition_shape` and `partition_offset` (index of the part's
-            first element), or both as a `shard_info` with `shape` and `offset`.
+            an initial function for each part, with `partition_shape` and `partition_offset` (index of the part's first
+            element), or with a `shard_info` that has both as `shape` and `offset`.
     Raises:
         ValueError: `synchronization` is NONE, aggregation is MEAN with a dtype that is not floating, or the initial
             value has another shape.
@@ -144,7 +144,8 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
 
         With aggregation NONE, or an ON_READ variable, a replica inside `run` sets its own copy.
 
-        Returns: the value after the update, as `read_value` returns it; the variable itself if it is sharded.
+        Returns: the value after the update, as `read_value` returns it; the variable itself if it is sharded; None for
+            an ON_READ variable with aggregation NONE outside `run`.
         """
         return self._update("assign", value)
 

@@ -89,7 +89,7 @@ class StrategyV1(Strategy):
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> DistributedIterator:
-        """Return an iterator over batches for each replica. It ends at the first step that cannot fill every replica.
+        """Return an iterator over steps with a batch for each replica. The end is a step without a batch for a replica.
 
         Called by: every rank.
         Args:
