@@ -249,7 +249,7 @@ class PassedWhole:
 
 
 def select_replica(index: int, structure: Any) -> Any:
-    """Return a copy of `structure` with the component `index` in place of each distributed value. Variables stay.
+    """Return `structure` with the component `index` in place of each distributed value. Variables are kept as they are.
 
     Called by: `run`, for each replica's arguments.
     Args:

@@ -77,7 +77,7 @@ class Checkpoint:
         self.stateful_objects()
 
     def stateful_objects(self) -> dict[str, Any]:
-        """Return the objects by name, in a new dict. A variable is replaced by a wrapper with `state_dict` and so on.
+        """Return the objects by name, in a new dict. A wrapper with the methods of a state replaces each variable.
 
         Raises: TypeError for an object without a state; ValueError for a name that is no identifier.
         """

@@ -108,8 +108,8 @@ class CheckpointManager:
     def seconds_to_save(self) -> float:
         """Longest duration of a save, in seconds, from the call of `save` until its files were on disk; 0.0 at first.
 
-        A save counts with this rank's time; once `wait` has returned, with the slowest rank's time. Saves that failed do
-        not count. Not collective.
+        A save counts with this rank's time; after `wait`, with the slowest rank's time. Saves that failed do not count.
+        Not collective.
         """
         return max(self._seconds_to_save, 0.0 if self._saving is None else self._saving.seconds)
 
@@ -247,11 +247,12 @@ class CheckpointManager:
         self._communicator.raise_any(saving.error, failure)
 
     def _outcomes(self, saving: Saving) -> list[SavingProgress]:
-        """Wait until all ranks have ended their work for the save. Returns: their `SavingProgress`, by rank.
+        """Wait until all ranks have ended their work for the save.
 
         Meanwhile the ranks exchange their progress. If a rank has failed, the threads of the other ranks give up.
 
         Called by: `wait`, on every rank.
+        Returns: the final `SavingProgress` of each rank, by rank.
         """
         pause = 0.001
         while True:
@@ -293,7 +294,7 @@ class CheckpointManager:
         """Restore the newest checkpoint that is not damaged. A warning names the files of newer, damaged ones.
 
         Called by: every rank.
-        Returns: the checkpoint's path; None if there is no checkpoint. Then nothing has changed.
+        Returns: the checkpoint's path; None, without any change, if there is no checkpoint.
         Raises: ValueError if there are checkpoints, and all of them are damaged; the errors of `restore`.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize"):
@@ -347,7 +348,10 @@ class CheckpointManager:
         return None, None
 
     def _found(self) -> tuple[list[str], list[str]]:
-        """Return rank 0's paths of checkpoints, newest first, and its errors of damaged ones. Called by: every rank."""
+        """Return the paths of complete checkpoints, newest first, and an error text for each damaged one.
+
+        Rank 0 looks, and all ranks get the same lists. Called by: every rank.
+        """
         paths: list[str] = []
         wrong: list[str] = []
         with self._naming_rank("could not look for checkpoints"):
@@ -404,7 +408,10 @@ class CheckpointManager:
         return states
 
     def _assembled(self, stored: StoredCheckpoint) -> dict[str, Mapping[Any, Any]]:
-        """Return `stored.state`, with sharded tensors that are split as the objects' tensors are now."""
+        """Return `stored.state` for `load_state_dict`, with sharded tensors split as the objects' tensors are now.
+
+        Called by: every rank. Raises: on all ranks, if a rank cannot read a part of a sharded tensor that it needs.
+        """
         common, communicator = stored.state["common"], self._communicator
         objects = self.checkpoint.stateful_objects()
         assembly = Assembly(objects, communicator.rank, communicator.size)

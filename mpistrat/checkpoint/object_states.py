@@ -63,7 +63,7 @@ class _OfCopies(_OfVariable):
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
         """Give each replica its saved copy, if the job has as many replicas as the job that saved.
 
-        A replica without a saved copy keeps its part of the combined value, from `load_state_dict`.
+        Any other replica keeps the value that `load_state_dict` has derived from the combined value.
 
         Raises: ValueError with aggregation NONE, if the number of replicas differs or a replica has no saved copy.
         """
@@ -90,7 +90,7 @@ def check_array(value: Any) -> None:
 
 
 def stateful(name: str, value: Any) -> Any:
-    """Return `value` itself if it has the methods of a common or rank state; for a variable, a wrapper that has them.
+    """Return `value` itself if it has the methods of a common or rank state; for a variable, a wrapper with them.
 
     Args:
         name: name of the object in the checkpoint, for the message.

@@ -50,7 +50,7 @@ class _Abandoned(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Saving(abc.ABC):
-    """The work of one rank for a save that is under way.
+    """The work of one rank for a save that is under way. `start` starts the thread that does it.
 
     Attributes:
         checkpoint: the checkpoint that is saved.

@@ -27,7 +27,7 @@ SavedParts = Mapping[str, Mapping[str, Any]]  # a rank's parts, by object and na
 
 @dataclasses.dataclass(frozen=True)
 class ShardedArray:
-    """A sharded tensor in a state that is read; its values are in the ranks' files.
+    """Stands for a sharded tensor in a state that is read from disk. The tensor's values are in the ranks' files.
 
     Attributes:
         name: name of its parts in the ranks' files.
@@ -42,7 +42,10 @@ class ShardedArray:
 
 @dataclasses.dataclass(frozen=True)
 class TensorRegion:
-    """The place of a part in its tensor. Attributes: offset: index of its first element. shape: its shape."""
+    """A box of elements of a tensor, such as a rank's part.
+
+    Attributes: offset: index of the first element, by dimension. shape: number of elements, by dimension.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -66,7 +69,7 @@ class TensorRegion:
         return tuple(map(slice, begins.tolist(), (begins + self.shape).tolist()))
 
     def overlap(self, other: TensorRegion) -> TensorRegion:
-        """Return the region that lies in both; of size 0 if there is none."""
+        """Return the region of the elements in both regions; its size is 0 if they share no element."""
         begins = np.maximum(self.offset, other.offset)
         ends = np.minimum(self.end, other.end)
         shape = np.maximum(0, ends - begins)
@@ -74,7 +77,7 @@ class TensorRegion:
 
 
 def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, DTensor) for each DTensor in `state`, with the names that `state_tree.Encoder` gives."""
+    """Yield (name, DTensor) for each DTensor in `state`. The name is its path in `state`, such as "state.0.exp_avg"."""
     taken: set[str] = set()
     for path, value in leaves(state):
         if arrays.is_sharded(value):
@@ -99,7 +102,10 @@ def check_whole(states: Mapping[str, Any], call: str) -> None:
 
 
 def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, value) for each value in nested dicts, lists and tuples that is none of these itself."""
+    """Yield (path, value) for each value at any depth of `state` that is no dict, list or tuple.
+
+    A path is the tuple of keys and indices that lead to the value.
+    """
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from leaves(value, (*path, key))
@@ -111,15 +117,16 @@ def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
-    """Return `name`, with "_" added until it is not in `taken`, because {"a.b": …} and {"a": {"b": …}} both give "a.b"."""
+    """Return `name`, with "_" added until it is not in `taken`: {"a.b": …} and {"a": {"b": …}} both give "a.b"."""
     while name in taken or name == "__metadata__":
         name += "_"
     return name
 
 
 def parts_to_save(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the parts that this rank saves of the DTensors in `states`.
+    """Return the parts of DTensors that this rank saves. Values are not copied.
 
+    Args: states: states by object name.
     Returns: {object: {name: {"offset": list, "values": tensor}}}; objects without such parts are absent.
     """
     found: dict[str, dict[str, Any]] = {}
@@ -133,7 +140,7 @@ def parts_to_save(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def sharded_arrays(state: Any) -> dict[str, ShardedArray]:
-    """Return the sharded arrays in a stored state, by name."""
+    """Return the `ShardedArray`s (they stand for sharded tensors) in a stored state, by name; empty without any."""
     return {value.name: value for _, value in leaves(state) if isinstance(value, ShardedArray)}
 
 
@@ -166,7 +173,7 @@ def _check_tensor(value: Any) -> None:
 
 
 def _region(tensor: Any) -> TensorRegion:
-    """Return the region of a DTensor that is on this rank; of size 0 if it has none."""
+    """Return the region of a DTensor whose values this rank has; a region of size 0 if the rank has no values."""
     if tensor.device_mesh.get_coordinate() is None:  # this rank is not in the mesh
         return TensorRegion((0,) * tensor.ndim, (0,) * tensor.ndim)
     (chunk,) = tensor.__create_chunk_list__()
@@ -174,7 +181,7 @@ def _region(tensor: Any) -> TensorRegion:
 
 
 def _is_saved_here(tensor: Any) -> bool:
-    """Whether this rank saves its part. If several ranks of the mesh have copies of the part, the first one saves it."""
+    """Whether this rank saves its part. If several ranks of the mesh have copies of it, the first one saves it."""
     places = tensor.device_mesh.get_coordinate()
     if places is None:
         return False
@@ -248,7 +255,7 @@ class Assembly:
         return _spread_like(self._values_of(name, stored, _region(like), like.device), like)
 
     def _values_of(self, name: str, stored: ShardedArray, region: TensorRegion, device: Any) -> Any:
-        """Return an empty tensor for a region of `stored`. `_read` fills it."""
+        """Return an uninitialized tensor on `device` for a region of `stored`. `_read` fills the tensor later."""
         import torch
 
         values = torch.empty(region.shape, dtype=getattr(torch, stored.dtype), device=device)
@@ -376,7 +383,7 @@ def _layout_of_optimizer(optimizer: Any) -> Layout:
 
 
 def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
-    """Return a DTensor of this shape with a whole copy on each rank of the parameter's mesh. Its values are undefined."""
+    """Return a DTensor of this shape, with undefined values and a whole copy on each rank of the parameter's mesh."""
     import torch
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -386,7 +393,7 @@ def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
 
 
 def _spread_like(local: Any, like: Any) -> Any:
-    """Return a DTensor with the mesh, placements and shape of `like`. It uses the memory of `local`, this rank's part."""
+    """Return a DTensor with the mesh, placements and shape of `like`, in the memory of `local`, this rank's part."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

@@ -79,7 +79,10 @@ class StoredCheckpoint:
         return self._checked(stem_of_rank(rank), check, dict, "it")
 
     def _checked(self, stem: str, check_content: Callable[..., None], *args: Any) -> Any:
-        """Return the content of a rank's file, after `check_content(content, *args)`. Raises: ValueError; OSError."""
+        """Return the content of the files `stem` of a rank, after `check_content(content, *args)` has accepted it.
+
+        Raises: ValueError if a file is damaged, or if `check_content` raises any error; OSError.
+        """
         file = f"{stem}.json"
         content = self._decode(file, stem, self._json(file))
         with self._damaged(file):
@@ -106,7 +109,10 @@ class StoredCheckpoint:
             return parsed(content)
 
     def _decode(self, file: str, stem: str, tree: Any) -> Any:
-        """Return the value of `tree`, from `file`, with the arrays of the file `stem`. Raises: ValueError."""
+        """Return the value of `tree`, JSON data from `file`, with its arrays from `stem`.safetensors, if that exists.
+
+        Raises: ValueError if a file is damaged; OSError.
+        """
         arrays = {}
         if (name := stem + ARRAYS) in self.manifest.files:
             content = self._read(name)

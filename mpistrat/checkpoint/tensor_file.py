@@ -166,11 +166,11 @@ class StoredArray:
     data: np.ndarray
 
     def array(self) -> np.ndarray:
-        """Return a NumPy array that shares the memory. Raises: ValueError or TypeError if NumPy has no such dtype."""
+        """Return a NumPy array in the memory of `data`. Raises: ValueError or TypeError if NumPy has no such dtype."""
         return self.data.view(_numpy_dtype(self.dtype)).reshape(self.shape)
 
     def tensor(self) -> Any:
-        """Return a torch tensor on the CPU that shares the memory.
+        """Return a torch tensor on the CPU, in the memory of `data`.
 
         Raises: ValueError or RuntimeError if this version of torch has no such dtype.
         """
@@ -193,7 +193,7 @@ def torch_dtype(name: str) -> Any:
 
 
 def parse(content: np.ndarray) -> dict[str, StoredArray]:
-    """Return the arrays of a file, by name. They share the memory of `content`.
+    """Return the arrays of a file, by name, in the memory of `content`.
 
     Args:
         content: the bytes of the file, uint8[n].

@@ -132,7 +132,7 @@ def level_of(word: int) -> int:
 
 
 def reason_of(word: int) -> str:
-    """Return the reason for the end, as a text: "SIGTERM has come", or "the end is near" without a signal."""
+    """Return a text with the reason in the ranks' greatest word: "SIGTERM has come", or "the end is near"."""
     number = word & (1 << _LEVEL_SHIFT) - 1
     return f"{signal.Signals(number).name} has come" if number else "the end is near"
 

@@ -134,7 +134,9 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Mark the end of a step, instead of `run`: save and end the program at once, if the end was announced.
+        """Mark the end of a step, instead of `run`. If the end was announced, save, and end the program at once.
+
+        With a grace period, the first announcement only saves.
 
         Called by: every rank, equally often, outside `strategy.run`.
         Args:

@@ -74,7 +74,7 @@ def _take(number: int) -> None:
 
 
 def _arrived(number: int, frame: FrameType | None) -> None:
-    """Handle a signal: set `number` of each flag that records it, then call the earlier handler.
+    """Handle a signal: set `number` of each flag that records the signal, then call the signal's earlier handler.
 
     If no flag records it any more, and the signal had no handler before, its default action ends the process.
     """

@@ -53,7 +53,7 @@ class Survivors:
         job_end().records.record.expendable = True
 
     def has_lost(self, error: Exception) -> bool:
-        """Whether training goes on after `error`: it says that a rank is lost, or MPI knows of a failed rank."""
+        """Whether a rank is lost: `error` says so, or MPI reports a loss. Then `run_elastic` goes on after `error`."""
         return means_rank_lost(error) or self._group.has_lost()
 
     def exchange(self, states: dict[int, bytes]) -> None:

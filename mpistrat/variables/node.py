@@ -107,7 +107,7 @@ class NodeVariable(PlainVariable):
 
 
 def _as(memory: np.ndarray, like: Array) -> Array:
-    """Return the first bytes of `memory` as an array of the library, dtype and shape of `like`."""
+    """Return an array of the library, dtype and shape of `like` that uses the first bytes of `memory`, uint8[n]."""
     nbytes = arrays.num_elements(like) * arrays.itemsize(like)
     numbers = memory[:nbytes].view(view_of(like).dtype).reshape(tuple(like.shape))
     return as_buffer_of(like, numbers)

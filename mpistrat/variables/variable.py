@@ -309,7 +309,10 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         raise NotImplementedError
 
     def _aggregated(self, values: Any, what: str) -> Any:
-        """Combine the replicas' `values` as `aggregation` says; `what` is for messages. Called by: every rank."""
+        """Return the `values` of all ranks' replicas, combined as `aggregation` says. Called by: every rank.
+
+        Args: values: this rank's values, one for each replica. what: words for messages, such as "read of".
+        """
         ops = self.strategy.extended.cross_replica_ops
         return ops.aggregate(self.aggregation, values, f"{what} {self.name!r}")
 
