@@ -74,7 +74,9 @@ class OutOfRangeError(OpError):
 
 
 class FailedPreconditionError(OpError):
-    """The system is not in the state that the operation needs; for example, a server gets an update too late.
+    """The system is not in the state that the operation needs.
+
+    For example, a parameter server gets an update of a scheduled function that is over.
 
     Example, on several ranks::
 
@@ -122,8 +124,8 @@ class DeadlineExceededError(OpError):
 class StallError(DeadlineExceededError):
     """Other ranks have not reached a collective within MPISTRAT_STALL_SECONDS; the text names them and their calls.
 
-    With MPISTRAT_ON_STALL=raise the ranks that wait raise it. Ranks also raise it if they wait for a rank that has left
-    the collective because of an error. The communicator cannot be used any more.
+    With MPISTRAT_ON_STALL=raise the waiting ranks raise this error. They also raise it if the rank that they wait for
+    has left the collective because of an error. The communicator cannot be used any more.
 
     Example, on several ranks::
 
@@ -150,7 +152,7 @@ class UnavailableError(OpError):
 class RankLostError(UnavailableError):
     """A rank of the communicator has failed, and the communicator cannot be used any more.
 
-    The training function of `run_elastic` lets the error out: `run_elastic` then goes on with the other ranks.
+    If the training function of `run_elastic` lets the error pass, `run_elastic` goes on with the other ranks.
 
     Example, on several ranks::
 
@@ -178,7 +180,7 @@ class ClosureInputError(RuntimeError):
     """A worker could not make an input of a scheduled function, such as its dataset.
 
     Attributes:
-        original: the exception of the function that makes the input; None if there was none.
+        original: the exception of the function that makes the input; None if that function did not raise one.
 
     Example, on several ranks::
 
@@ -197,8 +199,8 @@ class CollectiveMismatchError(RuntimeError):
     All ranks of the group raise it, before any bytes move.
 
     Attributes:
-        raised_by_rank: lines with the place and the text of each error that a rank raised instead of calling the
-            collective; "" if no rank raised one.
+        raised_by_rank: a text with the place and the message of each error that a rank raised instead of calling the
+            collective, a line each; "" if no rank raised an error.
 
     Example, on several ranks::
 
@@ -217,7 +219,7 @@ class DivergenceError(RuntimeError):
     All ranks raise it, with the same text.
 
     Attributes:
-        name: name of the first tensor that differs.
+        name: name of the first value that differs, in the order parameters, buffers, optimizer states, variables.
         ranks: ranks with other bits than the majority; empty if there is no majority.
 
     Example, on several ranks::

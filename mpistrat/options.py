@@ -18,9 +18,12 @@ def _is_integer(value: object) -> bool:
 
 
 def _member(kind: type[_E], value: object, argument: str) -> _E:
-    """Return the member of the enum `kind` that `value` is, or names in any case.
+    """Return `value` as a member of the enum `kind`.
 
-    Raises: ValueError, with the name `argument` and all members, for any other value.
+    Args:
+        value: a member, or its name in upper or lower case.
+        argument: name of the user's argument, for the message.
+    Raises: ValueError, with the names of all members, for any other value.
     """
     if isinstance(value, kind):
         return value
@@ -33,11 +36,11 @@ def _member(kind: type[_E], value: object, argument: str) -> _E:
 class CommunicationImplementation(enum.Enum):
     """The way by which a collective moves bytes.
 
-    AUTO: the way that was measured to be the fastest for the size; `strategy.extended.explain()` names it.
+    AUTO: the way that was measured to be the fastest for the size; `strategy.extended.explain()` names the way.
     RING: all-reduces and gathers go from each rank to the next; other collectives go through MPI.
-    NCCL: through NCCL between GPUs, as one group of ranks. Buffers in host memory go as with AUTO.
+    NCCL: through NCCL between GPUs, in one NCCL group of all ranks. Buffers in host memory are sent as with AUTO.
     HIERARCHICAL: large buffers on GPUs of several nodes go through NCCL within each node, then in slices through MPI
-        between the nodes. Other buffers go as with AUTO.
+        between the nodes. Other buffers are sent as with AUTO.
     MPI: through MPI's own collectives, without shared memory.
 
     Example:
@@ -59,18 +62,19 @@ class CommunicationOptions:
     Args:
         bytes_per_pack: a bucket of fused arrays is closed once it exceeds this many bytes; 0 puts all arrays of a dtype
             into one bucket.
-        timeout_seconds: has no effect, and a warning says so; a collective that can never end is ended without it.
+        timeout_seconds: has no effect, and a warning says so. A collective that lasts longer than
+            MPISTRAT_STALL_SECONDS is reported and ends the job, and one that waits for a dead rank ends at once.
         implementation: a `CommunicationImplementation` or its name in any case; the same on all ranks. A strategy uses
             it for all values that it combines, gradients included.
-        overlap: for a strategy, whether gradients leave in buckets while `backward()` runs. A bucket has
-            `bytes_per_pack` bytes (0: 4 MiB; on a device a sixteenth of all gradients, from 1 to 25 MiB). None: on a
-            device gradients leave early; on the host the strategy times both ways over the first steps, and keeps the
-            faster one.
+        overlap: for a strategy, whether gradients are sent in buckets (groups of gradients) while `backward()` runs,
+            and not all afterwards. A bucket has `bytes_per_pack` bytes (0: 4 MiB; on a device a sixteenth of all
+            gradients, from 1 to 25 MiB). None: True on a device; on the host the strategy times True and False over the
+            first steps, and keeps the faster one.
         wire_dtype: for a strategy, "bfloat16" or "float16" (or torch's or NumPy's dtype). Sums of gradients cross the
-            network in this dtype, with error feedback; between ranks that share memory nothing changes. If a device's
-            own library (NCCL) sums gradients of 32 bits or fewer, it rounds them to `wire_dtype`, adds them up in it,
-            and casts them back, without error feedback. Without `wire_dtype`, 16-bit gradients are added up as float32
-            there, too.
+            network in this dtype, with error feedback (the rounding error is added to the next sum). Between ranks that
+            share memory nothing changes. If a device's own library (NCCL) sums gradients of 32 bits or fewer, it rounds
+            them to `wire_dtype`, adds them up in it, and casts them back, without error feedback. Without `wire_dtype`,
+            16-bit gradients are added up as float32 there, too.
         wire_format: a `mpistrat.wire_formats.WireFormat`, such as `TopK(0.01)`, instead of `wire_dtype`.
     Raises: TypeError or ValueError for a field of another type or value, and for both `wire_dtype` and `wire_format`.
 
@@ -122,10 +126,12 @@ class CommunicationOptions:
         return name
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """Return these options, overridden by each field of `other` that is not at its default.
+        """Return new options: each field of `other` that is not at its default, and the fields of `self` elsewhere.
 
         Args:
-            other: further options, or None. Its `wire_dtype` or `wire_format` replaces both fields.
+            other: further options; None gives a copy of `self`. If it has a `wire_dtype` or a `wire_format`, both
+                fields come from it.
+        Raises: TypeError if `other` is neither options nor None.
         """
         fields = vars(check_options(other))
         changed = {name for name, value in fields.items() if value != getattr(type(self), name)}
@@ -144,7 +150,10 @@ def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
 
 
 def implementation_of(options: CommunicationOptions | None) -> CommunicationImplementation:
-    """Return the implementation that `options` name; AUTO for None. Raises: TypeError if they are no options."""
+    """Return the `implementation` of `options` as an enum member; AUTO if `options` is None.
+
+    Raises: TypeError if `options` is anything else.
+    """
     implementation = check_options(options).implementation
     assert isinstance(implementation, CommunicationImplementation)
     return implementation
@@ -220,10 +229,10 @@ class InputOptions:
         experimental_replication_mode: an `InputReplicationMode`: one input pipeline for each worker, or for each
             replica.
         experimental_place_dataset_on_device: has no effect, and a warning says so; TensorFlow uses it with PER_REPLICA.
-        experimental_per_replica_buffer_size: number of batches for each replica that are on their way to a GPU, or read
-            ahead by another thread (of files, or of examples of an object). Such a thread reads at least 4 batches
-            ahead, and 5 more from a rank's own files. The source must not reuse its pinned memory while these batches
-            are in use.
+        experimental_per_replica_buffer_size: number of batches for each replica that are read before the program asks
+            for them, because they are copied to a GPU, or because a thread reads files or single examples. Such a
+            thread reads at least 4 batches ahead, and 5 more from a rank's own files. A dataset of batches in pinned
+            memory must not reuse that memory while these batches are in use.
         experimental_auto_shard_policy: an `AutoShardPolicy` or its name in any case. (tf.data has it in the dataset's
             own options.)
     Raises: ValueError for an unknown policy, or a buffer size below 1; TypeError for another mode.

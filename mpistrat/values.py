@@ -51,9 +51,11 @@ class ReadsAsArray:
 def call_with_tensors(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call a function of torch with tensors in place of the distributed values among its arguments.
+    """Call torch's `func` with the arrays of distributed values in place of these values; return its result.
 
-    Raises: TypeError if a distributed value holds an array of another library, or if the function would write to one.
+    Called by: torch, through `__torch_function__`, if an argument is a distributed value or a variable.
+    Raises: TypeError if a distributed value holds an array of another library than torch, or if the function would
+        write to a distributed value.
     """
     import torch
 
@@ -91,7 +93,10 @@ _WRITES_BY_KEYWORD = {
 
 
 def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the arguments, besides `out`, that a function of torch writes to; an empty sequence if there are none."""
+    """Return the arguments, besides `out`, that torch's function `name` would overwrite; an empty sequence without any.
+
+    These are the first argument of "add_" and of `inplace=True`, and running statistics and embedding weights.
+    """
     if kwargs.get("inplace") or (name[-1:] == "_" and name[-2:] != "__"):
         return [*args, *kwargs.values()][:1]
     keyword, positions = _WRITES_BY_KEYWORD.get(name, ("", slice(0)))
@@ -101,9 +106,9 @@ def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seque
 
 
 def _mapped(fn: Callable[[ReadsAsArray], Any], argument: Any) -> Any:
-    """Return `argument` with `fn(value)` in place of each distributed value, in lists and tuples, too.
+    """Return `argument` with `fn(value)` in place of each distributed value, also inside lists and tuples.
 
-    It does not use `nest`, because torch.compile warns of the caches there.
+    The function does not use `nest.map_structure`, because torch.compile warns of the caches in `nest`.
     """
     if isinstance(argument, ReadsAsArray):
         return fn(argument)
@@ -122,7 +127,8 @@ def _named(value: ReadsAsArray) -> str:
 class DistributedValues(ReadsAsArray):
     """A value with a component on each replica of this rank.
 
-    Inside `run` NumPy and torch take it as its replica's component. Outside `run` this raises ValueError.
+    Inside `run`, NumPy and torch take it as the array of the replica that calls them. Outside `run` they raise
+    ValueError.
 
     Attributes:
         values: tuple of the components, in replica order.
@@ -159,10 +165,10 @@ class DistributedValues(ReadsAsArray):
 
 
 class PerReplica(DistributedValues):
-    """A distributed value whose components differ between replicas; as a whole it has no single value.
+    """A distributed value with different components on the replicas, so that it has no single value.
 
     `strategy.experimental_local_results` splits it into components; `strategy.reduce` and `strategy.gather` combine
-    them. Inside `run` it converts to its replica's component.
+    them. Inside `run`, NumPy and torch take it as the component of the replica that calls them.
 
     Example:
         >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -218,9 +224,10 @@ for _name in _BINARY:
 
 
 class Mirrored(ActsAsArray, DistributedValues):
-    """A distributed value whose components are equal on all replicas; it stands for any of them, outside `run`, too.
+    """A distributed value with equal components on all replicas. It acts as an array, inside and outside `run`.
 
-    Attributes and methods that it does not have itself come from the component.
+    Inside `run` it stands for the replica's component, outside for the first component on this rank. Attributes and
+    methods that `Mirrored` does not have are taken from that component.
 
     Example:
         >>> learning_rate = ms.Mirrored([np.float32(0.5), np.float32(0.5)])  # for two replicas
@@ -242,10 +249,12 @@ class PassedWhole:
 
 
 def select_replica(index: int, structure: Any) -> Any:
-    """Return `structure` with each distributed value, but variables, replaced by its component `index`.
+    """Return `structure` with the component `index` in place of each distributed value. Variables are kept as they are.
 
+    Called by: `run`, for each replica's arguments.
     Args:
-        index: number of a replica on this rank.
+        index: number of a replica on this rank, from 0.
+        structure: nested lists, tuples and mappings, or a single value.
     Raises: ValueError if a value has no such component.
     """
     if isinstance(structure, DistributedValues):
@@ -266,15 +275,16 @@ def select_replica(index: int, structure: Any) -> Any:
 def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
     """Combine the results of this rank's replicas into one structure of distributed values.
 
-    The first replica's result gives the structure. A leaf that is the same object on all replicas stays itself; other
-    leaves become `PerReplica`. Python numbers always become `PerReplica`: whether equal numbers are one object is
-    chance, and the result of `reduce(SUM, n_correct)` must not depend on it.
+    The first replica's result gives the structure. If a leaf is the same object on all replicas, that object is the
+    result. If its parts are the copies of a variable, the result is the variable. Other leaves become `PerReplica`.
+    Python numbers always become `PerReplica`, because chance decides whether equal numbers are one object, and
+    `reduce(SUM, n_correct)` must not depend on that.
 
-    Called by: `run` and `merge_call`.
+    Called by: `run`, `merge_call`, and distributed datasets.
     Args:
-        values: one result for each replica.
-        always_wrap: wrap every leaf, also of a single replica. Without it a single replica's result is returned as it
-            is.
+        values: one result for each replica of this rank.
+        always_wrap: whether each leaf but a variable becomes `PerReplica`, also with a single replica. If False, a
+            single replica's result is returned as it is.
     Raises: AssertionError if the replicas' structures differ.
     """
     first = values[0]
@@ -288,9 +298,10 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
 
 
 def _children(value: Any, values: Sequence[Any]) -> list[Any]:
-    """Return the parts of `value`, a replica's list, tuple or mapping, in the order of the first replica's parts.
+    """Return the elements of `value`, a replica's list, tuple or mapping, in the order of the first replica's result.
 
-    Raises: AssertionError if it has another structure than the first of `values`.
+    Args: values: all replicas' results.
+    Raises: AssertionError if `value` has another kind, length or other keys than the first of `values`.
     """
     first = values[0]
     if isinstance(first, Mapping):

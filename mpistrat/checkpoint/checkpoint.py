@@ -26,9 +26,9 @@ _STRATEGY, RANDOM, _RESIDUALS = "strategy", "random", "residuals"
 class Checkpoint:
     """The objects of a checkpoint: their states are saved and restored together.
 
-    It is made in a strategy's `scope()`, or from at least one object of a strategy: a mirrored module, an optimizer of
-    its parameters, a distributed dataset, or a variable. Rank 0 then saves variables that were made outside any scope,
-    like other objects, and all ranks restore them.
+    In a job of several ranks it is made in a strategy's `scope()`, or from at least one object of a strategy: a
+    mirrored module, an optimizer of its parameters, a distributed dataset, or a variable. Rank 0 saves its value of a
+    variable that was made outside any scope, and all ranks restore that value.
 
     Made by: every rank.
     Args:
@@ -77,7 +77,7 @@ class Checkpoint:
         self.stateful_objects()
 
     def stateful_objects(self) -> dict[str, Any]:
-        """Return `objects` after a check. In place of a variable it has an object with the state methods.
+        """Return the objects by name, in a new dict. A wrapper with the methods of a state replaces each variable.
 
         Raises: TypeError for an object without a state; ValueError for a name that is no identifier.
         """
@@ -89,19 +89,19 @@ class Checkpoint:
         return {name: stateful(name, value) for name, value in self.objects.items()}
 
     def common_states(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and common state of each object that has one: a state that is equal on all ranks.
+        """Yield (name, state) for each object with a common state: a state that is equal on all ranks.
 
-        Called by: every rank.
+        Called by: every rank, because some objects compute their state by a collective.
         """
         for name, value in self.stateful_objects().items():
             if has_common_state(value):
                 yield name, value.state_dict()
 
     def rank_states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return this rank's own states in two dicts by object name: exchanged states, and local states.
+        """Return (exchanged, local): two dicts of this rank's own states, by object name.
 
-        `run_elastic` sends the exchanged states to other ranks. Local states are too large for that: their objects have
-        `stays_with_rank = True`.
+        `run_elastic` sends exchanged states to other ranks. Objects with `stays_with_rank = True` have local states,
+        because these are too large to be sent.
         """
         exchanged: dict[str, Any] = {}
         local: dict[str, Any] = {}
@@ -125,7 +125,7 @@ class Checkpoint:
             check_alike(self.strategy.extended, self.objects, purpose)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all objects, in memory. They share arrays as the objects' `state_dict()`s do.
+        """Return the states of all objects, in memory. Arrays are not copied, unless an object's `state_dict()` does.
 
         Called by: every rank.
         Returns: {"common": {name: state}, "ranks": {this rank: {name: state}}, "local": {name: state}}. "common" has
@@ -163,8 +163,10 @@ class Checkpoint:
                     value.load_rank_state_dicts(states)
 
     def _objects_of(self, common: Mapping[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the objects that have a state in the checkpoint, by name.
+        """Return the objects that have a state in the checkpoint, by name. Called by: `load_state_dict`.
 
+        Args:
+            common, of_rank: the saved states by object name: common states, and some rank's own states.
         Raises: KeyError for an object without a state there, unless it has `may_be_absent = True`.
         """
         found = {}
@@ -180,12 +182,15 @@ class Checkpoint:
 
 
 def _of_object(ranks: Mapping[int, Mapping[str, Any]], name: str) -> Mapping[int, Any]:
-    """Return the rank states of one object, by the ranks that saved them. They are read on demand."""
+    """Return a mapping from each rank that saved to its state of the object `name`. A look-up may read a file."""
     return LazyMapping(ranks, lambda rank: ranks[rank][name])
 
 
 def _strategy_of(objects: Mapping[str, Any]) -> Strategy:
-    """Return the strategy of the objects. Raises: ValueError for several; RuntimeError for none on several ranks."""
+    """Return the strategy of the objects and of the scope in force; the default strategy if none has one.
+
+    Raises: ValueError if they are of several strategies; RuntimeError if none has one and the job has several ranks.
+    """
     found = {name: _known_strategy(value) for name, value in objects.items()}
     found["the scope"] = get_strategy()
     known = {

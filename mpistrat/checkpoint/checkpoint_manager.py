@@ -38,18 +38,18 @@ _Restored = tuple[str | None, dict[str, Any] | None]
 class CheckpointManager:
     """The checkpoints of one directory: saves them, restores them, and deletes old ones.
 
-    Each checkpoint is a folder, such as `step-00000120`. The folder gets that name when all of it is on disk, so that a
+    Each checkpoint is a folder, such as `step-00000120`. The folder gets that name when all its files are on disk, so a
     job that is killed leaves the previous checkpoint whole. Rank 0 writes the states that are equal on all ranks, and
     each rank writes its own states.
 
     Every rank makes a manager, and calls `claim`, `save`, `wait`, `restore` and `restore_or_initialize`, outside `run`.
-    Their errors are raised on all ranks. With parameter servers one rank alone calls `save`: it waits for no other
-    rank, and raises its errors alone.
+    Their errors are raised on all ranks. With parameter servers one worker alone writes checkpoints: its `save` waits
+    for no other rank, and raises its errors on that worker only.
 
     Args:
         checkpoint: the objects that are saved.
-        directory: a folder on a file system that all ranks see. `claim` or the first `save` makes it. One job at a time
-            may save there.
+        directory: a folder on a file system that all ranks see. `claim` or the first `save` makes the folder. One job
+            at a time may save into it.
         keep: number of complete checkpoints that stay: the newest.
     Raises: TypeError if `checkpoint` is no Checkpoint; ValueError if `keep` is no int from 1 on.
 
@@ -106,16 +106,19 @@ class CheckpointManager:
 
     @property
     def seconds_to_save(self) -> float:
-        """Longest duration of a save, in seconds, until its files were on disk; 0.0 before the first.
+        """Longest duration of a save, in seconds, from the call of `save` until its files were on disk; 0.0 at first.
 
-        The time begins with the call of `save`. It is not collective. After `wait` it is the longest of all ranks; for
-        a save that is under way it is this rank's. Saves that failed do not count.
+        A save counts with this rank's time; after `wait`, with the slowest rank's time. Saves that failed do not count.
+        Not collective.
         """
         return max(self._seconds_to_save, 0.0 if self._saving is None else self._saving.seconds)
 
     def claim(self) -> None:
         """Make the directory, and lock it for this job, now instead of at the first `save`.
 
+        It does nothing if the manager has the lock already, or on a worker that does not save.
+
+        Called by: every rank.
         Raises: RuntimeError if another job saves there; FileNotFoundError if a rank does not see the directory;
             OSError.
         """
@@ -184,7 +187,11 @@ class CheckpointManager:
     ) -> tuple[UnfinishedCheckpoint, Files]:
         """Copy the state of this rank, and let rank 0 reserve the checkpoint. Called by: every rank.
 
-        Training stands still meanwhile, so it sends one message (`_agreed`) and does not use the disk.
+        Training stands still meanwhile, so this function sends one message (`_agreed`) and does not use the disk.
+
+        Returns: rank 0's reservation (the folder and names of the new checkpoint), and the files that this rank writes,
+            by name.
+        Raises: the errors of `_agreed`; rank 0 then gives its reservation up.
         """
         reserved: UnfinishedCheckpoint | None = None
         error: Exception | None = None
@@ -205,7 +212,11 @@ class CheckpointManager:
     def _agreed(
         self, step: int | None, reserved: UnfinishedCheckpoint | None, error: Exception | None
     ) -> UnfinishedCheckpoint:
-        """Return rank 0's reservation. Raises: on all ranks, if a rank has an error, or if the steps differ."""
+        """Return the checkpoint that rank 0 has reserved. Called by: every rank, with its own error or None.
+
+        Raises: if a rank has an error: `error` on that rank, and RuntimeError on ranks without an error. ValueError on
+            all ranks, if `step` differs between ranks.
+        """
         entry = step, error is None, reserved
         entries = self._communicator.all_gather_object(entry, label="begin of a checkpoint")
         steps, are_well, checkpoints = zip(*entries, strict=True)
@@ -216,10 +227,11 @@ class CheckpointManager:
         return checkpoints[0]
 
     def wait(self) -> None:
-        """Return when the last save is on disk; at once if there is none.
+        """Wait until the last save is on disk. It returns at once if no save is under way.
 
         Called by: every rank.
-        Raises: on all ranks, the error that kept the checkpoint from the disk.
+        Raises: if a rank could not write: that rank's own error on that rank, and RuntimeError on the other ranks. The
+            unfinished checkpoint is deleted.
         """
         saving = self._saving
         if saving is None:
@@ -235,7 +247,13 @@ class CheckpointManager:
         self._communicator.raise_any(saving.error, failure)
 
     def _outcomes(self, saving: Saving) -> list[SavingProgress]:
-        """Return the progress of all ranks, by rank, once all have finished. Called by: every rank."""
+        """Wait until all ranks have ended their work for the save.
+
+        Meanwhile the ranks exchange their progress. If a rank has failed, the threads of the other ranks give up.
+
+        Called by: `wait`, on every rank.
+        Returns: the final `SavingProgress` of each rank, by rank.
+        """
         pause = 0.001
         while True:
             progress = saving.progress()
@@ -276,14 +294,19 @@ class CheckpointManager:
         """Restore the newest checkpoint that is not damaged. A warning names the files of newer, damaged ones.
 
         Called by: every rank.
-        Returns: the checkpoint's path; None if there is no checkpoint. Then nothing has changed.
+        Returns: the checkpoint's path; None, without any change, if there is no checkpoint.
         Raises: ValueError if there are checkpoints, and all of them are damaged; the errors of `restore`.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize"):
             return self._restore(self._restore_newest)
 
     def _restore(self, load: Callable[[], _Restored]) -> str | None:
-        """Call `load`, or load the states that another rank sends. Returns: the checkpoint's path; None without one."""
+        """Call `load`, or, on a worker that follows, load the states that another worker sends.
+
+        Args:
+            load: reads and loads a checkpoint. It returns the path and the states for followers.
+        Returns: the checkpoint's path; None if there was no checkpoint.
+        """
         if not self._role.restores:
             path, states = self._role.follow("restored")
             if states is not None:
@@ -325,7 +348,10 @@ class CheckpointManager:
         return None, None
 
     def _found(self) -> tuple[list[str], list[str]]:
-        """Return rank 0's paths of checkpoints, newest first, and its errors of damaged ones. Called by: every rank."""
+        """Return the paths of complete checkpoints, newest first, and an error text for each damaged one.
+
+        Rank 0 looks, and all ranks get the same lists. Called by: every rank.
+        """
         paths: list[str] = []
         wrong: list[str] = []
         with self._naming_rank("could not look for checkpoints"):
@@ -337,7 +363,11 @@ class CheckpointManager:
         return self._communicator.broadcast_object((paths, wrong), label=label)
 
     def _read_by_all(self, path: str) -> tuple[StoredCheckpoint | None, list[str]]:
-        """Return a checkpoint, None if this rank cannot read it, and the errors of all ranks. Called by: every rank."""
+        """Read the checkpoint at `path` on all ranks. Called by: every rank.
+
+        Returns: the checkpoint, or None if this rank cannot read it; and the texts of all ranks' errors, equal on all
+            ranks, empty if all can read it.
+        """
         stored, error = None, None
         try:
             stored = _read(path, self.checkpoint, self._communicator)
@@ -353,12 +383,15 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def _naming_rank(self, what: str) -> Iterator[None]:
-        """Raise an error of the block on all ranks, like `RaisingOnAll`; an error about a file names the rank, too."""
+        """A context that raises an error of its block on all ranks. An error about a file also names the rank.
+
+        Called by: every rank, because the end of the block is collective. Args: what: words such as "could not read".
+        """
         with RaisingOnAll(self._communicator, what), on_rank(self._communicator.rank):
             yield
 
     def _load(self, stored: StoredCheckpoint) -> dict[str, Any] | None:
-        """Load the states into the objects of this rank.
+        """Load the states into the objects of this rank. Called by: every rank that reads checkpoint files.
 
         Returns: the states for workers that follow; None if the strategy has no followers.
         """
@@ -375,7 +408,10 @@ class CheckpointManager:
         return states
 
     def _assembled(self, stored: StoredCheckpoint) -> dict[str, Mapping[Any, Any]]:
-        """Return `stored.state`, with sharded tensors that are split as the objects' tensors are now."""
+        """Return `stored.state` for `load_state_dict`, with sharded tensors split as the objects' tensors are now.
+
+        Called by: every rank. Raises: on all ranks, if a rank cannot read a part of a sharded tensor that it needs.
+        """
         common, communicator = stored.state["common"], self._communicator
         objects = self.checkpoint.stateful_objects()
         assembly = Assembly(objects, communicator.rank, communicator.size)

@@ -30,7 +30,7 @@ class UnfinishedCheckpoint:
         folder: path of the folder with its files; rank 0 makes the folder.
         path: path of the folder when it is complete.
         step: the program's step number.
-        number: number of the save; checkpoints are ordered by it.
+        number: number of the save among all saves in the directory; the newest checkpoint has the highest.
     """
 
     folder: str
@@ -46,7 +46,10 @@ class Directory:
         self.path = os.path.abspath(path)
 
     def checkpoints(self) -> tuple[list[tuple[str, Manifest]], list[str]]:
-        """Return (path, manifest) of the complete checkpoints, oldest first, and the errors of damaged ones."""
+        """Return the complete checkpoints as (path, manifest), oldest first, and an error text for each damaged one.
+
+        Returns: two empty lists if the directory does not exist.
+        """
         whole: list[tuple[str, Manifest]] = []
         wrong = []
         for name in self.names():
@@ -69,10 +72,10 @@ class Directory:
 
 
 class OpenDirectory:
-    """A directory of checkpoints, to be written by rank 0: it holds the lock.
+    """A directory of checkpoints in which rank 0 writes. It holds the directory's lock.
 
-    The constructor makes the directory, and removes leftovers of killed jobs. On NFS it leaves files that somebody
-    reads.
+    The constructor makes the directory. If the process had not locked it before, it also removes the leftovers of
+    killed jobs; on NFS, files that another process reads stay.
 
     Raises: RuntimeError if another job writes there; OSError.
     """
@@ -131,10 +134,12 @@ class OpenDirectory:
     def complete(
         self, unfinished: UnfinishedCheckpoint, ranks: int, files: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Write the manifest, and give the folder its final name, when all other files are on disk.
+        """Complete a checkpoint: write its manifest, and give its folder the final name.
 
+        Called by: rank 0's thread, when all other files are on disk.
         Args:
-            ranks, files: the fields of the manifest.
+            ranks: number of ranks that wrote the checkpoint.
+            files: (bytes, CRC-32) of each file but the manifest, by name.
         """
         step, number = unfinished.step, unfinished.number
         Manifest(step, number, ranks, files).write(unfinished.folder)
@@ -160,16 +165,16 @@ class OpenDirectory:
                 os.unlink(path)
 
     def keep_newest(self, count: int) -> None:
-        """Delete all complete checkpoints but the newest `count`, as far as that is possible."""
+        """Delete all complete checkpoints but the newest `count`. Errors of the deletion are ignored."""
         whole, _ = self._directory.checkpoints()
         for path, _ in whole[:-count]:
             self._delete(path)
         self._look()
 
     def _delete(self, path: str) -> None:
-        """Delete a folder, as far as that is possible.
+        """Delete a folder; errors are ignored.
 
-        It is renamed first, so that nobody takes it for a checkpoint or adds files to it.
+        The folder is renamed first, so that nobody takes it for a checkpoint or adds files to it.
         """
         name = os.path.basename(path).removeprefix(_UNFINISHED)
         deleted = os.path.join(self._path, f"{_DELETED}{name}-{os.urandom(4).hex()}")

@@ -17,24 +17,24 @@ _held: weakref.WeakValueDictionary[tuple[int, int], DirectoryLock] = weakref.Wea
 class DirectoryLock:
     """A lock on a directory, held by this process.
 
-    The process holds it until no object refers to it. The kernel releases the lock of a process that is killed. A
-    forked child does not have the lock.
+    The process holds the lock until no object refers to the `DirectoryLock`. The kernel releases the lock of a process
+    that is killed. A forked child does not have the lock.
 
     Attributes:
-        held: False if the file system has no locks. Then nobody knows whether another job writes there.
+        held: False if the file system has no locks; then another job may write into the directory unnoticed.
         is_new: whether no manager of this process has looked into the directory yet.
         newest: step of the newest checkpoint at the last look; -1 if there was none.
         names: all names in the directory at the last look, as a frozenset.
         number: number of the newest checkpoint that was there, or that this process has reserved since.
-        under_way: names of the checkpoints that this process has reserved, and neither completed nor given up. There
-            are several if a strategy has lost a rank.
+        under_way: names of the checkpoints that this process has reserved, and neither completed nor given up. After a
+            strategy has lost a rank, these may be several.
     """
 
     @classmethod
     def of(cls, directory: str) -> DirectoryLock:
-        """Return the lock of `directory`. Managers of one process share it.
+        """Return the lock of `directory`, an existing folder. All managers of the process share one lock object.
 
-        Raises: RuntimeError if another process holds it; OSError.
+        Raises: RuntimeError if another process holds the lock; OSError.
         """
         status = os.stat(directory)
         key = (status.st_dev, status.st_ino)

@@ -90,7 +90,12 @@ def check_size(path: str, found: int, size: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: str, so_far: str) -> Iterator[tuple[int, int]]:
-    """Yield descriptor and size of a regular file. `so_far` is for messages. Raises: ValueError; OSError."""
+    """Open a regular file for the block, and yield (descriptor, size in bytes).
+
+    Args:
+        so_far: the progress, for the text of an OSError: "0 of 12 bytes are read".
+    Raises: ValueError if `path` is a folder, a link or another kind of file; OSError.
+    """
     with naming(path, lambda: so_far):
         try:
             file = os.open(path, _READ)
@@ -119,8 +124,12 @@ _KINDS = {
 
 
 def _filled(path: str, file: int, size: int) -> np.ndarray:
-    """Return `size` bytes of a file, uint8[n]; fewer if it ends early. Raises: ValueError without memory for them."""
-    # Memory that other processes use now is not subtracted: an older checkpoint would be restored instead of this one.
+    """Return the first `size` bytes of the open `file`, uint8[n]; fewer if the file ends early.
+
+    Raises: ValueError if the machine has no memory for `size` bytes; OSError, with `path`.
+    """
+    # `most_memory` includes memory that other processes use now, because a refusal here would make the job restore an
+    # older checkpoint.
     most = most_memory() if size > _SURELY_THERE else size
     if size > most:
         raise ValueError(f"{path} has {size} bytes, and this machine has memory for {most:.0f}")

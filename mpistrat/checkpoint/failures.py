@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 @contextlib.contextmanager
 def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
-    """Raise an OSError of the body as a new one that names `path`, and has the text of `sizes`.
+    """A context around operations on a file. It raises their OSError anew, with `path` and the text of `sizes()`.
 
-    The original error is not printed.
+    The traceback does not show the original error. Other errors pass unchanged.
+
+    Args:
+        sizes: called after an error; it says how far the operation came: "0 of 12 bytes are read".
     """
     try:
         yield
@@ -21,7 +24,10 @@ def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_rank(rank: int) -> Iterator[None]:
-    """Add the rank to the text of an OSError or ValueError of the body. An OSError without errno stays as it is."""
+    """A context that adds ", on rank 3" to the text of an OSError or ValueError of its block.
+
+    An OSError without errno passes unchanged.
+    """
     try:
         yield
     except OSError as error:
@@ -39,7 +45,7 @@ def on_ranks(ranks: Sequence[int]) -> str:
 
 
 def free_bytes(path: str) -> str:
-    """Say how many bytes are free on the file system of the folder that contains `path`; or that nobody knows."""
+    """Return a text for messages: how many bytes are free on the file system of `path`, or that nobody knows."""
     with contextlib.suppress(OSError):
         system = os.statvfs(os.path.dirname(path))
         return f"{system.f_frsize * system.f_bavail} bytes are free"

@@ -1,7 +1,7 @@
-"""Restores checkpoints on workers that follow another worker, when variables are on parameter servers.
+"""Restores a checkpoint on followers: with parameter servers, workers that do not read the checkpoint files.
 
-One worker reads the checkpoint, and writes the servers' values to the servers. Each worker has the remaining states for
-itself. One worker has saved its remaining states; the other workers load a copy of them.
+One worker reads the files, and writes the values of variables to the servers. All other states, such as a scheduler's,
+exist on each worker. The reader sends them to the followers, and each follower loads a copy.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from mpistrat.variables.variable import Variable
 
 
 def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states that followers load, without values on servers. Called before `stored` is loaded here.
+    """Return a deep copy of the states that followers load, by object name, without the values that servers keep.
 
-    The result is a deep copy, because objects may take their states apart. It includes one rank's random states.
+    The result includes one rank's random states. Followers derive their own seeds from these.
+
+    Called by: the worker that reads, before it loads `stored`, because objects may change the states that they load.
+    Args:
+        stored: a state as `Checkpoint.load_state_dict` takes it.
     """
     states = {
         name: rest
@@ -38,7 +42,9 @@ def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> d
 
 
 def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
-    """Load `states` on a worker that follows. The worker draws its own random numbers; its other rank states stay.
+    """Load `states` on a worker that follows. Objects that are not in `states` stay as they are.
+
+    The worker's random generators get seeds of their own, derived from the saved states and its number.
 
     Args:
         states: the result of `states_for_followers`, by object name.
@@ -59,14 +65,18 @@ def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
 
 
 def after_restore(checkpoint: Checkpoint) -> None:
-    """With parameter servers, let the rank that makes variables send the loaded values to the servers."""
+    """Tell the strategy's modules that the checkpoint's objects have been restored.
+
+    With parameter servers, the rank that makes variables then sends the loaded values to the servers, and other workers
+    read them from there. Other strategies do nothing.
+    """
     mirroring = checkpoint.strategy.extended.modules.made
     if mirroring is not None:
         mirroring.after_restore(checkpoint.objects.values())
 
 
 def _beside_servers(value: Any, state: Any) -> Any:
-    """Return an object's state without the entries that the servers keep; None if they keep all of it."""
+    """Return an object's state without the entries that parameter servers keep; None if nothing is left."""
     if isinstance(value, Variable):
         return None
     if _is_module(value):

@@ -9,11 +9,11 @@ K = TypeVar("K")
 
 
 class LazyMapping(Mapping[K, Any]):
-    """A mapping whose values are made at each look-up.
+    """A mapping that makes a value at each look-up, and keeps none. `in`, `len` and iteration make no values.
 
     Args:
         keys: all keys.
-        get: returns the value of a key. It is called at each look-up.
+        get: function that returns the value of a key, called at each look-up.
     """
 
     def __init__(self, keys: Collection[K], get: Callable[[K], Any]) -> None:

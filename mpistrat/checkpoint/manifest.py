@@ -32,18 +32,21 @@ _SCHEMA = {"step": COUNT, "number": COUNT, "ranks": COUNT, "files": _FILES}
 
 
 def stem_of_rank(rank: int) -> str:
-    """Return the name of the files with a rank's own states, without the suffix."""
+    """Return the name of the files with a rank's own states, without the suffix: "rank-00003"."""
     return f"rank-{rank:05}"
 
 
 def stem_of_parts(rank: int) -> str:
-    """Return the name of the files with a rank's parts of sharded tensors, without the suffix. A rank may have none."""
+    """Return the name of the files with a rank's parts of sharded tensors, without the suffix: "rank-00003-parts".
+
+    The files do not exist if the rank saves no parts.
+    """
     return f"{stem_of_rank(rank)}-parts"
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`. A folder with it, and with all files that it lists, is a complete checkpoint.
+    """The content of `manifest.json`. A folder with this file and all files in its list is a complete checkpoint.
 
     Attributes:
         step: the program's step number.
@@ -62,7 +65,7 @@ class Manifest:
 
 
 def sealed(content: object) -> bytes:
-    """Return `content` as JSON with a format name and a checksum of itself."""
+    """Return the bytes of a JSON text with `content`, the format's name, and the CRC-32 of `content`."""
     text = json.dumps(content, indent=1, sort_keys=True)
     checksum = zlib.crc32(text.encode())
     return f'{{"format": "{_FORMAT}", "crc32": {checksum}, "content":\n{text}}}'.encode()
@@ -103,7 +106,7 @@ def files_of(content: Any) -> dict[str, tuple[int, int]]:
 
 
 def read_manifest(folder: str) -> Manifest:
-    """Return the manifest of a checkpoint, after a check that all of its files are there in their sizes.
+    """Return the manifest of the checkpoint in `folder`. All its files must exist in their sizes, but are not read.
 
     Raises: ValueError if the manifest is damaged, or a file has another size; OSError, such as FileNotFoundError.
     """

@@ -1,12 +1,12 @@
 """The two kinds of state of an object: a common state, equal on all ranks and saved once, and a state of each rank.
 
 An object with `state_dict` and `load_state_dict` has a common state. An object with `rank_state_dict` and
-`load_rank_state_dicts(states)` has a state of each rank. `states` is a mapping by the ranks that saved; it may read a
-state from its file at the look-up. An object may have both states: then the common state is loaded first. The rank
-state of an object with `stays_with_rank = True` is local: `run_elastic` sends no copy of it to other ranks.
+`load_rank_state_dicts(states)` has a state of each rank. `states` maps each rank that saved to its state; a look-up may
+read the state's file. If an object has both states, the common state is loaded first. The rank state of an object with
+`stays_with_rank = True` is local: `run_elastic` sends no copy of it to other ranks.
 
-An object may also describe these states by `state_schema(state)` and `rank_state_schema(state)`, for `schema.check`. A
-checkpoint whose state does not fit the schema is damaged, and nothing of it is loaded.
+An object may also have `state_schema(state)` and `rank_state_schema(state)`. They return a schema (types and ranges of
+the values) for `schema.check`. If a saved state does not fit, the checkpoint is damaged, and nothing of it is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_RANK = ("rank_state_dict", "load_rank_state_dicts")
 
 
 class _OfVariable:
-    """A variable as an object with a common state."""
+    """Wraps a variable for a checkpoint: its value, equal on all ranks, is the common state. Made by: `stateful`."""
 
     def __init__(self, variable: Variable) -> None:
         self._variable = variable
@@ -42,7 +42,10 @@ class _OfVariable:
 
 
 class _OfCopies(_OfVariable):
-    """An ON_READ variable as an object with two states: the combined value, and the copy of each replica."""
+    """Wraps an ON_READ variable for a checkpoint. Each rank's state has the copies of its replicas.
+
+    The common state has the combined value; with aggregation NONE it is empty.
+    """
 
     _variable: SyncOnReadVariable
 
@@ -58,9 +61,11 @@ class _OfCopies(_OfVariable):
         return schema_of_replicas(state, "copies", check_array)
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """Load each replica's copy, if as many replicas go on; else the combined value, loaded before, stays.
+        """Give each replica its saved copy, if the job has as many replicas as the job that saved.
 
-        Raises: ValueError with aggregation NONE, if a replica has no saved copy.
+        Any other replica keeps the value that `load_state_dict` has derived from the combined value.
+
+        Raises: ValueError with aggregation NONE, if the number of replicas differs or a replica has no saved copy.
         """
         variable, extended = self._variable, self._variable.strategy.extended
         now = extended.num_replicas_in_sync
@@ -85,7 +90,7 @@ def check_array(value: Any) -> None:
 
 
 def stateful(name: str, value: Any) -> Any:
-    """Return `value`, or an object for a variable, with the methods of a common state, of a rank state, or of both.
+    """Return `value` itself if it has the methods of a common or rank state; for a variable, a wrapper with them.
 
     Args:
         name: name of the object in the checkpoint, for the message.

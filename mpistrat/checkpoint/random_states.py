@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class RandomStates:
     """The states of torch's generators of each replica, and of Python's and NumPy's generators of each rank.
 
-    After a restore, a replica continues the random numbers of the saved replica with the same id, on any rank. Without
-    such a replica, its seed comes from its id and from a saved state. A rank continues Python's and NumPy's numbers
-    only if its first replica was the first replica of a rank; else it is seeded in the same way.
+    After a restore, a replica continues the random numbers of the saved replica with the same id, on any rank. If no
+    such replica was saved, it gets a seed from its id and another saved state. A rank continues Python's and NumPy's
+    numbers only if its first replica was the first replica of a rank. Otherwise they get such a seed, too.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -73,7 +73,7 @@ class RandomStates:
         # Setting torch's generators also seeds the generators of devices, so the device's own state comes last.
         if of_rank.get("device") is not None:
             extended.replicas.set_device_random_state(of_rank["device"])
-        # The condition holds on one rank only, so that one rank warns.
+        # The replica before the first missing one is known on one rank only, so that one rank warns.
         if missing and of(missing[0] - 1) is not None:
             warnings.warn(
                 f"the checkpoint has no random states of replicas {missing}; they draw numbers from new seeds",
@@ -82,9 +82,9 @@ class RandomStates:
             )
 
     def draw_anew(self, saved: Mapping[str, Any], first: int) -> None:
-        """Seed this rank's generators like generators without a saved state.
+        """Give this rank's generators new seeds, derived from the ids of its replicas and another rank's state.
 
-        Called by: a worker that follows.
+        Called by: a worker that follows another worker's restore.
         Args:
             saved: the state of another rank, to derive the seeds from.
             first: id of this rank's first replica.
@@ -95,11 +95,14 @@ class RandomStates:
     def _set_torch(
         self, some: Mapping[str, Any], first: int, of: Callable[[int], Any]
     ) -> list[int]:
-        """Set the torch generators of this rank's replicas, from `first` on. Returns: the replicas without a state.
+        """Set the torch generators of this rank's replicas; nothing if the program that saved did not use torch.
 
+        Returns: the ids of the replicas without a saved state.
         Args:
             some: the state of some rank.
-            of: returns the saved state of a replica's rank; None without one: then the replica gets a new seed.
+            first: id of this rank's first replica.
+            of: takes a replica's id, and returns the saved state of its rank. If it returns None, the replica gets a
+                new seed.
         """
         if not some["torch"]:
             return []

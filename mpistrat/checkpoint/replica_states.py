@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def local_replicas(extended: StrategyExtended) -> dict[str, int]:
-    """Return this rank's first replica, its number of replicas and the total, for `StatesOfReplicas` to find them."""
+    """Return the id of this rank's first replica, its number of replicas, and the number of all replicas.
+
+    A rank's state includes them, so that `StatesOfReplicas` finds its replicas.
+    """
     return {
         "first_replica": extended.first_replica_id,
         "replicas": extended.num_local_replicas,
@@ -24,7 +27,7 @@ def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> 
     """Return the schema of a rank's `state`: `local_replicas` and, under `name`, a list with an entry for each replica.
 
     Args:
-        of_each: schema of an entry.
+        of_each: schema of an entry of that list.
     """
     first, count = state.get("first_replica"), state.get("replicas")
     least = first + count if type(first) is int and type(count) is int else 1
@@ -44,21 +47,21 @@ def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> 
 
 
 def state_of_some_rank(states: Mapping[int, Any], rank: int) -> Any:
-    """Return the state of `rank` if it was saved, because it is read anyway, else of the first rank.
+    """Return the saved state of `rank`; if `rank` has saved none, the state of the lowest rank that has.
 
-    Callers use entries that are equal in the states of all ranks.
+    Callers need only entries that are equal on all ranks. The state of `rank` costs nothing, because it is read anyway.
     """
     return states[rank if rank in states else min(states)]
 
 
 class StatesOfReplicas:
-    """The states of the ranks that saved, found by replica.
+    """Finds the state of the rank that had a replica, among the states of all ranks that saved.
 
     Args:
         states: states by the ranks that saved; a state may be read from its file at the look-up.
         rank: this rank, now.
     Attributes:
-        some: the state of some rank.
+        some: the state of `rank`, or of the lowest rank if `rank` has saved none.
         total: number of replicas that were saved.
     """
 

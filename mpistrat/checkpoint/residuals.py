@@ -1,4 +1,7 @@
-"""Saves the residuals that a wire format holds back on each rank. A restart without them would lose them for good."""
+"""Saves each rank's residuals: the values that a wire format leaves out of a message and adds to the next one.
+
+A restart without them would lose these parts of the gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Residuals:
-    """The residuals of a strategy's gradients, and the layout of the buckets in which gradients travel.
+    """The state of a strategy's wire format in a checkpoint: residuals, and the buckets in which gradients are sent.
 
-    On the same number of ranks, each rank goes on with its own residuals. On another number, rank 0 also takes the
-    residuals of ranks that are gone, if one rank of each node carries whole buffers. Otherwise all residuals begin at
-    zero, and a warning says so.
+    On the same number of ranks, each rank goes on with its own residuals. On another number, rank 0 also adds the
+    residuals of ranks that are gone, if residuals are of whole buffers. If a rank had residuals of a slice, or if other
+    parameters are mirrored, all residuals begin at zero, and a warning says so.
     """
 
     may_be_absent = True  # jobs without a wire format save none
@@ -48,7 +51,9 @@ class Residuals:
         }
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """Go on with this rank's saved residuals; rank 0 also takes the residuals of ranks that are gone.
+        """Go on with this rank's saved residuals; rank 0 also adds the residuals of ranks that are gone.
+
+        This does nothing if the strategy has mirrored no module, or had mirrored none when the checkpoint was saved.
 
         Called by: every rank.
         """

@@ -1,8 +1,9 @@
 """One save on one rank: a thread of its own writes the files, from copies of the states.
 
-Training uses MPI meanwhile, so no message tells rank 0 that all ranks have written. Each other rank leaves a note in
-the folder, and rank 0 looks for the notes. Where the program waits anyway, ranks tell each other by a message
-(`heard`), because some network file systems show a new file only after half a minute.
+Training uses MPI meanwhile, so no message tells rank 0 that all ranks have written. Each other rank writes a note (a
+small file with the sizes of its files) into the folder, and rank 0 looks for the notes. Inside `CheckpointManager.wait`
+ranks also tell each other by a message (`heard`), because some network file systems show a new file only after half a
+minute.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Files = Mapping[str, Iterable["bytes | np.ndarray"]]
 
 
 class SavingProgress(NamedTuple):
-    """The progress of one rank; the attributes are those of `Saving`."""
+    """How far one rank's save is; ranks exchange it in `CheckpointManager.wait`. See the attributes of `Saving`."""
 
     is_finished: bool
     is_well: bool  # without an error
@@ -49,18 +50,18 @@ class _Abandoned(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Saving(abc.ABC):
-    """The work of one rank for a save that is under way.
+    """The work of one rank for a save that is under way. `start` starts the thread that does it.
 
     Attributes:
         checkpoint: the checkpoint that is saved.
         files: the files that this rank writes, by name; empty once `finished` is set.
         began: time of the program's call of `save`, by `time.monotonic()`.
         communicator: communicator of the ranks that save; nothing is sent over it.
-        written: (bytes, CRC-32) of this rank's files by name, once the files and the note are on disk; None before, and
-            on rank 0.
+        written: (bytes, CRC-32) of this rank's files by name, once the files and the note are on disk; None before,
+            after an error, and on rank 0.
         seconds: time from `began` until this rank's thread had done its work; 0.0 before, and after an error.
         error: the error of this rank, once `finished` is set; None without one.
-        heard: `written` of other ranks, as far as messages have told it.
+        heard: `written` of other ranks, by rank. `CheckpointManager.wait` fills it from the ranks' messages.
         finished: an event; set when the thread has ended its work.
         abandoned: an event; set when another rank has failed, so that the thread need not wait for other ranks. The
             failed rank reports the error.
@@ -103,11 +104,14 @@ class Saving(abc.ABC):
 
     @abc.abstractmethod
     def _ensure_folder(self) -> None:
-        """Return when the checkpoint's folder exists."""
+        """Make the checkpoint's folder (rank 0), or wait until it exists (other ranks)."""
 
     @abc.abstractmethod
     def _finish(self, written: Written) -> None:
-        """Go on with the save when this rank's files are on disk. Args: written: (bytes, CRC-32) of each by name."""
+        """Report this rank's files to rank 0, or, on rank 0, complete the checkpoint. The files are on disk.
+
+        Args: written: (bytes, CRC-32) of each file, by name.
+        """
 
     def _note(self, rank: int) -> str:
         return os.path.join(self.checkpoint.folder, f"written-by-rank-{rank}")
@@ -119,7 +123,7 @@ class ReportingSave(Saving):
     def _ensure_folder(self) -> None:
         """Wait until rank 0 has made the folder. Other ranks do not make it, because rank 0 may have given it up.
 
-        Raises: TimeoutError after `SECONDS_WITHOUT_PROGRESS`.
+        Raises: TimeoutError after `SECONDS_WITHOUT_PROGRESS`; _Abandoned if another rank has failed or is lost.
         """
         since = time.monotonic()
         while not os.path.isdir(self.checkpoint.folder):
@@ -169,10 +173,11 @@ class CompletingSave(Saving):
         self.directory.keep_newest(self.keep)
 
     def _note_of(self, rank: int) -> Written:
-        """Wait for the note of a rank, and remove it.
+        """Wait until `rank` has written its files, and remove its note.
 
-        Returns: `written` of that rank.
-        Raises: TimeoutError if no file in the folder grows for `SECONDS_WITHOUT_PROGRESS`.
+        Returns: (bytes, CRC-32) of the rank's files, by name.
+        Raises: TimeoutError if no file in the folder grows for `SECONDS_WITHOUT_PROGRESS`; _Abandoned if another rank
+            has failed or is lost. A checkpoint without a lost rank's files is deleted.
         """
         note, folder = self._note(rank), self.checkpoint.folder
         progress: Any = None

@@ -33,14 +33,17 @@ def check(value: Any, schema: Schema, name: str) -> None:
 
     Args:
         name: name of `value`, for the message.
-    Raises: ValueError that names the place in `value` that does not fit.
+    Raises: ValueError for the first part of `value` that does not fit, with the path to that part: "model.steps.0".
     """
     _check_by_kind.dispatch(type(schema))(value, schema, name)
 
 
 @functools.singledispatch
 def _check_by_kind(value: Any, schema: Schema, name: str) -> None:
-    """Check by a function: `schema` is called with `value`. Other kinds of schemas are registered below."""
+    """Check `value` by calling `schema`, a function. The checks for other kinds of schemas are registered below.
+
+    Raises: ValueError if the function raises any error.
+    """
     try:
         schema(value)
     except Exception as error:  # any error of the function
@@ -94,7 +97,10 @@ _check_by_kind.register(dict, _check_dict)
 
 
 def _check_entries(value: dict[Any, Any], key: Any, schema: Schema, name: str) -> None:
-    """Check the entry of `value` called `key`; if `key` is a type, all names and entries."""
+    """Check the entry `value[key]` against `schema`. If `key` is a type, check all names against it, and all entries.
+
+    Raises: ValueError if the entry is missing or does not fit.
+    """
     if isinstance(key, type):
         for entry_name, entry in value.items():
             check(entry_name, key, f"a name in {name}")

@@ -27,7 +27,7 @@ SavedParts = Mapping[str, Mapping[str, Any]]  # a rank's parts, by object and na
 
 @dataclasses.dataclass(frozen=True)
 class ShardedArray:
-    """A sharded tensor in a state that is read; its values are in the ranks' files.
+    """Stands for a sharded tensor in a state that is read from disk. The tensor's values are in the ranks' files.
 
     Attributes:
         name: name of its parts in the ranks' files.
@@ -42,7 +42,10 @@ class ShardedArray:
 
 @dataclasses.dataclass(frozen=True)
 class TensorRegion:
-    """The place of a part in its tensor. Attributes: offset: index of its first element. shape: its shape."""
+    """A box of elements of a tensor, such as a rank's part.
+
+    Attributes: offset: index of the first element, by dimension. shape: number of elements, by dimension.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -66,7 +69,7 @@ class TensorRegion:
         return tuple(map(slice, begins.tolist(), (begins + self.shape).tolist()))
 
     def overlap(self, other: TensorRegion) -> TensorRegion:
-        """Return the region that lies in both; of size 0 if there is none."""
+        """Return the region of the elements in both regions; its size is 0 if they share no element."""
         begins = np.maximum(self.offset, other.offset)
         ends = np.minimum(self.end, other.end)
         shape = np.maximum(0, ends - begins)
@@ -74,7 +77,7 @@ class TensorRegion:
 
 
 def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, DTensor) for each DTensor in `state`, with the names that `state_tree.Encoder` gives."""
+    """Yield (name, DTensor) for each DTensor in `state`. The name is its path in `state`, such as "state.0.exp_avg"."""
     taken: set[str] = set()
     for path, value in leaves(state):
         if arrays.is_sharded(value):
@@ -99,7 +102,10 @@ def check_whole(states: Mapping[str, Any], call: str) -> None:
 
 
 def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, value) for each value in nested dicts, lists and tuples that is none of these itself."""
+    """Yield (path, value) for each value at any depth of `state` that is no dict, list or tuple.
+
+    A path is the tuple of keys and indices that lead to the value.
+    """
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from leaves(value, (*path, key))
@@ -111,15 +117,16 @@ def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
-    """Return `name`, with "_" added until it is not in `taken`: {"a.b": …} and {"a": {"b": …}} give equal names."""
+    """Return `name`, with "_" added until it is not in `taken`: {"a.b": …} and {"a": {"b": …}} both give "a.b"."""
     while name in taken or name == "__metadata__":
         name += "_"
     return name
 
 
 def parts_to_save(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the parts that this rank saves of the DTensors in `states`.
+    """Return the parts of DTensors that this rank saves. Values are not copied.
 
+    Args: states: states by object name.
     Returns: {object: {name: {"offset": list, "values": tensor}}}; objects without such parts are absent.
     """
     found: dict[str, dict[str, Any]] = {}
@@ -133,14 +140,16 @@ def parts_to_save(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def sharded_arrays(state: Any) -> dict[str, ShardedArray]:
-    """Return the sharded arrays in a stored state, by name."""
+    """Return the `ShardedArray`s (they stand for sharded tensors) in a stored state, by name; empty without any."""
     return {value.name: value for _, value in leaves(state) if isinstance(value, ShardedArray)}
 
 
 def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> None:
-    """Raise ValueError unless the parts of a rank's file fit the `known` sharded arrays in place, shape and dtype.
+    """Raise ValueError unless the parts of a rank's file fit the `known` sharded arrays in offset, shape and dtype.
 
-    Parts of other objects may be any.
+    Args:
+        parts: content of the file: {object: {name: {"offset": list, "values": tensor}}}.
+        known: sharded arrays by object and name. Parts of objects that are not in `known` are not compared.
     """
     check(parts, {str: {str: {"offset": [COUNT], "values": _check_tensor}}}, "it")
     for name in parts.keys() & known.keys():
@@ -164,7 +173,7 @@ def _check_tensor(value: Any) -> None:
 
 
 def _region(tensor: Any) -> TensorRegion:
-    """Return the region of a DTensor that is on this rank; of size 0 if it has none."""
+    """Return the region of a DTensor whose values this rank has; a region of size 0 if the rank has no values."""
     if tensor.device_mesh.get_coordinate() is None:  # this rank is not in the mesh
         return TensorRegion((0,) * tensor.ndim, (0,) * tensor.ndim)
     (chunk,) = tensor.__create_chunk_list__()
@@ -172,7 +181,7 @@ def _region(tensor: Any) -> TensorRegion:
 
 
 def _is_saved_here(tensor: Any) -> bool:
-    """Whether this rank is in the tensor's mesh, and is the first rank there with its part."""
+    """Whether this rank saves its part. If several ranks of the mesh have copies of it, the first one saves it."""
     places = tensor.device_mesh.get_coordinate()
     if places is None:
         return False
@@ -196,9 +205,10 @@ class Assembly:
     def assembled(
         self, states: Mapping[str, Any], read_parts: Callable[[int], SavedParts], ranks: int
     ) -> dict[str, Any]:
-        """Return the states that have sharded tensors, in the checkpoint or now, with tensors in the present layout.
+        """Return the states with sharded tensors by object name, with tensors in their present layout.
 
-        The contents of `states` may be changed.
+        States without sharded tensors, in the checkpoint and now, are absent from the result. Dicts in `states` are
+        changed in place.
 
         Called by: every rank, because the objects' own `state_dict()` may be collective.
         Args:
@@ -217,10 +227,12 @@ class Assembly:
         return found
 
     def _replaced(self, name: str, value: Any, path: Path, layout: Layout) -> Any:
-        """Return `value` with tensors in their present layout. A tensor that was saved in parts gets its values later.
+        """Return `value` with tensors in their present layout. `_read` fills tensors that were saved in parts.
 
         Args:
-            path: the keys that lead to `value` in the state of the object `name`.
+            name: name of the object.
+            path: the keys that lead to `value` in the object's state.
+            layout: gives the layout of a tensor; see `Layout`.
         """
         if isinstance(value, dict):
             for key in value:
@@ -243,7 +255,7 @@ class Assembly:
         return _spread_like(self._values_of(name, stored, _region(like), like.device), like)
 
     def _values_of(self, name: str, stored: ShardedArray, region: TensorRegion, device: Any) -> Any:
-        """Return an empty tensor for a region of `stored`. `_read` fills it."""
+        """Return an uninitialized tensor on `device` for a region of `stored`. `_read` fills the tensor later."""
         import torch
 
         values = torch.empty(region.shape, dtype=getattr(torch, stored.dtype), device=device)
@@ -252,7 +264,10 @@ class Assembly:
         return values
 
     def _read(self, read_parts: Callable[[int], SavedParts], ranks: int) -> None:
-        """Read the files of ranks, the likeliest first, until all tensors have their values.
+        """Read one saver's parts after another until all tensors have their values.
+
+        The saver at this rank's relative place comes first, because it is likely to have the parts: of 4 savers and 2
+        ranks, rank 1 begins with saver 2. That saver's neighbours come next.
 
         Raises: ValueError if values are missing after all files.
         """
@@ -279,9 +294,11 @@ class Assembly:
 
 @dataclasses.dataclass
 class _Wanted:
-    """A part that this rank needs. It is filled from saved parts.
+    """A part that this rank needs. `take` fills it from saved parts.
 
     Attributes:
+        region: the part's region of the whole tensor.
+        values: tensor of the region's shape. It may be read when `missing` is 0.
         missing: number of elements of `values` without a value.
         taken: regions that were copied.
     """
@@ -292,7 +309,10 @@ class _Wanted:
     taken: set[TensorRegion] = dataclasses.field(default_factory=set)
 
     def take(self, region: TensorRegion, values: Any) -> None:
-        """Copy the overlap of a saved part, `values` of `region`, unless that part was copied already."""
+        """Copy from a saved part, `values` of `region`, the elements that lie in this part's region.
+
+        Nothing is copied if the regions share no element, or if a saved part of the same region was copied before.
+        """
         overlap = self.region.overlap(region)
         if region in self.taken or not overlap.size:
             return
@@ -311,12 +331,13 @@ def _nowhere(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
 
 
 def _layout(value: Any, was_sharded: bool) -> Layout:
-    """Return the layout of an object's DTensors; `_nowhere` if it has none.
+    """Return the `Layout` of an object: a function that gives the present DTensor for a tensor of its saved state.
+
+    Returns: `_nowhere` if the object has no DTensors now.
 
     Args:
         value: the object.
-        was_sharded: whether it had DTensors when it was saved. If not, only torch's own objects are asked for their
-            states.
+        was_sharded: whether the saved state has sharded tensors. If not, only modules and optimizers are looked at.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return _nowhere
@@ -340,9 +361,10 @@ def _layout(value: Any, was_sharded: bool) -> Layout:
 
 
 def _layout_of_optimizer(optimizer: Any) -> Layout:
-    """Return the layout of an optimizer. A state tensor of its parameter's shape is spread like the parameter.
+    """Return the `Layout` of an optimizer, from its parameters, because its state may be empty yet.
 
-    The optimizer's own state is not asked, because it may have none yet.
+    A state tensor of a sharded parameter's shape is sharded like the parameter. A sharded state tensor of another shape
+    becomes a DTensor with a whole copy on each rank. Other tensors stay plain.
     """
     in_order = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters = dict(enumerate(in_order))
@@ -361,7 +383,7 @@ def _layout_of_optimizer(optimizer: Any) -> Layout:
 
 
 def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
-    """Return a DTensor that each rank of the parameter's mesh has as a whole; its values are undefined."""
+    """Return a DTensor of this shape, with undefined values and a whole copy on each rank of the parameter's mesh."""
     import torch
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -371,7 +393,7 @@ def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
 
 
 def _spread_like(local: Any, like: Any) -> Any:
-    """Return a DTensor spread like `like`. `local` is this rank's part, and shares its memory."""
+    """Return a DTensor with the mesh, placements and shape of `like`, in the memory of `local`, this rank's part."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

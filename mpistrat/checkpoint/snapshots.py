@@ -16,7 +16,10 @@ from mpistrat.checkpoint.tensor_file import Snapshot
 
 
 class Snapshots:
-    """Copies of states, in memory that is used again, because new pages of memory cost more than the copy itself."""
+    """Copies of a rank's states for the thread that writes them.
+
+    Each save uses the memory of the previous save, because new pages of memory cost more than the copy itself.
+    """
 
     def __init__(self) -> None:
         # The copies of arrays, by their file's name without the suffix.
@@ -27,7 +30,7 @@ class Snapshots:
         self._kept.clear()
 
     def files(self, state: Mapping[str, Any], rank: int) -> Files:
-        """Return the files that `rank` writes, by name, from copies of the states.
+        """Return the files that `rank` writes, by name, from copies of the states. The next call overwrites the copies.
 
         Each rank writes its own states, and its parts of sharded tensors. Rank 0 also writes the states that are equal
         on all ranks.

@@ -20,7 +20,7 @@ from mpistrat.checkpoint.tensor_file import parse
 
 
 class StoredCheckpoint:
-    """A complete checkpoint that is read and checked. The states of ranks are read on demand.
+    """A complete checkpoint on disk, checked as it is read. A rank's states are read at their first look-up.
 
     Args:
         path: the checkpoint's folder.
@@ -51,8 +51,11 @@ class StoredCheckpoint:
         }
 
     def verify_ranks(self, rank: int, size: int) -> None:
-        """Check the files of ranks: rank `rank` of `size` ranks checks its share of them.
+        """Check this rank's share of the rank files: the files of the savers `rank`, `rank + size` and so on.
 
+        Args:
+            rank: this rank.
+            size: number of ranks that restore, and share the work.
         Raises: ValueError if a file is damaged; OSError.
         """
         for writer in range(rank, self.manifest.ranks, size):
@@ -63,10 +66,9 @@ class StoredCheckpoint:
             self.parts(writer)
 
     def parts(self, rank: int) -> Any:
-        """Return the parts of sharded tensors that a rank wrote, by object and name; empty if it wrote none.
+        """Read the parts of sharded tensors that a rank wrote. Each call reads the file again.
 
-        They are read at each call.
-
+        Returns: {object: {name: {"offset": list, "values": tensor}}}; empty if the rank wrote none.
         Raises: ValueError if the file is damaged; OSError.
         """
         if f"{stem_of_parts(rank)}.json" not in self.manifest.files:
@@ -77,7 +79,10 @@ class StoredCheckpoint:
         return self._checked(stem_of_rank(rank), check, dict, "it")
 
     def _checked(self, stem: str, check_content: Callable[..., None], *args: Any) -> Any:
-        """Return the content of a rank's file, after `check_content(content, *args)`. Raises: ValueError; OSError."""
+        """Return the content of the files `stem` of a rank, after `check_content(content, *args)` has accepted it.
+
+        Raises: ValueError if a file is damaged, or if `check_content` raises any error; OSError.
+        """
         file = f"{stem}.json"
         content = self._decode(file, stem, self._json(file))
         with self._damaged(file):
@@ -86,7 +91,7 @@ class StoredCheckpoint:
 
     @contextlib.contextmanager
     def _damaged(self, name: str) -> Iterator[None]:
-        """Raise an error of the body as a ValueError that says that the file `name` is damaged."""
+        """A context that raises any error of its block as a ValueError: the file `name` is damaged."""
         try:
             yield
         except Exception as error:
@@ -104,7 +109,10 @@ class StoredCheckpoint:
             return parsed(content)
 
     def _decode(self, file: str, stem: str, tree: Any) -> Any:
-        """Return the value of `tree`, from `file`, with the arrays of the file `stem`. Raises: ValueError."""
+        """Return the value of `tree`, JSON data from `file`, with its arrays from `stem`.safetensors, if that exists.
+
+        Raises: ValueError if a file is damaged; OSError.
+        """
         arrays = {}
         if (name := stem + ARRAYS) in self.manifest.files:
             content = self._read(name)
@@ -115,7 +123,12 @@ class StoredCheckpoint:
 
 
 def check_state(name: str, value: Any, state: Any, method: str) -> None:
-    """Raise ValueError if `state` does not fit the schema that the object `value` gives by `method`, if it has one."""
+    """Raise ValueError if `state` is no dict that fits the schema of the object `value`.
+
+    Args:
+        name: name of the object, for the message.
+        method: name of the method of `value` that returns the schema. Without the method nothing is checked.
+    """
     schema = getattr(value, method, None)
     if schema is not None:
         check(state, dict, name)

@@ -38,13 +38,14 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 
 class Snapshot:
-    """Copies of arrays in one buffer, in the layout of the file.
+    """Copies of arrays in one buffer, in the layout of the file: the header and the values are the file's bytes.
 
-    `retake` copies the same arrays again: for many small arrays, the layout takes longer than the copies.
+    The constructor copies the arrays. `retake` reuses the layout for a later save, because with many small arrays
+    computing the layout takes longer than the copies.
 
     Args:
         named: arrays by name; NumPy's and torch's, on any device.
-        buffer: memory of an earlier snapshot, uint8[n]. It is used again if it is large enough.
+        buffer: memory of an earlier snapshot, uint8[n], to be overwritten. If it is too small, new memory is used.
     Attributes:
         header: bytes of the file before the values.
         values: values of all arrays, uint8[n].
@@ -77,9 +78,9 @@ class Snapshot:
         self._copy(named)
 
     def retake(self, named: Mapping[str, arrays.Array]) -> bool:
-        """Copy `named` into the buffer again, if they have the layout of the earlier arrays.
+        """Copy the arrays in `named` over the earlier copies, if names, kinds, dtypes and shapes are equal.
 
-        Returns: False if the layout differs. Then nothing is copied.
+        Returns: False if one of them differs; then nothing is copied, and the caller makes a new Snapshot.
         """
         if _alike(named) != self._alike:
             return False
@@ -106,20 +107,24 @@ class Snapshot:
 
 
 def _alike(named: Mapping[str, arrays.Array]) -> list[tuple[Any, ...]]:
-    """Return a key that is equal for arrays with the same layout in the file."""
+    """Return (name, type, dtype, shape) of each array. If two lists are equal, the layouts in the file are."""
     return [(name, type(array), array.dtype, array.shape) for name, array in named.items()]
 
 
 def _order(array: arrays.Array) -> tuple[bool, int]:
-    """Return a sort key that puts arrays with wide elements first, so that all are aligned: torch needs that.
+    """Return a sort key that puts arrays with wide elements first, because torch needs aligned elements.
 
-    NumPy's own dtypes come last: NumPy does not need it, and its strings have odd widths.
+    Arrays of dtypes that only NumPy has, such as strings, come last: their odd widths would shift the arrays after
+    them, and NumPy needs no alignment.
     """
     return _code(array) is None and not arrays.is_torch(array), -arrays.itemsize(array)
 
 
 def _described(array: arrays.Array) -> list[Any]:
-    """Return the dtype and the shape of an array whose dtype the format does not have. The file has its bytes."""
+    """Return [dtype, shape] of an array whose dtype the format lacks; the file has the array as plain bytes.
+
+    The dtype is torch's name, or `numpy.dtype.str`.
+    """
     dtype = arrays.dtype_name(array) if arrays.is_torch(array) else array.dtype.str
     return [dtype, list(array.shape)]
 
@@ -131,7 +136,12 @@ def _code(array: arrays.Array) -> str | None:
 
 
 def _view(array: arrays.Array, place: np.ndarray) -> Any:
-    """Return `place`, uint8[bytes], as a view like `array` to copy it to; None if `place` is empty."""
+    """Return a view of `place` with the dtype and shape of `array`, so that `array` can be copied there.
+
+    Args:
+        place: the array's part of the buffer, uint8[bytes].
+    Returns: a torch tensor or NumPy array as `array` is; None if `place` is empty.
+    """
     if not len(place):
         return None
     if arrays.is_torch(array):
@@ -156,11 +166,11 @@ class StoredArray:
     data: np.ndarray
 
     def array(self) -> np.ndarray:
-        """Return a NumPy array that shares the memory. Raises: ValueError or TypeError if NumPy has no such dtype."""
+        """Return a NumPy array in the memory of `data`. Raises: ValueError or TypeError if NumPy has no such dtype."""
         return self.data.view(_numpy_dtype(self.dtype)).reshape(self.shape)
 
     def tensor(self) -> Any:
-        """Return a torch tensor on the CPU that shares the memory.
+        """Return a torch tensor on the CPU, in the memory of `data`.
 
         Raises: ValueError or RuntimeError if this version of torch has no such dtype.
         """
@@ -183,12 +193,12 @@ def torch_dtype(name: str) -> Any:
 
 
 def parse(content: np.ndarray) -> dict[str, StoredArray]:
-    """Return the arrays of a file, by name. They share the memory of `content`.
+    """Return the arrays of a file, by name, in the memory of `content`.
 
     Args:
         content: the bytes of the file, uint8[n].
-    Raises: ValueError if it is no such file, if arrays leave gaps, overlap or end outside of it, or if their sizes do
-        not fit their shapes.
+    Raises: ValueError if `content` is no safetensors file, if arrays leave gaps, overlap or end outside of it, or if
+        their sizes do not fit their shapes.
     """
     start = _LENGTH + int.from_bytes(content[:_LENGTH].tobytes(), "little")
     if not _LENGTH < start <= len(content):

@@ -56,10 +56,10 @@ class ParameterServerStrategy(v1.ParameterServerStrategy):
         )
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
-        """Return an iterator that gives each replica whole batches of `dataset`: batches for ONE replica, not global.
+        """Return an iterator that gives each replica whole batches of `dataset`, and splits none.
 
-        The replicas of all workers take the batches in turn. Batches that do not fill a step of a worker's replicas are
-        left out. `experimental_distribute_dataset` takes global batches here, too.
+        The replicas of all workers take the batches in turn. The last batches are left out if they do not suffice for
+        all replicas of a worker. `experimental_distribute_dataset`, in contrast, splits global batches.
 
         Called by: each worker, with a dataset that yields the same batches on all workers.
         Raises: ValueError if `dataset` is no iterable.

@@ -1,4 +1,4 @@
-"""Decides at each step whether this rank knows that the job is about to be ended."""
+"""Decides at each step whether this rank has to tell the other ranks that the job is about to be ended."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ _LEVEL_SHIFT = 8  # the bits below it are the signal's number
 SECONDS_BETWEEN_POLLS = 1.0
 # As in TensorFlow, the last checkpoint is written this many mean steps before the end of the grace period.
 _STEPS_BEFORE_THE_END = 6
-# The margin is at most this part of the time before the limit, or the duration of a checkpoint if that is longer.
+# The margin is at most this part of the time before the limit, before and after the first save or restore was timed.
+# It may be as long as a checkpoint takes, even if that is more.
 _PART_UNTIL_MEASURED, _PART_WHEN_MEASURED = 0.5, 0.1
 
 
 class AnnouncedEnd:
-    """Knows whether a signal, the user's watcher or the time limit has announced the end of the job on this rank.
+    """Decides from signals, the user's watcher and the time limit whether this rank asks for the last checkpoint.
 
+    Made by: `PreemptionCheckpointHandler`. It sends `word()` to the other ranks.
     Args:
         config: a TerminationConfig that `completed` has returned.
         job: the Slurm job; None outside Slurm.
@@ -63,11 +65,11 @@ class AnnouncedEnd:
         self.seconds_to_save = max(seconds, self.seconds_to_save)
 
     def word(self) -> int:
-        """Return this rank's word for the current step: an int for the MAX over all ranks, 0 if nothing is to be saved.
+        """Return this rank's word for the step: an int that tells the other ranks to save; 0 if there is no reason to.
 
-        The word is a level (SAVE or SAVE_AND_LEAVE) above 8 bits with the number of the signal that arrived, or 0. SAVE
-        begins a grace period. Near its end, near the time limit, or without a grace period, the level is
-        SAVE_AND_LEAVE.
+        The ranks take the MAX of their words. Its upper bits are a level (`level_of`), its lower 8 bits the number of
+        the signal that arrived, or 0. SAVE begins a grace period: training goes on after the checkpoint. The level is
+        SAVE_AND_LEAVE near the end of that period, near the time limit, or without a grace period.
         """
         number = self._signal.number
         level = NOTHING
@@ -84,14 +86,17 @@ class AnnouncedEnd:
         return level << _LEVEL_SHIFT | number if level else 0
 
     def begin_grace(self) -> bool:
-        """Start the grace period. Returns: False if it has begun already."""
+        """Start the grace period. Returns: True; False if it had begun already, and then nothing changes."""
         if self._grace_began is not None:
             return False
         self._grace_began = time.monotonic()
         return True
 
     def warn_if_near(self) -> None:
-        """Warn once, when the time limit is known, if the margin would take more than half of the time left."""
+        """Warn on stderr if the margin and two checkpoints would take more than half of the time before the limit.
+
+        The check is made once, at the first call after the time limit is known.
+        """
         left, meant = self._seconds_left(), self._margin + 2 * self.seconds_to_save
         if self._is_limit_known or not math.isfinite(left):
             return
@@ -114,7 +119,8 @@ class AnnouncedEnd:
     def _seconds_needed(self) -> float:
         """Return the seconds before the time limit at which a rank must save.
 
-        They are for the step that is under way, for one more step that turns out too long, and for the save.
+        This is the margin plus twice the longest of the last steps plus twice the longest checkpoint.
+        `TerminationConfig.margin` says how the margin is cut in a short job.
         """
         part = _PART_WHEN_MEASURED if self.seconds_to_save else _PART_UNTIL_MEASURED
         margin = min(self._margin, max(part * self._most_left, self.seconds_to_save))
@@ -126,7 +132,7 @@ def level_of(word: int) -> int:
 
 
 def reason_of(word: int) -> str:
-    """Return the reason for the end, as a text: "SIGTERM has come", or "the end is near" without a signal."""
+    """Return a text with the reason in the ranks' greatest word: "SIGTERM has come", or "the end is near"."""
     number = word & (1 << _LEVEL_SHIFT) - 1
     return f"{signal.Signals(number).name} has come" if number else "the end is near"
 

@@ -1,4 +1,4 @@
-"""Keeps the last two states that a rank has committed, in memory."""
+"""Keeps the last two states that a rank has committed (kept to go back to if a rank is lost), in memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mpistrat import arrays, nest
 class CommittedStates:
     """The last two committed states of this rank.
 
-    Two are kept because another rank may have committed one step less than this rank when a rank is lost. A new state
-    is copied into the memory of the older of the two.
+    The older state is needed if another rank has committed one step less than this rank when a rank is lost. A new
+    state is copied into the memory of the older state.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,11 @@ class CommittedStates:
         self._kept.append((step, copied(state, memory)))
 
     def back_to(self, step: int | None) -> Any:
-        """Return a copy of the state after `step`, and drop later ones; None and no states if `step` is None.
+        """Return a copy of the state that was committed after `step`, and drop later states.
 
+        Args:
+            step: a step whose state is kept; with None all states are dropped.
+        Returns: the copy; None if `step` is None.
         Raises: RuntimeError if no state of `step` is kept.
         """
         if step is None:
@@ -51,10 +54,11 @@ class CommittedStates:
 
 
 def copied(value: Any, memory: Any = None) -> Any:
-    """Return a copy of a structure of arrays and other picklable values.
+    """Return a copy of `value`: nested dicts, lists and tuples of arrays and other values.
 
     Args:
-        memory: an older structure. Its arrays are overwritten and returned where they are like the arrays in `value`.
+        memory: an older copy, or None. If an array in it has the type, shape, dtype and device of the array at the same
+            place in `value`, it is overwritten and becomes a part of the result.
     """
     if isinstance(value, dict):
         by_key = memory if isinstance(memory, dict) else {}
@@ -75,5 +79,5 @@ def copied(value: Any, memory: Any = None) -> Any:
 
 
 def _layout(value: Any) -> tuple[Any, ...]:
-    """Return a key that is equal for arrays that can be copied into each other's memory."""
+    """Return (type, shape, dtype, device) of an array. With equal ones, an array fits into the other's memory."""
     return type(value), *(getattr(value, name, None) for name in ("shape", "dtype", "device"))

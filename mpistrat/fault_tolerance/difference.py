@@ -11,7 +11,7 @@ from mpistrat.arrays import Array
 
 
 class Difference(NamedTuple):
-    """How an array differs from a reference, as numbers; its text is for a message."""
+    """How an array differs from a reference array. `str()` gives a text for messages."""
 
     differing: int  # elements whose bits differ
     elements: int
@@ -28,11 +28,12 @@ class Difference(NamedTuple):
 
 
 def difference(found: np.ndarray, reference: np.ndarray, like: Array) -> Difference | None:
-    """Return how many elements of `found` differ from `reference`, and where most; None if all bits are equal.
+    """Return how many elements of `found` differ from `reference`, and the element with the largest difference.
 
     Args:
         found, reference: bits of arrays as `digests.bits` returns them, 1-D integers on the host.
-        like: an array with their shape and dtype. A complex number counts as two elements.
+        like: an array with the shape and dtype of both. A complex number counts as two elements.
+    Returns: a `Difference`; None if all bits are equal.
     """
     different = np.flatnonzero(found != reference)
     if not len(different):

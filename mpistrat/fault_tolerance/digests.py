@@ -2,8 +2,8 @@
 
 A digest lays out an array's bits in rows, as integers of the element's size, and hashes the sums of the rows and of the
 columns. Adding is the fastest operation of all array libraries, on any device, and gives the same sums on each. A
-digest always changes if one element changes, or if two elements change places. It does not change if changes at the
-corners of a rectangle cancel out.
+digest always changes if one element changes, or if two elements change places. Only changes that cancel out in all sums
+are not seen, such as +1, -1, -1 and +1 at the corners of a rectangle.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ def describe(array: Array) -> str:
 
 
 def bits(array: Array) -> Array:
-    """Return the array's elements as a 1-D array of integers of the elements' size; a complex number gives two.
+    """Return the bits of the array's elements as a 1-D array of integers of the elements' size.
 
-    The result shares the array's memory if that is contiguous: a NumPy array on the host, an array of the library
-    itself on a GPU. A tensor on an XLA device is copied to the host, because XLA would compute the view as integers
-    there anyway.
+    A complex number gives two integers. The result shares the array's memory if that is contiguous.
+
+    Returns: a NumPy array for an array on the host; an array of the same library for an array on a GPU. A tensor on an
+        XLA device is copied to the host, because XLA would not view it as integers without computing a copy.
     """
     if arrays.is_torch(array):
         import torch

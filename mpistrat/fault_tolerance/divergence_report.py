@@ -31,7 +31,7 @@ class Digested(NamedTuple):
 
     Attributes:
         name: name of the value.
-        descriptions: dtype and shape of each copy, as a text; the `repr` of a copy that is no array.
+        descriptions: dtype and shape of each of this rank's copies, as a text; the `repr` of a copy that is no array.
         digests: digest of each copy, 8 bytes.
     """
 
@@ -50,12 +50,14 @@ class Digested(NamedTuple):
 def find_divergence(
     strategy: Strategy, digested: dict[Key, Digested], when: str
 ) -> DivergenceError | None:
-    """Return the error for the first mirrored value whose copies differ; None if ranks have only dropped other values.
+    """Return the error for the first mirrored value, in the order of keys, whose copies differ between replicas.
 
-    Called by: every rank.
+    Called by: every rank, when the ranks' digests of the whole state differ.
     Args:
         digested: this rank's digests, by key.
         when: when the values were compared, for the message.
+    Returns: the error, equal on all ranks, for the caller to raise; None if all values that every rank has are equal,
+        and the ranks only differ in values that some ranks have dropped.
     """
     communicator = strategy.extended.communicator
     by_rank = communicator.all_gather_object(digested, label="digests of mirrored values")
@@ -87,11 +89,11 @@ def _some(names: list[str]) -> str:
 
 
 class Copies:
-    """All ranks' copies of one mirrored value, grouped by their digests.
+    """All ranks' copies of one mirrored value, grouped by their digests. Copies with the same bits are in one group.
 
     Attributes:
         are_equal: whether all copies are in one group.
-        reference: (rank, copy) of the first copy in the largest group.
+        reference: (rank, index of the copy on that rank) of the first copy in the largest group.
         suspects: ranks with a copy outside of the largest group; empty if another group is as large.
     """
 
@@ -109,7 +111,10 @@ class Copies:
         self.suspects = tuple(sorted(suspects)) if has_majority else ()
 
     def verdict(self, nodes: Sequence[str]) -> str:
-        """Say which ranks are probably wrong. Args: nodes: the node name of each rank, by rank."""
+        """Return a sentence that names the ranks outside the majority, or says that no value has the majority.
+
+        Args: nodes: the node name of each rank, by rank.
+        """
         if not self.suspects:
             return "Which copy is wrong cannot be known: no value has the majority."
         suspects = [f"rank {rank} (node {nodes[rank]})" for rank in self.suspects]
@@ -122,9 +127,9 @@ class Copies:
         return f"replica {replica} (rank {rank})"
 
     def descriptions(self) -> list[str]:
-        """Return a line for each copy if the descriptions differ: other numbers, or arrays of other shapes.
+        """Return a line for each copy, if the copies are different numbers, or arrays of different shapes or dtypes.
 
-        Returns: an empty list if all descriptions are equal.
+        Returns: an empty list if all descriptions are equal. Then `_differences` compares the elements.
         """
         different = {d for thing in self._by_rank for d in thing.descriptions}
         if len(different) == 1:
@@ -139,7 +144,10 @@ class Copies:
 
 
 def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
-    """Return a line for each copy that differs from the reference, a broadcast copy. Called by: every rank."""
+    """Return a line for each copy of any rank that differs from `copies.reference`: how many elements, and where most.
+
+    The reference copy is broadcast to all ranks. Called by: every rank.
+    """
     communicator = strategy.extended.communicator
     things = mirrored_state(strategy)[key].copies
     flats = [arrays.to_host(bits(thing)) for thing in things]

@@ -24,10 +24,11 @@ class DivergenceSentinel:
 
     Made by: every rank, at the same place in the program.
     Context: cross-replica or top level.
-    It compares parameters, buffers, the state and hyperparameters of optimizers that step inside `run`, and mirrored
-    variables. It leaves out buffers that were written since the last reduction, because the next reduction averages
-    them. A NaN equals a NaN of the same bits. A digest travels with the agreement before gradients are reduced; more is
-    sent only if digests differ. A program that does not call `backward()` calls `check`.
+    The mirrored state is everything that the strategy keeps equal on all replicas: parameters, buffers, the state and
+    hyperparameters of optimizers that step inside `run`, and mirrored variables. Buffers that were written since the
+    last reduction of gradients are left out, because the next reduction averages them. A NaN equals a NaN of the same
+    bits. A digest of 16 bytes is sent with a message before gradients are reduced; more is sent only if digests differ.
+    A program that does not call `backward()` calls `check`.
 
     Args:
         strategy: the strategy whose mirrored state is compared.
@@ -77,14 +78,19 @@ class DivergenceSentinel:
             self._judge(words, f"at a check after {self._calls} calls of backward()")
 
     def words(self) -> np.ndarray:
-        """Return the digest, int32[4], at every `every`-th `backward()`, else int32[0]: a `Piggyback`'s words."""
+        """Return the digest, int32[4], at every `every`-th `backward()`; at other calls an empty array, int32[0].
+
+        Called by: each reduction of gradients, which sends the words along and takes their maxima over all ranks.
+        """
         due = (self._calls + 1) % self._every == 0
         return self._digest_words() if due else np.empty(0, np.int32)
 
     def received(self, greatest: np.ndarray) -> None:
-        """Count a call of `backward()`, and compare the maxima of all ranks' words, as a `Piggyback`.
+        """Count a call of `backward()`, and compare the digests if `words` has given one.
 
-        Calls are counted here, because either all ranks come here or none.
+        Called by: the end of each reduction of gradients. Calls are counted here, because all ranks come here or none.
+        Args:
+            greatest: maxima of all ranks' words, int32[4] or int32[0].
         Raises: `errors.DivergenceError` on all ranks, if the digests differ.
         """
         self._calls += 1
@@ -92,10 +98,10 @@ class DivergenceSentinel:
             self._judge(greatest, f"in call {self._calls} of backward()")
 
     def _digest_words(self) -> np.ndarray:
-        """Return the digest, int32[4]: two words of 31 bits, each followed by its negative.
+        """Return the digest of the mirrored state, int32[4]: two words of 31 bits, each followed by its negative.
 
-        If all ranks have the same digest, the two MAXs of a pair differ only in sign. All words are the largest int32
-        if this rank's own replicas differ.
+        A MAX over the ranks gives the largest word, and minus the smallest word. So the two differ only in sign if all
+        ranks have the same digest. All four words are the largest int32 if this rank's own replicas differ.
         """
         import hashlib  # here, because it makes importing mpistrat slower
 

@@ -1,8 +1,9 @@
 """Training that goes on when a rank is lost: `run_elastic`.
 
 As in Horovod's `elastic.run` and in torchelastic, the ranks that are left call the training function again. They
-restore the state from memory: each rank keeps copies of the state after the last two steps that it has committed. The
-ranks use ULFM (https://fault-tolerance.org) to agree on the step to go back to: revoke, agree, shrink.
+restore the state from memory: each rank keeps copies of the state after the last two steps that it has committed. They
+make a smaller communicator with ULFM (https://fault-tolerance.org), MPI's revoke, shrink and agree, and choose the
+step to go back to.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def run_elastic(
 ) -> T:
     """Call `train(elastic)`, and call it again on the ranks that are left whenever ranks are lost.
 
-    When a rank is lost, the default group of torch.distributed is destroyed. If it had the backend "mpistrat" before
-    the call of `run_elastic`, it is made anew over the ranks that are left. A strategy with `torch_distributed=True`
-    makes its own.
+    When a rank is lost, torch.distributed's default group is destroyed. If that group had the backend "mpistrat" before
+    the call of `run_elastic`, a new one is made over the ranks that are left. A strategy with `torch_distributed=True`
+    makes the default group itself.
 
     Going on needs Open MPI 5 under `mpirun --with-ft ulfm`. Elsewhere rank 0 prints on stderr why a lost rank ends the
     job. Before and after the call of `run_elastic` a lost rank always ends the job.
@@ -58,9 +59,9 @@ def run_elastic(
         train: a function that builds the strategy and the model, restores the state, and trains; see `Elastic`.
         min_replicas: smallest number of replicas with which training goes on. A `deterministic=True` strategy always
             keeps its number of replicas.
-        steps_per_copy: number of commits from one copy of the state to the next. After a loss, up to as many steps are
-            repeated.
-        comm: the mpi4py communicator of the ranks that take part; None is all.
+        steps_per_copy: number of commits from one copy of the state to the next. After a loss, up to `steps_per_copy`
+            steps are repeated.
+        comm: the mpi4py communicator of the ranks that take part; None is all ranks of the job.
     Returns: the value that `train` returns.
     Raises:
         TooFewReplicasError: on all ranks that are left, with fewer than `min_replicas` replicas.
@@ -83,7 +84,10 @@ def run_elastic(
 
 
 def _survivors_of(comm: MPI.Intracomm) -> Survivors | None:
-    """Return the `Survivors`; None, and the reason on rank 0's stderr, if a lost rank ends the job."""
+    """Return the `Survivors` (the ranks of `comm` that are left). Called by: every rank of `comm`.
+
+    Returns: None if a lost rank ends the job with this MPI or launcher. Rank 0 then prints the reason on stderr.
+    """
     from mpi4py import MPI
 
     why_not = why_not_fault_tolerant(MPI.Get_library_version())
@@ -133,7 +137,7 @@ class Elastic:
 
     Made by: `run_elastic`.
     Attributes:
-        comm: the mpi4py communicator of the ranks that are left, for the strategy; None is one rank without MPI.
+        comm: the mpi4py communicator of the ranks that are left; None if the job is one rank without MPI.
         step: number of committed steps.
 
     Example:
@@ -195,7 +199,7 @@ class Elastic:
         return strategy
 
     def restore(self, checkpoint: Checkpoint) -> int:
-        """Restore the objects of `checkpoint` to the last committed state; leave them alone the first time.
+        """Load the last committed state into the objects of `checkpoint`; the first time, leave them as they are.
 
         Called by: every rank, before its first step.
         Args:
@@ -219,10 +223,13 @@ class Elastic:
         return self.step
 
     def commit(self) -> None:
-        """Mark the step as done: if a rank is lost later, training goes on from here.
+        """Count a step as done, so that training goes on from here if a rank is lost later.
 
-        Called by: every rank, after each step. It waits for all ranks, and copies the state after each
-            `steps_per_copy`-th step.
+        The call waits for all ranks. Each `steps_per_copy`-th call then copies the state. On a single rank, or if a
+        lost rank ends the job, the call only counts.
+
+        Called by: every rank, after each step.
+        Raises: an error if a rank is lost. `train` lets it pass, and `run_elastic` calls `train` again.
         """
         if self._survivors is None:
             self.step += 1
@@ -233,7 +240,10 @@ class Elastic:
             self._keep(self._checkpoint, self._survivors)
 
     def explain(self) -> str:
-        """Say how many states were committed, their size in MB, and the median time of a copy in ms. Not collective."""
+        """Return a text: the number of committed states, the MB of this rank's last state, the median ms of a copy.
+
+        On a single rank, or if a lost rank ends the job, it is "no state was committed". Not collective.
+        """
         if not self._seconds:
             return "no state was committed"
         median = statistics.median(self._seconds)
@@ -254,9 +264,11 @@ class Elastic:
         self._num_kept += 1
 
     def _recover(self, survivors: Survivors, noticed: float) -> None:
-        """Go on without the lost ranks, from the step that all ranks have committed.
+        """Replace `comm`, free the old model and strategy, and go back to the last step that all ranks have committed.
 
-        Called by: every rank that is left.
+        Called by: every rank that is left, before `train` is called again.
+        Args:
+            noticed: time when this rank noticed the loss, by `time.monotonic()`.
         """
         from mpistrat.liveness.ending.job_end import job_end
 

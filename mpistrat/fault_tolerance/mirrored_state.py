@@ -20,9 +20,9 @@ Key = tuple[Any, ...]  # equal for the same value on every rank; keys sort in th
 
 
 class MirroredThing(NamedTuple):
-    """A value that the strategy keeps equal on its replicas.
+    """A value that the strategy keeps equal on its replicas: an array, a number, a text, or a tuple of these.
 
-    `copies` has this rank's arrays or Python values: one, or one for each of its replicas.
+    `copies` has this rank's copies: one if its replicas share the value, otherwise one for each replica.
     """
 
     name: str
@@ -32,9 +32,10 @@ class MirroredThing(NamedTuple):
 def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
     """Return the values that the strategy keeps equal on its replicas, by key.
 
-    The order of keys is: parameters by module, buffers, optimizers (the numbers of parameter groups, then states),
-    variables. Buffers that a replica has written since the last reduction of gradients are left out, because they
-    differ until the next one. Values that this rank has dropped are missing; another rank may still have them.
+    Sorted keys give parameters, buffers, optimizers (hyperparameters of parameter groups, then states), variables. A
+    module's buffers are left out if a replica has written one of them since the last reduction of gradients, because
+    buffers may differ until the next reduction. Parameters and buffers that this rank has dropped are missing, though
+    another rank may still have them.
     """
     found: dict[Key, MirroredThing] = {}
     modules = strategy.extended.modules.made
@@ -50,7 +51,10 @@ def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
 
 
 def _slots(modules: StrategyModules) -> Iterator[tuple[int, ParameterSlot, Any]]:
-    """Yield (number, slot, parameter) for each parameter that this rank still has."""
+    """Yield (number, slot, parameter) for each mirrored parameter that this rank has not dropped.
+
+    The slot is the strategy's entry for the parameter, with its name.
+    """
     registry = modules.registry
     parameters = registry.parameters()
     for index, (slot, parameter) in enumerate(zip(registry.slots, parameters, strict=True)):
@@ -85,7 +89,11 @@ def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]
 def _states_of(
     optimizer: Any, slots: Mapping[int, tuple[int, str]]
 ) -> Iterator[tuple[Key, str, dict[Any, Any]]]:
-    """Yield (place, owner's name, state) for each parameter group, and for each parameter in `slots`."""
+    """Yield (key part, owner's name, values) of an optimizer: hyperparameters by group, then states by parameter.
+
+    Args:
+        slots: (number, name) of each mirrored parameter, by `id`. States of other parameters are skipped.
+    """
     for g, group in enumerate(optimizer.param_groups):
         yield (_OF_GROUP, g), f"group {g}", {k: v for k, v in group.items() if k != "params"}
     for parameter, state in list(optimizer.state.items()):

@@ -8,9 +8,9 @@ import numpy as np
 
 
 class PiggybackedWord:
-    """A `Piggyback` of one number per rank: all ranks learn the greatest number.
+    """Sends one number of each rank with each reduction of gradients. All ranks get the greatest number.
 
-    Made by: `PreemptionCheckpointHandler`.
+    Made by: `PreemptionCheckpointHandler`. The strategy calls `words` and `received` in each reduction.
     Args:
         ask: returns this rank's number, from 0 to 2**31 - 1. Called at each reduction of gradients.
     """

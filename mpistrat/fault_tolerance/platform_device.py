@@ -12,7 +12,7 @@ _PRODUCT = "/sys/class/dmi/id/product_name"  # "Google Compute Engine"
 
 
 class PlatformDevice(enum.Enum):
-    """The owner of this machine, and the device that computes. INTERNAL is any machine but Google Compute Engine's."""
+    """A kind of machine, and the device that computes: GCE is Google Compute Engine, INTERNAL any other machine."""
 
     INTERNAL_CPU = "internal_CPU"
     INTERNAL_GPU = "internal_GPU"
@@ -23,9 +23,9 @@ class PlatformDevice(enum.Enum):
 
 
 def detect_platform() -> PlatformDevice:
-    """Return the platform of this process, on the CPU or on GPUs of GCE; TPUs are not detected.
+    """Return GCE_GPU or GCE_CPU on Google Compute Engine, INTERNAL_CPU on any other machine; TPUs are not detected.
 
-    A Slurm job is INTERNAL on Google's machines, too, because Slurm ends it.
+    A Slurm job is INTERNAL_CPU on Google's machines, too, because Slurm ends it.
     """
     product = ""
     with contextlib.suppress(OSError), open(_PRODUCT, errors="replace") as file:

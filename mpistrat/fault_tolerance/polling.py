@@ -16,13 +16,15 @@ def keep_asking(
     pause: Callable[[], float],
     explain: Callable[[str], str] | None,
 ) -> None:
-    """Call `ask` on a daemon thread until it returns True, or until `owner` is garbage-collected.
+    """Start a daemon thread that calls `ask` until it returns True, or until `owner` is garbage-collected.
 
     Args:
+        owner: any object that can be weakly referenced.
         name: name of the thread.
         ask: function to call; it must not refer to `owner`. After an exception it is called again.
         pause: returns the seconds until the next call.
-        explain: makes a line for stderr from the first exception's text; None prints nothing.
+        explain: makes a line for stderr from the text of the first exception. Later exceptions print nothing; with
+            None the first one does not, either.
     """
     stop = threading.Event()
     weakref.finalize(owner, stop.set)

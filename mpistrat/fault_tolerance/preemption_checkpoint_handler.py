@@ -37,26 +37,26 @@ _SERVERS = (
 class PreemptionCheckpointHandler:
     """Saves a checkpoint when the job is about to be ended, ends the program, and restores it at the next start.
 
-    A signal, the user's watcher or the time limit of the Slurm job announces the end, on any rank at any moment. That
-    rank's word travels with the reduction of gradients of its step. At the end of that step all ranks know of the end,
-    and write the checkpoint. A step without a reduction of gradients costs a MAX of 8 bytes. The program leaves before
-    the next step, by `exit_fn`. So all work of a step must be in the function that `run` gets, or before
-    `save_checkpoint_if_preempted`.
+    A signal, the user's watcher or the time limit of the Slurm job announces the end, on any rank at any moment. The
+    rank tells the other ranks in the message before the reduction of gradients. At the end of that step all ranks
+    write the checkpoint. In a step without a reduction of gradients the handler sends a MAX of 8 bytes instead. The
+    program leaves before the next step, by `exit_fn`. So all work of a step must be in the function that `run` gets, or
+    before `save_checkpoint_if_preempted`.
 
-    Inside `Strategy.replica()` a program needs to call neither method. There a step ends, and the program may leave,
-    when it asks a distributed dataset of the checkpoint for the next batch. If the checkpoint has an optimizer, the
-    step ends only if some optimizer has stepped since the last: accumulated batches are one step.
+    Inside `Strategy.replica()` a program need not call these methods. A step ends when the program asks a distributed
+    dataset of the checkpoint for the next batch, and the program may leave then. If the checkpoint has an optimizer,
+    that ends a step only if some optimizer has stepped since the last batch, so that accumulated batches are one step.
 
     Made by: every rank, on the main thread, after the objects of the checkpoint are made. The constructor restores the
         newest checkpoint, if there is one.
     Args:
-        cluster_resolver: the strategy's, or None. It is only checked for parameter servers: the checkpoint's strategy
-            says which ranks take part.
+        cluster_resolver: the strategy's resolver, or None. It only serves to refuse parameter servers, because the
+            ranks of the checkpoint's strategy take part.
         checkpoint_or_checkpoint_manager: the Checkpoint to save, or a CheckpointManager that saves it.
-        checkpoint_dir: the folder for a Checkpoint; the newest checkpoint is kept there. Ignored with a
+        checkpoint_dir: the folder for a Checkpoint. Only the newest checkpoint is kept in it. Ignored with a
             CheckpointManager.
-        termination_config: a TerminationConfig: what announces the end, and how the program ends; None is the default
-            one.
+        termination_config: a TerminationConfig, with the signs that announce the end, and how the program ends; None
+            is `TerminationConfig()`.
     Raises:
         TypeError: a Checkpoint without a folder.
         NotImplementedError: variables are on parameter servers.
@@ -123,7 +123,7 @@ class PreemptionCheckpointHandler:
         Called by: every rank, equally often, outside `strategy.run`. After a save, the next call ends the program
             before it calls the function. Without a next call the program ends in its own way.
         Args:
-            distributed_train_function: the step. It is called with `args` and `kwargs`.
+            distributed_train_function: the step; called with `args` and `kwargs`.
         Returns: the function's return value.
         Raises: the function's exception; then the step does not count.
         """
@@ -134,7 +134,9 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Mark the end of a step, instead of `run`: save and end the program at once, if the end was announced.
+        """Mark the end of a step, instead of `run`. If the end was announced, save, and end the program at once.
+
+        With a grace period, the first announcement only saves.
 
         Called by: every rank, equally often, outside `strategy.run`.
         Args:
@@ -152,9 +154,11 @@ class PreemptionCheckpointHandler:
         self._finish_and_leave(args, kwargs)
 
     def _after_batch(self) -> None:
-        """Finish the step, inside `Strategy.replica()`, when a loader is asked for a further batch.
+        """Finish the step, and end the program if it has saved. It does nothing if the program calls `run` itself.
 
-        It does nothing if no optimizer has stepped since the last batch.
+        If the checkpoint has an optimizer, it also does nothing if no optimizer has stepped since the last batch.
+
+        Called by: a distributed dataset inside `Strategy.replica()`, when the program asks for the next batch.
         """
         before, self._last_count = self._last_count, self._count_steps()
         if self._last_count != before and not self._is_called:
@@ -167,11 +171,14 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Do nothing. TensorFlow needs the scope to tell other ranks of an error; here they always learn of it."""
+        """A context without effect. TensorFlow's tells other ranks of an error; here ranks always learn of errors."""
         yield
 
     def _finish_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the step, agree with all ranks whether to save, and save. Called by: every rank."""
+        """Count the step, agree with all ranks whether to save, and save. Called by: every rank.
+
+        Args: args, kwargs: arguments for the save.
+        """
         self._counter.calls += 1
         self._end.steps.step()
         self._end.takes_to_save(self._manager.seconds_to_save)
@@ -195,7 +202,11 @@ class PreemptionCheckpointHandler:
             self._saved = after
 
     def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
-        """Save, and wait for the disk. Returns: the MAX of all ranks' seconds, and the path with a blank, or ""."""
+        """Save, and wait until the checkpoint is on disk. Called by: every rank.
+
+        Returns: the slowest rank's time in seconds; and the path and a blank for the message, or "" if `save_fn`
+            returns no path.
+        """
         began = time.monotonic()
         if self._config.save_fn is not None:
             path = self._config.save_fn(*args, **kwargs)
@@ -268,9 +279,10 @@ class _Counter:
 
 
 def _step_counter_of(checkpoint: Checkpoint) -> Callable[[], int]:
-    """Return a function whose value changes when a step ends: it counts optimizer steps.
+    """Return a function that returns a count; if two calls give the same count, no step has ended between them.
 
-    Without an optimizer each batch is a step: the function counts its calls.
+    If the checkpoint has an optimizer, it counts the steps of all optimizers. Otherwise each batch is a step, and the
+    function counts its own calls.
     """
     if sys.modules.get("torch") is not None:
         from torch.optim import Optimizer
@@ -299,6 +311,6 @@ def _manager_of(
 
 
 def _word_of(end: AnnouncedEnd) -> Callable[[], int]:
-    """Return a function that gives the word of `end`, 0 if `end` is gone; it does not keep `end` alive."""
+    """Return a function that calls `end.word()`. It holds `end` weakly, and returns 0 after `end` is gone."""
     reference = weakref.ref(end)
     return lambda: 0 if (alive := reference()) is None else alive.word()

@@ -7,7 +7,7 @@ from mpistrat.machine.notices import warn_on_first_rank
 
 
 class PreemptionWatcher:
-    """Watches nothing, and a warning on rank 0 says so. TensorFlow's watcher gets its messages from its runtime.
+    """Watches nothing, and a warning on rank 0 says so: only TensorFlow's runtime has the messages to watch.
 
     Use PreemptionCheckpointHandler: it learns of signals and of the time limit, and saves a checkpoint.
 

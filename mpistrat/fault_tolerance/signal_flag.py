@@ -1,6 +1,6 @@
 """Records the signals that announce the end of the program. The signal handler does nothing else.
 
-A checkpoint that a signal handler writes would begin in the middle of a step, at another place on each rank.
+If a signal handler wrote the checkpoint, each rank would save in the middle of a step, at another place.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from mpistrat.machine.notices import warn_on_first_rank
 class SignalFlag:
     """Records signals for as long as it exists.
 
-    A signal is recorded, and then its earlier handler is called. Python's own SIGINT handler is not called, because it
-    would raise KeyboardInterrupt in the middle of a step. A signal with a handler outside Python is left to that
-    handler, with a warning.
+    After a signal is recorded, the handler that the signal had before is called. Python's own SIGINT handler is not
+    called, because it would raise KeyboardInterrupt in the middle of a step. If code outside Python has set the handler
+    of a signal, the signal is not recorded, and rank 0 warns.
 
-    Made by: the main thread, because Python handles signals there; RuntimeError on other threads.
+    Made by: the main thread, because only the main thread of Python can set signal handlers.
     Args:
-        signals: numbers of the signals to record; with none, any thread may make the flag.
+        signals: numbers of the signals to record. If this is empty, any thread may make the flag.
+    Raises: RuntimeError on another thread than the main thread, unless `signals` is empty.
     Attributes:
-        number: number of the last signal that arrived since a strategy was made; 0 if none has arrived.
-        signals: the numbers, as a frozenset.
+        number: number of the last signal that arrived, also between the making of a strategy and of this flag; 0 if
+            none has arrived.
+        signals: the numbers of the signals to record, as a frozenset.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
@@ -72,9 +74,9 @@ def _take(number: int) -> None:
 
 
 def _arrived(number: int, frame: FrameType | None) -> None:
-    """Handle a signal: set `number` of each flag that records it, then call the earlier handler.
+    """Handle a signal: set `number` of each flag that records the signal, then call the signal's earlier handler.
 
-    If no flag records it, an earlier default action ends the process.
+    If no flag records it any more, and the signal had no handler before, its default action ends the process.
     """
     if number in _inside:
         return  # a handler that was set after ours calls ours, and is now itself the previous handler

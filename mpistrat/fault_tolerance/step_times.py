@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 
-# The part of the longest time that is kept at each step: a step of ten times the usual length counts for 230 steps.
+# `longest` is multiplied by this at each step, so a step of ten times the usual length is forgotten after 230 steps.
 _REMEMBERED = 0.99
 
 
 class StepTimes:
-    """The times from one step to the next, in seconds, input included.
+    """The times from the end of one step to the end of the next, in seconds, with the time for reading input.
 
     Attributes:
-        mean: mean time; 0.0 before the second step.
-        longest: longest of the last times: it shrinks by 1 % at each step. 0.0 before the second step.
+        mean: mean of all times; 0.0 before the second step.
+        longest: longest of the last times. It shrinks by 1 % at each step, until a longer time comes. 0.0 before the
+            second step.
     """
 
     def __init__(self) -> None:

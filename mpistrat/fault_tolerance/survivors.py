@@ -1,7 +1,7 @@
 """The ranks that are left after a loss, and how they agree to go on without the lost ranks.
 
-This file imports mpi4py at its top, and other files import this file on first use: `import mpistrat` does not start
-MPI.
+This file imports mpi4py at its top. Other files import this file on first use, so that `import mpistrat` does not
+start MPI.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpistrat.liveness.revocable_group import FaultTolerantComm, RevocableGroup,
 
 # Stands for the step of a rank that keeps no state.
 _NONE = -1
-# The call number of a recovery, because it is the last call on its communicator.
+# A recovery has this number among the calls on its communicator: it is higher than all others, as the last call.
 _LAST_CALL = 1 << 40
 
 
@@ -45,21 +45,26 @@ class Survivors:
         return self._group.comm
 
     def meet(self) -> None:
-        """Make `communicator`. From now on the job goes on if a rank is lost. Called by: every rank that is left."""
+        """Make `communicator`. From now on the job goes on if a rank is lost.
+
+        Called by: every rank that is left, before each call of the training function.
+        """
         self.communicator = communicator_for(self.comm, what="run_elastic")
         job_end().records.record.expendable = True
 
     def has_lost(self, error: Exception) -> bool:
-        """Whether `error` is the loss of a rank, or may be a consequence of one."""
+        """Whether a rank is lost: `error` says so, or MPI reports a loss. Then `run_elastic` goes on after `error`."""
         return means_rank_lost(error) or self._group.has_lost()
 
     def exchange(self, states: dict[int, bytes]) -> None:
-        """Send this rank's state to two other ranks, and add the states of two other ranks to `states`, by rank.
+        """Send this rank's state to two other ranks, and add the states of two other ranks to `states`.
 
-        A state is lost only if all three ranks are lost. One of the two is a neighbour; the other is half of all ranks
-        away, on another node if there are several.
+        So a state is lost only if three ranks are lost. The receivers are the next rank, and the rank half of all ranks
+        away: on another node, if the job has several nodes. Of two ranks, each has one receiver; one rank has none.
 
-        Called by: every rank.
+        Called by: every rank, when it commits a state.
+        Args:
+            states: pickled states by rank; at first this rank's alone.
         """
         comm = self.comm
         rank, size = comm.rank, comm.size
@@ -69,9 +74,10 @@ class Survivors:
                 states[of] = comm.sendrecv(states[rank], to, source=of)
 
     def all_done(self, done: bool) -> bool:
-        """Whether all ranks that are left are done, and none is lost; equal on all of them.
+        """Whether all ranks that are left pass True, and no rank is lost. All ranks get the same answer.
 
-        Called by: each rank that is left, whatever errors it has seen. It waits for all of them.
+        Called by: each rank that is left, whatever errors it has seen. The call waits for all ranks that are left.
+        Args: done: whether this rank has finished its work.
         """
         comm = self.comm
         with contextlib.suppress(MPI.Exception):
@@ -85,9 +91,9 @@ class Survivors:
 
         Called by: each rank that is left, after `all_done` was False.
         Args:
-            last: step that this rank has committed last; None if none.
-        Returns: the lost ranks, by their ranks in the job; and the step that all ranks have committed, None if a rank
-            has none.
+            last: the step of the newest state that this rank keeps; None if it keeps no state.
+        Returns: the lost ranks, by their ranks in the job; and the smallest `last` of all ranks that are left, None if
+            a rank keeps no state.
         """
         lost: list[int] = []
         while True:
@@ -107,7 +113,7 @@ class Survivors:
                 return lost, None if step == _NONE else step
 
     def end(self) -> None:
-        """Stop looking for lost ranks: a rank that fails from now on ends the job."""
+        """Stop looking for lost ranks, so that a rank that fails from now on ends the job. Called by: `run_elastic`."""
         self._group.stop_looking()
         job_end().records.record.expendable = False
         if self._group.has_lost():  # a rank was lost after all ranks were done
@@ -115,10 +121,14 @@ class Survivors:
 
     @contextlib.contextmanager
     def reported_as(self, what: str, call: int = _LAST_CALL) -> Iterator[None]:
-        """Report ranks that do not reach the block like ranks that do not reach a collective.
+        """A context that records its block in the rank's record (in shared memory) like a collective call.
+
+        The messages of the block do not go through `communicator`. So a rank that never comes to the block is reported
+        like a rank that does not come to a collective.
 
         Args:
-            call: the block's number among the calls on `communicator`; by default that of the last call.
+            what: name of the block in the report.
+            call: the block's number among the calls on `communicator`; by default the number of the last call.
         """
         communicator: Communicator | None = getattr(self, "communicator", None)
         watch = None if communicator is None else communicator.contract.watch
@@ -135,7 +145,7 @@ class Survivors:
 
 @contextlib.contextmanager
 def _passing_over_losses() -> Iterator[None]:
-    """Leave the block early, without an error, if a rank is lost. Other errors of MPI are raised."""
+    """A context that ends its block without an error if MPI says that a rank is lost. Other errors are raised."""
     try:
         yield
     except MPI.Exception as error:

@@ -21,24 +21,24 @@ class TerminationConfig:
     """How the end of a job is announced, and how the program ends. None is the platform's default.
 
     Attributes:
-        termination_watcher_fn: function that returns True when the end is near. A thread calls it once a second until
-            then.
+        termination_watcher_fn: function without arguments that returns True when the end is near. A thread of each rank
+            calls it once a second until it returns True.
         exit_fn: ends the program after the checkpoint is written, on all ranks. The default is `sys.exit(42)`; on
             Google Compute Engine it is `sys.exit(143)`.
         grace_period: seconds to go on training after the first checkpoint; a second checkpoint is written at their end.
             With 0 the program leaves after the first checkpoint.
-        save_fn: writes the checkpoint instead of the manager, with the arguments of `save_checkpoint_if_preempted`.
-            Called by all ranks.
+        save_fn: function that writes the checkpoint instead of the manager. All ranks call it with the arguments of
+            `save_checkpoint_if_preempted`.
         signals: names or numbers of the signals that announce the end, in addition to the watcher. A "SIGINT" among
             them does not raise KeyboardInterrupt any more.
         requeue: whether Slurm puts the job back into the queue (`scontrol requeue`) when the program leaves.
         end_time: when the job will be ended, in seconds since 1970, for schedulers other than Slurm. `math.inf` ignores
             the time limit. None asks Slurm, in a Slurm job.
-        margin: seconds that must be left before the time limit after everything is written, for durations that are not
-            measured yet. Twice the longest checkpoint and twice the longest of the last steps are added (each step
-            forgets 1 % of it). The margin is at most half of the time before the limit. After a checkpoint was
-            written or read, it is at most a tenth of that time, or the duration of the longest checkpoint if that is
-            longer.
+        margin: seconds to keep free before the time limit, for durations that are not measured yet. The last checkpoint
+            begins when the time left is the margin plus twice the longest checkpoint and twice the longest of the last
+            steps (each step forgets 1 % of it). The margin is cut to half of the time before the limit. After a
+            checkpoint was written or read, it is cut to a tenth of that time, or to the duration of the longest
+            checkpoint if that is longer.
     Raises: TypeError for a value of another type; ValueError for negative seconds or an unknown signal.
 
     Example:
@@ -102,7 +102,7 @@ _DEFAULTS = {
 
 
 def completed(config: TerminationConfig | None, platform: PlatformDevice) -> TerminationConfig:
-    """Return `config` (None: a default one) with the defaults of `platform` in place of None."""
+    """Return a copy of `config` with the defaults of `platform` in place of None. `config` None is all defaults."""
     config = config or TerminationConfig()
     watcher, exit_fn, grace_period = _DEFAULTS[platform]
     return dataclasses.replace(
@@ -114,7 +114,10 @@ def completed(config: TerminationConfig | None, platform: PlatformDevice) -> Ter
 
 
 def _number(name: str | int) -> int:
-    """Return the number of a signal: of "SIGUSR1", "USR1", signal.SIGUSR1 or 10. Raises: ValueError for others."""
+    """Return the number of a signal that is given as "SIGUSR1", "USR1", signal.SIGUSR1 or 10.
+
+    Raises: ValueError if `name` is no signal, or a signal that no program can handle (SIGKILL, SIGSTOP).
+    """
     try:
         number = (
             signal.Signals[f"SIG{name.removeprefix('SIG')}"]

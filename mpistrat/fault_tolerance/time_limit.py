@@ -15,7 +15,9 @@ _SECONDS_TO_ANSWER = 30.0
 
 
 class TimeLimit:
-    """The time limit of the job, on one rank. A thread of its own asks Slurm, so that no step waits for the answer.
+    """The time limit of the job. A thread asks Slurm for the limit again and again, so that no step waits for Slurm.
+
+    Without a Slurm job, and with `end_time`, it starts no thread.
 
     Args:
         job: the Slurm job; None outside Slurm.

@@ -11,9 +11,11 @@ from mpistrat.variables.variable import DistributedVariable
 
 
 class AggregatingVariable(DistributedVariable):
-    """A variable with one copy for all replicas of a rank.
+    """A variable with one copy for all replicas of a rank, such as a variable on the host of GPUs or on a server.
 
-    An update inside `run` combines the replicas' operands, and applies them once.
+    An update inside `run` combines the operands of all replicas, as `aggregation` says, and changes the copy once. An
+    update inside `extended.update` changes the copy by its operand as it is.
+
     Raises: ValueError for an update inside `run` with aggregation NONE.
     """
 

@@ -15,10 +15,11 @@ def initial_array(
     """Return a variable's first value as an array of `dtype`.
 
     Args:
-        initial_value: an array, numbers, or a function that returns one of them.
-        dtype: dtype to convert to; None keeps the dtype of an array.
+        initial_value: an array, numbers, or a function that returns one of them. A function that makes parts
+            (`takes_parts`) is called for the whole variable, and needs `shape`.
+        dtype: dtype to convert to. None keeps the dtype of an array, and makes float32 of Python's floats.
         shape: expected shape; None accepts any.
-    Raises: TypeError if it is not numbers; ValueError if it is None, or has another shape.
+    Raises: TypeError if the value is not numbers; ValueError if `initial_value` is None, or if the shape differs.
     """
     if initial_value is None:
         raise ValueError("a variable needs an initial value, got None")
@@ -39,16 +40,19 @@ def initial_array(
 
 
 class ShardInfo(NamedTuple):
-    """A part of a variable, as in TensorFlow: its shape, and the index of its first element in the variable."""
+    """Tells an initial function which part of a split variable to make, as in TensorFlow.
+
+    `shape` is the part's shape, `offset` the index of its first element in the whole variable.
+    """
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
 
 def takes_parts(initial_value: Any) -> bool:
-    """Whether `initial_value` is a function that makes parts of a variable, as TensorFlow's do.
+    """Whether `initial_value` is a function that can make a part of a variable, as TensorFlow's initializers can.
 
-    It has the parameter `shard_info`, or the parameters `partition_shape` and `partition_offset`.
+    Such a function has the parameter `shard_info`, or the parameters `partition_shape` and `partition_offset`.
     """
     parameters = _parameters(initial_value)
     return "shard_info" in parameters or {"partition_shape", "partition_offset"} <= parameters
@@ -64,9 +68,11 @@ def _parameters(fn: Any) -> Set[str]:
 def called_for_part(
     fn: Callable[..., Any], dtype: Any, shape: tuple[int, ...], first: int = 0
 ) -> arrays.Array:
-    """Return the initial value of a variable's part, from a function that makes parts.
+    """Call an initial function for a part of a variable, and return the part as an array.
 
     Args:
+        fn: a function for which `takes_parts` is true.
+        dtype: dtype to convert to; None keeps the dtype of an array.
         shape: shape of the part.
         first: row of the whole variable where the part begins.
     Raises: the errors of `initial_array`.

@@ -1,4 +1,4 @@
-"""Variables of a node: its ranks keep one copy in common memory, and update it together."""
+"""Variables with one copy for each node: its ranks keep the copy in memory that they share, and update it together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from mpistrat.variables.variable import PlainVariable
 def variable_of_node(
     communicator: Communicator, value: Array, trainable: bool, name: str, *how: Any
 ) -> PlainVariable:
-    """Make a `NodeVariable`; make a `PlainVariable` on each rank if the ranks have no common memory for it.
+    """Make a `NodeVariable`, with one copy for the node; if that is not possible, a `PlainVariable` on each rank.
 
-    A single rank, an array on a GPU and an empty array have none. If the node lacks it, rank 0 warns of the reason.
+    A single rank, an array on a GPU and an empty array give a `PlainVariable`. So does a node whose ranks cannot share
+    memory; then rank 0 warns, with the reason.
 
     Called by: every rank of the node, in the same order.
     Args:
@@ -45,8 +46,8 @@ def variable_of_node(
 class NodeVariable(PlainVariable):
     """A component of a variable in memory that the ranks of a node share.
 
-    Reads return that memory itself: an array that was read before an update shows the new value afterwards. An update
-    is collective, with an operand that is equal on all ranks; each rank computes a part of the new value.
+    A read returns an array in that memory, so an array that was read before an update shows the new value afterwards.
+    All ranks make each update together, with equal operands, and each rank computes its part of the new value.
 
     Args:
         memory: common memory of these ranks, at least as large as `value`.
@@ -69,7 +70,12 @@ class NodeVariable(PlainVariable):
         return _as(self._view.memory, value)
 
     def _update(self, method: str, operand: Any) -> Array:
-        """Update this rank's part. All ranks raise an error of one rank. Called by: every rank of the node."""
+        """Update the variable: this rank writes its part of the new value, and waits for the other ranks.
+
+        Called by: every rank of the node, with an equal operand.
+        Returns: an array of the whole new value, in the shared memory.
+        Raises: on all ranks, before anything is written, the errors of `fitting_operand`.
+        """
         with self._communicator.raising_together():
             operand = fitting_operand(method, self._array, operand, self.name)
             if isinstance(operand, IndexedSlices):
@@ -83,24 +89,25 @@ class NodeVariable(PlainVariable):
                 part = self._part_of(arrays.num_elements(self._array))
                 operand = operand.reshape(-1)[part]
                 target = self._common.reshape(-1)[part]
-            # A new array, because the operand may be a view of this variable's memory in another order.
+            # The new value is computed in an array of its own, because the operand may be a view of the variable's
+            # memory, such as its reverse.
             value = updated(method, target, operand, self.name)
         self._communicator.barrier(label=f"{method} to {self.name!r}")  # then all ranks have read
         target[...] = value
         # After this barrier all ranks have written.
         self._communicator.barrier(label=f"end of {method} to {self.name!r}")
-        # This drops the program's own writes to arrays that it read.
+        # Pages that the program has written to, in arrays that it read, are private copies. They are dropped.
         self._view.renew(self._view.written())
         return self._array
 
     def _part_of(self, length: int) -> slice:
-        """Return the slice that this rank computes, of `length` elements or rows."""
+        """Return the slice of `length` elements or rows that this rank computes; it may be empty."""
         rank, size = self._communicator.rank, self._communicator.size
         return slice(length * rank // size, length * (rank + 1) // size)
 
 
 def _as(memory: np.ndarray, like: Array) -> Array:
-    """Return the first bytes of `memory` as an array of the library, dtype and shape of `like`."""
+    """Return an array of the library, dtype and shape of `like` that uses the first bytes of `memory`, uint8[n]."""
     nbytes = arrays.num_elements(like) * arrays.itemsize(like)
     numbers = memory[:nbytes].view(view_of(like).dtype).reshape(tuple(like.shape))
     return as_buffer_of(like, numbers)

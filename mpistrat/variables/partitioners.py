@@ -56,7 +56,7 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class _SizePartitioner(Partitioner):
-    """A partitioner by bytes. Args: others: the subclass's arguments. Raises: ValueError if an argument is below 1."""
+    """A partitioner by bytes. Args: others: arguments of the subclass. Raises: ValueError if an argument is below 1."""
 
     def __init__(self, bytes_per_string: int, **others: int) -> None:
         for name, value in {**others, "bytes_per_string": bytes_per_string}.items():
@@ -102,10 +102,10 @@ class MinSizePartitioner(_SizePartitioner):
 
 
 class MaxSizePartitioner(_SizePartitioner):
-    """Splits a variable into as few shards as possible of at most `max_shard_bytes` each; it never splits a row.
+    """Splits a variable into as few shards as possible, of at most `max_shard_bytes` each. A row is never split.
 
     Args:
-        max_shard_bytes: largest size of a shard in bytes; a row may be larger.
+        max_shard_bytes: largest size of a shard in bytes; a shard of one row may be larger.
         max_shards: the most shards, however large that makes them; None or 0 is no limit.
         bytes_per_string: bytes of an element that is a text or another object.
 

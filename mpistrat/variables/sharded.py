@@ -19,9 +19,10 @@ from mpistrat.variables.variable import Variable
 class ShardedVariable(Variable):
     """A variable that is split into several variables, its shards: they hold its rows, in order.
 
-    It reads, and is indexed, like the whole variable: by integers, slices, `...`, None and masks. Reading some rows
-    asks only the shards that have them. `assign` and its relatives take the whole value; they and the `scatter` methods
-    return the sharded variable. Arithmetic with it reads the whole value. Iteration yields the shards.
+    A program reads and indexes it like the whole variable, by integers, slices, `...`, None and masks. Reading rows by
+    an integer, a slice or `sparse_read` reads only the shards that have them. `assign`, `assign_add` and `assign_sub`
+    take the whole value. These and the `scatter` methods return the sharded variable itself. Arithmetic reads the whole
+    value. Iteration yields the shards.
 
     Args:
         variables: the shards, of one dtype, with shapes that differ only in their first size.
@@ -91,7 +92,7 @@ class ShardedVariable(Variable):
         Args:
             indices: integers of shape [n].
         Returns: an array of shape [n, ...].
-        Raises: NotImplementedError if the shards are not as equal as TensorFlow's.
+        Raises: NotImplementedError unless the shards have equally many rows; the first ones may have one more.
         """
         positions, owners = self._division.owners(indices, "sparse_read")
         return self._joined(
@@ -134,7 +135,7 @@ class ShardedVariable(Variable):
         return self._joined(parts)
 
     def _joined(self, parts: list[Array]) -> Array:
-        """Concatenate the rows of all `parts`. Returns: an array of no rows if there are no parts."""
+        """Return the rows of all `parts` in one array; an array without rows if `parts` is empty."""
         if len(parts) > 1:
             return arrays.concatenate(parts)
         return parts[0] if parts else self.variables[0].read_value()[:0]
@@ -156,7 +157,7 @@ class ShardedVariable(Variable):
         positions, owners = self._division.owners(slices.indices, method)
         parts = []
         for shard, offset in enumerate(self.offsets):
-            # A shard without rows is updated, too, because updates of distributed variables are collective.
+            # A shard gets an update without rows, too, because all ranks together update a distributed variable.
             (rows,) = np.nonzero(owners == shard)
             parts.append(IndexedSlices(slices.values[rows], positions[rows] - offset))
         return parts
@@ -189,10 +190,11 @@ class Division:
         return [whole[start:end] for start, end in zip(self.offsets, self.ends, strict=True)]
 
     def owners(self, indices: Any, method: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the indices on the host, int64[n], and the number of the shard that has each row.
+        """Return `indices` as a NumPy array, int64[n], and for each the number of the shard with that row, int64[n].
 
-        Raises: ValueError, TypeError or IndexError for wrong indices; NotImplementedError, with `method`, if the shards
-            are not as equal as TensorFlow's.
+        Args: indices: rows of the whole variable. method: the calling method, for the message.
+        Raises: ValueError unless they have shape [n]; TypeError unless they are integers; IndexError for a row that
+            does not exist; NotImplementedError unless the shards have the sizes of `equal_parts`.
         """
         array = arrays.as_array(indices)
         if array.ndim != 1:
@@ -211,7 +213,7 @@ class Division:
 
 
 def equal_parts(rows: int, count: int) -> list[int]:
-    """Return the rows of each of `count` shards, as in TensorFlow: equal, the first ones may have one more."""
+    """Return the number of rows of each of `count` shards, as in TensorFlow: the first `rows % count` have one more."""
     each, more = divmod(rows, count)
     return [each + (part < more) for part in range(count)]
 

@@ -14,14 +14,14 @@ from mpistrat.variables.variable_arguments import VariableArguments
 
 
 class VariableStore(abc.ABC):
-    """Makes a strategy's variables, and knows where their copies are. Each strategy has a store of its own kind.
+    """Makes a strategy's variables, and finds their copies. Each kind of strategy has a subclass of its own.
 
     Args:
-        devices: names of the devices that hold variables.
+        devices: names of this rank's devices that hold variables.
     Attributes:
         mirrored: the live variables with a copy on each replica, by their number in the order of creation.
         on_every_replica: whether each replica's device has a copy.
-        owns_initial_values: whether this rank's initial values may become the initial values on all ranks.
+        owns_initial_values: False if this rank's initial values are ignored, because another rank makes the variables.
     """
 
     mirrored: Mapping[int, MirroredVariable] = MappingProxyType({})
@@ -33,7 +33,7 @@ class VariableStore(abc.ABC):
 
     @abc.abstractmethod
     def create(self, asked: VariableArguments) -> Variable:
-        """Make a new variable.
+        """Make a new variable, with the initial value of one rank on all ranks.
 
         Called by: every rank, in the same order.
         Args:
@@ -48,9 +48,16 @@ class VariableStore(abc.ABC):
         """
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        """Return where to keep state of all `variables` together: by default beside the first one by name."""
+        """Return the place for state that belongs to all `variables` together, as `extended.non_slot_devices` does.
+
+        Returns: a device, a tuple of devices, or a variable to keep the state beside; by default the variable with the
+            alphabetically first name.
+        """
         return min(variables, key=operator.attrgetter("name"))
 
     def colocated(self, variable: Any) -> contextlib.AbstractContextManager[None]:
-        """Return a scope in which new variables are placed beside `variable`; without effect by default."""
+        """Return a context in which new variables are placed on the servers of `variable`. By default it does nothing.
+
+        Called by: `extended.colocate_vars_with`.
+        """
         return contextlib.nullcontext()

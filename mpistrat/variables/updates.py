@@ -18,7 +18,15 @@ _CHANGES_IN_PLACE = {"assign_add": operator.iadd, "assign_sub": operator.isub}
 
 
 def updated(method: str, array: Array, operand: Any, name: str) -> Array:
-    """Return a new array: `array` after the update `method` ("assign_add") of variable `name` with `operand`."""
+    """Return the value after an update, in a new array; `array` does not change.
+
+    Args:
+        method: name of the variable's method: "assign", "assign_add", "assign_sub" or "scatter_…".
+        array: the value before the update.
+        operand: the argument of the method.
+        name: name of the variable, for messages.
+    Raises: the errors of `fitting_operand`.
+    """
     operand = fitting_operand(method, array, operand, name)
     if method.startswith(_SCATTER):
         combine = method.removeprefix(_SCATTER)
@@ -30,7 +38,7 @@ def updated(method: str, array: Array, operand: Any, name: str) -> Array:
 
 
 def update_in_place(method: str, array: Array, operand: Any) -> None:
-    """Apply the update `method` to `array` itself.
+    """Apply the update `method` ("assign_add") to `array` itself.
 
     Args:
         operand: the result of `fitting_operand` for the same method and array.
@@ -45,12 +53,13 @@ def update_in_place(method: str, array: Array, operand: Any) -> None:
 
 
 def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
-    """Return `operand` as `updated` needs it: an array, or IndexedSlices for a scatter method.
+    """Check the operand of an update, and return it as an array like `array`; a scatter method's slices as they are.
 
     Raises:
-        TypeError: it is not numbers, or the dtype of `array` would cut off a part.
-        InvalidArgumentError: its shape or dtype does not fit.
-        IndexError: an index is outside the rows.
+        TypeError: `operand` is not numbers (for a scatter method, no IndexedSlices), or the dtype of `array` would cut
+            off a part of the numbers.
+        InvalidArgumentError: the shape or dtype of `operand` does not fit `array`.
+        IndexError: an index of a scatter method is not a row of `array`.
     """
     if not method.startswith(_SCATTER):
         return fitting(array, operand, name)
@@ -71,9 +80,10 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
 
 
 def fitting(array: Array, operand: Any, name: str) -> Array:
-    """Return `operand` as an array of the library, dtype and shape of `array`; it is not broadcast.
+    """Return `operand` as an array of the library, dtype and shape of `array`. A smaller operand is not broadcast.
 
-    Raises: TypeError for numbers that the dtype would cut; InvalidArgumentError for an array of another dtype or shape.
+    Raises: TypeError for numbers of which the dtype would cut off a part (1.5 for an integer); InvalidArgumentError for
+        an array of another dtype, and for another shape.
     """
     operand = _converted(arrays.detach_read(operand), array)
     if not arrays.is_array(operand):
@@ -95,7 +105,7 @@ def fitting(array: Array, operand: Any, name: str) -> Array:
 
 
 def numbers_for(name: str, operand: Any) -> np.ndarray:
-    """Return a program's numbers as an array. Raises: TypeError, with the variable's `name`, if they are no numbers."""
+    """Return `operand` as an array. Raises: TypeError, with the variable's `name`, if it is not numbers."""
     try:
         return arrays.as_array(operand)
     except TypeError as error:
@@ -111,9 +121,11 @@ def check_shape(name: str, shape: tuple[int, ...], operand: Array) -> None:
 
 
 def _converted(operand: Any, array: Array) -> Any:
-    """Convert numbers of NumPy to the library and dtype of `array`, if they fit; return other operands as they are.
+    """Convert a NumPy scalar, or for a variable of another library a NumPy array, to the library and dtype of `array`.
 
-    NumPy's arrays are converted only to another library's, as in tf.distribute, where they are no tensors.
+    For a variable of NumPy, a NumPy array is the counterpart of a tensor, and tf.distribute converts no tensor's dtype.
+
+    Returns: the converted array; any other operand as it is, also if the dtype of `array` would cut off a part.
     """
     if not isinstance(operand, (np.ndarray, np.generic)):
         return operand
@@ -122,7 +134,10 @@ def _converted(operand: Any, array: Array) -> Any:
 
 
 def _fits(numbers: np.ndarray | np.generic, array: Array) -> bool:
-    """Whether `numbers` lose nothing but digits in the dtype of `array`."""
+    """Whether the dtype of `array` can hold `numbers`, if rounding is allowed.
+
+    False if an integer would lose a fraction or overflow, or if a real number would lose an imaginary part.
+    """
     name = arrays.dtype_name(array)
     if not numbers.size or arrays.dtype_name(numbers) == name:
         return True
@@ -135,7 +150,7 @@ def _fits(numbers: np.ndarray | np.generic, array: Array) -> bool:
 
 
 def _kinds_that_fit(array: Array) -> str:
-    """Return NumPy's kind letters (`dtype.kind`) of numbers that lose nothing but digits in the dtype of `array`."""
+    """Return the kinds of numbers that the dtype of `array` can hold, as letters of NumPy's `dtype.kind`: "biu"."""
     if arrays.is_integer(array) or arrays.is_bool(array):
         return "biu"
     return "biufc" if arrays.dtype_name(array).startswith("complex") else "biuf"

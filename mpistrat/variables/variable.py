@@ -26,7 +26,7 @@ _IRREDUCIBLE_SCATTERS = ("scatter_min", "scatter_max", "scatter_update")
 
 
 class _CreatedByStrategy(type):
-    """Has the strategy in force make a variable when a program calls `Variable(...)`."""
+    """The metaclass of `Variable`: a call `Variable(...)` returns a variable that the strategy in force makes."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is Variable:
@@ -35,7 +35,7 @@ class _CreatedByStrategy(type):
 
 
 class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
-    """An array with state. The strategy of the scope in which it is made keeps its copies.
+    """An array that its methods can change. The strategy of the scope keeps the copies, usually one for each replica.
 
     Called by: every rank, in the same order, inside `strategy.scope()`; or outside any scope, for an ordinary variable.
         All ranks begin with the first rank's initial value.
@@ -49,8 +49,8 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
             copy, and reading outside `run` combines the copies.
         aggregation: how the replicas' operands of an update (ON_WRITE), or their copies (ON_READ), are combined.
         shape: shape that the initial value must have. With `shape` and `dtype`, a strategy that splits variables calls
-            an initial function for each part. It passes `partition_shape` and `partition_offset` (index of the part's
-            first element), or both as a `shard_info` with `shape` and `offset`.
+            an initial function for each part, with `partition_shape` and `partition_offset` (index of the part's first
+            element), or with a `shard_info` that has both as `shape` and `offset`.
     Raises:
         ValueError: `synchronization` is NONE, aggregation is MEAN with a dtype that is not floating, or the initial
             value has another shape.
@@ -98,10 +98,10 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         raise TypeError(f"{type(self).__name__} is made by a strategy; call mpistrat.Variable")
 
     def read_value(self) -> Array:
-        """Return the value, which must not be written to.
+        """Return the value. The program must not write to the array.
 
-        Returns: this replica's copy inside `run`. Outside, the copies' common value, or the combined copies of an
-            ON_READ variable.
+        Returns: inside `run`, this replica's copy. Outside `run`, the first copy on this rank; of an ON_READ variable,
+            the copies of all ranks, combined as `aggregation` says.
         """
         raise NotImplementedError
 
@@ -140,9 +140,12 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         return self.read_value()[indices]
 
     def assign(self, value: Any) -> Any:
-        """Set the value. Inside `run` the replicas' values are combined first, as `aggregation` says.
+        """Set the value. Inside `run`, `aggregation` says how the replicas' values are combined first.
 
-        Returns: the value after the update, as `read_value` returns it here.
+        With aggregation NONE, or an ON_READ variable, a replica inside `run` sets its own copy.
+
+        Returns: the value after the update, as `read_value` returns it; the variable itself if it is sharded; None for
+            an ON_READ variable with aggregation NONE outside `run`.
         """
         return self._update("assign", value)
 
@@ -187,10 +190,13 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
 
 
 class PlainVariable(Variable):
-    """A variable of one array: of a single replica, or one component of a distributed variable.
+    """A variable of one array. It belongs to a strategy of one replica, or is a copy in a `DistributedVariable`.
+
+    An update makes a new array.
 
     Attributes:
-        readers: devices of this rank's replicas, if the array is on another device than they compute on; else ().
+        readers: devices of this rank's replicas, if the array is on another device than they compute on. A read inside
+            `run` copies the array to the replica's device. Empty if all are on one device.
     """
 
     readers: Sequence[str] = ()
@@ -303,7 +309,10 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         raise NotImplementedError
 
     def _aggregated(self, values: Any, what: str) -> Any:
-        """Combine the replicas' `values` as `aggregation` says; `what` is for messages. Called by: every rank."""
+        """Return the `values` of all ranks' replicas, combined as `aggregation` says. Called by: every rank.
+
+        Args: values: this rank's values, one for each replica. what: words for messages, such as "read of".
+        """
         ops = self.strategy.extended.cross_replica_ops
         return ops.aggregate(self.aggregation, values, f"{what} {self.name!r}")
 
@@ -322,7 +331,7 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
 
 
 class MirroredVariable(DistributedVariable):
-    """An ON_WRITE variable: an update combines the replicas' operands first, so that all copies stay equal.
+    """An ON_WRITE variable: an update inside `run` combines the operands of all replicas, so that copies stay equal.
 
     With `VariableAggregation.NONE`, an update inside `run` changes only the replica's own copy.
     """
@@ -367,9 +376,12 @@ class SyncOnReadVariable(DistributedVariable):
         return arrays.copy(self.read_value())
 
     def load_state(self, state: Any) -> None:
-        """Set every copy, so that the combined value is `state`: with aggregation SUM, to a replica's part of it."""
+        """Set every copy, so that the combined value is `state`. Called by: every rank.
+
+        Each copy gets `state`; with aggregation SUM, `state` divided by the number of replicas.
+        """
         if self.aggregation is VariableAggregation.SUM:
-            # The copies must add up to the state. A share of integers is cut off, as in tf.distribute.
+            # The copies add up to the state. Integer copies lose their fractions, as in tf.distribute.
             share = fitting(self._values[0].read_value(), state, self.name)
             state = arrays.cast_like(share / self.strategy.num_replicas_in_sync, share)
         self._update_all("assign", state)
@@ -377,7 +389,7 @@ class SyncOnReadVariable(DistributedVariable):
     def _update(self, method: str, operand: Any) -> Any:
         """Update this replica's copy inside `run`, or all copies outside.
 
-        Returns: the new value; None outside `run` with aggregation NONE.
+        Returns: inside `run`, the replica's new copy; outside, the combined value, or None with aggregation NONE.
         Raises: NotImplementedError for scatter methods. ValueError outside `run` with aggregation SUM, except for
             `assign`.
         """

@@ -42,7 +42,12 @@ def checked_arguments(
     aggregation: VariableAggregation,
     shape: Sequence[int] | None,
 ) -> VariableArguments:
-    """Check the arguments of `Variable`, and fill in defaults. Raises: ValueError or TypeError for wrong ones."""
+    """Check the arguments of `Variable`, and return them with defaults in place of None and AUTO.
+
+    Called by: `extended.create_variable`.
+    Raises: ValueError for no member of an enum, or `synchronization` NONE; TypeError if `trainable`, `name` or a size
+        in `shape` has another type.
+    """
     for argument, value, kind in (
         ("synchronization", synchronization, VariableSynchronization),
         ("aggregation", aggregation, VariableAggregation),

@@ -16,7 +16,7 @@ from mpistrat.replicas.input_plan import Share
 
 
 class Calls:
-    """A dataset of the values that a function returns, until it raises OutOfRangeError."""
+    """A dataset of a function's results. An iteration ends when the function raises OutOfRangeError."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -28,7 +28,12 @@ class Calls:
 
 
 class BatchesOfWorker:
-    """The batches of this worker's replicas, out of batches that all replicas of all workers take in turn."""
+    """The batches for this worker's replicas: of n replicas on all workers, replica i takes every n-th batch from i on.
+
+    Args:
+        batches: all batches, equal on all workers.
+        share: the numbers of this worker's replicas.
+    """
 
     def __init__(self, batches: Iterable[Any], share: Share) -> None:
         self._batches, self._share = safe_dataset(batches), share
@@ -39,10 +44,10 @@ class BatchesOfWorker:
 
 
 class NumpyDataset:
-    """A dataset of the slices of arrays along axis 0: a sequence, as `BatchedDataset` takes it.
+    """A sequence of examples for `BatchedDataset`. Example i has the i-th slice along axis 0 of each array.
 
     Args:
-        numpy_input: a nest of arrays. A list of arrays is stacked into one array.
+        numpy_input: an array, or nested tuples and mappings of arrays. A list of arrays is stacked into one array.
     Raises:
         ValueError: the arrays do not have equal first dimensions.
     """
@@ -71,7 +76,7 @@ class NumpyDataset:
 
 
 def _stacked(numpy_input: Any) -> Any:
-    """Return `numpy_input` with an array in place of each list, because tf.data takes lists for arrays."""
+    """Return `numpy_input` with each list stacked into one array, because tf.data takes a list as an array."""
     if isinstance(numpy_input, list):
         return np.stack([np.asarray(leaf) for leaf in numpy_input]) if numpy_input else np.zeros(0)
     if nest.is_structure(numpy_input):

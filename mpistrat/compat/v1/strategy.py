@@ -57,8 +57,11 @@ class StrategyV1(Strategy):
         return self.run(fn, args, kwargs, options)
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
-        """Call `run(fn)` on one step of `input_iterator`, any iterator; without arguments if it is None.
+        """Call `run(fn)` in the strategy's scope, with the next element of `input_iterator` as the argument of `fn`.
 
+        Args:
+            input_iterator: any iterator; with None, `fn` is called without arguments.
+        Returns: the result of `run`.
         Raises:
             OutOfRangeError: the iterator has ended.
 
@@ -86,12 +89,12 @@ class StrategyV1(Strategy):
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> DistributedIterator:
-        """Return an iterator over batches for each replica. It ends at the first step that cannot fill every replica.
+        """Return an iterator over steps with a batch for each replica. The end is a step without a batch for a replica.
 
         Called by: every rank.
         Args:
-            input_fn: takes an InputContext, and returns a dataset of batches, or a function. The function returns the
-                next batch, for one replica after the other, and raises OutOfRangeError at the end.
+            input_fn: takes an InputContext, and returns a dataset of batches for single replicas, or a function. Each
+                call of that function returns the batch of the next replica; at the end it raises OutOfRangeError.
             replication_mode: PER_WORKER is the only possible mode.
         Raises: ValueError for another mode, or, on all ranks, if `input_fn` returns neither a dataset nor a function.
 
@@ -153,7 +156,7 @@ class StrategyV1(Strategy):
         return self.experimental_local_results(value)
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Return None: all components of `value` are always computed already.
+        """Do nothing, and return None. TensorFlow returns an operation here; values are always computed already.
 
         Args:
             name: has no effect, and a warning says so once.
@@ -185,9 +188,9 @@ class StrategyV1(Strategy):
         return self.extended.communicator.rank
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """Return a copy of `config_proto` (any object), changed as in TensorFlow; warn that nothing reads it.
+        """Return a deep copy of `config_proto` (any object), and warn once that nothing reads it.
 
-        If the strategy wraps values, the copy has `isolate_session_state = True`.
+        As in TensorFlow, the copy gets `isolate_session_state = True`, except with a strategy of one replica.
         """
         warn_of_no_effect("the copy that update_config_proto returns", _NO_SESSIONS, self._rank)
         updated = copy.deepcopy(config_proto)
