@@ -24,7 +24,9 @@ def with_strategy(work: Work, strategy: Strategy) -> tuple[Step, torch.nn.Module
 
 
 def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
-    """Return a training step under a new `MultiWorkerMirroredStrategy`, as `past_trials` does. Called by: every rank.
+    """Return a training step under a new `MultiWorkerMirroredStrategy`, as `past_trials` does.
+
+    Called by: every rank.
     Args:
         options: communication options; None: the defaults.
         more: further arguments of the strategy.
