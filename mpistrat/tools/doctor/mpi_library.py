@@ -155,8 +155,7 @@ def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
 
 
 def _fix_mismatch(launch: Launch, library: Library) -> str:
-    """Return advice on how to make launcher and library fit together. It names commands and libraries that are there.
-    """
+    """Return advice on how to make launcher and library fit together. It names commands and libraries that are there."""
     if launch.of_ended_job:
         return "unset the variables of a job that is over (bash: unset ${!SLURM_*}), or begin with a new login shell"
     if not library.path:
@@ -262,9 +261,9 @@ def command_family(version: str) -> str:
 
 
 def launcher_of(library: str) -> str:
-    """Return the mpirun in the installation of a library: /opt/mpi/bin/mpirun for /opt/mpi/lib/libmpi.so.40.
+    """Return the mpirun or mpiexec in the installation of a library: /opt/mpi/bin/mpirun for /opt/mpi/lib/libmpi.so.40.
 
-    "" if none is found. Called by: the advice on a library and a launcher that do not fit.
+    "" if none is found. See `_in_the_same_folder`.
     """
     return _in_the_same_folder(library, ("bin/mpirun", "bin/mpiexec"), os.X_OK)
 

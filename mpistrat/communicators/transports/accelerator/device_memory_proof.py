@@ -30,7 +30,9 @@ from mpistrat.communicators.node.shared_memory import first_failure
 from mpistrat.liveness import deadlines
 
 MET, PROVEN = "mpistrat: two processes", "mpistrat: device memory went through MPI"
-UNUSABLE = "no accelerator can be used"  # so begins the error of a process that finds no accelerator
+UNUSABLE = (
+    "no accelerator can be used"  # so begins the error of a process that finds no accelerator
+)
 # The line in the output of a launcher or of Python that names the error.
 _TELLING = re.compile(r"signal \d|[Ss]ignal: |^[\w.]*(Error|Exception)\b")
 _EXCLUSIVE = ". Exclusive mode lets one process use a GPU; nvidia-smi -c DEFAULT lets several"
