@@ -1,8 +1,8 @@
 """The entry point that torch calls at the end of `import torch`. It makes the backend "mpistrat" known.
 
 This is a top-level module, and it imports nothing of `mpistrat` before the backend is used. Loading a module of the
-package would run the package's `__init__`, which starts the observation of a rank. That takes tens of milliseconds, and
-this module may add at most 2 ms to each `import torch`.
+package would run the package's `__init__`, and this starts the observation of a rank. That takes tens of milliseconds,
+and this module may add at most 2 ms to each `import torch`.
 """
 
 import sys

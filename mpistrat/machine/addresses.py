@@ -53,7 +53,7 @@ def listen(address: str) -> socket.socket:
 
 
 class Answering:
-    """A context in which a thread sends `token`, 16 random bytes, to everybody who connects to `port` of this node.
+    """A context. Inside, a thread sends `token`, 16 random bytes, to everybody who connects to `port` of this node.
     It answers at all addresses of this node. By the token another node knows that it has reached this node and no
     other, because an address such as 172.17.0.1 may exist on every node.
 

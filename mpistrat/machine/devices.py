@@ -159,7 +159,7 @@ def make_own_current() -> None:
 
 
 def current(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which `device` is torch's current accelerator in this thread: "cuda" then means "cuda:1".
+    """Return a context that makes `device` torch's current accelerator in this thread: "cuda" then means "cuda:1".
 
     Entered around a replica's work. For a device that is not torch's accelerator, the context does nothing.
     """
@@ -182,11 +182,11 @@ _making = threading.RLock()
 
 @contextlib.contextmanager
 def nccl_that_outlives_errors() -> Iterator[None]:
-    """Return a context in which torch makes NCCL groups that do not end the process after an error.
+    """Return a context. NCCL groups that torch makes inside it do not end the process after an error.
 
     Entered while mpistrat makes its own groups; one thread at a time is inside. It sets variables of the environment,
-    unless the user has set them, and removes them at the end. Groups that the program makes outside keep torch's
-    watchdog, which dumps and ends the process.
+    unless the user has set them, and removes them at the end. Torch's watchdog still dumps and ends the process
+    after an error in a group that the program makes outside.
     """
     with _making:
         # torch still reads NCCL_ASYNC_ERROR_HANDLING, the older name without a prefix.
@@ -256,7 +256,7 @@ def _find_place(
     limit: int,
     tried: set[str],
 ) -> bool:
-    """Give `rank` an accelerator with fewer than `limit` users, or one whose user can move to another accelerator.
+    """Give `rank` an accelerator with fewer than `limit` users, or another one if its user can move.
 
     Args:
         users: for each accelerator, the ranks that have it; changed in place.

@@ -42,7 +42,7 @@ _loading = _WhenLoaded()
 def when_loaded(module: str, action: Callable[[], None]) -> None:
     """Call `action` once, in the thread that imports `module`, when the import has ended; at once if it is loaded.
 
-    Actions of a module are called in the order in which they were added. mpistrat itself does not import it.
+    Actions of a module are called in the order of the calls of `when_loaded`. mpistrat itself does not import `module`.
     """
     if module in sys.modules and module not in _loading.actions:
         action()

@@ -38,9 +38,9 @@ class Merged:
         ranks: the ranks that have left a part.
         events: the number of events in the file.
         missing: the ranks that have left no part.
-        unfinished: the ranks whose part has no end: they were killed, still run, or could not write.
-        unaligned: the ranks whose clock was not compared with the clock of the lowest rank in `ranks`; their events are
-            in the file at times that do not match.
+        unfinished: the ranks with a part that has no end: they were killed, still run, or could not write.
+        unaligned: the ranks with a clock that was not compared with the clock of the lowest rank in `ranks`; the times
+            of their events in the file do not match.
     """
 
     path: str
@@ -111,7 +111,7 @@ def _readable_parts(folder: str) -> list[_RankTrace]:
 def _write(file: IO[str], parts: list[_RankTrace]) -> int:
     """Write the events of all parts as one trace. Times count from the earliest beginning of a part, as 0.
 
-    Returns: the number of events, with those that name ranks and threads.
+    Returns: the number of events; the names of ranks and threads count as events.
     """
     last = _last_to_enter(parts)
     beginning = min(part.aligned(part.begins) for part in parts)
@@ -304,8 +304,8 @@ def _chained(first: Callable[[int], int], second: Callable[[int], int]) -> Calla
 
 
 def _last_to_enter(parts: list[_RankTrace]) -> dict[_Collective, tuple[int, int, int]]:
-    """Return for each collective (communicator, number of the call): how many ranks' calls the parts have, and when the
-    last rank entered it (in ns of the first part's clock) and which rank that was.
+    """Return for each collective (communicator's name, number of the call) three numbers about the parts' calls: how
+    many ranks' calls the parts have; when the last rank entered, in ns of the first part's clock; that rank's number.
     """
     last: dict[_Collective, tuple[int, int, int]] = {}
     for part in parts:

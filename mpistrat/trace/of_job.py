@@ -32,7 +32,7 @@ def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
 
     Called by: `communicators.construction`, if MPISTRAT_TRACE is set on rank 0.
     Args:
-        comm: a communicator on which nothing else happens now; it is used again at the job's end.
+        comm: a communicator that nothing else uses during the call; the trace uses it again at the job's end.
         folder: the folder for the parts: a file of each rank.
     Raises: TopologyError on all ranks if one of them cannot write its part there.
     """

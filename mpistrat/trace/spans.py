@@ -1,7 +1,7 @@
 """Records how long parts of the program take, if it is traced: `with spans.current.range("mirror"): …`.
 
-`current` is an object that records nothing, until MPISTRAT_TRACE replaces it by a `ranges.Ranges`, which records on the
-timeline and in torch's profiler. So a program without a trace loads no other module of `mpistrat.trace`.
+`current` is an object that records nothing, until a strategy replaces it by a `ranges.Ranges`, because MPISTRAT_TRACE
+is set. A program without a trace loads no other module of `mpistrat.trace`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class NoSpans:
     """Records nothing. `ranges.Ranges` replaces it when a program is traced."""
 
     def range(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose duration is recorded under `name`."""
+        """Return a context, and record its duration under `name`."""
         return _NOTHING
 
     def run(self, fn: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose duration is recorded as a `Strategy.run` of `fn`. Entered by: `Strategy.run`."""
+        """Return a context, and record its duration as a `Strategy.run` of `fn`. Entered by: `Strategy.run`."""
         return _NOTHING
 
     def begin_steps(self) -> None:

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names, and report on rank 0. Called by: every rank, with the same `argv`.
 
     Args: argv: the arguments without the program's name; None: those of this process.
-    Returns: the exit code: 0; 1 if a result was wrong; 2 for a UsageError, which rank 0 prints to stderr.
+    Returns: the exit code: 0; 1 if a result was wrong; 2 for a UsageError; rank 0 prints it to stderr.
     Raises: SystemExit, with code 2, for arguments that the parser refuses.
     """
     top = parser()

@@ -92,7 +92,7 @@ class CostModel:
 
     Attributes:
         ranks_per_node: the number of ranks on each node.
-        caches: the largest size in bytes for which `in_caches` holds; 0 with one rank per node.
+        caches: the largest size in bytes that `in_caches` describes; 0 with one rank per node.
         in_caches: the cost (alpha + beta S seconds) within a node up to `caches` bytes.
         beyond_caches: the cost within a node of more than `caches` bytes.
         latency: seconds of one message between nodes; None if no network is known.

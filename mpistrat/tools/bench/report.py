@@ -101,7 +101,7 @@ def aligned(cells: Iterable[str], widths: Iterable[int], between: str = "") -> s
 
 
 def distance_in_words(where: Row) -> list[str]:
-    """Return a line with the microseconds in which two ranks handed each other 128 KB, before and after the run.
+    """Return a line: the microseconds that two ranks took to hand each other 128 KB, before and after the run.
 
     An empty list if that was not measured.
     """

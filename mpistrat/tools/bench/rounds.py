@@ -30,7 +30,7 @@ def all_ranks() -> Communicator:
 
 
 def distance_now() -> float:
-    """Return the seconds in which this rank and the node's next rank hand each other 128 KB through shared memory.
+    """Return the seconds that this rank and the node's next rank take to hand each other 128 KB by shared memory.
 
     Shorter times mean that the two cores share a cache. 0.0 if MPI is not loaded.   Called by: every rank.
     """
@@ -50,7 +50,7 @@ def first_reason(reason: str) -> str:
 
 
 def host_of_rank() -> str:
-    """Return the host name by which other ranks reach this rank; "127.0.0.1" if all ranks are on one host.
+    """Return this rank's host name, for other ranks to connect to; "127.0.0.1" if all ranks are on one host.
 
     Called by: every rank.
     """

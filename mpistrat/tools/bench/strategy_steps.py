@@ -38,9 +38,9 @@ def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
 
 
 def past_trials(work: Work, strategy: Strategy) -> Step:
-    """Run the 20 steps in which `strategy` tries how gradients travel fastest. Returns: the step, with first weights.
+    """Run 20 steps: in these, `strategy` tries how gradients travel fastest. Then restore the module's first weights.
 
-    Called by: every rank.
+    Called by: every rank.   Returns: the training step.
     """
     step, module = with_strategy(work, strategy)
     first = copy.deepcopy(module.state_dict())

@@ -23,7 +23,7 @@ def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str,
     """Return the machine and the software of a measurement, as a dict for the report. Its texts are rank 0's.
 
     Collective; the same on all ranks. "distance_us" has two numbers, before and after the benchmark: the microseconds
-    in which two ranks of a node hand each other 128 KB, the slowest of all. "usable_cores" counts the cores of all
+    that two ranks of a node take to hand each other 128 KB, the slowest of all. "usable_cores" counts the cores of all
     hosts that any rank may use.
 
     Args: device: the device with the measured memory.

@@ -83,7 +83,7 @@ def judge(job: Job) -> list[Finding]:
 
 
 def _guarded(check: Check, job: Job) -> Iterator[Finding]:
-    """Yield the findings of a check. If the check raises an error, yield a problem with the error instead of raising."""
+    """Yield the findings of a check. If the check raises an error, yield a problem that names the error."""
     try:
         yield from check(job)
     except Exception as error:

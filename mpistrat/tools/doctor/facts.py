@@ -1,6 +1,7 @@
 """The facts of a job. Each rank gathers its facts as plain data, and the doctor's checks make findings of them.
 
-Rank 0's MPI process gets the facts of all ranks, and sends them as JSON to its parent process, which runs the checks.
+Rank 0's MPI process gets the facts of all ranks, and sends them as JSON to its parent process. The parent runs the
+checks.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ as_json = dataclasses.asdict
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Return an object of the type `kind` from `value`, which JSON has read. The inverse of `as_json`.
+    """Return an object of the type `kind` from `value`, the result of reading JSON. The inverse of `as_json`.
 
     A dict becomes a dataclass, a list a list of dataclasses; a value of any other type is returned as it is.
     """

@@ -209,7 +209,7 @@ def _slow_nodes(
 
 
 def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:
-    """Find an MPI whose rates are below a fifth of a network device's speed: it seems to use another device.
+    """Find an MPI with rates below a fifth of a network device's speed: it seems to use another device.
 
     Args: best: the highest rate, in bytes per second.   speeds: for each node, the speeds of its devices as text.
     """

@@ -21,8 +21,8 @@ from mpistrat.tools.doctor.wording import bytes_in_words, count
 
 ok, warning, problem = findings_of("memory")
 SHARED = "/dev/shm"
-# The bytes of windows (memory in which a node's ranks combine buffers) for each rank: a fixed part, and a factor for
-# gradients. See docs/how_values_move.md.
+# The bytes of windows (shared memory where a node's ranks combine buffers) for each rank: a fixed part, and a factor
+# for gradients. See docs/how_values_move.md.
 FIXED_BYTES, GRADIENTS = 3.1e6, 3
 FEW_PARAMETERS = 10e6
 LITTLE_SPACE = 1e9
@@ -186,7 +186,7 @@ def _fullest(rooms: Iterable[Room | None]) -> Room | None:
 
 
 def _left(memory: MemoryLimits) -> int:
-    """Return the bytes of memory that programs can still allocate: the node's, or what a control group leaves."""
+    """Return the bytes of memory that programs can still allocate: the node's, or less under a control group."""
     if memory.group_limit is None:
         return memory.available
     return min(memory.available, memory.group_limit - memory.group_used)

@@ -155,7 +155,7 @@ def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
 
 
 def _fix_mismatch(launch: Launch, library: Library) -> str:
-    """Return advice on how to make launcher and library fit together. It names commands and libraries that are there."""
+    """Return advice on how to make launcher and library fit together. It names commands and libraries found here."""
     if launch.of_ended_job:
         return "unset the variables of a job that is over (bash: unset ${!SLURM_*}), or begin with a new login shell"
     if not library.path:

@@ -38,7 +38,7 @@ MISLEAD = "dates of files and logs mislead, and authentication (MUNGE, Kerberos)
 
 
 def look() -> Launch:
-    """Return what this process knows of its launcher and of Slurm. Raises no error.
+    """Return the facts that this process knows of its launcher and of Slurm. Raises no error.
 
     If the launcher's variables contradict each other, the `Launch` has only Slurm's variables. Only a process that
     `speaks` (rank 0, or an unknown rank) asks mpirun, srun and squeue.

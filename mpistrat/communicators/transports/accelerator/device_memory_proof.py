@@ -30,9 +30,7 @@ from mpistrat.communicators.node.shared_memory import first_failure
 from mpistrat.liveness import deadlines
 
 MET, PROVEN = "mpistrat: two processes", "mpistrat: device memory went through MPI"
-UNUSABLE = (
-    "no accelerator can be used"  # so begins the error of a process that finds no accelerator
-)
+UNUSABLE = "no accelerator can be used"  # begins the error of a process that finds none
 # The line in the output of a launcher or of Python that names the error.
 _TELLING = re.compile(r"signal \d|[Ss]ignal: |^[\w.]*(Error|Exception)\b")
 _EXCLUSIVE = ". Exclusive mode lets one process use a GPU; nvidia-smi -c DEFAULT lets several"
@@ -92,7 +90,7 @@ def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str
 
 
 def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> tuple[bool, str]:
-    """Run `command`, which starts the trial's two processes, and wait for its end.
+    """Run `command`, the launcher of the trial's two processes, and wait for its end.
 
     Each process prints MET when MPI has started with two processes, and PROVEN when all values arrived.
 

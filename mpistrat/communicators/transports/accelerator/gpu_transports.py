@@ -4,7 +4,7 @@ The choices, best first: a group of the library's own (torch's, CuPy's NCCL), if
 was seen to take device memory; pinned host memory. On several nodes, large buffers are combined within each node first
 and then between the nodes, if that was measured to be faster.
 
-If values do not go through a library's group, rank 0 says once how they go, why, and what the user can do about it.
+If values do not go through a library's group, rank 0 says once how they go, why, and how the user can change that.
 
 This file's imports load mpi4py. So it is imported on first use only: `import mpistrat` starts no MPI.
 """

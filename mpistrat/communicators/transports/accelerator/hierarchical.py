@@ -65,7 +65,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         self._nodes = nodes
         # For each rank, its number among the ranks of its node
         self._places = [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
-        # The copy, which a program gets that asks for HIERARCHICAL, keeps `smallest` = SMALLEST, whatever is measured.
+        # A program that asks for HIERARCHICAL gets the copy. Its `smallest` stays SMALLEST.
         ways = CommunicationImplementation
         self.forced = {ways.NCCL: flat, ways.HIERARCHICAL: copy.copy(self)}
 
@@ -73,7 +73,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
         """Whether all collectives return when they are queued in a stream; False if some buffers go by node.
 
-        For those, the host waits between the phases.
+        For a buffer that goes by node, the host waits between the phases.
         """
         return self.flat.ordered_by_streams and math.isinf(self.smallest)
 
@@ -87,7 +87,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         Called by: `gpu_transports`, once, after the transport was made.
         Args:
             library: the library of the measured buffers.
-            mpi: the name and version of the MPI library, a part of the key under which the times are kept.
+            mpi: the name and version of the MPI library. Times of another library are not used.
         """
 
         def zeros(length: int) -> Array:

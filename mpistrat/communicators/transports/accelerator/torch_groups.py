@@ -46,7 +46,7 @@ def make_group(
     """Make a group that moves tensors on devices of `kind`. Collective: all `size` ranks call it.
 
     Args:
-        store: a key-value store of torch's through which the ranks meet; no other group may use it.
+        store: a key-value store of torch's where the ranks meet; no other group may use it.
         timeout: how long a collective may take; after that torch ends this process.
         name: the group's name in torch's logs.
     Returns: a process group of torch's, such as `ProcessGroupNCCL`.

@@ -79,7 +79,7 @@ def _copied(work: Work) -> Step:
 
 
 def _in_place(work: Work) -> Step:
-    """Return a step in which every `.grad` is a view of the one buffer that MPI reduces, so nothing is copied.
+    """Return a step that copies nothing: every `.grad` is a view of the one buffer that MPI reduces.
 
     It is the fastest loop that people write with mpi4py.
     """
