@@ -129,7 +129,7 @@ def _usable_cpus(ranks: Sequence[RankFacts]) -> float:
 
 
 def _cores_left_by_launcher(ranks: Sequence[RankFacts]) -> int:
-    """Return how many cores the launcher may use and no rank may. 0 under Slurm, because ranks cannot get more cores."""
+    """Return how many cores the launcher may use and no rank may. 0 under Slurm: there, ranks cannot get more cores."""
     if ranks[0].launch.slurm:
         return 0
     return max(0, ranks[0].cores.of_launcher - len(_cores_of(ranks)))

@@ -170,8 +170,8 @@ class NcclTransport(DeviceTransport):
     def wait(self, library: DeviceLibrary, event: Any) -> None:
         """Wait until the GPU has reached `event`, or NCCL or another rank fails.
 
-        Raises: the error of NCCL, or FailedElsewhereError if another rank has failed. The wait is in the `with` block of
-            the `CollectiveGroup`: this aborts NCCL on all ranks, and makes a RuntimeError of either.
+        Raises: the error of NCCL, or FailedElsewhereError if another rank has failed. The wait is inside the `with`
+            block of a `CollectiveGroup`: this aborts NCCL on all ranks, and makes a RuntimeError of either.
         """
 
         def done() -> bool:
