@@ -169,8 +169,8 @@ def current(device: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-# After an error in a call, torch's watchdog for NCCL waits for a dump, and four times as long for the dumps of other
-# ranks. Then it ends the process. With these values it does neither.
+# After an error in a call, torch's watchdog (a thread for NCCL) waits for a dump of its state, and four times as long
+# for the dumps of other ranks. Then it ends the process. With these values it neither waits nor ends the process.
 _AFTER_AN_ERROR = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",

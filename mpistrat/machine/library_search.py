@@ -38,7 +38,10 @@ def visible_mpi_libraries(environ: Mapping[str, str] = os.environ) -> list[tuple
 
 
 def libraries_on_path(pattern: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the libraries in the folders of LD_LIBRARY_PATH with a name that matches `pattern`: "libnccl.so*"."""
+    """Return the paths of the libraries in LD_LIBRARY_PATH's folders with a name that matches `pattern`: "libnccl.so*".
+
+    They are in the order of the folders; an empty list if there are none.
+    """
     folders = _entries(environ, LIBRARY_PATH)
     return [path for folder in folders for path in _in_folder(folder, pattern)]
 

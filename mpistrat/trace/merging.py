@@ -127,7 +127,10 @@ def _write(file: IO[str], parts: list[_RankTrace]) -> int:
 
 
 def size_of_parts(folder: str) -> int:
-    """Return the size of all parts in `folder`, in bytes. Raises: OSError if a part cannot be read."""
+    """Return the size of all parts in `folder` together, in bytes; 0 if there are none.
+
+    Raises: OSError if a part cannot be read.
+    """
     return sum(os.path.getsize(part_of(folder, rank)) for rank in _ranks_in(folder))
 
 

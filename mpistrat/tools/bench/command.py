@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> Report:
-    """Measure one collective at each size, and print each row as soon as it is measured. Called by: every rank."""
+    """Measure one collective at each size; rank 0 prints each row as soon as it is measured. Called by: every rank.
+
+    Raises: UsageError for --window with a device other than the host.
+    """
     name, communicator = arguments.operation, all_ranks()
     device = device_named(arguments.device)
     if arguments.window and not device.is_host:

@@ -54,7 +54,7 @@ def compare_training(contestants: Contestants, num_rounds: int, device: Device =
 
     Returns: a row for each contestant. "ms" is the median over the rounds of the slowest rank's mean time of a step;
         "samples" has the time of each round. "loss" is the mean of all ranks in one more step. "wrong" is True if it
-        differs from mpistrat's by more than 1e-4: then the contestant did other work (never for one rank alone).
+        differs from mpistrat's by more than 0.01 %: then the contestant did other work (never for one rank alone).
     """
     rounds = compare(contestants, num_rounds=num_rounds, wait=device.wait)
     times = medians(rounds)

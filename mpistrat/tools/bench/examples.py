@@ -23,7 +23,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Pictures(Dataset[Batch]):
     """A dataset of `images` [examples, height, width(, channels)] with labels. It resizes an image when it is read.
 
-    An example is a float32 image of the model's `shape` [channels, height, width], at most 1, and its label.
+    An example is a float32 image of the model's `shape` [channels, height, width], scaled to at most 1, and its label.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, shape: tuple[int, ...]) -> None:

@@ -62,7 +62,10 @@ def over_sizes(
 
 
 def side_by_side(title: str, unit: str, samples: Mapping[str, Sequence[float]], path: str) -> None:
-    """Draw the median of each contestant as a bar, and its samples as points, into the file `path`."""
+    """Draw the median of each contestant as a bar, and its samples as points, into the file `path`.
+
+    Args: unit: the label of the axis: "ms per step".   samples: by contestant, its times in this unit.
+    """
     with _picture(path, 1) as (_, axes):
         medians = list(map(statistics.median, samples.values()))
         axes.barh(list(samples), medians, color="lightsteelblue")

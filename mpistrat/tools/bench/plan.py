@@ -71,8 +71,8 @@ def check_network(arguments: argparse.Namespace) -> None:
 def check_run(arguments: argparse.Namespace, ranks_per_node: int, num_nodes: int) -> None:
     """Raise UsageError if this run cannot give the times that the model needs.
 
-    That is so if --ranks-per-node is more than `ranks_per_node`, the fewest ranks on a node of this run; or if several
-    nodes are to be predicted, this run has one, and the command line describes no network.
+    That is so if --ranks-per-node is more than `ranks_per_node`, the fewest ranks on a node of this run; or if --nodes
+    asks for several nodes, this run is on one, and the command line describes no network.
     """
     if (wanted := arguments.ranks_per_node or 0) > ranks_per_node:
         raise UsageError(
@@ -227,7 +227,10 @@ def _model(
     sizes = list(sweep.sizes(SMALLEST, largest * _FACTOR - 1, _FACTOR))  # the last is >= `largest`
 
     def slowest(part: Communicator, slices: int, label: str) -> list[float]:
-        """Return for each size the slowest rank's seconds of an all-reduce of `size // slices` bytes."""
+        """Return for each of `sizes` the largest median seconds of any rank's all-reduce of `size // slices` bytes.
+
+        Collective over all ranks; ranks that take no part only hear the result.
+        """
         seconds = np.zeros(len(sizes))
         if takes_part:
             seconds[:] = [_p50(part, size // slices) * 1e-6 for size in sizes]

@@ -165,7 +165,10 @@ def efficiency_of(
 
 
 def ranks_that_differ(communicator: Communicator, module: torch.nn.Module) -> list[int]:
-    """Return the ranks that have parameters with other bits than rank 0's. Called by: every rank."""
+    """Return the ranks, in ascending order, that have parameters with other bits than rank 0's; [] if all are equal.
+
+    Called by: every rank; all get the same list.
+    """
     digest = hashlib.sha256()
     for parameter in module.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -41,7 +41,7 @@ class Work:
 
 
 def step_of(work: Work, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """Return a function that takes one training step with `work`'s batch, and returns the detached loss."""
+    """Return a function that takes one training step with `work`'s batch, and returns this rank's detached loss."""
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()

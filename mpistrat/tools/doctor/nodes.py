@@ -75,7 +75,7 @@ def _ask(*command: str) -> ChildOutput:
 
 
 def types_of_srun(text: str) -> list[str]:
-    """Return the types in the output of `srun --mpi=list`: ["none", "pmi2"].
+    """Return the MPI types in the output of `srun --mpi=list`: ["none", "pmi2"]; an empty list if it names none.
 
     The output is a heading and one type a line. Old versions put "srun: " before each line.
     """

@@ -16,9 +16,10 @@ BUFFERS = 3
 
 
 class StagedTransport(DeviceTransport):
-    """Reduces a buffer chunk by chunk, with copies and arithmetic at the same time.
+    """All-reduces a buffer chunk by chunk, with copies and arithmetic at the same time.
 
-    While the host combines chunk i, chunk i + 1 comes from the GPU and chunk i - 1 goes back.
+    While the host combines chunk i, chunk i + 1 comes from the GPU and chunk i - 1 goes back. Other collectives copy
+    the whole buffer to the host at once.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
