@@ -220,6 +220,7 @@ def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
 def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
     """Choose equally many accelerators for each rank of a node: as many as possible, and at least one.
 
+    Not collective: equal arguments give equal results.
     Called by: `strategies.binding.bind_all`.
     Args: seen: the result of `seen_accelerators()` on each rank of the node, in rank order.
     Returns: for each rank, the accelerators' numbers in that rank's process, ascending; an empty list for a rank that

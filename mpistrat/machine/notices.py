@@ -28,7 +28,8 @@ _without_effect: set[str] = set()  # the options that were warned of
 def tell(text: str, level: Literal["INFO", "WARNING", "ERROR"] = "WARNING") -> None:
     """Log `text`. If the program has configured no handler, write it to stderr as a line "mpistrat: …" instead.
 
-    Args: level: "INFO" if nothing is wrong. Without a handler, INFO is written to stderr, too.
+    Args: level: "INFO" if nothing is wrong. Without a handler, INFO is written to stderr, too, unless the program has
+        set a higher level.
     """
     import logging  # here, because it makes importing mpistrat slower
 

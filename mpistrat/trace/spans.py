@@ -14,7 +14,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class NoSpans:
-    """Records nothing. `ranges.Ranges` replaces it when a program is traced."""
+    """Records nothing: its methods return at once. `ranges.Ranges` replaces it when a program is traced."""
 
     def range(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return a context, and record its duration under `name`."""

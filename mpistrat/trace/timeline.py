@@ -39,8 +39,8 @@ def header_of(part: str) -> str:
 class Timeline:
     """This process's part of the trace: it collects events and writes them to a file.
 
-    Any thread may call its methods; in a forked child they do nothing. An event is written after 1000 events, or when
-    an event comes 1 s after the last writing. If writing fails later, the timeline warns, and drops all events.
+    Any thread may call its methods; in a forked child they do nothing. Events are written 1000 at a time, or when an
+    event comes 1 s after the last writing. If writing fails later, the timeline warns, and drops all further events.
 
     Args:
         folder: the folder of the parts; made if it is missing.

@@ -71,7 +71,7 @@ def table_report(
 ) -> Report:
     """Return a report that shows `rows` as a table. It is `wrong` if the "wrong" of any row is true or over 0.
 
-    Args: left_out: for each peer that takes no part, the reason.
+    Args: left_out: for each peer (a library to compare with) that takes no part, the reason.
     """
     taken_on = (
         f"{where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores · "

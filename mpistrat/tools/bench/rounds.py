@@ -1,4 +1,4 @@
-"""Compares contestants in one run: in each round, every contestant takes its turn."""
+"""Compares contestants (functions that do the same work) in one run: in each round, each of them is timed once."""
 
 from __future__ import annotations
 
@@ -99,6 +99,7 @@ def compare(
 
     Called by: every rank. A few calls before the first round are not timed.
     Args:
+        contestants: by name, the functions to compare; they do the same work, collectively.
         repeat: the calls of a contestant in a round; None: as many as the slowest contestant makes in 0.1 s.
         wait: waits until the rank's device has nothing more to do.
     Returns: by contestant, a list with a number for each round: the slowest rank's mean microseconds per call.

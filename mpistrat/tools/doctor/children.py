@@ -46,7 +46,7 @@ class ChildOutput:
     def failure(self, silent: str) -> str:
         """Return why `json` returned None: how the program ended, then its last line of output.
 
-        Args: silent: said of a program that ended with code 0.
+        Args: silent: the words for a program that ended with code 0 and wrote no such line.
         """
         words = last_words(self.errors if self.ended else self.output, 1)
         return ", ".join(filter(None, [self.ended or silent, words]))

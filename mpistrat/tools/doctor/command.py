@@ -32,7 +32,8 @@ CHECKS: tuple[Check, ...] = tuple(checker.check for checker in _CHECKERS)
 def run(in_json: bool) -> int:
     """Run the doctor on this rank, and print the findings on rank 0. Called by: every rank.
 
-    If MPI did not start, each rank that may be rank 0 prints its own findings; of the other ranks, some print a line.
+    If MPI did not start, rank 0, and each rank that does not know its number, prints the findings about itself. The
+    other ranks print a line each, or one rank per node does.
 
     Args: in_json: whether to print JSON.
     Returns: the exit code: 0, or 1 if there is a problem.

@@ -223,10 +223,10 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         )
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait until `done` returns True. Called by: this rank, inside `with` this group, for the work of its device.
+        """Wait until `done` returns True. Called inside `with collective_group:`, for the work of this rank's device.
 
-        Raises: FailedElsewhereError if another rank fails, for then the device never ends its work; leaving the group
-            makes a RuntimeError of it. StallError or RankLostError as `liveness.waiting.wait_until` raises them.
+        Raises: FailedElsewhereError if another rank fails, because the device then never ends its work; leaving the
+            `with` block makes a RuntimeError of it. StallError or RankLostError as `liveness.waiting.wait_until`.
         """
 
         def done_or_failed() -> bool:

@@ -1,5 +1,6 @@
-"""Choose the transport (the way of moving bytes) for buffers on GPUs. All ranks choose from the same facts, so alike.
+"""Choose the transport (the way of moving bytes) for buffers on GPUs.
 
+All ranks choose from the same facts, so they choose alike.
 The choices, best first: a group of the library's own (torch's, CuPy's NCCL), if each rank has its own GPU; an MPI that
 was seen to take device memory; pinned host memory. On several nodes, large buffers are combined within each node first
 and then between the nodes, if that was measured to be faster.
@@ -193,7 +194,7 @@ class _TransportChoice:
     def _by_mpi(self, ranks: Router, library: DeviceLibrary, text: str = "") -> DeviceTransport:
         """Return a transport between `ranks` through MPI: from device memory if MPI takes it, else through host memory.
 
-        Called by: all ranks of the communicator, also if each passes another part of it.
+        Called by: all ranks of the communicator, together; `ranks` may differ between them.
         Args:
             ranks: the communicator, or the communicator of the ranks with this rank's number on their nodes.
             text: added to the transport's `why`, after the words for the way through MPI.

@@ -1,8 +1,8 @@
 """Large buffers on GPUs of several nodes: combined within each node, then slice by slice between the nodes.
 
-Within a node, the GPUs' own library (NCCL) uses the links between the GPUs. Between nodes, each rank sends its slice (1
-/ n of the buffer, with n ranks on a node) by MPI: from its GPU's memory if MPI takes that, else through pinned host
-memory. Each byte crosses the network only as often as if the node were one rank.
+Within a node, the GPUs' own library (NCCL) uses the links between the GPUs. Between nodes, each rank sends its slice
+(with n ranks on a node, an n-th of the buffer) by MPI: from its GPU's memory if MPI takes that, else through pinned
+host memory. Each byte crosses the network only as often as if the node were one rank.
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ class HierarchicalDeviceTransport(DeviceTransport):
         scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
-        """Broadcast `buffer` from rank `root`: first on the root's node, then a slice from each of its ranks to the
-        other nodes; each other node joins the slices.
+        """Broadcast `buffer` from rank `root`: within its node, then between the nodes, then within the other nodes.
+
+        Between the nodes, each rank of the root's node sends its slice. The ranks of each other node join the slices.
         """
         flat, whole, own_slice = self._sliced(buffer)
         node, place = self._nodes[root], self._places[self.rank]

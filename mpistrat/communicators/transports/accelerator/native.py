@@ -58,7 +58,7 @@ class NativeTransport(DeviceTransport):
     Floats of 16 bits are summed as float32, unless the reduction names another dtype. Values that the group does not
     combine (booleans, integers of 16 bits, products of complex numbers, bitwise operations) go through the host.
 
-    An error on one rank, or a stall that the ranks are to raise, aborts the group on all ranks. After that, every
+    An error on one rank, or a stall with MPISTRAT_ON_STALL=raise, aborts the group on all ranks. After that, every
     collective on tensors of the accelerator raises an error.
 
     Args:

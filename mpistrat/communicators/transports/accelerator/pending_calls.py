@@ -123,8 +123,8 @@ class PendingCalls:
     def _record_oldest(self) -> None:
         """Write into this rank's record that it is in the oldest collective, if that has lasted at least 1 s.
 
-        The time counts from its submission, or from the end of the collective before it. Shorter with a short limit:
-        `SHARE_OF_THE_LIMIT`.
+        The time counts from its submission, or from the end of the collective before it, if that is later. With a stall
+        limit under 4 s, a quarter of the limit is enough.
         """
         oldest, record = self._calls[0], self._watch.record
         since = max(oldest.submitted, self._progress)
