@@ -1,8 +1,8 @@
 """The entry point that torch calls at the end of `import torch`. It makes the backend "mpistrat" known.
 
-This is a top-level module, and it imports nothing of `mpistrat`. Loading a module of the package would run the
-package's `__init__`, which begins to observe a rank. That takes tens of milliseconds at each `import torch`; 2 are
-allowed.
+This is a top-level module, and it imports nothing of `mpistrat` before the backend is used. Loading a module of the
+package would run the package's `__init__`, and this starts the observation of a rank. That takes tens of milliseconds,
+and this module may add at most 2 ms to each `import torch`.
 """
 
 import sys
@@ -14,7 +14,9 @@ _NAME, _SCHEME = "mpistrat", "mpi"
 def register() -> None:
     """Make the backend "mpistrat" and `init_method="mpi://"` known to torch.distributed. Called by: torch, on import.
 
-    Raises: nothing, for `import torch` must not fail because of it. An error is written to stderr.
+    Does nothing if torch has no torch.distributed, or knows the backend.
+
+    Raises: nothing, because `import torch` must not fail. An error is written to stderr instead.
     """
     try:
         dist = sys.modules["torch"].distributed

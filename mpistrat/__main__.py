@@ -11,7 +11,8 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name. Called by: every rank.
 
-    Returns: the exit code of `mpistrat doctor`: 0, or 1 if there is something to fix.
+    Args: arguments: the command line without the program's name; None: that of this process.
+    Returns: the exit code of `mpistrat doctor`: 0, or 1 if there is a problem to fix.
     Raises: SystemExit for wrong usage and --version, and always for `mpistrat run`.
     """
     top = argparse.ArgumentParser(prog="mpistrat")

@@ -21,7 +21,7 @@ _IFREQ = struct.Struct("16s4x4s16x")  # name; family and port (skipped); four by
 def own_addresses(if_inet6: str = "/proc/net/if_inet6") -> tuple[str, ...]:
     """Return the addresses of this node's interfaces, IPv4 first: ("10.0.0.5", "192.168.1.5", "fd00::5").
 
-    Loopback and link-local addresses are left out, for other nodes cannot reach them.
+    Loopback and link-local addresses are left out, because other nodes cannot reach them. So the tuple may be empty.
     """
     found: Iterable[ipaddress.IPv4Address | ipaddress.IPv6Address]
     found = dict.fromkeys((*_ipv4(), *_ipv6(if_inet6)))
@@ -44,16 +44,20 @@ def _ipv6(if_inet6: str) -> Iterator[ipaddress.IPv6Address]:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens at `address`, IPv4 or IPv6, on a port that the system picks."""
+    """Return a TCP socket that listens at `address`, IPv4 or IPv6, on a port that the system picks.
+
+    Raises: OSError if the address is not this node's.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family)
 
 
 class Answering:
-    """Inside the block, sends `token`, 16 random bytes, to everybody who connects to `port` of this node.
+    """A context. Inside, a thread sends `token`, 16 random bytes, to everybody who connects to `port` of this node.
+    It answers at all addresses of this node. By the token another node knows that it has reached this node and no
+    other, because an address such as 172.17.0.1 may exist on every node.
 
-    It answers at any address of the node. So another node can tell that it has reached this node: an address such as
-    172.17.0.1 may exist on every node.
+    Rank 0 enters it in `communicators.torch_store`, while other ranks call `reached`.
     """
 
     def __enter__(self) -> Answering:
@@ -80,9 +84,10 @@ class Answering:
 
 
 def reached(addresses: Sequence[str], port: int, token: bytes) -> list[bool]:
-    """Return for each address whether the node behind it answers with `token` on `port` within 4 s.
+    """Return for each address whether the node behind it answers with `token` on `port`. Raises no error.
 
-    An empty list for no addresses. All addresses are tried at the same time, each by a thread.
+    All addresses are tried at the same time, for 4 s each. An empty list for no addresses.
+    Args: token: the `Answering.token` of the node to reach.
     """
 
     def answers(address: str) -> bool:

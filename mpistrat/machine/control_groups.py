@@ -21,9 +21,9 @@ class Allowed:
     """The limits of this process's control groups.
 
     Attributes:
-        cpus: how many CPUs' worth of time; None: no limit.
-        memory: bytes; None: no limit.
-        memory_used: bytes in use, without file pages that the kernel can drop.
+        cpus: how many CPUs' worth of time the process may use: 2.0; None: no limit.
+        memory: the limit of the group with the least memory left, in bytes; None: no limit.
+        memory_used: bytes in use in that group, without file pages that the kernel can drop; 0 without a limit.
     """
 
     cpus: float | None = None
@@ -32,7 +32,11 @@ class Allowed:
 
 
 def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -> Allowed:
-    """Return the tightest limits of this process's control groups and of the groups around them."""
+    """Return the tightest limits of this process's control groups and of the groups that contain them. No errors.
+
+    For memory, the tightest limit is the one that leaves the fewest bytes.
+    Args: groups, mounts: other places than the kernel's, for tests.
+    """
     cpus: list[float] = []
     memory: list[tuple[int, int]] = []
     for folder in _folders(groups, mounts):
@@ -53,9 +57,9 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
 
 
 def most_memory() -> float:
-    """Return the bytes that this process could have if it ran alone; infinite if nothing tells.
+    """Return the bytes that this process could have if it ran alone: the control group's limit, or RAM plus swap.
 
-    It is the lesser of the control group's limit, and RAM plus swap.
+    The lesser of the two; infinite if neither is known.
     """
     group = allowed()
     known = [group.memory] if group.memory is not None else []
@@ -66,9 +70,9 @@ def most_memory() -> float:
 
 
 def _folders(groups: str, mounts: str) -> Iterator[Path]:
-    """Yield the folders of this process's groups and of the groups around them.
+    """Yield the folders of this process's control groups and of the groups that contain them, as far as they exist.
 
-    A container sees only mounted folders.
+    In a container, some are not mounted.
     """
     for line in _read(Path(groups)).splitlines():
         _, controllers, path = line.split(":", 2)  # "4:memory:/slurm/uid_0/job_7", "0::/user.slice"
@@ -84,7 +88,7 @@ def _folders(groups: str, mounts: str) -> Iterator[Path]:
 def number_in(file: Path, name: str) -> int:
     """Return the number in the line of `file` that begins with `name`; 0 if there is no such line or no file.
 
-    It is 81920 for a line such as "NAME 81920" or "NAME:  81920 kB".
+    The unit in the line is ignored: 81920 for "NAME 81920" and for "NAME:  81920 kB".
     """
     found = re.search(rf"^{name}:?\s+(\d+)", _read(file), re.MULTILINE)
     return int(found[1]) if found else 0

@@ -17,11 +17,11 @@ THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  
 
 
 def cpu_share(my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection[int]]) -> Fraction:
-    """Return this rank's share of the node's CPUs, a Fraction. A CPU for n local ranks counts as 1 / n for each.
+    """Return how many CPUs this rank has, as a Fraction: a CPU that n ranks of the node may use counts as 1 / n.
 
     Args:
         my_cpus: the CPU numbers of this rank's affinity mask.
-        cpus_of_local_ranks: the masks of all ranks of the node, with this rank's.
+        cpus_of_local_ranks: the masks of all ranks of the node, also of this rank.
     """
     from fractions import Fraction  # here, because it makes importing mpistrat slower
 
@@ -34,11 +34,11 @@ def cpu_share(my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection
 def intra_op_threads(
     my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection[int]]
 ) -> int:
-    """Return the number of threads for this rank: its share of the CPUs, rounded down, at least 1.
+    """Return the number of threads for this rank: its `cpu_share`, rounded down, at least 1.
 
     Args:
         my_cpus: the CPU numbers of this rank's affinity mask.
-        cpus_of_local_ranks: the masks of all ranks of the node, with this rank's.
+        cpus_of_local_ranks: the masks of all ranks of the node, also of this rank.
     """
     return max(1, int(cpu_share(my_cpus, cpus_of_local_ranks)))
 
@@ -46,7 +46,8 @@ def intra_op_threads(
 def fixed_threads(environ: Mapping[str, str] = os.environ) -> int:
     """Return a number of threads that does not depend on the node's ranks: the user's OMP_NUM_THREADS, else 1.
 
-    The first number of a list counts: 4 for "4,2".
+    Called by: strategies with `deterministic=True`. Of a list, the first number counts: 4 for "4,2". 1 also for any
+    other text.
     """
     text = environ.get("OMP_NUM_THREADS", "")
     first = text.split(",")[0].strip()
@@ -56,7 +57,7 @@ def fixed_threads(environ: Mapping[str, str] = os.environ) -> int:
 def users_threads(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables for numbers of threads that the user has set: {"OMP_NUM_THREADS": "8"}; {} if none.
 
-    If the user has set any, nothing in mpistrat chooses a number of threads.
+    The callers then leave torch's number of threads as it is.
     """
     texts = {name: environ.get(name, "").strip() for name in THREAD_COUNTS}
     return {name: text for name, text in texts.items() if text}

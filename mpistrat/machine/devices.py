@@ -27,9 +27,11 @@ _DEVICE = re.compile(
 
 
 def check_device(device: str) -> str:
-    """Return `device` in our spelling: "cpu:0", "cuda:1". "gpu" stands for this process's kind of accelerator.
+    """Return `device` in mpistrat's spelling: "cpu:0" for "CPU", "cuda:1" for "/device:GPU:1".
 
-    Raises: ValueError if `device` is no device name, or if this process does not have the device.
+    "gpu" stands for this process's kind of accelerator; a missing number is 0.
+
+    Raises: ValueError if `device` is no device name, or if this process does not see the accelerator.
     """
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
     named, index = (match["kind"].lower(), int(match["index"] or 0)) if match else ("", 0)
@@ -51,16 +53,20 @@ def _seen_in_words() -> str:
 
 
 def task_of(device: str) -> tuple[str, int] | None:
-    """Return the job and the task that `device` names: ("worker", 1) for "/job:worker/task:1/cpu:0"; None if none."""
+    """Return the job and the task that `device` names: ("worker", 1) for "/job:worker/task:1/cpu:0".
+
+    None if it names no task, or is no device name.
+    """
     match = _DEVICE.fullmatch(device)
     return None if match is None or match["task"] is None else (match["job"], int(match["task"]))
 
 
 def check_devices(devices: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the device names in our spelling; None if `devices` is None or empty.
+    """Return the device names as `check_device` spells them; None if `devices` is None or empty.
 
-    Raises: ValueError if it is no list, or a device does not exist or belongs to another host; AssertionError if two
-        devices are the same.
+    Called by: the constructors of strategies.
+    Raises: ValueError if `devices` is no list or tuple, a device does not exist, or the names are of several hosts;
+        AssertionError if two devices are the same.
     """
     if not devices:
         return None
@@ -92,12 +98,12 @@ def torch_accelerator() -> str:
 
 
 def accelerator() -> str:
-    """Return the kind of accelerators here: torch's name for it, else "cuda" if only CuPy sees some; "" for none."""
+    """Return the kind of accelerators here: torch's name for it; "cuda" if only CuPy sees some; "" if neither does."""
     return torch_accelerator() or ("cuda" if _num_of_cupy() else "")
 
 
 def num_accelerators() -> int:
-    """Return the number of accelerators that this process sees; 0 if neither torch nor CuPy is loaded."""
+    """Return how many accelerators torch sees, or CuPy if torch sees none; 0 if neither is loaded or sees any."""
     if torch_accelerator():
         return int(sys.modules["torch"].accelerator.device_count())
     return _num_of_cupy()
@@ -112,9 +118,9 @@ def seen_accelerators() -> tuple[str, ...]:
     """Return a name for each accelerator that this process sees, in the order of its numbers in this process.
 
     An accelerator has the same name in all processes of a node that load the same library. Its number may differ
-    between them: CUDA_VISIBLE_DEVICES may differ, and inside Slurm's control groups each task counts from 0. The name
-    is a UUID (torch) or a PCI bus ID (CuPy). If a kind of device has no identifiers, the name is made of the kind and
-    the number.
+    between processes, because CUDA_VISIBLE_DEVICES may differ, and in Slurm's control groups each task counts from 0.
+    The name is a UUID (torch) or a PCI bus ID (CuPy). Torch devices without a UUID are named by kind and number: "xpu
+    0". An empty tuple if the process sees no accelerator.
     """
     kind, numbers = torch_accelerator(), range(num_accelerators())
     if not kind:
@@ -130,8 +136,8 @@ chosen: int | None = None  # the number of this rank's accelerator, once a strat
 def make_current(index: int) -> None:
     """Make accelerator `index` of this process the current device of torch and CuPy, for calls such as `.cuda()`.
 
-    It becomes this rank's accelerator, and the current device of the calling thread. Other threads call
-    `make_own_current`.
+    It is this rank's accelerator from now on (`chosen`), and current in the calling thread only. Other threads call
+    `make_own_current`.   Called by: a strategy, when it binds its devices.
     """
     global chosen
     chosen = index
@@ -144,17 +150,18 @@ def make_current(index: int) -> None:
 def make_own_current() -> None:
     """Make this rank's accelerator the current device of this thread, if the rank has chosen one.
 
-    CUDA makes device 0 the current device of each new thread. Many calls, such as a query of an event, would open a
-    context there: 0.5 GB for each rank of the node.
+    Called by: each thread of mpistrat's that uses an accelerator, when it starts. CUDA makes device 0 the current
+    device of a new thread. Many calls, such as a query of an event, would open a context there, and each rank of the
+    node would take 0.5 GB on device 0.
     """
     if chosen is not None:
         make_current(chosen)
 
 
 def current(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch creates tensors on `device`, on this thread, if the program names no device.
+    """Return a context that makes `device` torch's current accelerator in this thread: "cuda" then means "cuda:1".
 
-    For the CPU the context does nothing.
+    Entered around a replica's work. For a device that is not torch's accelerator, the context does nothing.
     """
     kind, _, index = device.partition(":")
     if kind == torch_accelerator():
@@ -162,8 +169,8 @@ def current(device: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-# After an error in a call, torch's watchdog for NCCL waits for a dump, and four times as long for the dumps of other
-# ranks. Then it ends the process. With these values it does neither.
+# After an error in a call, torch's watchdog (a thread for NCCL) waits for a dump of its state, and four times as long
+# for the dumps of other ranks. Then it ends the process. With these values it neither waits nor ends the process.
 _AFTER_AN_ERROR = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
@@ -175,10 +182,11 @@ _making = threading.RLock()
 
 @contextlib.contextmanager
 def nccl_that_outlives_errors() -> Iterator[None]:
-    """Return a context in which torch makes NCCL groups that leave errors to mpistrat.
+    """Return a context. NCCL groups that torch makes inside it do not end the process after an error.
 
-    It sets variables of the environment, unless the user has set them. Groups that the program makes itself are not
-    made inside the context: their watchdog still dumps, and ends the process.
+    Entered while mpistrat makes its own groups; one thread at a time is inside. It sets variables of the environment,
+    unless the user has set them, and removes them at the end. Torch's watchdog still dumps and ends the process
+    after an error in a group that the program makes outside.
     """
     with _making:
         # torch still reads NCCL_ASYNC_ERROR_HANDLING, the older name without a prefix.
@@ -193,11 +201,13 @@ def nccl_that_outlives_errors() -> Iterator[None]:
 
 
 def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
-    """Choose an accelerator for each rank of a node.
+    """Choose an accelerator for each rank of a node. Not collective: equal arguments give equal results.
 
     Every accelerator gets one rank before any gets a second, as far as the ranks can see the accelerators (augmenting
-    paths, as in H. W. Kuhn's method for assignments). Ranks that all see the same accelerators take them in turn.
+    paths, as in H. W. Kuhn's method for assignments). If all ranks see the same accelerators, rank i gets number i
+    modulo their number.
 
+    Called by: `strategies.binding.bind`.
     Args: seen: the result of `seen_accelerators()` on each rank of the node, in rank order.
     Returns: for each rank, the accelerator's number in that rank's process; None for a rank that sees none.
     """
@@ -210,6 +220,7 @@ def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
 def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
     """Choose equally many accelerators for each rank of a node: as many as possible, and at least one.
 
+    Not collective: equal arguments give equal results.
     Called by: `strategies.binding.bind_all`.
     Args: seen: the result of `seen_accelerators()` on each rank of the node, in rank order.
     Returns: for each rank, the accelerators' numbers in that rank's process, ascending; an empty list for a rank that
@@ -228,7 +239,9 @@ def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
 
 
 def _one_each(seen: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return for each rank a list with the name of its accelerator; an empty list for a rank that sees none."""
+    """Choose one accelerator for each rank, as `share_out`. Returns: for each rank, a list with its accelerator's name;
+    an empty list for a rank that sees none.
+    """
     users: dict[str, list[int]] = collections.defaultdict(list)
     for rank, names in enumerate(seen):
         if names:
@@ -244,9 +257,12 @@ def _find_place(
     limit: int,
     tried: set[str],
 ) -> bool:
-    """Give `rank` an accelerator with fewer than `limit` users, or an accelerator of a rank that finds another.
+    """Give `rank` an accelerator with fewer than `limit` users, or another one if its user can move.
 
-    `users` has the ranks of each accelerator; this changes it.   Returns: whether `rank` has got an accelerator.
+    Args:
+        users: for each accelerator, the ranks that have it; changed in place.
+        tried: the accelerators that the search has tried; changed in place.
+    Returns: whether `rank` has got an accelerator; if not, `users` is unchanged.
     """
     idlest = min(seen[rank], key=lambda name: len(users[name]))
     if len(users[idlest]) < limit:

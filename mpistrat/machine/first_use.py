@@ -1,8 +1,8 @@
 """Load the names of a package when a program first uses them.
 
 The package writes its imports under `if TYPE_CHECKING:`, where type checkers and readers find them. Python compiles
-these imports but does not run them. `load_on_first_use` reads them from the compiled code: a program may have no
-sources.
+these imports but does not run them. `load_on_first_use` reads the imports from the compiled code, because the sources
+may not be installed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any
 def load_on_first_use(
     package: str, then: Callable[[str], None] = lambda name: None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return functions to use as `__getattr__` and `__dir__` of `package`.
+    """Return functions to use as `__getattr__` and `__dir__` of `package`. The second returns its `__all__`.
 
-    Called by: the package's own `__init__`, while it runs. `__getattr__` raises AttributeError for an unknown name.
-    Args: then: a function that is called with each name, once it is loaded.
+    Called by: the package's own `__init__`, directly, while it runs. `__getattr__` imports and returns the object of a
+    name, and raises AttributeError for an unknown name.
+    Args: then: called with each name, once its object is loaded; not for submodules.
     """
     imports = _imports_in(sys._getframe(1).f_code)
 
@@ -41,7 +42,10 @@ def load_on_first_use(
 
 
 def _imports_in(code: CodeType) -> dict[str, tuple[str, str]]:
-    """Find the `from … import …` statements in `code`. Returns: by imported name, the module and the name there."""
+    """Find the `from … import …` statements in `code`.
+
+    Returns: for each name that they bind, the module and the object's name in the module.
+    """
     imports, origin, original = {}, "", ""
     for instruction in dis.get_instructions(code):
         match instruction.opname:

@@ -7,7 +7,7 @@ from mpistrat.machine.notices import tell
 ONE_RANK_PER_GPU = "start one rank per GPU (--gpus-per-task=1, or CUDA_VISIBLE_DEVICES by rank)"
 ONE_ENVIRONMENT = "start all ranks with one environment, and the same modules on all nodes"
 INSTALL_NCCL = "install NCCL: pip install nvidia-nccl-cu13 (or cu12, as torch's CUDA is)"
-# Pairs: a piece of the reason, and the advice. The first pair applies that has its piece in the reason.
+# Pairs: a piece of a reason, and the advice. The first pair with its piece in the reason counts; "" is in every reason.
 _FIXES = (
     ("share a GPU", ONE_RANK_PER_GPU),
     ("Duplicate GPU", ONE_RANK_PER_GPU),
@@ -23,10 +23,11 @@ notices: list[str] = []  # the notices that this process has given: one at most
 
 
 def tell_of_way(way: str, reason: str) -> None:
-    """Tell the user, once in a process, how values on GPUs travel, why not by NCCL, and how to mend it.
+    """Tell the user how values on GPUs travel, why not by NCCL, and how to change that.
 
+    Called by: rank 0, when it chooses how values on GPUs travel. Later calls of a process do nothing.
     Args:
-        way: "through host memory".
+        way: how they travel: "through host memory".
         reason: why NCCL is not used; only its first line is told.
     """
     fix = next(fix for part, fix in _FIXES if part in reason)

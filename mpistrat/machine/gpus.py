@@ -12,9 +12,10 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the ids of the GPUs in CUDA_VISIBLE_DEVICES. If it is not set, number the GPUs that nvidia-smi lists.
+    """Return the entries of CUDA_VISIBLE_DEVICES before the first that is no device: ("0", "1").
 
-    An empty tuple if there are none, or no nvidia-smi.
+    If the variable is not set, return the numbers of the GPUs that nvidia-smi lists. An empty tuple if there are no
+    GPUs, or no nvidia-smi.
     """
     listed = environ.get(VISIBLE_DEVICES)
     if listed is None:

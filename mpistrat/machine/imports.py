@@ -11,7 +11,11 @@ from typing import Any
 
 
 class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Runs the `actions` of a module, in order, when the process has loaded the module. They are stored by its name."""
+    """Calls functions when the process has loaded a module. It is an entry of `sys.meta_path`.
+
+    Attributes:
+        actions: for each module that is not loaded yet, the functions to call, in order.
+    """
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Callable[[], None]]] = {}
@@ -36,7 +40,10 @@ _loading = _WhenLoaded()
 
 
 def when_loaded(module: str, action: Callable[[], None]) -> None:
-    """Call `action` when the import of `module` has ended; at once if the module is loaded already."""
+    """Call `action` once, in the thread that imports `module`, when the import has ended; at once if it is loaded.
+
+    Actions of a module are called in the order of the calls of `when_loaded`. mpistrat itself does not import `module`.
+    """
     if module in sys.modules and module not in _loading.actions:
         action()
         return

@@ -17,9 +17,10 @@ sys.modules["mpistrat"] = package
 
 
 def python_of_helpers() -> str | None:
-    """Return the path of this process's Python interpreter; None if helpers cannot run it.
+    """Return the path of this process's Python interpreter; None if helper processes cannot run it.
 
-    None in a frozen program, for its executable would start the program again.
+    Called by: the observer and the start's deadline; both do without a helper process for None. It is None in a frozen
+    program, because its executable would start the program again.
     """
     executable = sys.executable or ""
     is_python = re.match(r"(python|pypy)", os.path.basename(executable)) is not None

@@ -21,9 +21,10 @@ _ELF = b"\x7fELF"
 def visible_mpi_libraries(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
     """Return every libmpi that mpi4py or the dynamic linker can find, as pairs (rule, path), the first choice first.
 
-    The order is mpi4py 4.1's (mpi4py/_mpiabi.py): LD_PRELOAD; MPI4PY_LIBMPI, and then nothing else; the `lib` of the
-    virtual environment, of the user's packages and of Python itself; LD_LIBRARY_PATH. The linker's own folders in the
-    system are not listed. `rule` is the name of a variable, or ENVIRONMENT, USER or BASE.
+    The order is mpi4py 4.1's (mpi4py/_mpiabi.py): LD_PRELOAD; MPI4PY_LIBMPI, and if that is set, mpi4py looks nowhere
+    else; the `lib` of the virtual environment, of the user's packages and of Python itself; LD_LIBRARY_PATH. The
+    linker's own folders in the system are not listed. `rule` is the name of a variable, or ENVIRONMENT, USER or BASE.
+    An empty list if none is found.
     """
     preloaded = environ.get(PRELOAD, "").replace(":", " ").split()
     found = [(PRELOAD, path) for path in preloaded if os.path.basename(path).startswith("libmpi")]
@@ -37,7 +38,10 @@ def visible_mpi_libraries(environ: Mapping[str, str] = os.environ) -> list[tuple
 
 
 def libraries_on_path(pattern: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the libraries in the folders of LD_LIBRARY_PATH with a name that matches `pattern`: "libnccl.so*"."""
+    """Return the paths of the libraries in LD_LIBRARY_PATH's folders with a name that matches `pattern`: "libnccl.so*".
+
+    They are in the order of the folders; an empty list if there are none.
+    """
     folders = _entries(environ, LIBRARY_PATH)
     return [path for folder in folders for path in _in_folder(folder, pattern)]
 
@@ -56,9 +60,9 @@ def _prefixes() -> Iterator[tuple[str, str]]:
 
 
 def _in_folder(folder: str, pattern: str = _NAMES) -> list[str]:
-    """Return the ELF files in `folder` that match `pattern`, each once.
+    """Return the ELF files in `folder` that match `pattern`, sorted; of several links to a file, the first.
 
-    The `libmpi.so` of the wheels is a linker's script.
+    Other files are left out: the `libmpi.so` of the PyPI wheels is a text for the linker.
     """
     paths: dict[str, str] = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), pattern))):

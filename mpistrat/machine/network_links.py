@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def network_links(devices: str = "/sys/class") -> tuple[str, ...]:
-    """Return the speeds of the links that are up, each speed once: ("200 Gb/sec (4X HDR)", "25000 Mb/s")."""
+    """Return the speeds of this node's links that are up, each speed once: ("200 Gb/sec (4X HDR)", "25000 Mb/s").
+
+    They are sorted as text. An empty tuple if the kernel names no link with a speed.
+    """
     files = {
         "net/*/speed": "{} Mb/s",
         "infiniband/*/ports/*/rate": "{}",  # also for Omni-Path and Slingshot's RoCE

@@ -1,8 +1,8 @@
-"""All texts that mpistrat shows to people go through this module. Texts of several ranks do not mix.
+"""Shows mpistrat's texts to people. Texts of several ranks do not mix, because each is written at once.
 
 Notices go to the logger `mpistrat`. If neither that logger nor the root logger has a handler, they go to `sys.stderr`,
-or to descriptor 2 if that stream cannot be used. Last words, and the observer's words, never go through `logging`,
-because another thread may hold its locks.
+or to descriptor 2 if that stream cannot be used. Texts of a process that is about to end, and the observer's reports,
+never go through `logging`, because another thread may hold its locks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _without_effect: set[str] = set()  # the options that were warned of
 def tell(text: str, level: Literal["INFO", "WARNING", "ERROR"] = "WARNING") -> None:
     """Log `text`. If the program has configured no handler, write it to stderr as a line "mpistrat: …" instead.
 
-    Args: level: "INFO" if nothing is wrong. Without a handler, INFO is written to stderr, too.
+    Args: level: "INFO" if nothing is wrong. Without a handler, INFO is written to stderr, too, unless the program has
+        set a higher level.
     """
     import logging  # here, because it makes importing mpistrat slower
 
@@ -40,9 +41,9 @@ def tell(text: str, level: Literal["INFO", "WARNING", "ERROR"] = "WARNING") -> N
 
 
 def _is_configured(logger: logging.Logger) -> bool:
-    """Return whether the logger has handlers that somebody configured.
+    """Return whether the logger or a logger above it has a handler that somebody configured.
 
-    A handler that `logging.warning()` made by itself does not count, for any library may call that function.
+    A handler that `logging.warning()` made by itself does not count, because any library may call that function.
     """
     import logging
 
@@ -55,7 +56,10 @@ def _is_configured(logger: logging.Logger) -> bool:
 
 
 def warn_of_no_effect(what: str, why: str, rank: int = 0) -> None:
-    """Warn that the option `what` of tf.distribute does nothing here. Once for each option, and on rank 0 only."""
+    """Warn (UserWarning) that the option `what` of tf.distribute does nothing here: once for each option, on rank 0.
+
+    Args: rank: this rank; on any other than 0 nothing happens.
+    """
     if rank == 0 and what not in _without_effect:
         _without_effect.add(what)
         warnings.warn(f"{what} does nothing here: {why}", UserWarning, stacklevel=3)
@@ -69,11 +73,12 @@ def warn_on_first_rank(
 
 
 def say(text: str, *, last: bool = False) -> bool:
-    """Write `text` to stderr, without a newline at the end. Returns: whether it was written.
+    """Write `text` as it is to `sys.stderr`, or to descriptor 2 if that fails. Raises no error.
 
     Args:
-        last: whether this process is about to end. Then streams are skipped that end with it: a StringIO, pytest's
-            capture.
+        last: whether this process is about to end. Then streams are skipped that nobody can read afterwards: a
+            StringIO, pytest's capture.
+    Returns: whether the text was written.
     """
     stream = sys.stderr
     with contextlib.suppress(Exception):  # stderr may be None, closed, full, or a user's object
@@ -89,9 +94,9 @@ def _may_be_read(place: Any, last: bool) -> bool:
 
 
 def _is_stderr(place: Any) -> bool:
-    """Return whether `place` is still stderr.
+    """Return whether text may be written to `place`: False for descriptor 2 if it is no longer the process's stderr.
 
-    False for a descriptor 2 that was closed: the program may since have opened a file with this number.
+    The program may have closed it, and opened a file that got the number 2. True for every other stream.
     """
     if _descriptor_of(place) != 2:
         return True
@@ -101,7 +106,7 @@ def _is_stderr(place: Any) -> bool:
 
 
 def _ends_with_us(place: Any) -> bool:
-    """Return whether nobody can read the text in `place` once this process has ended."""
+    """Return whether nobody can read the text in `place` once this process has ended: a StringIO, an unlinked file."""
     descriptor = _descriptor_of(place)
     if descriptor is None:  # a program's own class may write to a file, io's classes do not
         return isinstance(place, io.IOBase)
@@ -110,7 +115,7 @@ def _ends_with_us(place: Any) -> bool:
 
 
 def _descriptor_of(place: Any) -> int | None:
-    """Return the descriptor of a stream, or `place` if it is a number; None for a stream that has none or is closed."""
+    """Return the file descriptor of a stream; `place` if it is a number; None for a stream without one, or closed."""
     if isinstance(place, int):
         return place
     with contextlib.suppress(Exception):
@@ -120,9 +125,9 @@ def _descriptor_of(place: Any) -> int | None:
 
 
 def write(descriptor: int, text: str) -> bool:
-    """Write `text` to `descriptor`. Returns: whether all of it could be written.
+    """Write `text` to `descriptor`. Returns: whether all of it could be written. Raises no OSError.
 
-    If a pipe is full, this waits for its reader, 1 s at most each time.
+    If a pipe is full, this waits for its reader; it gives up when the reader has taken nothing for 1 s.
     """
     data = text.encode(errors="replace")
     poll = select.poll()

@@ -1,6 +1,6 @@
-"""Files and folders for this user alone, with any umask.
+"""Make files and folders that only this user can read, whatever the umask is.
 
-Files that another user has put in their place are not used.
+A file that another user has put in the place of such a file is not used.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 
 def private(path: str, flags: int) -> int:
-    """Open `path` so that nobody else can read a file that this creates. Use it as the `opener` of `open`.
+    """Open `path`, as the `opener` of `open`. A file that this creates gets mode 0600: nobody else can read it.
 
-    An existing file keeps its permissions.   Returns: a descriptor.
+    An existing file keeps its permissions.   Returns: the file descriptor.
     """
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def create(path: str, *, binary: bool = False) -> Any:
-    """Create the file `path`, and return it open for writing. An existing file is replaced; a link is not followed.
+    """Create the file `path` with mode 0600, and return it open for writing. A file or link that is there is removed.
 
     Args: binary: False: a text file in UTF-8.
-    Raises: OSError if the file cannot be created, also if another user's file is there in a folder like /tmp.
+    Raises: OSError if the file cannot be created: also if another user's file is there, in a folder like /tmp.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -33,7 +33,7 @@ def create(path: str, *, binary: bool = False) -> Any:
 def make_folder(path: str) -> None:
     """Make the folder `path` and its missing parents, for this user alone (mode 0700).
 
-    An existing folder stays as it is.
+    Folders that exist keep their mode.
 
     Raises: OSError if a folder cannot be made, or if `path` is a file.
     """

@@ -12,10 +12,10 @@ _DEVICES = "/sys/devices/system/cpu"
 def caches_of(
     cpus: Collection[int], devices: str = _DEVICES, described: str = "/proc/cpuinfo"
 ) -> tuple[str, ...]:
-    """Return the caches that all of `cpus` share, each as "level mask of processors": ("2 00000003", "3 000000ff").
+    """Return the caches that all of `cpus` share, sorted: each as its level and its processors, a hexadecimal mask.
 
-    An empty tuple if they share none, as for a process that is not bound. Empty also if the kernel does not know, or in
-    a virtual machine: its host moves the processors.
+    Such as ("2 00000003", "3 000000ff"). An empty tuple if they share none, as for a process that is not bound. Empty
+    also if the kernel does not know, and in a virtual machine, because its host moves the processors.
     """
     found, wanted = set(), sum(1 << cpu for cpu in set(cpus))
     with contextlib.suppress(OSError, ValueError):

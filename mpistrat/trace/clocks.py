@@ -1,4 +1,4 @@
-"""How clocks of different nodes differ: measured by round trips, and a straight line between two measurements.
+"""Measure by round trips how clocks of different nodes differ, and convert times of one clock into another's.
 
 The ranks of a node share CLOCK_MONOTONIC and need no comparison. On another node this clock counts from that node's
 start, and runs faster or slower by some 10 us in a second, because crystals differ.
@@ -24,8 +24,8 @@ class Comparison:
     """One comparison of this process's clock with another clock. All times are nanoseconds.
 
     Attributes:
-        at: the time of this process's clock.
-        ahead: how far the other clock was ahead at that time.
+        at: a time of this process's clock.
+        ahead: the other clock's time minus this clock's, at that time; negative if the other clock was behind.
         error: the largest possible error of `ahead`.
     """
 
@@ -35,11 +35,10 @@ class Comparison:
 
 
 def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
-    """Compare two clocks by Cristian's algorithm.
+    """Compare two clocks by Cristian's algorithm, and return the comparison of the shortest of `ROUNDS` round trips.
 
-    Source: Probabilistic clock synchronization, Distributed Computing 3, 1989, pages 146-158. The other clock was read
-    within the round trip; the best guess is its middle. So the error is at most half of the round trip, and the
-    shortest of `ROUNDS` round trips is the best.
+    The other clock was read within the round trip; the best guess is its middle, with an error of at most half of the
+    round trip. Source: Probabilistic clock synchronization, Distributed Computing 3, 1989, pages 146-158.
 
     Args:
         ask: returns the time of the other clock, in ns.
@@ -58,7 +57,7 @@ def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
 def compare_with(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> Comparison:
     """Compare this process's clock with the clock of `rank` in `comm`. That rank must call `answer` at the same time.
 
-    `now` returns the time in ns.
+    Args: now: returns the time of this process's clock, in ns.
     """
     time = np.zeros(1, np.int64)
 
@@ -71,7 +70,10 @@ def compare_with(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> Comp
 
 
 def answer(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> None:
-    """Send the time to `rank` of `comm`, as often as the other rank's `compare_with` asks for it. `now` returns ns."""
+    """Answer the `compare_with` of `rank` in `comm`: send it the time of this process's clock `ROUNDS` times.
+
+    Args: now: returns the time of this process's clock, in ns.
+    """
     time = np.zeros(1, np.int64)
     for _ in range(ROUNDS):
         comm.Recv(time, rank)
@@ -82,10 +84,12 @@ def answer(comm: MPI.Intracomm, rank: int, now: Callable[[], int]) -> None:
 class Alignment:
     """Converts times of one clock, in ns, into times of another clock that it was compared with.
 
-    Between the first and the last comparison the difference changes evenly. Outside it is constant.
+    Between the first and the last comparison, the difference of the clocks changes evenly. Before and after, it is
+    constant.
 
+    Args: comparisons: one or more comparisons of the first clock with the second, in any order; two of them count.
     Attributes:
-        error: the larger error of the two comparisons, in ns.
+        error: the larger error of the first and the last comparison, in ns.
     """
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:

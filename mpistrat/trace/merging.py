@@ -1,4 +1,4 @@
-"""Merge the parts of all ranks into one timeline in Chrome's Trace Event Format. Perfetto opens it.
+"""Merge the parts of a trace (a file of each rank) into one timeline in Chrome's Trace Event Format, for Perfetto.
 
 Sources: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; the part
 of it that Perfetto shows: https://perfetto.dev/docs/getting-started/other-formats. A process (`pid`) is a rank, a
@@ -31,15 +31,16 @@ def trace_of(folder: str) -> str:
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of `merge`.
+    """The result of `merge`. Ranks are numbers in ascending order.
 
     Attributes:
         path: the merged file.
-        ranks: the ranks with a part.
-        events: the number of events.
-        missing: the ranks without a part.
-        unfinished: the ranks with a part that has no end.
-        unaligned: the ranks with a clock that cannot be converted to the first rank's clock.
+        ranks: the ranks that have left a part.
+        events: the number of events in the file.
+        missing: the ranks that have left no part.
+        unfinished: the ranks with a part that has no end: they were killed, still run, or could not write.
+        unaligned: the ranks with a clock that was not compared with the clock of the lowest rank in `ranks`; the times
+            of their events in the file do not match.
     """
 
     path: str
@@ -69,11 +70,12 @@ class Merged:
 
 
 def merge(folder: str) -> Merged:
-    """Write `trace.json` in `folder` from the parts that are there.
+    """Write `trace.json` in `folder` from the parts that are there. It replaces an older file; the parts stay.
 
-    Called by: rank 0 at the program's end, or `python -m mpistrat.trace`. It keeps the times of all collectives in
-        memory, but not the other events.
-    Raises: FileNotFoundError if there is no part; OSError if the file cannot be written.
+    It keeps the times of all collectives in memory, but not the other events.
+
+    Called by: rank 0 at the program's end, or `python -m mpistrat.trace`.
+    Raises: FileNotFoundError if there is no readable part; OSError if the file cannot be written.
     """
     parts = _readable_parts(folder)
     aligned = _alignments(parts)
@@ -95,7 +97,7 @@ def merge(folder: str) -> Merged:
 
 
 def _readable_parts(folder: str) -> list[_RankTrace]:
-    """Return the parts in `folder` with a valid header, by rank. Raises: FileNotFoundError if there is none."""
+    """Return the parts in `folder` that have a valid header, in rank order. Raises: FileNotFoundError if none has."""
     parts = []
     for rank in _ranks_in(folder):
         path = part_of(folder, rank)
@@ -107,7 +109,10 @@ def _readable_parts(folder: str) -> list[_RankTrace]:
 
 
 def _write(file: IO[str], parts: list[_RankTrace]) -> int:
-    """Write the events of all parts as one trace. Returns: the number of events."""
+    """Write the events of all parts as one trace. Times count from the earliest beginning of a part, as 0.
+
+    Returns: the number of events; the names of ranks and threads count as events.
+    """
     last = _last_to_enter(parts)
     beginning = min(part.aligned(part.begins) for part in parts)
     file.write('{"displayTimeUnit":"ms","traceEvents":[')
@@ -122,7 +127,10 @@ def _write(file: IO[str], parts: list[_RankTrace]) -> int:
 
 
 def size_of_parts(folder: str) -> int:
-    """Return the size of all parts in `folder`, in bytes. Raises: OSError if a part cannot be read."""
+    """Return the size of all parts in `folder` together, in bytes; 0 if there are none.
+
+    Raises: OSError if a part cannot be read.
+    """
     return sum(os.path.getsize(part_of(folder, rank)) for rank in _ranks_in(folder))
 
 
@@ -131,9 +139,9 @@ def remove_parts(folder: str) -> None:
 
 
 def remove_older(folder: str, size: int) -> None:
-    """Remove the trace of an earlier job, and its parts of ranks from `size` on.
+    """Remove an earlier job's `trace.json`, and its parts of ranks that this job of `size` ranks does not have.
 
-    This job overwrites the other parts.
+    This job overwrites the other parts. Called by: rank 0, before it writes. Files that cannot be removed stay.
     """
     _remove([trace_of(folder)])
     _remove(part_of(folder, rank) for rank in _ranks_in(folder) if rank >= size)
@@ -174,7 +182,13 @@ def _valid_header(path: str, rank: int) -> dict[str, Any] | None:
 
 
 class _EventKind:
-    """The common properties of many events. `text` is JSON without the brace that ends "args"."""
+    """The properties that many events share.
+
+    Attributes:
+        is_collective: whether the events are collectives.
+        communicator, ranks: a collective's communicator, and its number of ranks; "" and 0 for other events.
+        text: name, category and details as JSON, without the brace that ends "args": a collective adds details.
+    """
 
     def __init__(self, name: str, category: str, details: dict[str, Any]) -> None:
         self.is_collective = category == "collective"
@@ -185,11 +199,15 @@ class _EventKind:
 
 
 class _RankTrace:
-    """Reads one rank's part of the trace. The lines that describe many events are read at the start.
+    """Reads one rank's part of the trace. Events are read anew at each iteration; all other lines at the start.
 
     Args: header: the first line of the part, read as JSON.
     Attributes:
         aligned: converts the part's times into times of the first part's clock, in ns; set by `merge`.
+        has_end: whether the rank has closed the part.
+        kinds: by number, the properties that events share.
+        tracks: by number, the names of the threads.
+        comparisons: pairs (the other clock's name, a comparison of this part's clock with it).
     """
 
     def __init__(self, path: str, header: dict[str, Any]) -> None:
@@ -215,7 +233,9 @@ class _RankTrace:
     def trace_events(
         self, beginning: int, last: dict[_Collective, tuple[int, int, int]]
     ) -> Iterator[str]:
-        """Yield each event of the part as JSON text.
+        """Yield each event of the part as JSON text, after events that name the rank and its threads.
+
+        A collective yields two more, "wait for the others" and "move bytes", if it is known when all had entered it.
 
         Args:
             beginning: times count from this time of the first part's clock, in ns.
@@ -250,7 +270,7 @@ class _RankTrace:
                 yield complete(track, together, left, _MOVE)
 
     def lines(self, first: str) -> Iterator[Any]:
-        """Yield the values of the lines that begin with `first`: "{" for the objects, "[" for the events."""
+        """Yield the JSON values of the lines that begin with `first`: "{" for facts, "[" for events. Reads the file."""
         with open(self.path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 # The last line of a rank that was killed may be cut off.
@@ -259,9 +279,9 @@ class _RankTrace:
 
 
 def _alignments(parts: list[_RankTrace]) -> dict[str, Callable[[int], int]]:
-    """Return for each clock the function that converts its times into times of the first part's clock.
+    """Return by clock's name the function that converts its times into times of the first part's clock, in ns.
 
-    A clock is missing if no chain of comparisons leads to the first clock.
+    A clock has no entry if no chain of comparisons leads to the first part's clock.
     """
     found: dict[str, dict[str, list[Comparison]]] = defaultdict(
         functools.partial(defaultdict, list)
@@ -287,7 +307,9 @@ def _chained(first: Callable[[int], int], second: Callable[[int], int]) -> Calla
 
 
 def _last_to_enter(parts: list[_RankTrace]) -> dict[_Collective, tuple[int, int, int]]:
-    """Return for each collective the number of known calls, and the time and the rank of the last call."""
+    """Return for each collective (communicator's name, number of the call) three numbers about the parts' calls: how
+    many ranks' calls the parts have; when the last rank entered, in ns of the first part's clock; that rank's number.
+    """
     last: dict[_Collective, tuple[int, int, int]] = {}
     for part in parts:
         for event in part.lines("["):
@@ -307,6 +329,6 @@ def _metadata(what: str, pid: int, tid: int, **arguments: Any) -> str:
 
 
 def _us(nanoseconds: int) -> str:
-    """Return nanoseconds as a decimal number of microseconds with three decimals, more digits than a float has."""
+    """Return nanoseconds as text in microseconds with three decimals: "1234.567". A float would lose digits."""
     sign, rest = ("-", -nanoseconds) if nanoseconds < 0 else ("", nanoseconds)
     return f"{sign}{rest // 1000}.{rest % 1000:03d}"

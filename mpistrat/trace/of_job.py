@@ -1,4 +1,4 @@
-"""The timelines of a job's ranks: started together, their clocks compared, and their parts collected at the job's end.
+"""Starts the timelines (records of events) of a job's ranks, compares clocks, and collects the files at the job's end.
 
 This file imports mpi4py at its top. So it is imported only if MPISTRAT_TRACE is set.
 """
@@ -25,12 +25,15 @@ _comms: list[MPI.Intracomm] = []
 
 
 def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
-    """Return this process's timeline, for a communicator over the ranks of `comm`. Collective over `comm`.
+    """Return this process's timeline, for a new communicator over the ranks of `comm`. Collective over `comm`.
 
-    A process has one timeline: later calls return it, even with another folder.
+    A process has one timeline: later calls return it, even with another folder. Each call also compares the clocks of
+    the nodes of `comm`.
+
+    Called by: `communicators.construction`, if MPISTRAT_TRACE is set on rank 0.
     Args:
-        comm: a communicator that no other code uses.
-        folder: the folder for the parts.
+        comm: a communicator that nothing else uses during the call; the trace uses it again at the job's end.
+        folder: the folder for the parts: a file of each rank.
     Raises: TopologyError on all ranks if one of them cannot write its part there.
     """
     world, error = MPI.COMM_WORLD, None
@@ -52,7 +55,7 @@ def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
 
 
 def _complete(timeline: Timeline) -> None:
-    """Close the timeline and collect the parts.
+    """Close the timeline, and collect the ranks' parts in rank 0's folder. Communicators that lost a rank are left out.
 
     Called by: `job_end`, on all ranks, when no rank records events any more.
     """
@@ -66,9 +69,9 @@ def _complete(timeline: Timeline) -> None:
 
 
 def compare_clocks(comm: MPI.Intracomm, timeline: Timeline) -> None:
-    """Compare rank 0's clock with the clock of one rank of each other node. Collective over `comm`.
+    """Compare the clock of each other node with the clock of rank 0 of `comm`. Collective over `comm`.
 
-    It takes the time of 20 short messages to each.
+    The first rank of a node does so, by 20 round trips of a short message, and records the result on its `timeline`.
     """
     names = comm.allgather(timeline.clock)
     others = [names.index(name) for name in dict.fromkeys(names)][1:]
@@ -81,9 +84,10 @@ def compare_clocks(comm: MPI.Intracomm, timeline: Timeline) -> None:
 
 
 def gather_parts(comm: MPI.Intracomm, timeline: Timeline) -> None:
-    """Send rank 0 of the job the parts that it does not see in the folder, from nodes that do not share it.
+    """Send rank 0 the parts that it does not see in its folder, because their nodes do not share that folder.
 
-    Collective.
+    Collective over `comm`. Does nothing unless rank 0 of `comm` is rank 0 of the job. A rank removes its part when it
+    has sent it.
     """
     parts = comm.gather((timeline.rank, timeline.header)) or []
     unseen = [
@@ -108,7 +112,7 @@ def _send_part(comm: MPI.Intracomm, timeline: Timeline) -> None:
 
 
 def _receive_part(comm: MPI.Intracomm, rank: int, path: str) -> None:
-    """Write the part that `rank` sends into the file `path`.
+    """Write the part that `rank` sends into the file `path`. If it cannot be written, receive it all the same.
 
     The file gets its name at the end. By then the sender has removed its own file, in case both share the folder.
     """

@@ -19,7 +19,14 @@ is_complete = False
 
 
 def begin(folder: str, rank: int, size: int) -> Timeline:
-    """Return this process's timeline; the first call makes it. Raises: OSError if its part cannot be written."""
+    """Return this process's timeline; the first call makes it. It is finished at the program's end.
+
+    Later calls ignore their arguments.
+    Args:
+        folder: the folder for the parts: a file of each rank.
+        rank, size: this process's number in the job, and the number of ranks. Rank 0 removes an older trace.
+    Raises: OSError if this rank's part cannot be written.
+    """
     global _timeline
     if _timeline is None:
         if rank == 0:
@@ -31,7 +38,11 @@ def begin(folder: str, rank: int, size: int) -> Timeline:
 
 
 def _finish(pid: int, timeline: Timeline, size: int) -> None:
-    """Close the timeline at the program's end. Rank 0 also merges the parts, if all are complete and not too large."""
+    """Close the timeline at the program's end. Rank 0 also merges the parts, if all are complete and at most 64 MB.
+
+    It removes the parts if the merged trace is complete, and tells the user where the trace is. A forked child does
+    nothing.
+    """
     if os.getpid() != pid:
         return
     timeline.close()

@@ -9,7 +9,7 @@ from typing import Any
 def begin(name: str) -> Any:
     """Open a range "mpistrat::name" in torch's profiler on this thread.
 
-    Returns: the range, for `end`; None if no profiler records.
+    Returns: the open range, or None if no profiler records; the caller gives either to `end`.
     """
     profiler = sys.modules.get("torch.autograd.profiler")
     # Torch's own code makes the same test, because a record_function without a profiler costs 2 us.

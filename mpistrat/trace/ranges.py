@@ -13,18 +13,18 @@ from mpistrat.trace import profiler, spans
 if TYPE_CHECKING:
     from mpistrat.trace.timeline import Timeline
 
-# The cache of functions with an event kind. A function that has dropped out gets another kind.
+# So many functions keep the number of their kind of events. A function that has dropped out gets a new one.
 _MOST_FUNCTIONS = 1024
 
 
 def begin(timeline: Timeline) -> None:
-    """Record ranges on `timeline`, the process's own, from now on. Later calls change nothing."""
+    """Record ranges on `timeline`, this process's own, from now on: replace `spans.current`. Later calls do nothing."""
     if not isinstance(spans.current, Ranges):
         spans.current = Ranges(timeline)
 
 
 class Ranges(spans.NoSpans):
-    """Records ranges on `timeline`."""
+    """Records the durations of a program's work on `timeline`, and in torch's profiler. See `spans.NoSpans`."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -49,7 +49,10 @@ class Ranges(spans.NoSpans):
         return _Range(self._timeline, kind, "strategy.run")
 
     def watch_optimizers(self, watch_steps: Callable[..., None]) -> None:
-        """Record the steps of torch's optimizers by torch's hooks. The profiler shows these steps without our help."""
+        """Record the steps of torch's optimizers by torch's hooks, on the timeline: the profiler shows them anyway.
+
+        Inside `Strategy.replica()`, the end of an optimizer's step also ends a "step". Later calls do nothing.
+        """
         if self._watches_optimizers:
             return
         self._watches_optimizers = True

@@ -1,7 +1,7 @@
-"""Hooks through which the program's work is recorded: `with spans.current.range("mirror"): …`.
+"""Records how long parts of the program take, if it is traced: `with spans.current.range("mirror"): …`.
 
-They lead to the timeline and torch's profiler. This module has the object that records nothing. A program without a
-trace uses it, and loads nothing of `mpistrat.trace`.
+`current` is an object that records nothing, until a strategy replaces it by a `ranges.Ranges`, because MPISTRAT_TRACE
+is set. A program without a trace loads no other module of `mpistrat.trace`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ _NOTHING = contextlib.nullcontext()
 
 
 class NoSpans:
-    """Records nothing. `ranges.Ranges` replaces it when a program is traced."""
+    """Records nothing: its methods return at once. `ranges.Ranges` replaces it when a program is traced."""
 
     def range(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which work is recorded under `name`."""
+        """Return a context, and record its duration under `name`."""
         return _NOTHING
 
     def run(self, fn: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-        """Return a context around a `Strategy.run` of `fn`."""
+        """Return a context, and record its duration as a `Strategy.run` of `fn`. Entered by: `Strategy.run`."""
         return _NOTHING
 
     def begin_steps(self) -> None:
-        """Note that this thread has entered `Strategy.replica()`. A step begins, and ends with an optimizer's step."""
+        """Note that this thread has entered `Strategy.replica()`: a training step begins.
+
+        It ends, and the next one begins, when an optimizer has stepped in this thread.
+        """
 
     def end_steps(self) -> None:
         """Note that this thread has left `Strategy.replica()`."""
 
     def watch_optimizers(self, watch_steps: Callable[..., None]) -> None:
-        """Record the steps of torch's optimizers from now on. torch must be loaded.
+        """Record the steps of torch's optimizers from now on. Calls after the first do nothing. torch must be loaded.
 
-        Args: watch_steps: takes two functions, for torch's optimizers to call before and after each step, as torch's
-            hooks.
+        Args: watch_steps: takes two functions, and makes torch's optimizers call them before and after each step.
         """
 
 

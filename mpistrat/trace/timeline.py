@@ -1,4 +1,4 @@
-"""This process's part of the trace, a file that is written while the program runs: a killed job leaves its parts.
+"""This process's part of the trace: a file that is written while the program runs, so a killed job leaves its parts.
 
 A part is text, with a JSON value in each line. Facts about many events are written once, as an object: the header (the
 first line), kinds of events, tracks (threads), comparisons of clocks, and at the end of a complete part {"end": …}. An
@@ -39,7 +39,8 @@ def header_of(part: str) -> str:
 class Timeline:
     """This process's part of the trace: it collects events and writes them to a file.
 
-    Any thread may call its methods; in a forked child they do nothing.
+    Any thread may call its methods; in a forked child they do nothing. Events are written 1000 at a time, or when an
+    event comes 1 s after the last writing. If writing fails later, the timeline warns, and drops all further events.
 
     Args:
         folder: the folder of the parts; made if it is missing.
@@ -79,7 +80,10 @@ class Timeline:
         self._write()
 
     def kind(self, name: str, category: str, **details: Any) -> int:
-        """Return the number of a new kind of events. All its events have this name, category and details."""
+        """Return the number of a new kind of events, for `add`. Each call makes another kind.
+
+        Args: name, category, details: shared by all events of the kind, and shown in the trace.
+        """
         with self._lock:
             number = self._kinds
             self._kinds += 1
@@ -87,22 +91,24 @@ class Timeline:
         return number
 
     def add(self, kind: int, start: int, end: int) -> None:
-        """Record an event: this thread's work from `start` to `end`, times of `now`."""
+        """Record an event of a `kind`: this thread's work from `start` to `end`, both times of `now` (ns)."""
         self._add(f"[{kind},{self._track()},{start},{end}]", end)
 
     def add_collective(
         self, kind: int, entered: int, together: int, left: int, number: int
     ) -> None:
-        """Record a collective: call `number` of its communicator.
+        """Record a collective, call `number` of its communicator, on this thread. Times are times of `now` (ns).
 
-        `together` is when all ranks had entered it; 0: unknown.
+        Args:
+            entered, left: when this rank entered and left the call.
+            together: when all ranks had entered the call; 0 if that is not known.
         """
         self._add(f"[{kind},{self._track()},{entered},{together},{left},{number}]", left)
 
     def add_comparison(self, reference: str, at: int, ahead: int, error: int) -> None:
-        """Record a comparison of this process's clock with the clock `reference`.
+        """Record a comparison of this process's clock with the clock that has the name `reference`.
 
-        For numbers see `clocks.Comparison`.
+        Args: at, ahead, error: nanoseconds, as in `clocks.Comparison`.
         """
         line = {"reference": reference, "at": at, "ahead": ahead, "error": error}
         self._add(json.dumps(line), at)
@@ -172,10 +178,9 @@ class Timeline:
 
 
 def host_clock() -> str:
-    """Return a name for this process's CLOCK_MONOTONIC.
+    """Return a name for this process's CLOCK_MONOTONIC. Processes with the same name read the same clock.
 
-    Processes with the same name share a kernel since its start, and a time namespace. Without /proc it is the host's
-    name.
+    It is made of the kernel's boot ID and the process's time namespace; without /proc, it is the host's name.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -19,9 +19,11 @@ from mpistrat.tools.bench.surroundings import surroundings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` names, and report on rank 0. Called by: every rank.
+    """Run the command that `argv` names, and report on rank 0. Called by: every rank, with the same `argv`.
 
-    Returns: the exit code: 0; 1 if a result was wrong; 2 for a usage error.
+    Args: argv: the arguments without the program's name; None: those of this process.
+    Returns: the exit code: 0; 1 if a result was wrong; 2 for a UsageError; rank 0 prints it to stderr.
+    Raises: SystemExit, with code 2, for arguments that the parser refuses.
     """
     top = parser()
     arguments = top.parse_args(argv)
@@ -44,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> Report:
-    """Measure one collective at each size, and print each row as soon as it is measured. Called by: every rank."""
+    """Measure one collective at each size; rank 0 prints each row as soon as it is measured. Called by: every rank.
+
+    Raises: UsageError for --window with a device other than the host.
+    """
     name, communicator = arguments.operation, all_ranks()
     device = device_named(arguments.device)
     if arguments.window and not device.is_host:

@@ -58,8 +58,9 @@ def dtype(text: str) -> np.dtype[Any]:
 
 
 def communication_options(text: str) -> CommunicationOptions:
-    """Return the `CommunicationOptions` with arguments from a text: "bytes_per_pack=4000000,timeout_seconds=60".
+    """Return `CommunicationOptions` with the arguments in a text: "bytes_per_pack=4000000,timeout_seconds=60".
 
+    A value that is no Python literal is taken as a string.
     Raises: ArgumentTypeError for an unknown argument or a wrong value.
     """
     options = {}
@@ -209,9 +210,11 @@ def parser() -> ArgumentParser:
 
 
 def _add(parser: Any, options: Iterable[str], **defaults: Any) -> None:
-    """Add `options` of `_OPTIONS` to a parser, and set `defaults`.
+    """Add options to a parser, and set `defaults` for them.
 
-    The default `run` names the command's function in `command._RUN`.
+    Args:
+        options: keys of `_OPTIONS`: "-b --minbytes".
+        defaults: by the option's name; `run` is the key of the command's function in `command._RUN`.
     """
     for option in options:
         parser.add_argument(*option.split(), **_OPTIONS[option])

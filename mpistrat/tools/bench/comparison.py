@@ -1,4 +1,4 @@
-"""`mpistrat-bench compare`: mpistrat and its peers do the same work in one run."""
+"""`mpistrat-bench compare`: mpistrat and its peers (raw MPI, torch.distributed, …) do the same work in one run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ OURS, ALONE, COPY = "mpistrat", "one rank alone", "copy"
 def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, dict[str, str]]:
     """Return the step functions of all contestants by name, and for each peer that is left out the reason.
 
-    The contestants are one rank alone, all peers, torch on mpistrat's process group, and mpistrat. Called by: every
-    rank.
+    The contestants are one rank alone, all peers, DDP and FSDP2 on mpistrat's process group, and mpistrat. A step
+    function takes no arguments, and returns this rank's loss.
+
+    Called by: every rank.
     Args:
-        work: this rank's part of the step.
+        work: this rank's part of the step, a `Work`.
         options: communication options for mpistrat; None: the defaults.
     """
     from mpistrat.tools.bench.peers import torch_distributed
@@ -50,7 +52,9 @@ def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, d
 def compare_training(contestants: Contestants, num_rounds: int, device: Device = HOST) -> list[Row]:
     """Time the steps of all contestants, in turns. Called by: every rank.
 
-    Returns: a row for each contestant. Equal losses show that the contestants did the same work.
+    Returns: a row for each contestant. "ms" is the median over the rounds of the slowest rank's mean time of a step;
+        "samples" has the time of each round. "loss" is the mean of all ranks in one more step. "wrong" is True if it
+        differs from mpistrat's by more than 0.01 %: then the contestant did other work (never for one rank alone).
     """
     rounds = compare(contestants, num_rounds=num_rounds, wait=device.wait)
     times = medians(rounds)
@@ -73,9 +77,11 @@ def compare_training(contestants: Contestants, num_rounds: int, device: Device =
 
 
 def _over_own_backend(name: str, times: Mapping[str, float]) -> Row:
-    """Return the time of a torch wrapper on mpistrat's process group, divided by its time on torch's own backend.
+    """Return a ratio for a row: the time of DDP or FSDP2 on mpistrat's group, divided by its time on torch's backend.
 
-    An empty dict for contestants that do not run on mpistrat's group.
+    Args: name: the contestant: "DDP, mpistrat".   times: microseconds of each contestant.
+    Returns: a dict such as {"this / gloo": 0.9}; empty if `name` is no wrapper on mpistrat's group, or torch's own
+        backend takes no part.
     """
     wrapper, _, backend = name.partition(", ")
     if backend != OURS:
@@ -90,6 +96,7 @@ def all_reduce_contestants(
     """Return the functions that sum `nbytes` bytes of float32 over the ranks, by name, and the peers left out, with
     reasons.
 
+    A function takes no arguments and returns the array with the sum; the function COPY only copies `nbytes` bytes.
     Called by: every rank.
     """
     ours = all_ranks()
@@ -129,9 +136,10 @@ def all_reduce_contestants(
 def compare_all_reduces(
     sizes: Iterable[int], num_rounds: int, device: Device = HOST
 ) -> tuple[list[Row], dict[str, str]]:
-    """Compare sums of `sizes` bytes. Called by: every rank.
+    """Compare sums over the ranks of buffers of `sizes` bytes. Called by: every rank.
 
-    Returns: a row for each size, and the peers that are left out, with reasons.
+    Returns: a row of `compare_all_reduce` for each size, and the peers that are left out at the last size, with
+        reasons.
     """
     rows, left_out = [], dict[str, str]()
     for nbytes in sizes:
@@ -141,9 +149,10 @@ def compare_all_reduces(
 
 
 def operand(count: int, rank: int, ranks: int) -> np.ndarray:
-    """Return the float32 operand of `rank`.
+    """Return the float32 operand of `rank` for an all-reduce of `count` elements over `ranks` ranks.
 
-    With several ranks the operands add up to zeros, so sums in place do not grow.
+    Rank 0 has 1, 2, 3, 1, 2, 3, …, the last rank the negative of these, and every other rank zeros. So the sum is 0,
+    and repeated sums in place do not grow. A single rank has 1, 2, 3, ….
     """
     sign = {ranks - 1: -1, 0: 1}.get(rank, 0)
     return (np.arange(count) % 3 + 1).astype(np.float32) * sign
@@ -165,9 +174,11 @@ _RATIOS = {
 def compare_all_reduce(
     nbytes: int, contestants: Contestants, num_rounds: int, device: Device = HOST
 ) -> Row:
-    """Time the contestants at one size and check their sums. Called by: every rank.
+    """Time the contestants at one size, in turns, and check one sum of each. Called by: every rank.
 
-    Returns: the row; "us" columns are microseconds, "wrong" counts wrong elements on all ranks.
+    Returns: the row. A column "… us" is the median over the rounds of the slowest rank's mean microseconds per call;
+        "wrong" counts the wrong elements on all ranks; "samples" has each round's time; the others are ratios of
+        medians.
     """
     expected = operand(max(1, nbytes // 4), 0, 1) if all_ranks().size == 1 else 0
     wrong = sum(

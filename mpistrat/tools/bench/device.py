@@ -44,7 +44,7 @@ class Device:
             sys.modules["torch"].accelerator.synchronize(self.name)
 
     def __str__(self) -> str:
-        """Return the device in words: "host memory", or its name and its hardware."""
+        """Return the device in words: "host memory" for a CPU, else "cuda:0 (NVIDIA H100)", or the name alone."""
         if self.is_host:
             return "host memory"
         module = sys.modules["torch"].get_device_module(self.kind)
@@ -56,6 +56,6 @@ HOST = Device()
 
 
 def check_on_host(device: object) -> None:
-    """Raise CannotTakePart unless `device` is a CPU. Called by: peers that are compared on CPUs only, on every rank."""
+    """Raise CannotTakePart unless `device` is a CPU. Called by: Horovod's and TensorFlow's steps, on every rank."""
     if not str(device).startswith("cpu"):
         raise CannotTakePart(f"is compared on CPUs only, not on {device}")

@@ -14,9 +14,10 @@ from mpistrat.tools.bench.rounds import all_ranks, first_reason
 def device_named(wanted: str) -> Device:
     """Choose this rank's device for the whole run. Called by: every rank.
 
+    An accelerator also becomes torch's current device.
     Args:
-        wanted: "cpu"; "cuda" or another kind: this rank's share of its node's accelerators of this kind; "cuda:1": this
-            device on every rank; "auto": this rank's share of the accelerators, or the host if there are none.
+        wanted: "cpu"; "cuda" or another kind: one of the node's accelerators of this kind, shared out among the ranks;
+            "cuda:1": this device on every rank; "auto": one of the node's accelerators, or the host if there are none.
     Raises: UsageError on all ranks, if a rank lacks the device or the ranks have devices of several kinds.
     """
     if wanted == HOST.kind:

@@ -21,7 +21,10 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pictures(Dataset[Batch]):
-    """A dataset of `images` [examples, height, width(, channels)] with labels. It resizes an image when it is read."""
+    """A dataset of `images` [examples, height, width(, channels)] with labels. It resizes an image when it is read.
+
+    An example is a float32 image of the model's `shape` [channels, height, width], scaled to at most 1, and its label.
+    """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, shape: tuple[int, ...]) -> None:
         self._images = images if images.ndim == 4 else images[..., None]
@@ -41,7 +44,10 @@ class Pictures(Dataset[Batch]):
 
 
 class Text(Dataset[Batch]):
-    """A dataset of pieces of a file. Inputs are `length` bytes as tokens; the target of a byte is the byte after it."""
+    """A dataset of a file's bytes, `length` at a time. Inputs are bytes as tokens; targets are the bytes after them.
+
+    Both are int64 tensors of shape [length].
+    """
 
     def __init__(self, file: Path, length: int) -> None:
         self._bytes, self._length = np.memmap(file, np.uint8, mode="r"), length
@@ -58,11 +64,13 @@ class Text(Dataset[Batch]):
 def batches(
     strategy: Strategy, model: Model, source: str, batch_size: int
 ) -> Iterator[Batch] | None:
-    """Return an endless iterator over this rank's parts of global batches, epoch after epoch. Called by: every rank.
+    """Return an endless iterator over this rank's parts of shuffled global batches. Called by: every rank.
 
-    Args: source: "synthetic", "digits", or a file's path.
-    Returns: None for synthetic input.
-    Raises: UsageError on all ranks, if this model cannot read `source`, or it has less than one batch.
+    Args:
+        source: "synthetic", "digits", or a file's path.
+        batch_size: the examples of all ranks together.
+    Returns: None for synthetic input: the step then keeps its random batch.
+    Raises: UsageError on all ranks, if this model cannot read `source`, or `source` has less than one batch.
     """
     if source == SYNTHETIC:
         return None

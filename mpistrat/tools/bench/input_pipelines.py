@@ -1,4 +1,4 @@
-"""`mpistrat-bench input`: distributed datasets beside a DistributedSampler, or beside the same batches without them."""
+"""`mpistrat-bench input`: compares distributed datasets with a DistributedSampler, or with plain batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ STEPS = 400  # in an epoch, when overhead is measured
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
-    """A dataset of byte images in one file. It reads, converts to float32 and normalises an image when asked for it."""
+    """A dataset of images [3, 32, 32] in a file of bytes. `images[i]` reads image i, and normalises it as float32.
+
+    Its label is i modulo 10.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -42,14 +45,14 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
 
 
 def through(batches: Iterable[Any]) -> Callable[[], object]:
-    """Return a function that reads an epoch of `batches` and drops them."""
+    """Return a function that iterates once over `batches` and drops each batch."""
     return functools.partial(collections.deque, batches, maxlen=0)
 
 
 def with_sampler(path: str, **how: Any) -> Callable[[], object]:
-    """Return a function that reads an epoch as programs for DistributedDataParallel do.
+    """Return a function that reads this rank's part of a shuffled epoch by a DataLoader with a DistributedSampler.
 
-    `how`: arguments of the DataLoader.
+    Programs for DistributedDataParallel do so.   `how`: arguments of the DataLoader.
     """
     images = Images(path)
     sampler = DistributedSampler[Any](images, all_ranks().size, all_ranks().rank)
@@ -63,15 +66,20 @@ def with_sampler(path: str, **how: Any) -> Callable[[], object]:
 
 
 def distributed(path: str, **how: Any) -> Callable[[], object]:
-    """Return a function that reads an epoch of a distributed DataLoader. `how`: arguments of the DataLoader."""
+    """Return a function that reads this rank's part of an epoch of a DataLoader that mpistrat distributes.
+
+    `how`: arguments of the DataLoader.
+    """
     loader = DataLoader(Images(path), BATCH * all_ranks().size, shuffle=True, **how)
     return through(MultiWorkerMirroredStrategy().experimental_distribute_dataset(loader))
 
 
 def throughput(examples: int, num_rounds: int) -> list[dict[str, Any]]:
-    """Measure examples per second of all ranks, without and with a worker process per rank. Called by: every rank.
+    """Measure how many examples per second all ranks together read, by a DistributedSampler and by mpistrat.
 
-    Returns: a row for each contestant; samples are microseconds per epoch.
+    Both are measured without a worker process of the DataLoader, and with one per rank.   Called by: every rank.
+    Args: examples: the examples of an epoch.
+    Returns: a row for each contestant, from the median epoch; samples are the slowest rank's microseconds per epoch.
     """
     rows: list[dict[str, Any]] = []
     with tempfile.NamedTemporaryFile() as file:
@@ -120,7 +128,9 @@ class Endless:
 def overhead(num_rounds: int) -> list[dict[str, Any]]:
     """Measure the microseconds per step of a distributed dataset, and of this rank's batches without it.
 
-    Called by: every rank.   Returns: a row for each kind of dataset; samples are microseconds per epoch.
+    Called by: every rank.
+    Returns: a row for each kind of dataset, from the median epoch of 400 steps; samples are the slowest rank's
+        microseconds per epoch.
     """
     strategy = MultiWorkerMirroredStrategy()
     distribute = strategy.experimental_distribute_dataset

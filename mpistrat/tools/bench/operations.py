@@ -17,18 +17,20 @@ from mpistrat.tools.bench.device import HOST, Device
 
 
 class Operation(abc.ABC):
-    """One collective on buffers of one size, made once and called many times. Making it is collective.
+    """One collective on buffers of one size. Each rank makes the object once, and calls it many times.
 
-    Operands are small integers, so that sums are exact in every dtype and order.
+    Making it and calling it are collective. Operands are small integers, so that sums are exact in every dtype and
+    order.
 
     Args:
         nbytes: bytes as nccl-tests counts them: the whole result of all_gather, the whole operand of reduce_scatter,
-            one rank's buffer for other collectives.
-        in_window: whether operands lie in the memory that ranks share, if the operation can use it.
+            one rank's buffer for other collectives. Rounded down to whole elements, equally many for each rank.
+        in_window: whether the buffer lies in memory that the ranks of a node share; only `AllReduce` uses it.
         device: the device of the operands without `in_window`.
 
     Attributes:
         count: the number of elements in `nbytes`.
+        part: the number of elements of one rank's part; `count` if the buffer has no parts.
         redop: "sum", or "none" for a collective that combines nothing.
         source: this rank's operand.
         result: the buffer for the result.
@@ -56,17 +58,14 @@ class Operation(abc.ABC):
 
     @classmethod
     def bus_factor(cls, ranks: int) -> float:
-        """Return busbw / algbw: the bytes on each link per counted byte."""
+        """Return busbw / algbw for so many ranks: how many bytes cross each link per counted byte."""
         return (ranks - 1) / ranks if cls.splits else 1.0
 
     def prepare(self, in_window: bool) -> None:  # noqa: B027 - most operations need no other buffers
-        """Make the buffers of an operation that `source` and its copy `result` do not fit.
-
-        Called once, at the start.
-        """
+        """Replace `source` or `result` by another buffer, if the operation needs one. Called by: `__init__`, once."""
 
     def reset(self) -> None:  # noqa: B027 - most operations do not overwrite their operands
-        """Restore operands that the last call has overwritten. Called before each call."""
+        """Restore operands that the last call has overwritten. Called before each call, and not timed."""
 
     @abc.abstractmethod
     def __call__(self) -> None: ...
@@ -76,7 +75,7 @@ class Operation(abc.ABC):
         """Return the correct content of `result` on this rank."""
 
     def wrong(self) -> int:
-        """Return the number of wrong elements in this rank's result."""
+        """Return the number of elements of this rank's `result` that are not `expected()`."""
         return int((arrays.to_numpy(self.result) != self.expected()).sum())
 
     def operand(self, rank: int, count: int) -> np.ndarray:

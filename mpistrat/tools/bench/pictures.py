@@ -45,7 +45,10 @@ def over_sizes(
 ) -> None:
     """Draw the microseconds and the bandwidth of each contestant over the sizes into the file `path`.
 
-    Args: limit: for each size, the microseconds for a copy of as many bytes on all ranks.
+    Args:
+        nbytes: the sizes in bytes.
+        times: for each contestant, its microseconds at each size.
+        limit: for each size, the microseconds for a copy of as many bytes on all ranks at once; a dashed line.
     """
     with _picture(path, 2) as (figure, left, right):
         for name, us in {**times, _LIMIT: limit}.items():
@@ -59,7 +62,10 @@ def over_sizes(
 
 
 def side_by_side(title: str, unit: str, samples: Mapping[str, Sequence[float]], path: str) -> None:
-    """Draw the median of each contestant as a bar, and its samples as points, into the file `path`."""
+    """Draw the median of each contestant as a bar, and its samples as points, into the file `path`.
+
+    Args: unit: the label of the axis: "ms per step".   samples: by contestant, its times in this unit.
+    """
     with _picture(path, 1) as (_, axes):
         medians = list(map(statistics.median, samples.values()))
         axes.barh(list(samples), medians, color="lightsteelblue")
@@ -70,7 +76,10 @@ def side_by_side(title: str, unit: str, samples: Mapping[str, Sequence[float]], 
 
 
 def training(row: Mapping[str, Any], path: str) -> None:
-    """Draw the parts of a step's time, and the time of every step, into the file `path`."""
+    """Draw the median time of a step's parts, and the slowest rank's time of every step, into the file `path`.
+
+    Args: row: a row of `training.train`.
+    """
     with _picture(path, 2) as (figure, left, right):
         below = 0.0
         for part in ("input_ms", "compute_ms", "exposed_communication_ms"):

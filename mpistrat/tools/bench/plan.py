@@ -1,15 +1,16 @@
-"""Predicts the time of an all-reduce on other numbers of nodes, by a model that is put together from measured parts.
+"""Predicts the time of an all-reduce on other numbers of nodes: the time within a node plus the time between nodes.
 
-The ranks of a node combine their buffers in the node's memory. Then each rank carries a slice between the nodes. So for
-S bytes on N nodes
+The ranks of a node combine their buffers in the node's memory. Then each rank sends a slice to the other nodes. So the
+seconds for S bytes on N nodes are
 
     t(S, N) = node(S) + between(S, N),   node(S) = alpha + beta S,
     between(S, N) = 2 ceil(log2 N) latency + 2 (N - 1) / N S byte
 
 `node` is fitted to times of this run: one alpha and beta for buffers that fit into the caches, and another pair for
 larger ones. `latency` and `byte` describe the network, for all ranks of a node together. They come from the command
-line, or are fitted to times between this run's nodes by MPI's own algorithm. The model ignores sums in pieces: mpistrat
-uses them only where they measured at most 1.1 times as slow. It knows no shared switches and no levels of switches.
+line, or are fitted to times between this run's nodes by MPI's own algorithm. The model ignores that mpistrat may sum a
+large buffer in pieces, because it does so only if that took at most 1.1 times as long. It knows no shared switches and
+no levels of switches.
 Sources: `communicators/costs/model.py`.
 """
 
@@ -43,9 +44,9 @@ _WIDTHS = (7, 7, 14, 16, 14, 14, 15, 8)  # the widths of the table's columns, in
 
 
 def sizes_of(arguments: argparse.Namespace) -> list[int]:
-    """Return the bytes of the buffers to predict.
+    """Return the sizes to predict, in bytes: --size, or 4 bytes for each of --model-parameters; else 1, 16 and 64 MiB.
 
-    Raises: UsageError for a size below 64 KiB: the model does not cover it.
+    Raises: UsageError for a size below 64 KiB, because such buffers go through MPI alone.
     """
     sizes = arguments.size or [1 << 20, 16 << 20, 64 << 20]
     if arguments.model_parameters:
@@ -58,7 +59,7 @@ def sizes_of(arguments: argparse.Namespace) -> list[int]:
 
 
 def check_network(arguments: argparse.Namespace) -> None:
-    """Raise UsageError if the command line describes half a network, or an impossible one."""
+    """Raise UsageError if only one of --alpha-us and --gbit is given, or one has an impossible value."""
     if (arguments.alpha_us is None) != (arguments.gbit is None):
         raise UsageError("--alpha-us and --gbit describe one network: give both or neither")
     if arguments.gbit is not None and not (arguments.gbit > 0 and arguments.alpha_us >= 0):
@@ -68,7 +69,11 @@ def check_network(arguments: argparse.Namespace) -> None:
 
 
 def check_run(arguments: argparse.Namespace, ranks_per_node: int, num_nodes: int) -> None:
-    """Raise UsageError if a run with so many ranks and nodes cannot give the times that the model needs."""
+    """Raise UsageError if this run cannot give the times that the model needs.
+
+    That is so if --ranks-per-node is more than `ranks_per_node`, the fewest ranks on a node of this run; or if --nodes
+    asks for several nodes, this run is on one, and the command line describes no network.
+    """
     if (wanted := arguments.ranks_per_node or 0) > ranks_per_node:
         raise UsageError(
             f"--ranks-per-node {wanted}: this run has {ranks_per_node} on a node, and more ranks would use its memory "
@@ -83,16 +88,16 @@ def check_run(arguments: argparse.Namespace, ranks_per_node: int, num_nodes: int
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """The time of one all-reduce on N nodes.
+    """Predicts the seconds of one all-reduce on N nodes.
 
     Attributes:
         ranks_per_node: the number of ranks on each node.
-        caches: the largest size in bytes that the caches hold.
-        in_caches: the cost within a node up to `caches` bytes.
+        caches: the largest size in bytes that `in_caches` describes; 0 with one rank per node.
+        in_caches: the cost (alpha + beta S seconds) within a node up to `caches` bytes.
         beyond_caches: the cost within a node of more than `caches` bytes.
         latency: seconds of one message between nodes; None if no network is known.
         byte: seconds per byte that leaves a node; None if no network is known.
-        network_error: the relative error of the network's fit; None if the command line describes the network.
+        network_error: the relative error of the network's fit; None if no fit was made.
     """
 
     ranks_per_node: int
@@ -141,10 +146,13 @@ def _line(cost: Cost) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One row of the plan. Times are microseconds; bandwidths are nccl-tests', in 1e9 bytes per second.
+    """One row of the plan: an all-reduce of `bytes` bytes on `nodes` nodes with `ranks` ranks in all.
 
     Attributes:
-        measured: the median of this run; None if this run has another number of nodes or ranks.
+        predicted: the predicted microseconds.
+        algbw, busbw: nccl-tests' bandwidths, in 1e9 bytes per second, from `predicted`.
+        measured: the median microseconds in this run; None if this run has another number of nodes or ranks, or the
+            size is over 64 MiB.
         off: predicted / measured - 1; None without `measured`.
     """
 
@@ -163,7 +171,7 @@ def predictions(
 ) -> tuple[CostModel, list[Prediction], dict[str, Any]]:
     """Fit the model to times of this run and predict. Called by: every rank.
 
-    Returns: the model, a prediction for each number of nodes and each size, and the surroundings of the run.
+    Returns: the model, a prediction for each number of nodes and each size, and the machine and software of the run.
     Raises: UsageError if arguments are wrong or this run cannot give the times that the model needs.
     """
     sizes = sizes_of(arguments)
@@ -186,9 +194,10 @@ def predictions(
 
 
 def predict(model: CostModel, nodes: int, nbytes: int, measured: float | None) -> Prediction:
-    """Return the model's prediction for one number of nodes and one size.
+    """Return the model's prediction for an all-reduce of `nbytes` bytes on `nodes` nodes.
 
-    Args: measured: microseconds in this run, or None.
+    Args: measured: the microseconds that this run measured for the same; None if it did not.
+    Raises: ValueError for several nodes, if the model knows no network.
     """
     predicted = model.seconds(nbytes, nodes) * 1e6
     ranks = nodes * model.ranks_per_node
@@ -205,7 +214,10 @@ def _model(
     wanted: Sequence[int],
     arguments: argparse.Namespace,
 ) -> CostModel:
-    """Fit the model to times of the first `per_node` ranks of each node. Collective."""
+    """Fit the model to times of the first `per_node` ranks of each node. Collective.
+
+    Args: wanted: the sizes to predict, in bytes; times are taken from 64 KiB to the largest of them, at most 64 MiB.
+    """
     place, nodes = topology.local_rank, topology.num_nodes
     takes_part = place < per_node
     node = communicator.split(topology.node if takes_part else nodes + topology.node)
@@ -215,7 +227,10 @@ def _model(
     sizes = list(sweep.sizes(SMALLEST, largest * _FACTOR - 1, _FACTOR))  # the last is >= `largest`
 
     def slowest(part: Communicator, slices: int, label: str) -> list[float]:
-        """Return for each size the slowest rank's seconds of an all-reduce of `size // slices` bytes."""
+        """Return for each of `sizes` the largest median seconds of any rank's all-reduce of `size // slices` bytes.
+
+        Collective over all ranks; ranks that take no part only hear the result.
+        """
         seconds = np.zeros(len(sizes))
         if takes_part:
             seconds[:] = [_p50(part, size // slices) * 1e-6 for size in sizes]

@@ -23,10 +23,10 @@ class Report:
 
     Attributes:
         where: the machine and the software of the measurement, as `surroundings` returns them.
-        rows: the results, for the file.
+        rows: the results, for the JSON file.
         lines: the results as lines of text, for people.
-        more: further keys of the file.
-        draw: draws a picture of the results into a file; None: there is no picture.
+        more: further keys of the JSON file.
+        draw: draws a picture of the results into the file that its argument names; None: there is no picture.
         wrong: whether a result was wrong; the exit code is then 1.
     """
 
@@ -69,9 +69,9 @@ def table_report(
     left_out: Mapping[str, str] = {},
     draw: Callable[[str], None] | None = None,
 ) -> Report:
-    """Return a report that shows `rows` as a table.
+    """Return a report that shows `rows` as a table. It is `wrong` if the "wrong" of any row is true or over 0.
 
-    Args: left_out: for each peer that takes no part, the reason.
+    Args: left_out: for each peer (a library to compare with) that takes no part, the reason.
     """
     taken_on = (
         f"{where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores · "
@@ -85,7 +85,10 @@ def table_report(
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return lines of a table with a column for every key of any row, except the samples."""
+    """Return the lines of a table: a heading, and a line for each row, with a column for every key of any row.
+
+    The samples have no column; a key that a row lacks is "-".
+    """
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
     columns.pop(SAMPLES, None)
     cells = [list(columns)] + [[_cell(row.get(column, "-")) for column in columns] for row in rows]
@@ -98,7 +101,10 @@ def aligned(cells: Iterable[str], widths: Iterable[int], between: str = "") -> s
 
 
 def distance_in_words(where: Row) -> list[str]:
-    """Return a line that says how far apart the cores of two ranks were; an empty list if that was not measured."""
+    """Return a line: the microseconds that two ranks took to hand each other 128 KB, before and after the run.
+
+    An empty list if that was not measured.
+    """
     if not min(where.get("distance_us", [0])):
         return []
     words = "Two ranks handed each other 128 KB in {:.0f} us before, and in {:.0f} us after"
@@ -106,7 +112,7 @@ def distance_in_words(where: Row) -> list[str]:
 
 
 def oversubscription(where: Row) -> list[str]:
-    """Return a warning that there are more ranks than cores; an empty list if there is a core for each rank."""
+    """Return a list with a warning that there are more ranks than cores; [] if there is a core for each rank."""
     if not where["oversubscribed"]:
         return []
     return [
@@ -116,9 +122,9 @@ def oversubscription(where: Row) -> list[str]:
 
 
 def _arguments_but_files() -> list[str]:
-    """Return the command line without the paths of files.
+    """Return the arguments of the command line without --json, --plot and --tensorflow and their paths.
 
-    They say nothing about the results, and a user can hand the results on without them.
+    So a user can publish the file without showing paths of this machine.
     """
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--json", "--plot", "--tensorflow"):

@@ -1,4 +1,4 @@
-"""Compares contestants in one run: in each round, every contestant takes its turn."""
+"""Compares contestants (functions that do the same work) in one run: in each round, each of them is timed once."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from mpistrat.communicators.costs.distance import distance_on_node
 from mpistrat.communicators.of_resolver import communicator_of
 
 ROUNDS = 9
-# How long a turn lasts if the number of its calls is not given
+# How long a turn (the calls of one contestant in a round) lasts if the number of its calls is not given
 SECONDS_PER_TURN = 0.1
 
 
 def all_ranks() -> Communicator:
-    """Return the communicator of all ranks of the job. Called by: every rank."""
+    """Return the communicator of all ranks of the job. Called by: every rank.
+
+    The first call also measures `distance_before`.
+    """
     communicator = communicator_of(MPIClusterResolver(), "always", "mpistrat-bench")
     distance_before()
     return communicator
 
 
 def distance_now() -> float:
-    """Return how many seconds this rank and the node's next rank need to hand each other 128 KB; 0.0 without MPI.
+    """Return the seconds that this rank and the node's next rank take to hand each other 128 KB by shared memory.
 
-    Called by: every rank.
+    Shorter times mean that the two cores share a cache. 0.0 if MPI is not loaded.   Called by: every rank.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     return distance_on_node(mpi.COMM_WORLD) if mpi else 0.0
@@ -42,12 +45,15 @@ def distance_before() -> float:
 
 
 def first_reason(reason: str) -> str:
-    """Return the `reason` of the first rank with one that is not ""; "" if all are "". Called by: every rank."""
+    """Return the `reason` of the lowest rank that gives one, on all ranks; "" if all give "". Called by: every rank."""
     return next(filter(None, all_ranks().all_gather_object(reason)), "")
 
 
 def host_of_rank() -> str:
-    """Return the name for other ranks to reach this rank by; "127.0.0.1" on a single host. Called by: every rank."""
+    """Return this rank's host name, for other ranks to connect to; "127.0.0.1" if all ranks are on one host.
+
+    Called by: every rank.
+    """
     host = socket.gethostname()
     return host if len(set(all_ranks().all_gather_object(host))) > 1 else "127.0.0.1"
 
@@ -58,12 +64,12 @@ def seconds_of(
     calls: int = 1,
     wait: Callable[[], None] = lambda: None,
 ) -> float:
-    """Return the seconds per call on the slowest rank, of `calls` calls that all ranks begin together.
+    """Return the slowest rank's mean seconds per call, over `calls` calls of `call`. All ranks get the same number.
 
-    Called by: every rank.
+    All ranks begin together, after a barrier.   Called by: every rank.
     Args:
-        wait: waits until the rank's device has nothing more to do. It is called before the clock starts, and after the
-            last call as a part of the measured time.
+        wait: waits until the rank's device has nothing more to do. It is called before the barrier, and after the last
+            call as a part of the measured time.
     """
     wait()
     communicator.barrier()
@@ -75,7 +81,7 @@ def seconds_of(
 
 
 def take_turns(turns: Mapping[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
-    """Return the results of each contestant's turns, one for each round."""
+    """Call each function of `turns` once in each round, one after the other. Returns: by name, the results in order."""
     rounds: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(num_rounds):
         for name, turn in turns.items():
@@ -89,12 +95,14 @@ def compare(
     num_rounds: int = ROUNDS,
     wait: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Time the contestants in turns. Called by: every rank.
+    """Time the contestants: in each of `num_rounds` rounds, each contestant is called `repeat` times in a row.
 
+    Called by: every rank. A few calls before the first round are not timed.
     Args:
-        repeat: the calls in a turn; None: as many as take 0.1 s.
+        contestants: by name, the functions to compare; they do the same work, collectively.
+        repeat: the calls of a contestant in a round; None: as many as the slowest contestant makes in 0.1 s.
         wait: waits until the rank's device has nothing more to do.
-    Returns: for each contestant, the microseconds per call of each round, on the slowest rank.
+    Returns: by contestant, a list with a number for each round: the slowest rank's mean microseconds per call.
     """
     communicator = all_ranks()
     for call in contestants.values():
@@ -112,5 +120,5 @@ def compare(
 
 
 def medians(rounds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the median over the rounds of each contestant."""
+    """Return for each contestant the median of its rounds, in the unit of `rounds`."""
     return {name: statistics.median(times) for name, times in rounds.items()}

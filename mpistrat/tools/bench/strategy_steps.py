@@ -24,9 +24,12 @@ def with_strategy(work: Work, strategy: Strategy) -> tuple[Step, torch.nn.Module
 
 
 def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
-    """Return a training step under a `MultiWorkerMirroredStrategy`, after its trials. Called by: every rank.
+    """Return a training step under a new `MultiWorkerMirroredStrategy`, as `past_trials` does.
 
-    Args: options: communication options; None: the defaults.
+    Called by: every rank.
+    Args:
+        options: communication options; None: the defaults.
+        more: further arguments of the strategy.
     """
     return past_trials(
         work,
@@ -35,7 +38,10 @@ def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
 
 
 def past_trials(work: Work, strategy: Strategy) -> Step:
-    """Return a training step with its first weights, after the strategy has tried how gradients travel fastest."""
+    """Run 20 steps: in these, `strategy` tries how gradients travel fastest. Then restore the module's first weights.
+
+    Called by: every rank.   Returns: the training step.
+    """
     step, module = with_strategy(work, strategy)
     first = copy.deepcopy(module.state_dict())
     for _ in range(STEPS_OF_TRIALS):

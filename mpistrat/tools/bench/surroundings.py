@@ -20,9 +20,11 @@ from mpistrat.tools.doctor.software import version_of
 
 
 def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str, Any]:
-    """Return the machine and the software of a measurement, as a dict for the report.
+    """Return the machine and the software of a measurement, as a dict for the report. Its texts are rank 0's.
 
-    Collective; the same on all ranks.
+    Collective; the same on all ranks. "distance_us" has two numbers, before and after the benchmark: the microseconds
+    that two ranks of a node take to hand each other 128 KB, the slowest of all. "usable_cores" counts the cores of all
+    hosts that any rank may use.
 
     Args: device: the device with the measured memory.
     """
@@ -57,7 +59,7 @@ def _first_line(text: str) -> str:
 
 
 def _torch() -> dict[str, Any]:
-    """Return torch's version, its compute threads and its accelerators; an empty dict if torch is not loaded."""
+    """Return torch's version, threads per rank and accelerators by report key; an empty dict if torch is not loaded."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}

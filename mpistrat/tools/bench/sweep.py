@@ -41,19 +41,20 @@ _WIDTHS = [width for _, _, width, _ in _COLUMNS]
 
 @dataclass
 class Row:
-    """The results at one size. Times are microseconds; a call takes as long as its slowest rank.
+    """The results at one size. Times are microseconds; the time of a call is its slowest rank's.
 
     Attributes:
         bytes, count: the size in bytes and in elements, as nccl-tests counts them.
+        type, redop: the dtype's name, and "sum" or "none".
         calls: the number of timed calls.
-        time, p50, p99: the mean, the median, and the 99th percentile.
+        time, p50, p99: the mean, the median, and the 99th percentile of the calls' times.
         algbw, busbw: bandwidths in 1e9 bytes per second, from the median.
         wrong: wrong elements on all ranks, in the first and in the last call.
         limit: the median time for a copy of as many bytes on all ranks at once.
         percent_of_limit: 100 · limit / p50.
-        slowest_rank: the rank with the largest median.
-        slowest_ratio: the slowest rank's median over the median rank's.
-        samples: every call's time.
+        slowest_rank: the rank with the largest median of its own times.
+        slowest_ratio: the slowest rank's median, divided by the median of all ranks' medians.
+        samples: the time of every call.
     """
 
     bytes: int
@@ -90,11 +91,14 @@ def measure(
     calls: int | None = None,
     device: Device = HOST,
 ) -> Row:
-    """Measure one collective at one size. Collective.
+    """Measure one collective at one size. Collective; all ranks return the same row.
 
-    A call begins when all ranks are there and their devices have nothing to do. It ends on a rank when the rank's
-    device has the result.
-    Args: calls: the number of timed calls; None: as many as fit into two seconds.
+    The time of a call begins when all ranks have left a barrier and their devices have nothing to do. It ends on a rank
+    when the rank's device has the result.
+    Args:
+        nbytes: the size in bytes, as nccl-tests counts it.
+        in_window: whether `AllReduce` works in memory that the ranks of a node share.
+        calls: the number of timed calls; None: as many as fit into two seconds, 5 to 2000.
     """
     operation = kind(communicator, nbytes, dtype, in_window, device)
     seconds = [_timed(operation)]
@@ -144,7 +148,10 @@ def _timed(operation: Operation) -> float:
 
 
 def _copying(communicator: Communicator, nbytes: int, calls: int, device: Device) -> float:
-    """Return the microseconds for a copy of `nbytes` on all ranks at once, within the memory of their devices."""
+    """Return the median microseconds, on the slowest rank, for a copy of `nbytes` by all ranks at once.
+
+    Each rank copies within its device's memory. `calls`: how many copies, at most 50.
+    """
     source, target = (device.array(np.ones(nbytes, np.uint8)) for _ in range(2))
     copy = functools.partial(operator.setitem, target, slice(None), source)
     turns = range(min(calls, 50) + WARM_UP)

@@ -25,11 +25,12 @@ class TorchCollective(Operation):
     """One call of torch.distributed on float32 tensors, in ordinary host memory or on a device.
 
     Args:
-        group: a group of all ranks of the job.
+        group: a process group of all ranks of the job; the call goes through its backend.
         nbytes: the size in bytes, as nccl-tests counts it.
 
     Attributes:
-        sent, received: `source` and `result` as tensors.
+        sent, received: `source` and `result` as tensors over the same memory.
+        sent_parts, received_parts: both, divided into one tensor for each rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, nbytes: int, device: Device = HOST) -> None:
@@ -40,7 +41,10 @@ class TorchCollective(Operation):
         self.received_parts = list(self.received.chunk(self.communicator.size))
 
     def wrong_at_first(self) -> int:
-        """Make one call, and return the number of wrong elements in this rank's result. Zero the buffers afterwards."""
+        """Make one call, and return the number of wrong elements in this rank's result. Collective.
+
+        Afterwards both buffers are zeros, so that timed sums in place do not overflow.
+        """
         self.reset()
         self()
         wrong = self.wrong()
@@ -120,8 +124,9 @@ def compare_calls(
 ) -> list[dict[str, Any]]:
     """Compare each named call at each size in bytes on torch's own backend and on mpistrat. Called by: every rank.
 
-    Returns: a row for each call and size.
-    Raises: CannotTakePart if torch has no backend for `device`.
+    Args: names: keys of `CALLS`.
+    Returns: a row of `compare_call` for each call and size.
+    Raises: CannotTakePart on all ranks if torch has no backend for `device`, or ranks share a device.
     """
     groups = {backend: group_on(backend) for backend in (backend_of_torch(device.name), MPISTRAT)}
     return [
@@ -140,8 +145,9 @@ def compare_call(
 ) -> dict[str, Any]:
     """Compare one call at one size. Called by: every rank.
 
-    Args: calls: the call on each backend, torch's own first, then mpistrat.
-    Returns: the row; "us" columns are microseconds, "wrong" counts wrong elements on all ranks.
+    Args: calls: the call on each backend by the backend's name, torch's own first, then mpistrat.
+    Returns: the row. A column "… us" is the median over the rounds of the slowest rank's mean microseconds per call;
+        "wrong" counts wrong elements of the first calls on all ranks; "samples" has each round's time.
     """
     wrong = sum(call.wrong_at_first() for call in calls.values())
     peer, ours = calls

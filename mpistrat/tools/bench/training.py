@@ -1,4 +1,4 @@
-"""`mpistrat-bench train`: steps of a training loop, and beside them the same computation without communication."""
+"""`mpistrat-bench train`: times the steps of a training loop, and the same computation without communication."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from mpistrat.tools.bench.surroundings import surroundings
 from mpistrat.tools.bench.work import Step, Work, alone
 
 WARM_UP = 3  # steps before the measurement if there are no trials
-# Steps with and without communication take turns in blocks, so that a machine that gets slower slows both down.
+# Five steps with communication, five without, and so on: so a machine that gets slower slows both down.
 STEPS_PER_BLOCK = 5
 
 
 def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train a model and measure its steps. Called by: every rank.
 
-    Returns: the row of the training (benchmarks/README.md), and the surroundings.
+    Returns: the row of results, and the machine and software. The keys are described in benchmarks/README.md. Times of
+        a step are its slowest rank's; medians are over the steps.
     Raises: UsageError on all ranks, if arguments do not fit the job or the input.
     """
     options = arguments.communication_options or CommunicationOptions()
@@ -81,9 +82,9 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def work_of(name: str, batch_size: int | None, device: str = "cpu:0") -> Work:
-    """Return this rank's part of a global batch of the model `name`. Called by: every rank.
+    """Return this rank's `Work`: its equal part of a global batch for the model `name`. Called by: every rank.
 
-    Args: batch_size: the examples of all ranks; None: the model's default for each rank.
+    Args: batch_size: the examples of all ranks together; None: the model's default for each rank.
     Raises: UsageError on all ranks, if `batch_size` is not a multiple of the number of ranks.
     """
     model, ranks = model_named(name), all_ranks().size
@@ -109,9 +110,13 @@ def _measure(
     step: Step,
     steps: int,
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Run the steps.
+    """Run `steps` steps with communication, and as many without. The steps before the measurement are not timed.
 
-    Returns: this rank's seconds of each step, by part ("step", "input", "compute"), and its losses.
+    Args:
+        batches: gives the next step's batch; None: every step uses the same batch.
+        step: a training step with communication.
+    Returns: this rank's seconds of each step: "step" (whole, with its "input"), "input" (reading the batch) and
+        "compute" (a step without communication); and all its losses, of the untimed steps, too.
     """
     times: dict[str, list[float]] = {"step": [], "input": [], "compute": []}
     losses: list[float] = []
@@ -149,7 +154,10 @@ def _measure(
 def efficiency_of(
     compute_ms: float, step_ms: float, where: Mapping[str, Any]
 ) -> tuple[float | None, str]:
-    """Return the part of a step that is computation, 0 to 1, and ""; or None and the reason why it would mislead."""
+    """Return `compute_ms` / `step_ms` and ""; or None and a reason, if ranks share cores: then it would mislead.
+
+    Args: where: the result of `surroundings`.
+    """
     if where["oversubscribed"]:
         ranks, cores = where["ranks"], where["usable_cores"]
         return None, f"{ranks} ranks share {cores} cores, and slow each other down"
@@ -157,7 +165,10 @@ def efficiency_of(
 
 
 def ranks_that_differ(communicator: Communicator, module: torch.nn.Module) -> list[int]:
-    """Return the ranks that have parameters with other bits than rank 0's. Called by: every rank."""
+    """Return the ranks, in ascending order, that have parameters with other bits than rank 0's; [] if all are equal.
+
+    Called by: every rank; all get the same list.
+    """
     digest = hashlib.sha256()
     for parameter in module.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -166,7 +177,7 @@ def ranks_that_differ(communicator: Communicator, module: torch.nn.Module) -> li
 
 
 def wrong(row: Mapping[str, Any]) -> str:
-    """Return the faults in the results as text; "" if there are none."""
+    """Return a row's faults as text: parameters that differ between ranks, losses that are not finite; "" if none."""
     found = []
     if row["ranks_that_differ"]:
         ranks = ", ".join(map(str, row["ranks_that_differ"]))

@@ -15,6 +15,8 @@ Step = Callable[[], torch.Tensor]  # returns this rank's loss
 class Work:
     """One rank's part of a training step: SGD on a batch of `examples` examples.
 
+    The batch is random, and different on each rank, until `take` replaces it.
+
     Attributes:
         batch: inputs and targets of the next step, on `device`.
     """
@@ -39,7 +41,7 @@ class Work:
 
 
 def step_of(work: Work, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """Return a function that takes one training step with `work`'s batch, and returns the detached loss."""
+    """Return a function that takes one training step with `work`'s batch, and returns this rank's detached loss."""
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
@@ -52,5 +54,5 @@ def step_of(work: Work, module: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def alone(work: Work) -> Step:
-    """Return a training step of this rank alone, without communication."""
+    """Return a training step of this rank alone, without communication. Every call of `alone` builds a new module."""
     return step_of(work, *work.build())

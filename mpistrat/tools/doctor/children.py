@@ -44,7 +44,10 @@ class ChildOutput:
             return None
 
     def failure(self, silent: str) -> str:
-        """Return why `json` returned None: how the program ended, or `silent`; and the last line of its output."""
+        """Return why `json` returned None: how the program ended, then its last line of output.
+
+        Args: silent: the words for a program that ended with code 0 and wrote no such line.
+        """
         words = last_words(self.errors if self.ended else self.output, 1)
         return ", ".join(filter(None, [self.ended or silent, words]))
 
@@ -79,7 +82,7 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) 
 
 
 def file_with(content: bytes) -> IO[bytes]:
-    """Return a file in memory with `content`, for another process to read or write. A folder may not be writable."""
+    """Return an open file in memory with `content`, for another process to read or write; it needs no folder."""
     file = os.fdopen(os.memfd_create("mpistrat-doctor"), "w+b")
     file.write(content)
     file.seek(0)
@@ -103,6 +106,6 @@ def written(file: IO[bytes]) -> str:
 
 
 def last_words(text: str, lines: int = 4) -> str:
-    """Return the last `lines` lines of `text` with words in them, joined to one line."""
+    """Return the last `lines` lines of `text`, joined by " / ". Empty lines and lines of dashes are left out."""
     said = [line.strip() for line in text.splitlines() if line.strip(" -=*#\t\0")]
     return " / ".join(said[-lines:])

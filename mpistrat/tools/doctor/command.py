@@ -1,4 +1,4 @@
-"""`mpistrat doctor`: gathers facts, judges them, and prints findings. It also works if MPI is broken."""
+"""`mpistrat doctor`: gathers facts about a job, checks them, and prints findings. It also works if MPI is broken."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ CHECKS: tuple[Check, ...] = tuple(checker.check for checker in _CHECKERS)
 def run(in_json: bool) -> int:
     """Run the doctor on this rank, and print the findings on rank 0. Called by: every rank.
 
+    If MPI did not start, rank 0, and each rank that does not know its number, prints the findings about itself. The
+    other ranks print a line each, or one rank per node does.
+
     Args: in_json: whether to print JSON.
     Returns: the exit code: 0, or 1 if there is a problem.
     """
@@ -60,7 +63,7 @@ def run(in_json: bool) -> int:
 
 
 def look() -> RankFacts:
-    """Return the facts that this process can find out without MPI."""
+    """Return the facts that this process can find out without MPI. The first rank of a node also looks for GPUs."""
     launch = nodes.look()
     driver = cuda_driver.look()
     return RankFacts(
@@ -81,7 +84,7 @@ def judge(job: Job) -> list[Finding]:
 
 
 def _guarded(check: Check, job: Job) -> Iterator[Finding]:
-    """Yield the findings of a check. If the check raises an error, report the error as a problem."""
+    """Yield the findings of a check. If the check raises an error, yield a problem that names the error."""
     try:
         yield from check(job)
     except Exception as error:
@@ -94,11 +97,13 @@ def _guarded(check: Check, job: Job) -> Iterator[Finding]:
 
 
 def _speak_for_a_node(here: RankFacts, failure: JobFailure) -> int:
-    """Print one line for a rank that is not rank 0. Rank 0 has most likely failed, too, and prints more.
+    """Print one line on stderr, after 10 s, for a rank that is not rank 0. Rank 0 most likely failed, too, and says
+    more.
 
-    Returns: the exit code.
+    If the node's launcher or library is the fault, only the first rank of the node prints.
+    Returns: the exit code: 0 for such a fault, else 1.
     """
-    # A node has one launcher and one library. So one of its ranks speaks, for rank 0 may have found another fault.
+    # All ranks of a node have one launcher and one library. Rank 0 may be on another node, with another fault.
     of_node = failure.kind in ("topology", "library")
     if not of_node or here.launch.first_on_node:
         time.sleep(SECONDS_FOR_RANK_0)  # launchers end this rank when rank 0 has spoken

@@ -35,7 +35,7 @@ def look() -> Cores:
 def _cores_of_launcher() -> int:
     """Return how many cores the launcher may use on this node; the cores of this rank if no launcher is found.
 
-    If they are few, a container or a batch system has limited them, and not a binding of ranks.
+    A small number means that a container or a batch system has limited the cores, and not a binding of ranks.
     """
     try:
         return len(os.sched_getaffinity(launcher_of(os.getpid()) or 0))
@@ -67,7 +67,9 @@ def _shared_caches(ranks: Sequence[RankFacts]) -> str:
 
 
 def _sharing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Find more ranks than cores, ranks that share cores while others are free, and cores that no rank may use."""
+    """Find, on one node, more ranks than cores, ranks that share cores while others are free, and cores that no rank
+    may use. Yields at most one finding: the first of these faults.
+    """
     cores, usable, spare = _cores_of(ranks), _usable_cpus(ranks), _cores_left_by_launcher(ranks)
     here, bound_to = f"{count(len(ranks), 'rank')} here", count(len(cores), "core")
     masks = [rank.cores.allowed for rank in ranks]
@@ -102,7 +104,10 @@ def _sharing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _quota(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Find a limit of CPU time that is below the number of visible cores."""
+    """Find a control group's limit of CPU time that is below the number of the ranks' cores.
+
+    Nothing if the limit is below the number of ranks: `_sharing` reports that.
+    """
     cores, usable = _cores_of(ranks), _usable_cpus(ranks)
     if len(ranks) <= usable < len(cores):
         yield warning(
@@ -118,20 +123,20 @@ def _cores_of(ranks: Sequence[RankFacts]) -> set[int]:
 
 
 def _usable_cpus(ranks: Sequence[RankFacts]) -> float:
-    """Return the number of the ranks' cores, or the CPUs' worth of time that a control group allows, if less."""
+    """Return the number of the ranks' cores; if that is less, the CPUs' worth of time that a control group allows."""
     cores, quota = len(_cores_of(ranks)), ranks[0].cores.quota
     return cores if quota is None else min(cores, quota)
 
 
 def _cores_left_by_launcher(ranks: Sequence[RankFacts]) -> int:
-    """Return how many cores the launcher may use beyond the ranks' cores. 0 under Slurm: the ranks cannot have them."""
+    """Return how many cores the launcher may use and no rank may. 0 under Slurm: there, ranks cannot get more cores."""
     if ranks[0].launch.slurm:
         return 0
     return max(0, ranks[0].cores.of_launcher - len(_cores_of(ranks)))
 
 
 def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Find numbers of threads that the user has set and that exceed a rank's share of the cores."""
+    """Find variables such as OMP_NUM_THREADS that the user has set to more than a rank's share of the cores."""
     masks = [rank.cores.allowed for rank in ranks]
     too_many: collections.Counter[tuple[str, str, int]] = collections.Counter()
     for rank in ranks:
@@ -148,7 +153,7 @@ def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _slurm(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Find a --cpus-per-task of sbatch that did not reach srun, as since Slurm 22.05."""
+    """Find a --cpus-per-task that sbatch got and srun did not take over. Since Slurm 22.05, srun ignores sbatch's."""
     slurm, has = ranks[0].launch.slurm, len(ranks[0].cores.allowed)
     asked = slurm.get(CPUS_PER_TASK, "")
     by_srun = ranks[0].launch.by_srun and STEPS_CPUS_PER_TASK not in slurm
@@ -174,7 +179,7 @@ def _fine(ranks: Sequence[RankFacts]) -> Finding:
 
 
 def _bind(ranks: Sequence[RankFacts], each: int) -> str:
-    """Return the launcher's options that give each rank `each` cores of its own."""
+    """Return advice: the launcher's command line that gives each rank `each` cores of its own, at least one."""
     each, here = max(1, each), len(ranks)
     launcher = ranks[0].launch.launcher
     if launcher.startswith("Open MPI"):

@@ -1,7 +1,7 @@
-"""Ask CUDA's driver for the GPUs that a rank may use, after CUDA_VISIBLE_DEVICES and control groups.
+"""Ask CUDA's driver for the GPUs that CUDA_VISIBLE_DEVICES and control groups leave to a rank.
 
-No tool of NVIDIA's is needed. `python -m mpistrat.tools.doctor.cuda_driver` prints them as JSON. It is a process of its
-own, because a driver may crash, hang, or take memory. Calls and error numbers are from <cuda.h>.
+`python -m mpistrat.tools.doctor.cuda_driver` prints them as JSON. A process of its own asks, because a driver may
+crash, hang, or take memory. It needs no tool of NVIDIA's. Calls and error numbers are from <cuda.h>.
 """
 
 from __future__ import annotations
@@ -26,19 +26,26 @@ _NO_DEVICE = 100
 
 
 def look() -> Driver:
-    """Return the facts about CUDA's driver, asked by a child process."""
+    """Return the facts about CUDA's driver, asked by a child process for 20 s at most. Raises no error.
+
+    If the child fails, the result has an `error`; `hangs` is True if it did not end in time.
+    """
     command = [sys.executable, "-m", "mpistrat.tools.doctor.cuda_driver"]
     answer = ask(command, SECONDS_TO_ASK, environment_of_children())
     found = answer.json(BEGIN)
     if found is None:
-        # The fault need not be the driver's: the child may have ended before it asked.
+        # The driver need not be at fault: the child may have ended before it asked.
         why = answer.failure("it tells nothing")
         return Driver(True, error=f"the question to CUDA's driver failed: {why}", hangs=answer.late)
     return Driver(**found)
 
 
 def driver_of(library: Any) -> Driver:
-    """Return the driver's GPUs, or its error, from its loaded library."""
+    """Ask the loaded driver library for its GPUs. Called by: the child process.
+
+    Returns: a `Driver` with the GPUs; with none if the driver has none; not `installed` if the library is a stub for
+        linking; for another error of CUDA's, the error in words.
+    """
     try:
         _call(library.cuInit, 0)
         number = ctypes.c_int()

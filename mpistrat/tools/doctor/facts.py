@@ -1,6 +1,7 @@
-"""The facts of a job. Each rank gathers them as plain data, and the checks judge them.
+"""The facts of a job. Each rank gathers its facts as plain data, and the doctor's checks make findings of them.
 
-The ranks send the facts as JSON to the process that judges.
+Rank 0's MPI process gets the facts of all ranks, and sends them as JSON to its parent process. The parent runs the
+checks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Software:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a process knows of its launcher, of Slurm, and of the commands in PATH."""
+    """The facts that a process knows of its launcher, of Slurm, and of the commands in PATH; "" for unknown text."""
 
     size: int | None = None  # the number of started ranks; None if it is not known
     rank: int | None = None
@@ -48,12 +49,12 @@ class Launch:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process prints the findings if the ranks cannot find each other: rank 0, or an unknown rank."""
+        """Whether this process prints all findings if MPI does not start: it is rank 0, or does not know its rank."""
         return self.rank in (0, None)
 
     @property
     def of_several(self) -> bool:
-        """Whether a launcher started this process, and may have started others beside it."""
+        """Whether a launcher started this process, and may have started others: the number of ranks is not 1."""
         return bool(self.variables) and self.size != 1
 
     @property
@@ -62,7 +63,7 @@ class Launch:
 
     @property
     def of_ended_job(self) -> bool:
-        """Whether Slurm's variables come from a job that does not run any more, or not yet."""
+        """Whether the job of Slurm's variables has ended, or has not begun. False if its state is not known."""
         return self.job_state not in ("", "RUNNING", "COMPLETING", "SUSPENDED")
 
 
@@ -102,19 +103,19 @@ class Room:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """The memory and the limits of a rank, sizes in bytes. None for a limit: there is no limit."""
+    """The memory and the limits of a rank, in bytes if nothing else is said. None: no limit, or no such file system."""
 
     shared: Room | None = None  # /dev/shm
-    temporary: Room | None = None
+    temporary: Room | None = None  # the folder for temporary files
     window_megabytes: float | None = None  # MPISTRAT_SHARED_MB
     available: int = 0  # free memory of the node
     group_limit: int | None = None  # the control group's limit
-    group_used: int = 0
-    address_space: int | None = None
-    locked: int | None = None
-    files: int | None = None
-    files_most: int | None = None
-    infiniband: bool = False
+    group_used: int = 0  # memory in use in the control group
+    address_space: int | None = None  # ulimit -v
+    locked: int | None = None  # ulimit -l
+    files: int | None = None  # ulimit -n: open files and connections
+    files_most: int | None = None  # the hard limit of `files`
+    infiniband: bool = False  # whether the node has an InfiniBand device
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs that a process sees when it imports torch, then CuPy."""
+    """The GPUs and the NCCL that a process sees when it imports torch, then CuPy."""
 
     named: list[str] = field(default_factory=list)  # from CUDA_VISIBLE_DEVICES, else nvidia-smi
     torch: str = ""  # "" if torch is not installed or cannot be imported
@@ -150,7 +151,7 @@ class Clock:
 
     Attributes:
         node: the node's number.
-        ahead: how many seconds the node's clock is ahead.
+        ahead: how many seconds the node's clock is ahead of node 0's; negative: behind.
         error: the largest possible error of `ahead`, in seconds.
     """
 
@@ -164,9 +165,9 @@ class Links:
     """The measurements between nodes.
 
     Attributes:
-        rates: lists [node, other node, bytes per second].
-        speeds: for each node, the speeds of its devices as text: "25000 Mb/s".
-        pairs: the number of all pairs of nodes.
+        rates: for each measured pair, a list [node, other node, bytes per second].
+        speeds: for each node, the speeds of its network devices as text: "25000 Mb/s".
+        pairs: the number of all pairs of nodes; `rates` may have fewer.
     """
 
     rates: list[list[float]] = field(default_factory=list)
@@ -191,7 +192,7 @@ class RankFacts:
 
     @property
     def loaded(self) -> Library:
-        """The MPI library; a `Library` without a path if none was loaded."""
+        """The MPI library that the rank has loaded; a `Library` with path "" if none was loaded."""
         return self.library or Library()
 
 
@@ -201,9 +202,10 @@ class JobFailure:
 
     Attributes:
         stage: the step that failed: "MPI_Init".
-        kind: "topology" (launcher and library contradict each other), "library" (no MPI), "ended" or "late".
+        kind: "topology" (launcher and library contradict each other), "library" (no MPI library could be loaded),
+            "ended" (the process ended in the step) or "late" (the step took too long).
         text: the failure in words.
-        words: the last lines that the process wrote.
+        words: the last lines that the process wrote to stdout and stderr; "" if none.
     """
 
     stage: str
@@ -214,7 +216,7 @@ class JobFailure:
 
 @dataclass(frozen=True)
 class Job:
-    """All ranks that could be asked; only this rank if MPI did not start."""
+    """The facts of all ranks, in rank order; of this rank alone if MPI did not start, with the `failure`."""
 
     ranks: list[RankFacts]
     failure: JobFailure | None = None
@@ -226,7 +228,10 @@ class Job:
         return self.ranks[0]
 
     def nodes(self) -> dict[str, list[RankFacts]]:
-        """Return the ranks of each node, by the node's name. Nodes with the same name get their numbers added to it."""
+        """Return the ranks of each node, by the node's host name, in the order of the nodes' numbers.
+
+        If several nodes have the same host name, their names get the node's number: "a (node 1)".
+        """
         of_node = grouped((rank.node, rank) for rank in self.ranks)
         ranks = [of_node[node] for node in sorted(of_node)]
         hosts = [ranks_of[0].host for ranks_of in ranks]
@@ -238,7 +243,7 @@ class Job:
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """Return the values of each key, in a dict with the keys in the order of their first pair."""
+    """Return a dict from each key to the list of its values. The keys are in the order of their first pair."""
     found: dict[Key, list[Value]] = {}
     for key, value in pairs:
         found.setdefault(key, []).append(value)
@@ -249,7 +254,10 @@ as_json = dataclasses.asdict
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Return `value`, as JSON has it, as an object of the type `kind`. The inverse of `as_json`."""
+    """Return an object of the type `kind` from `value`, the result of reading JSON. The inverse of `as_json`.
+
+    A dict becomes a dataclass, a list a list of dataclasses; a value of any other type is returned as it is.
+    """
     kinds = (kind, *typing.get_args(kind))  # `kind` may be a dataclass, or None, or a list of them
     found: Any = next(filter(dataclasses.is_dataclass, kinds), None)
     if found is None:

@@ -45,11 +45,14 @@ def findings_of(check: str) -> tuple[partial[Finding], partial[Finding], partial
 
 
 def on_node(name: str, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Return the findings with the node's name added to each."""
+    """Return the findings as findings about the node `name` alone."""
     return (dataclasses.replace(finding, nodes=(name,)) for finding in findings)
 
 
 def said_once(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge findings that differ only in their nodes. Returns: the findings in the order of their first occurrence."""
+    """Merge findings that differ only in their nodes: one finding then has the nodes of all.
+
+    Returns: the merged findings, in the order of their first occurrence.
+    """
     same = grouped((dataclasses.replace(finding, nodes=()), finding.nodes) for finding in findings)
     return [dataclasses.replace(finding, nodes=sum(names, ())) for finding, names in same.items()]

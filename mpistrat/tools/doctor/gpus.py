@@ -57,7 +57,8 @@ print("\n" + json.dumps(seen))
 def look(driver: Driver) -> Gpus:
     """Return the GPUs and the NCCL that a child process sees when it imports torch and CuPy.
 
-    A child does it, because this process may lack the libraries, or crash with them.
+    A child process does it, because the import may crash or hang. Its failure is in `torch_error` of the result.
+    Args: driver: if CUDA's driver hangs, no child is started.
     """
     if driver.hangs:  # every question would take its full time limit while the other ranks wait
         return Gpus(torch_error="not asked: CUDA's driver hangs")
@@ -99,12 +100,15 @@ def _torch_import(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
 
 
 def _have(ranks: list[RankFacts], gpus: Gpus) -> bool:
-    """Return whether any rank of a node can use a GPU. CUDA_VISIBLE_DEVICES and nvidia-smi alone prove nothing."""
+    """Return whether CUDA's driver shows a GPU to any rank of the node, or torch sees one.
+
+    GPUs that only CUDA_VISIBLE_DEVICES or nvidia-smi names do not count, because a rank may be unable to use them.
+    """
     return any(rank.driver.gpus for rank in ranks) or gpus.torch_gpus > 0
 
 
 def _gpus_of_node(ranks: list[RankFacts], gpus: Gpus, some_have: bool) -> Iterator[Finding]:
-    """Yield the findings about the GPUs of one node.
+    """Yield the findings about the GPUs of one node; none if it has none, names none, and no other node has any.
 
     Args: some_have: whether any node of the job has GPUs that a program can use.
     """
@@ -138,7 +142,7 @@ def _gpus_of_node(ranks: list[RankFacts], gpus: Gpus, some_have: bool) -> Iterat
 
 
 def _usable(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
-    """Yield the findings about a node with GPUs that a program can use."""
+    """Yield the findings about a node with GPUs that a program can use: on ranks, torch, NCCL, and MPI."""
     yield from _without(ranks)
     number = len(ranks[0].driver.gpus) or gpus.torch_gpus
     if not number:
@@ -154,7 +158,10 @@ def _usable(ranks: list[RankFacts], gpus: Gpus) -> Iterator[Finding]:
 
 
 def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
-    """Find a torch that cannot use the node's `number` GPUs. Nothing if torch is not installed."""
+    """Find a torch that cannot use the node's `number` GPUs: a build for CPUs, or for a newer driver.
+
+    Nothing if torch is not installed.
+    """
     if not gpus.torch:
         return
     there = f"there {'is' if number == 1 else 'are'} {count(number, 'GPU')}"
@@ -172,7 +179,10 @@ def _torch_build(gpus: Gpus, number: int) -> Iterator[Finding]:
 
 
 def _shared_gpus(ranks: list[RankFacts], number: int) -> Iterator[Finding]:
-    """Find more ranks than GPUs. Ranks may see different GPUs, by --gpus-per-task or by a script after the launcher."""
+    """Find a node where more ranks use GPUs than there are GPUs. GPUs are counted over all ranks of the node.
+
+    Ranks may see different GPUs, by --gpus-per-task or by a script that the launcher starts.
+    """
     gpus = max(number, len(set().union(*(rank.driver.gpus for rank in ranks))))
     sharing = [rank for rank in ranks if rank.driver.gpus] or ranks
     if len(sharing) > gpus:
@@ -184,9 +194,9 @@ def _shared_gpus(ranks: list[RankFacts], number: int) -> Iterator[Finding]:
 
 
 def _mpi(refusal: str) -> Finding:
-    """Return the finding whether MPI takes GPU memory.
+    """Return a finding on whether MPI takes GPU memory: ok if `refusal` is "", else a warning.
 
-    `refusal` is the result of `device_memory_proof.reason_against`.
+    Args: refusal: the result of `device_memory_proof.reason_against`.
     """
     if not refusal:
         return ok("MPI takes memory of GPUs: a child process has sent some.")
@@ -244,9 +254,12 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
 
 
 def _origin_of_nccl(path: str, version: str, visible: list[list[str]]) -> Iterator[Finding]:
-    """Find an NCCL that is not the one from torch's wheel.
+    """Warn of an NCCL that is not the one from torch's wheel, or of another NCCL in LD_LIBRARY_PATH.
 
-    Args: visible: pairs [origin, path] of the NCCLs that a process could load, as in `Gpus.nccl_visible`.
+    Yields ok with the loaded NCCL, unless it is not the wheel's.
+    Args:
+        path: the loaded NCCL.
+        visible: pairs [origin, path] of the NCCLs that a process could load, as in `Gpus.nccl_visible`.
     """
     paths = grouped((origin, path) for origin, path in visible)
     wheels, others = paths.get(WHEEL, []), sorted(paths.get(LIBRARY_PATH, []))

@@ -2,7 +2,7 @@
 
 Every node is paired with every other node once. In each round all nodes exchange at the same time (a round-robin
 tournament by the circle method: Kirkman, On a problem in combinations, 1847). All rounds together take two seconds, for
-any number of nodes.
+any number of nodes: on more than 400 nodes, some rounds are left out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MOST_NAMED = 5
 
 
 def partner(node: int, turn: int, nodes: int) -> int | None:
-    """Return the partner of `node` in round `turn`, 0 <= `turn` < `rounds(nodes)`; None if the node rests."""
-    # The last node of an even number of nodes. With an odd number this node does not exist.
+    """Return the node that `node` measures with in round `turn`, from 0 to `rounds(nodes)` - 1; None if it has none."""
+    # The last node, for an even number of nodes. For an odd number, this node does not exist, and its partner rests.
     fixed = rounds(nodes)
     if node == fixed:
         other = turn * ((fixed + 1) // 2) % fixed  # 2 * other = turn, modulo an odd number
@@ -49,7 +49,7 @@ def rounds(nodes: int) -> int:
 
 
 def turns(nodes: int, seconds: float = SECONDS) -> list[int]:
-    """Return the rounds to play: all rounds if there is time, else an even choice of them."""
+    """Return the numbers of the rounds to measure in: all if each gets 5 ms in `seconds`, else some, evenly spread."""
     every = rounds(nodes)
     played = min(every, int(seconds / SHORTEST_ROUND))
     return [turn * every // played for turn in range(played)]
@@ -58,10 +58,11 @@ def turns(nodes: int, seconds: float = SECONDS) -> list[int]:
 def measure(
     leaders: MPI.Intracomm, begin: Callable[[int], None], seconds: float = SECONDS
 ) -> list[list[float]]:
-    """Measure the rates between this node and its partners.
+    """Measure the rates between this node and every other node, or some of them if there is no time for all.
 
     Called by: the first rank of each node.
     Args:
+        leaders: the communicator of these ranks, in the order of the nodes.
         begin: called before each measurement, with the number of the other node.
         seconds: the time for all rounds together.
     Returns: lists [this node, other node, bytes per second], only for the pairs in which this node has the lower
@@ -88,7 +89,8 @@ def measure(
 def _lead(comm: MPI.Intracomm, other: int, data: np.ndarray, until: float) -> float:
     """Exchange messages with `other` until the time `until`, larger messages while there is time.
 
-    Returns: bytes per second at the largest size.
+    `other` calls `_follow`. A message without bytes tells it that this was all.
+    Returns: bytes per second: twice the largest size, divided by the median time of its round trips.
     """
     _exchange(comm, other, data[:1])  # MPI connects at the first message
     size, samples = SMALLEST, dict[int, list[float]]()
@@ -141,7 +143,10 @@ def check(job: Job) -> Iterator[Finding]:
 
 
 def slower_than_others(rates: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Return the slow pairs, and for each the median rate of the other pairs in bytes per second."""
+    """Return the pairs with less than half the median rate of the other pairs; for each pair, that median.
+
+    Args: rates: bytes per second of each pair of nodes.
+    """
     ordered = sorted(rates.values())
     found = {}
     for pair, rate in rates.items():
@@ -161,7 +166,10 @@ def _median_without(ordered: Sequence[float], index: int) -> float:
 def _named(
     slow: dict[tuple[int, int], float], rates: dict[tuple[int, int], float], names: Sequence[str]
 ) -> Iterator[Finding]:
-    """Yield findings: first the nodes that are slow with every other node, then the slowest of the remaining pairs."""
+    """Yield findings: each node that is slow with every other node, then the five slowest of the remaining pairs.
+
+    Args: slow: for each slow pair, the median rate of the other pairs.   names: the names of the nodes.
+    """
     slow_nodes = _slow_nodes(slow.keys(), rates)
     for node, pairs in slow_nodes.items():
         median = statistics.median(slow[pair] for pair in pairs)
@@ -188,9 +196,9 @@ def _named(
 def _slow_nodes(
     slow: Set[tuple[int, int]], pairs: Iterable[tuple[int, int]]
 ) -> dict[int, list[tuple[int, int]]]:
-    """Return the nodes that are slow with every other node, two at least, and each node's pairs.
+    """Return the nodes that are slow in all their measured pairs, at least two; for each node, these pairs.
 
-    `slow` is a part of `pairs`.
+    Args: slow: the slow ones of `pairs`.
     """
     pairs_of = grouped((node, pair) for pair in pairs for node in pair)
     return {
@@ -201,7 +209,10 @@ def _slow_nodes(
 
 
 def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:
-    """Find an MPI that moves bytes much more slowly than a network device could: it uses another device."""
+    """Find an MPI with rates below a fifth of a network device's speed: it seems to use another device.
+
+    Args: best: the highest rate, in bytes per second.   speeds: for each node, the speeds of its devices as text.
+    """
     if not min(map(len, speeds), default=0):
         return
     speed, text = min(max((bytes_of_link(text), text) for text in node) for node in speeds)
@@ -221,7 +232,7 @@ def bytes_of_link(text: str) -> float:
 
 
 def _bad(rate: float, median: float) -> partial[Finding]:
-    """Return the function `problem` or `warning`, by how slow a pair is."""
+    """Return the function `problem` for a rate below a quarter of the median of the other pairs, else `warning`."""
     return problem if rate < VERY_SLOW * median else warning
 
 

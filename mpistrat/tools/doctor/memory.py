@@ -21,7 +21,8 @@ from mpistrat.tools.doctor.wording import bytes_in_words, count
 
 ok, warning, problem = findings_of("memory")
 SHARED = "/dev/shm"
-# The bytes of a node's windows for each rank (docs/how_values_move.md): a fixed part, and a factor for gradients
+# The bytes of windows (shared memory where a node's ranks combine buffers) for each rank: a fixed part, and a factor
+# for gradients. See docs/how_values_move.md.
 FIXED_BYTES, GRADIENTS = 3.1e6, 3
 FEW_PARAMETERS = 10e6
 LITTLE_SPACE = 1e9
@@ -162,7 +163,7 @@ def _space(memory: MemoryLimits) -> Iterator[Finding]:
 
 
 def _summary(memories: Sequence[MemoryLimits]) -> str:
-    """Return a sentence with the smallest free memory, disk space and file limit of the nodes."""
+    """Return a sentence with the least free memory, disk space and file limit of any of the nodes."""
     shared = _fullest(memory.shared for memory in memories)
     temporary = _fullest(memory.temporary for memory in memories)
     left = [_left(memory) for memory in memories if memory.available]
@@ -180,19 +181,19 @@ def _summary(memories: Sequence[MemoryLimits]) -> str:
 
 
 def _fullest(rooms: Iterable[Room | None]) -> Room | None:
-    """Return the file system with the least free space; None if there is none."""
+    """Return the file system with the least free space; None if there is none. None among `rooms` is skipped."""
     return min(filter(None, rooms), key=operator.attrgetter("free"), default=None)
 
 
 def _left(memory: MemoryLimits) -> int:
-    """Return the bytes that programs can still allocate."""
+    """Return the bytes of memory that programs can still allocate: the node's, or less under a control group."""
     if memory.group_limit is None:
         return memory.available
     return min(memory.available, memory.group_limit - memory.group_used)
 
 
 def _room(folder_of: Callable[[], str]) -> Room | None:
-    """Return the size of the file system and its free space; None if the folder does not exist."""
+    """Return the size and free space of the file system with the folder; None if the folder cannot be found."""
     try:
         folder = folder_of()
         system = os.statvfs(folder)
@@ -202,5 +203,5 @@ def _room(folder_of: Callable[[], str]) -> Room | None:
 
 
 def _limits_of(kind: int) -> list[int | None]:
-    """Return the soft and the hard limit of the resource `kind`; None for no limit."""
+    """Return [soft limit, hard limit] of the resource `kind`, such as RLIMIT_NOFILE; None for no limit."""
     return [None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(kind)]

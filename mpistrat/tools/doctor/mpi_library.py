@@ -16,7 +16,7 @@ from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("MPI")
 _BEFORE = ", which goes before LD_LIBRARY_PATH"
-# Why mpi4py chose a library, by rule (machine/library_search.py)
+# By the rule that found a library (machine/library_search.py): why mpi4py chose it
 _WHY = {
     search.PRELOAD: "LD_PRELOAD names it, which goes before everything",
     search.CHOSEN: "MPI4PY_LIBMPI names it",
@@ -79,7 +79,7 @@ def check(job: Job) -> Iterator[Finding]:
 
 
 def rule_of(library: Library) -> str:
-    """Return the key of `_WHY` for the rule that found the library; "" if none of the rules did."""
+    """Return the key of `_WHY` for the first place where mpi4py finds this library file; "" if it lies in none."""
     real = os.path.realpath(library.path)
     return next((rule for rule, path in library.candidates if os.path.realpath(path) == real), "")
 
@@ -132,7 +132,10 @@ def _failure(first: RankFacts, failure: JobFailure) -> Finding:
 
 
 def _fix_end(launch: Launch, library: Library, failure: JobFailure) -> str:
-    """Return advice for a rank's process that ended within MPI, or did not end in time."""
+    """Return advice for a rank's process that ended within MPI, or that was late.
+
+    After an end, it is to try another network if launcher and library belong together, else to make them fit.
+    """
     if failure.kind == "late":
         return _LATE if launch.of_several else _LATE_ALONE
     family = library_family(library.version) if library.version else None  # None: no library
@@ -152,7 +155,7 @@ def _no_library(first: RankFacts, failure: JobFailure) -> Finding:
 
 
 def _fix_mismatch(launch: Launch, library: Library) -> str:
-    """Return how to make launcher and library fit together, with the software that is installed."""
+    """Return advice on how to make launcher and library fit together. It names commands and libraries found here."""
     if launch.of_ended_job:
         return "unset the variables of a job that is over (bash: unset ${!SLURM_*}), or begin with a new login shell"
     if not library.path:
@@ -219,7 +222,10 @@ def _wheel(library: Library) -> str:
 
 
 def _command(launch: Launch, library: Library) -> Finding:
-    """Return the finding whether the first mpirun in PATH belongs to the library."""
+    """Return the finding on the first mpirun in PATH: ok if it belongs to the library or is unknown.
+
+    Another MPI's mpirun is a problem (a warning if a launcher started this process); another major version a warning.
+    """
     first = f"The mpirun that is first in PATH, {launch.mpirun},"
     name = library_name(library.version)
     family, of_command = library_family(library.version), command_family(launch.mpirun_version)
@@ -248,26 +254,31 @@ def _version_in(text: str) -> str:
 
 
 def command_family(version: str) -> str:
-    """Return OPEN_MPI or MPICH for the output of `mpirun --version`; "" for an unknown launcher."""
+    """Return OPEN_MPI or MPICH for the output of `mpirun --version`, or a launcher's name; "" for an unknown one."""
     if re.search(r"Open ?MPI|OpenRTE|PRRTE|prterun", version, re.IGNORECASE):
         return OPEN_MPI
     return MPICH if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", version, re.IGNORECASE) else ""
 
 
 def launcher_of(library: str) -> str:
-    """Return the mpirun beside a library: /opt/mpi/bin/mpirun for /opt/mpi/lib/libmpi.so.40; "" if there is none."""
+    """Return the mpirun or mpiexec in the installation of a library: /opt/mpi/bin/mpirun for /opt/mpi/lib/libmpi.so.40.
+
+    "" if none is found. See `_in_the_same_folder`.
+    """
     return _in_the_same_folder(library, ("bin/mpirun", "bin/mpiexec"), os.X_OK)
 
 
 def library_of(mpirun: str) -> str:
-    """Return the libmpi beside an mpirun; "" if there is none."""
+    """Return the libmpi in the installation of an mpirun: its path; "" if none is found. See `_in_the_same_folder`."""
     return _in_the_same_folder(mpirun, _LIBRARIES, os.F_OK)
 
 
 def _in_the_same_folder(file: str, patterns: Iterable[str], access: int) -> str:
     """Return the first file that matches one of `patterns` in the installation of `file`; "" if there is none.
 
-    `file` is in the installation's bin or lib. The system's folders may hold several MPIs, and are not searched.
+    The installation is the folder above the folder of `file` (bin or lib), after links. "" for / and /usr, because
+    they may hold several MPIs.
+    Args: patterns: relative to the installation.   access: the permission that the file must have, as in `os.access`.
     """
     prefix = os.path.dirname(os.path.dirname(os.path.realpath(file)))
     if not file or prefix in ("/", "/usr"):

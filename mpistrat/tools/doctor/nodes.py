@@ -38,7 +38,11 @@ MISLEAD = "dates of files and logs mislead, and authentication (MUNGE, Kerberos)
 
 
 def look() -> Launch:
-    """Return how this process was started. Raises no error, even if the launcher's variables contradict each other."""
+    """Return the facts that this process knows of its launcher and of Slurm. Raises no error.
+
+    If the launcher's variables contradict each other, the `Launch` has only Slurm's variables. Only a process that
+    `speaks` (rank 0, or an unknown rank) asks mpirun, srun and squeue.
+    """
     slurm = slurm_variables()
     launch = Launch(slurm=slurm)
     with contextlib.suppress(TopologyError):  # the start of MPI reports this error
@@ -50,7 +54,10 @@ def look() -> Launch:
 
 
 def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a `Launch` that come from the output of commands."""
+    """Return the fields of a `Launch` that come from commands: mpirun, srun and squeue, each for 10 s at most.
+
+    Args: slurm: Slurm's variables; without them srun and squeue are not asked.
+    """
     mpirun = shutil.which("mpirun") or shutil.which("mpiexec") or ""
     job, none = slurm.get("SLURM_JOB_ID", ""), ChildOutput("", "", "")
     version = _ask(mpirun, "--version") if mpirun else none
@@ -68,7 +75,7 @@ def _ask(*command: str) -> ChildOutput:
 
 
 def types_of_srun(text: str) -> list[str]:
-    """Return the types in the output of `srun --mpi=list`: ["none", "pmi2"].
+    """Return the MPI types in the output of `srun --mpi=list`: ["none", "pmi2"]; an empty list if it names none.
 
     The output is a heading and one type a line. Old versions put "srun: " before each line.
     """
@@ -84,9 +91,9 @@ def _state(job: str) -> str:
 
 
 def compare_clocks(leaders: MPI.Intracomm) -> list[Clock]:
-    """Compare each node's time of day with node 0's, by the shortest of several round trips.
+    """Compare each node's time of day with node 0's, by the shortest of 20 round trips of a message.
 
-    Called by: the first rank of each node.
+    Called by: the first rank of each node. `leaders` has these ranks, in the order of the nodes.
     Returns: on node 0, a `Clock` for each other node; an empty list on the other nodes.
     """
     if leaders.rank:
@@ -144,7 +151,10 @@ def _bad_clock(seconds: float) -> functools.partial[Finding]:
 
 
 def _inherited(job: Job) -> Iterator[Finding]:
-    """Find variables of a job that this process does not belong to. A terminal outlived the job, or ssh copied them."""
+    """Find Slurm variables of a job that this process does not belong to.
+
+    They come from a terminal that outlived its job, or ssh copied them.
+    """
     launch = job.first.launch
     number = launch.slurm.get("SLURM_JOB_ID", "")
     if launch.of_ended_job:
@@ -165,7 +175,7 @@ def _inherited(job: Job) -> Iterator[Finding]:
 
 
 def _not_a_step(job: Job) -> Iterator[Finding]:
-    """Find a process in an allocation that is not one of its tasks: a shell of salloc or sbatch, or srun --pty."""
+    """Find a doctor that runs alone in a Slurm job of several tasks: in a shell of salloc or sbatch, or srun --pty."""
     launch = job.first.launch
     if job.failure is not None or len(job.ranks) > 1:
         return
@@ -179,7 +189,10 @@ def _not_a_step(job: Job) -> Iterator[Finding]:
 
 
 def _placement(job: Job) -> Iterator[Finding]:
-    """Find ranks that Slurm and MPI number differently, and nodes that they count differently."""
+    """Find ranks that have another number in Slurm than in MPI, and a number of nodes that differs between the two.
+
+    Nothing if MPI failed, or Slurm's numbers are not known.
+    """
     numbers = _slurm_numbers(job)
     if job.failure or not numbers:
         return
@@ -201,9 +214,9 @@ def _placement(job: Job) -> Iterator[Finding]:
 
 
 def _slurm_numbers(job: Job) -> dict[int, int]:
-    """Return Slurm's number of each rank; an empty dict if SLURM_PROCID does not tell it.
+    """Return Slurm's number (SLURM_PROCID) by MPI rank; an empty dict if a rank has no number, or two have the same.
 
-    Under mpirun the daemons have SLURM_PROCID, and their ranks inherit the same number.
+    Two have the same under mpirun: Slurm numbers mpirun's daemons, and their ranks inherit the number.
     """
     texts = {rank.rank: rank.launch.slurm.get("SLURM_PROCID", "") for rank in job.ranks}
     different = set(texts.values())

@@ -18,9 +18,9 @@ _MARKS = {PROBLEM: "PROBLEM  ", WARNING: "warning  ", OK: "ok       "}
 
 
 def as_text(findings: Sequence[Finding], nodes: int) -> str:
-    """Return the findings as lines of text, the worst first, each with its fix below it.
+    """Return the findings as one text: the problems first, each finding with its fix below it; last their numbers.
 
-    Args: nodes: the number of nodes of the job.
+    Args: nodes: the number of nodes of the job. With one node, the nodes of a finding are not named.
     """
     lines = []
     for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):

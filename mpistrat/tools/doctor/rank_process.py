@@ -59,7 +59,7 @@ def main() -> None:
     try:
         start_mpi()
     except TopologyError as error:
-        # Only the first line of the error is told: the doctor knows a better fix than the other lines.
+        # Only the first line: the other lines of the error are a fix, and the doctor has a better one.
         wrong = str(error).splitlines()[0].rstrip(".")
         tell(failure=facts.as_json(facts.JobFailure("MPI_Init", "topology", wrong)))
         return
@@ -80,7 +80,11 @@ def _library(mpi: Any) -> facts.Library:
 
 
 def _meet(mpi: Any, rank: facts.RankFacts, tell: Callable[..., None]) -> None:
-    """Let all ranks exchange their facts, and tell the parent the facts of the job (rank 0) or this rank's number."""
+    """Let all ranks exchange their facts. Tell the parent process the job's facts (rank 0) or this rank's number.
+
+    The first ranks of nodes also try MPI with GPU memory, compare clocks, and measure links. Called by: every rank.
+    Args: tell: writes its keyword arguments to the parent as a line of JSON.
+    """
     world = mpi.COMM_WORLD
     tell(stage="the first message between all ranks", seconds=SECONDS_TO_GATHER)
     topology = MPIClusterResolver().topology()
@@ -109,7 +113,7 @@ def _meet(mpi: Any, rank: facts.RankFacts, tell: Callable[..., None]) -> None:
 
 
 def _with_refusal(gpus: facts.Gpus, driver: facts.Driver) -> facts.Gpus:
-    """Return `gpus` with the result of trying whether MPI takes GPU memory; unchanged if no GPU can be tried."""
+    """Try whether MPI takes GPU memory. Returns: `gpus` with `mpi_refusal`; unchanged if torch and CuPy see no GPU."""
     library = "torch" if gpus.torch_gpus else "cupy"
     if library == "cupy" and not (driver.gpus and gpus.cupy):
         return gpus
@@ -123,7 +127,8 @@ def _between_nodes(
 ) -> tuple[list[facts.Clock], facts.Links]:
     """Compare the clocks of all nodes and measure their links. Called by: the first rank of each node.
 
-    Returns: on node 0, the clocks and the links of all nodes; elsewhere empty ones.
+    Args: tell: writes a line to the parent process, before each step that may hang.
+    Returns: on node 0, the clocks and the links of all nodes; on other nodes an empty list and `Links` without rates.
     """
     tell(stage="comparing the clocks of nodes", seconds=SECONDS_TO_MEASURE)
     clocks = nodes.compare_clocks(leaders)

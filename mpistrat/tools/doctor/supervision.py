@@ -1,7 +1,7 @@
-"""Start the process that becomes the MPI rank, and outlive it if MPI crashes, hangs, or ends the process.
+"""Start the process that becomes the MPI rank, and still report if MPI crashes, hangs, or ends that process.
 
-A launcher accepts a child in place of the rank, because the child has the rank's environment and open files. Shell
-scripts between mpirun and a program rely on that, too.
+Launchers accept a child of the process that they started as the rank, because the child has the same environment and
+open files. Shell scripts between mpirun and a program rely on that, too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ SECONDS_TO_END = 10.0  # the time for MPI_Finalize
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank's process ended.
+    """How one rank's MPI process ended.
 
     Attributes:
-        job: the facts of all ranks; None except on rank 0.
-        failure: None if MPI ran to the end.
-        library: the MPI library that was loaded; None if it did not come so far.
-        left: how the process ended after it had written everything; "" if it ended well.
+        job: the facts of all ranks; None on other ranks than 0, and after a failure.
+        failure: why the process did not write everything; None if it did.
+        library: the MPI library that the process had loaded; None if it had not loaded one.
+        left: how the process failed to end well after it had written everything: "killed by SIGSEGV"; "" if it ended
+            well.
     """
 
     job: Job | None = None
@@ -41,7 +42,11 @@ class Outcome:
 
 
 def run_rank(rank: RankFacts) -> Outcome:
-    """Run a rank's process until it ends, or kill it when it is late. Called by: every rank."""
+    """Run this rank's MPI process until it ends, or kill it if a step takes too long. Called by: every rank.
+
+    Args: rank: the facts that are known without MPI; the process adds to them.
+    Returns: the outcome. Faults of MPI are in it, and not raised.
+    """
     read, write = os.pipe()
     os.set_inheritable(write, True)
     facts = json.dumps(as_json(rank)).encode()
@@ -60,9 +65,10 @@ def run_rank(rank: RankFacts) -> Outcome:
 
 
 def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes]) -> Outcome:
-    """Read the process's lines from `pipe` until the last line, its end, or a step that takes too long.
+    """Read the process's lines of JSON from `pipe` until the last line, its end, or a step that takes too long.
 
-    Args: words: the file with the process's stdout and stderr.
+    In the last case the process is killed.
+    Args: words: the file with the process's stdout and stderr, for the text of a failure.
     """
     stage, seconds = "the start of Python", SECONDS_TO_IMPORT
     until = time.monotonic() + seconds
@@ -96,9 +102,9 @@ def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes])
 
 
 def _how_it_ends(process: subprocess.Popen[bytes], late: str) -> str:
-    """Wait for the end of the process, 10 s at most, then kill it.
+    """Wait at most 10 s until the process ends; then kill it.
 
-    Returns: how it ended; "" if it ended well; `late` if it had to be killed.
+    Returns: "" for exit code 0, else how it ended, such as "killed by SIGSEGV"; `late` if it had to be killed.
     """
     try:
         return how_it_ended(process.wait(SECONDS_TO_END))

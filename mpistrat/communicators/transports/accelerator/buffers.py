@@ -16,19 +16,19 @@ from mpistrat.options import CommunicationImplementation
 
 
 class DeviceTransport(Transport):
-    """Moves buffers on GPUs. This class copies them to the host, where the transports of `host` combine them.
+    """Moves buffers on GPUs. This class copies a buffer to the host, where `host` combines it, and back.
 
-    A collective returns when its result is there or is submitted. So the rank is watched while a collective hangs or
-    fails.
+    A collective returns when the result is in the buffer, or when the work is submitted to the device.
 
     Args:
         host: the communicator of the same ranks, for buffers on the host and objects.
         index: the number of this process's GPU. A buffer on another GPU is copied to this GPU and back.
-        watch: the communicator's watch, where a waiting rank is reported.
-        why: why this transport was chosen, in words for people.
+        watch: this rank's record of the calls that it waits in; the node's observer reads it, and reports stalls.
+        why: how buffers travel and why, in words for people; `explain()` shows it.
 
     Attributes:
-        forced: the transports to use when a program asks for an implementation; empty if there is no choice.
+        forced: for an implementation that a program may ask for (NCCL, HIERARCHICAL), the transport to use instead of
+            this one; empty if there is no other.
     """
 
     takes_device_buffers = True
@@ -73,7 +73,7 @@ class DeviceTransport(Transport):
             return
         if operands.out is not None:
             operands.out[...] = buffer
-        # A compressor (a wire format) works on the host, on the whole buffer.
+        # A compressor (it shortens floats for the network) works on the host, on the whole buffer.
         combine = self._combine if reduction.compressor is None else self.combine_on_host
         self._on_this_gpu(operands.target, lambda here: combine(here, reduction))
 
@@ -129,7 +129,9 @@ def _change_on_host(buffer: Array, collective: Callable[[Array], None]) -> None:
 
 
 def exchange_on_host(host: Communicator, operands: Operands) -> None:
-    """Do an `all_to_all` of buffers on a device by copies to the host. `host` is the communicator of the same ranks."""
+    """Do an `all_to_all` of buffers on a device by copies to the host and back.
+    Args: host: the communicator of the same ranks.   operands: `buffer` is sent; `target` gets the result.
+    """
     buffer, out = to_host(operands.buffer), to_host(operands.target)
     host.all_to_all(buffer, out, operands.sent, operands.received)
     operands.target[...] = to_device_of(out, operands.target)

@@ -1,8 +1,8 @@
 """A library's group of all ranks (NCCL's communicator, torch's process group) that starts on all ranks or on none.
 
 The group's kernels wait for the kernels of the other ranks, for ever if a rank fails. So an error on one rank aborts
-the group on all ranks. The abort comes before the program sees the error: a program could not even free GPU memory
-while a kernel spins.
+the group on all ranks. The group is aborted before the program gets the error, because a program could not even free
+GPU memory while a kernel spins.
 
 This file's imports load mpi4py. So it is imported on first use only: `import mpistrat` starts no MPI.
 """
@@ -34,8 +34,9 @@ class _RankStart(NamedTuple):
     """How the start of a group went on one rank.
 
     Attributes:
-        error: the library's error; "" if there was none.
-        is_late: whether the rank waited as long as a start may last.
+        error: the library's error; "" if there was none, or the library's calls have not returned.
+        is_late: whether the rank waited for half of MPISTRAT_START_SECONDS, and neither did the calls return nor did
+            another rank fail.
         has_ended: whether the library's calls have returned.
     """
 
@@ -49,22 +50,22 @@ class _RankStart(NamedTuple):
         return bool(self.error) or self.is_late
 
 
-# The part of MPISTRAT_START_SECONDS that a group's start may take. The rest is for the transport that replaces it.
+# The part of MPISTRAT_START_SECONDS that a group's start may take. The rest is for making another transport.
 SHARE_OF_THE_START = 0.5
 
 
 class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
-    """Hands out a group for each use, and aborts it on all ranks if one rank fails meanwhile.
+    """Hands out a library's group for each use, and aborts the group on all ranks if one rank fails in a use.
 
-    A use is `with collective_group as group:`. The group is aborted if its body raises an error, or if another rank
-    fails while `wait_until` waits.
+    A use is `with collective_group as group:`. The group is aborted if the `with` block raises an error, or if another
+    rank fails while `wait_until` waits.
 
     Args:
         name: the group's name in messages: "NCCL".
         host: the communicator of the same ranks, for objects.
-        channel: the abort channel between the ranks. Groups that share a channel fail together.
-        watch: the watch of the communicator; a rank that waits is reported there.
-        abort: ends the group and its kernels. Called once, by any thread.
+        channel: the abort channel: it carries a rank's error to the other ranks. Groups that share it fail together.
+        watch: this rank's record of the calls that it waits in; the node's observer reads it.
+        abort: takes the group, and ends it and its kernels. Called once, by any thread.
 
     Attributes:
         group: the library's group; None before the start and after an abort.
@@ -94,7 +95,7 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
             )
 
     def start(self, make: Callable[[], T], sum_of_ones: Callable[[T], float]) -> str:
-        """Make the group on all ranks and try it out. Collective.
+        """Make the group on all ranks and try it out. Collective. A group that cannot be used is aborted.
 
         The library's calls wait for the other ranks, and nothing interrupts them. So a thread makes these calls, while
         this rank listens for failures of the other ranks.
@@ -102,8 +103,8 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         Args:
             make: makes and returns the group. It waits for the other ranks.
             sum_of_ones: adds up a 1 from each rank with the group, and returns the sum.
-        Returns: why the group cannot be used, with the number of a rank; "" if it can. The text is the same on all
-            ranks.
+        Returns: why the group cannot be used, with the errors of at most four ranks; "" if it can. The text is the same
+            on all ranks. Errors of `make` and `sum_of_ones` are not raised.
         """
         outcome: list[str] = []  # empty until the thread ends; then its error, or ""
 
@@ -140,8 +141,9 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
     def _is_settled_within(self, seconds: float, outcome: Sequence[str]) -> bool:
         """Wait until this rank's start has ended or another rank has failed.
 
-        If the wait is interrupted, the group is aborted on all ranks.   Returns: False if neither came within
-        `seconds`.
+        An error in the wait, such as KeyboardInterrupt, aborts the group on all ranks and is raised.
+        Args: outcome: filled by the thread when the start has ended.
+        Returns: False if neither came within `seconds`.
         """
         until = time.monotonic() + seconds
 
@@ -158,7 +160,8 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
     def abort(self, why: str | Exception) -> None:
         """Abort the group on this rank, because of `why`. Not collective; any thread may call it, any number of times.
 
-        After that, entering the group raises `why`, as a RuntimeError if it is a text. Only the first `why` counts.
+        After that, entering the group raises an error: `why` if it is a StallError or RankLostError, else a
+        RuntimeError with its text. Only the first `why` counts.
         """
         with self._lock:
             if self._failure is None:
@@ -177,7 +180,11 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         raise self._failure
 
     def hear(self) -> str | None:
-        """Abort the group if another rank has failed. Returns: the other rank's message; None if no rank has failed."""
+        """Abort the group if another rank has failed. Raises nothing.
+
+        Called by: `wait_until`, and the thread of `EventWatcher`.
+        Returns: the failed rank's message; None if no rank has failed.
+        """
         text = self._channel.received()
         if text is not None and self.group is not None:
             self._channel.tell(text)  # waits until all ranks know: they abort at the same time
@@ -216,10 +223,10 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
         )
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait until `done` returns True. Called by: this rank, inside the group, for the work of its device.
+        """Wait until `done` returns True. Called inside `with collective_group:`, for the work of this rank's device.
 
-        Raises: FailedElsewhereError if another rank fails, for then the device never ends its work; StallError or
-            RankLostError as `liveness.waiting.wait_until` raises them.
+        Raises: FailedElsewhereError if another rank fails, because the device then never ends its work; leaving the
+            `with` block makes a RuntimeError of it. StallError or RankLostError as `liveness.waiting.wait_until`.
         """
 
         def done_or_failed() -> bool:
@@ -232,7 +239,11 @@ class CollectiveGroup(contextlib.AbstractContextManager[T], Generic[T]):
 
 
 def _why_not_started(name: str, starts: Sequence[_RankStart], limit: float) -> str:
-    """Return why the group `name` cannot be used; "" if it has started on all ranks. `limit` is in seconds."""
+    """Return why the group `name` cannot be used; "" if it has started on all ranks.
+
+    The errors of the first four ranks that have one; without errors, the ranks that did not end in time.
+    Args: starts: how the start went on each rank.   limit: the time limit in seconds, for the text.
+    """
     failed = [f"on rank {rank}: {start.error}" for rank, start in enumerate(starts) if start.error]
     late = [str(rank) for rank, start in enumerate(starts) if start.is_late or not start.has_ended]
     if late and not failed:
@@ -242,4 +253,4 @@ def _why_not_started(name: str, starts: Sequence[_RankStart], limit: float) -> s
 
 
 class FailedElsewhereError(Exception):
-    """Another rank has failed, so this rank has aborted the group."""
+    """Another rank has failed, so this rank has aborted the group. The message is the other rank's."""

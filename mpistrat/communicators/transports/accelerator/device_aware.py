@@ -20,11 +20,11 @@ from mpistrat.communicators.transports.mpi import OPS
 
 
 class DeviceAwareTransport(DeviceTransport):
-    """Hands pointers to device memory to MPI.
+    """Moves buffers on GPUs by handing MPI the pointers to device memory.
 
-    MPI reads and writes the memory by its own means, on no stream of the program's. So the host waits for the current
-    stream before a call. The call returns when MPI is done, so work that the program submits later, on any stream,
-    comes after it.
+    MPI reads and writes the memory without regard to the program's streams. So the host waits for the current stream
+    before a call. A collective returns when MPI is done, so work that the program submits later, on any stream, finds
+    the result.
     """
 
     host: Router  # its MPI communicator also carries the device buffers; no other call uses it meanwhile

@@ -1,9 +1,9 @@
 """Try whether MPI takes pointers to an accelerator's memory.
 
-No library says so reliably. Open MPI 5 repeats its configuration, and MPICH lists a setting that its build cannot use.
-A wrong guess is a segmentation fault, or a wrong sum. So two child processes try it as an MPI job of their own, and
-this rank only looks at how they end. If no two processes can be started, the answer is no: a process that sends to
-itself does not prove that it can send to others.
+No library tells this reliably. Open MPI 5 only repeats its configuration, and MPICH may list a setting that its build
+cannot use. A wrong guess is a segmentation fault, or a wrong sum. So two child processes try it as an MPI job of their
+own, and this rank only looks at how they end. If no two processes can be started, the answer is no, because a process
+that sends to itself does not prove that it can send to others.
 
 This file imports mpi4py at its top. So it is imported on first use only: `import mpistrat` starts no MPI.
 """
@@ -30,7 +30,7 @@ from mpistrat.communicators.node.shared_memory import first_failure
 from mpistrat.liveness import deadlines
 
 MET, PROVEN = "mpistrat: two processes", "mpistrat: device memory went through MPI"
-UNUSABLE = "no accelerator can be used"  # the error of a process that sends nothing begins so
+UNUSABLE = "no accelerator can be used"  # begins the error of a process that finds none
 # The line in the output of a launcher or of Python that names the error.
 _TELLING = re.compile(r"signal \d|[Ss]ignal: |^[\w.]*(Error|Exception)\b")
 _EXCLUSIVE = ". Exclusive mode lets one process use a GPU; nvidia-smi -c DEFAULT lets several"
@@ -40,13 +40,13 @@ TRIAL = Path(__file__).with_name("device_memory_trial.py")
 def why_not_proven(host: Communicator, node: int, library: str, index: int) -> str:
     """Return why MPI is not trusted with memory of the ranks' accelerators; "" if a trial showed that MPI takes it.
 
-    Collective; the text is the same on all ranks. The first rank of each node tries within its node. The first rank of
-    all also tries between its node and the next node.
+    Collective; the text is the same on all ranks: the reason of the lowest rank that has one. The first rank of each
+    node tries within its node. If that went well, rank 0 also tries between its node and the next node.
 
     Args:
         host: the communicator of these ranks.
         node: the number of this rank's node.
-        library: "torch" or "cupy", on this rank.
+        library: the library that allocates the memory: "torch" or "cupy".
         index: the number of this rank's accelerator in this process.
     """
     places = host.all_gather_object((node, MPI.Get_processor_name()))
@@ -64,8 +64,9 @@ def why_not_proven(host: Communicator, node: int, library: str, index: int) -> s
 def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str:
     """Return why this process's MPI is not trusted with memory of accelerator `index`; "" if two processes sent it.
 
-    The two processes send each other small and large messages, and use the collectives that `DeviceAwareTransport`
-    uses. A crash, a wrong value, or no end within 90 s is a no. A process tries once, and remembers the answer.
+    This process starts the two as an MPI job of their own. They send each other 1 KiB and 8 MiB, and use the
+    collectives of `DeviceAwareTransport`. A crash, a wrong value, or no end within 90 s gives a reason. The answer for
+    the same arguments is kept. Also called by: `mpistrat doctor`.
 
     Args:
         library: the library that allocates the memory: "torch" or "cupy".
@@ -89,12 +90,15 @@ def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str
 
 
 def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> tuple[bool, str]:
-    """Run `command`, two processes that each print MET when they have met, and PROVEN when all went well.
+    """Run `command`, the launcher of the trial's two processes, and wait for its end.
+
+    Each process prints MET when MPI has started with two processes, and PROVEN when all values arrived.
 
     Args:
         environment: all variables of the command.
         seconds: after this time the command and its children are killed.
-    Returns: whether MET was printed twice, and the failure in words; "" if there was none.
+    Returns: whether both processes printed MET, and the failure in words; "" if both printed PROVEN and the command
+        ended with code 0. A command that cannot be started is a failure, too.
     """
     try:
         process = subprocess.Popen(

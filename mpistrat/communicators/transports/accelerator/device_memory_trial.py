@@ -1,6 +1,6 @@
-"""Two processes send each other memory of an accelerator through MPI. A program of its own: see `device_memory_proof`.
+"""A program of two MPI processes that send each other an accelerator's memory. `device_memory_proof` starts it.
 
-It may crash or hang, for MPI may take the pointers for pointers to host memory. Its arguments are:
+It may crash or hang, because MPI may read the pointers as pointers to host memory. Its arguments are:
 
 1. the library of arrays: "torch" or "cupy";
 2. the accelerator's number;
@@ -96,7 +96,11 @@ def _cupy(number: str) -> _Library:
 
 
 def _index(number: str, count: int) -> int:
-    """Return the accelerator's number for this process; the two processes take different ones if they see several."""
+    """Return the accelerator's number in this process: `number`, or the next one on the second process if there are
+    several.
+
+    Raises: RuntimeError if there is none.
+    """
     if not count:
         raise RuntimeError("none is visible")
     return (int(number) + MPI.COMM_WORLD.rank) % count

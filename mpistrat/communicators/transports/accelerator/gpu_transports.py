@@ -1,10 +1,11 @@
-"""Choose the transport for buffers on GPUs. All ranks choose from the same facts, so they choose alike.
+"""Choose the transport (the way of moving bytes) for buffers on GPUs.
 
+All ranks choose from the same facts, so they choose alike.
 The choices, best first: a group of the library's own (torch's, CuPy's NCCL), if each rank has its own GPU; an MPI that
-was seen to take device memory; pinned host memory. On several nodes, large buffers go within the nodes first and then
-between them, if that was measured to be faster.
+was seen to take device memory; pinned host memory. On several nodes, large buffers are combined within each node first
+and then between the nodes, if that was measured to be faster.
 
-If values do not go through a library's group, the first rank says once how they go, why, and how to mend it.
+If values do not go through a library's group, rank 0 says once how they go, why, and how the user can change that.
 
 This file's imports load mpi4py. So it is imported on first use only: `import mpistrat` starts no MPI.
 """
@@ -64,11 +65,15 @@ def use_gpus(
 ) -> None:
     """Let `communicator` take buffers on GPUs, too. Collective; a second call does nothing.
 
-    Called by: `strategies.binding`, if every rank has a GPU; also for each communicator that is split off later.
+    The transport for torch's tensors (without torch, CuPy's arrays) is made at once. This may try out NCCL or MPI.
+
+    Called by: `strategies.binding`, if every rank has a GPU; later, as `communicator.use_devices_in`, by
+        `pytorch.gradients.overlap` for the communicator of a thread that sends gradients.
     Args:
         gpus: the GPU of each rank, in rank order.
         index: the number of this rank's GPU in this process.
-        quiet: no notice if values do not go through a library's group, because the program has chosen so.
+        quiet: True: rank 0 gives no notice if values do not go through a library's group.
+    Raises: AssertionError for a communicator of one rank.
     """
     assert isinstance(communicator, Router), "one rank alone moves nothing"
     if not communicator.takes_device_buffers:
@@ -88,7 +93,7 @@ def use_gpus(
 
 
 class _TransportChoice:
-    """Chooses the transports of one communicator for buffers on GPUs, by the arguments of `use_gpus`."""
+    """Chooses the transports of one communicator for buffers on GPUs, by the arguments of `use_gpus`. Collective."""
 
     def __init__(self, communicator: Router, gpus: Sequence[Gpu], index: int, quiet: bool) -> None:
         self._communicator, self._gpus, self._index = communicator, gpus, index
@@ -105,7 +110,7 @@ class _TransportChoice:
             self._peers = communicator.split(self._nodes[:rank].count(node))
 
     def of_torch(self) -> DeviceTransport:
-        """Return the best transport for torch's tensors. Collective."""
+        """Make the best transport for torch's tensors. Collective. Called by: `LibraryDispatcher`, once."""
         from mpistrat.communicators.torch_store import Ranks
         from mpistrat.communicators.transports.accelerator.native import NativeTransport
         from mpistrat.communicators.transports.accelerator.torch_groups import version_of
@@ -129,7 +134,7 @@ class _TransportChoice:
         return self._best(library, group, functools.partial(version_of, kind), start)
 
     def of_cupy(self) -> DeviceTransport:
-        """Return the best transport for CuPy's arrays. Collective."""
+        """Make the best transport for CuPy's arrays. Collective. Called by: `LibraryDispatcher`, once."""
         library = CupyLibrary(self._index)
 
         def start(ranks: Router, channel: AbortChannel, why: str) -> tuple[nccl.NcclTransport, str]:
@@ -146,13 +151,15 @@ class _TransportChoice:
         version: Callable[[], str],
         start: Callable[[Router, AbortChannel, str], tuple[DeviceTransport, str]],
     ) -> DeviceTransport:
-        """Return the best transport for the arrays of `library`. Collective.
+        """Return the best transport for the arrays of `library`. Collective; all ranks get the same kind.
 
         Args:
             group: the name of the library's group, for people: "torch's NCCL".
             version: returns this rank's version of the group's library, or raises an error if it is missing.
-            start: makes a group of the ranks of a communicator. Returns: its transport, and why it cannot be used or
-                "".
+            start: makes a group of the ranks of a communicator, from the communicator, its abort channel and the
+                transport's `why`. Returns: the group's transport, and why it cannot be used; "" if it can.
+        Returns: a `HierarchicalDeviceTransport` if the nodes have equally many ranks, and the group works within each
+            node; else the group's transport, or a transport through MPI if the group does not work.
         """
         try:
             found = version(), ""
@@ -187,10 +194,10 @@ class _TransportChoice:
     def _by_mpi(self, ranks: Router, library: DeviceLibrary, text: str = "") -> DeviceTransport:
         """Return a transport between `ranks` through MPI: from device memory if MPI takes it, else through host memory.
 
-        Called by: all ranks of the communicator.
+        Called by: all ranks of the communicator, together; `ranks` may differ between them.
         Args:
-            ranks: the communicator, or this rank's part of it.
-            text: words to add to the transport's own `why`.
+            ranks: the communicator, or the communicator of the ranks with this rank's number on their nodes.
+            text: added to the transport's `why`, after the words for the way through MPI.
         """
         name = "torch" if isinstance(library, TorchLibrary) else "cupy"
         unproven = why_not_proven(self._host, self._nodes[self._host.rank], name, self._index)
@@ -203,7 +210,7 @@ class _TransportChoice:
 
 
 def shared_gpu(gpus: Sequence[Gpu]) -> str:
-    """Return why NCCL cannot be used if ranks share a GPU, which NCCL refuses; "" if each rank has its own GPU."""
+    """Return "ranks 0 and 2 share a GPU", a reason not to use NCCL, for the first such pair; "" if no ranks share."""
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if first < rank:
@@ -214,7 +221,9 @@ def shared_gpu(gpus: Sequence[Gpu]) -> str:
 def missing(versions: Sequence[tuple[str, str]]) -> str:
     """Return why the ranks cannot use a library together; "" if they can.
 
-    Args: versions: for each rank, its version of the library and "", or "" and why it has none.
+    The reason names the lowest rank that has no library, or another version than rank 0.
+
+    Args: versions: for each rank, (version, "") if it has the library, else ("", why it has none).
     """
     for rank, (version, why) in enumerate(versions):
         if why:

@@ -1,8 +1,8 @@
 """Large buffers on GPUs of several nodes: combined within each node, then slice by slice between the nodes.
 
-Within a node, the GPUs' own library (NCCL) uses the links between the GPUs. Between nodes, each rank sends its slice by
-MPI: from its GPU's memory if MPI takes that, else through pinned host memory. Each byte crosses the network only as
-often as if the node were one rank.
+Within a node, the GPUs' own library (NCCL) uses the links between the GPUs. Between nodes, each rank sends its slice
+(with n ranks on a node, an n-th of the buffer) by MPI: from its GPU's memory if MPI takes that, else through pinned
+host memory. Each byte crosses the network only as often as if the node were one rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 
-# Bytes. For a smaller buffer the calls of a second library cost more than the network saves.
+# Bytes. For a smaller buffer, the calls of a second library take longer than the shorter way through the network saves.
 SMALLEST = 1 << 16
 _FIRST = 1 << 20  # bytes of a first call, enough to start all transports that are used below
 BY_NODE, ALL_ALIKE = "by node", "all ranks alike"
@@ -31,20 +31,21 @@ _CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
 
 
 class HierarchicalDeviceTransport(DeviceTransport):
-    """Moves large buffers on GPUs of several nodes that have equally many ranks.
+    """Moves large buffers on GPUs of several nodes that have equally many ranks: within the nodes, then between them.
 
     The host waits between the phases, so that NCCL and an MPI that takes device memory never run together. Together
-    they could deadlock.
+    they could deadlock. `all_reduce`, `reduce` and `broadcast` go this way; all other calls go by `flat`.
 
     Args:
         nodes: the number of each rank's node, in rank order.
         within: the transport over the ranks of this node, in rank order.
-        between: the transport over the ranks with the same place on their nodes, in rank order.
-        flat: the transport over all ranks, for the calls that this transport does not take.
+        between: the transport over one rank of each node: the ranks with this rank's number on their nodes.
+        flat: the transport over all ranks, for the calls and the smaller buffers that do not go by node.
 
     Attributes:
-        costs: the measured costs of both transports.
-        smallest: buffers of at least so many bytes go by node; infinite if going by node does not pay.
+        costs: the measured times of all-reduces by node and by `flat`; NOT_MEASURED before `measure`.
+        smallest: buffers of at least so many bytes go by node; 64 KiB before `measure`; infinite if `flat` is faster at
+            any size.
     """
 
     def __init__(
@@ -62,15 +63,18 @@ class HierarchicalDeviceTransport(DeviceTransport):
         self.costs = measurement.NOT_MEASURED
         self.smallest = float(SMALLEST)
         self._nodes = nodes
-        # For each rank, its place among the ranks of its node.
+        # For each rank, its number among the ranks of its node
         self._places = [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
-        # The copy for HIERARCHICAL keeps SMALLEST, whatever `measure` finds.
+        # A program that asks for HIERARCHICAL gets the copy. Its `smallest` stays SMALLEST.
         ways = CommunicationImplementation
         self.forced = {ways.NCCL: flat, ways.HIERARCHICAL: copy.copy(self)}
 
     @property
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
-        """Whether streams order all calls: False if the host has to wait between the phases of some buffers."""
+        """Whether all collectives return when they are queued in a stream; False if some buffers go by node.
+
+        For a buffer that goes by node, the host waits between the phases.
+        """
         return self.flat.ordered_by_streams and math.isinf(self.smallest)
 
     def choose(self, call: str, operands: Operands) -> Exchange | None:
@@ -80,9 +84,10 @@ class HierarchicalDeviceTransport(DeviceTransport):
     def measure(self, library: DeviceLibrary, mpi: str) -> None:
         """Measure from which size on going by node is faster, and set `smallest`, `costs` and `why`. Collective.
 
+        Called by: `gpu_transports`, once, after the transport was made.
         Args:
-            library: the library of the buffers.
-            mpi: the name and version of the MPI library.
+            library: the library of the measured buffers.
+            mpi: the name and version of the MPI library. Times of another library are not used.
         """
 
         def zeros(length: int) -> Array:
@@ -134,7 +139,10 @@ class HierarchicalDeviceTransport(DeviceTransport):
         scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
-        """Broadcast `buffer` from rank `root`: on its node, then between the nodes, then on each other node."""
+        """Broadcast `buffer` from rank `root`: within its node, then between the nodes, then within the other nodes.
+
+        Between the nodes, each rank of the root's node sends its slice. The ranks of each other node join the slices.
+        """
         flat, whole, own_slice = self._sliced(buffer)
         node, place = self._nodes[root], self._places[self.rank]
         if self._nodes[self.rank] == node:
@@ -150,8 +158,8 @@ class HierarchicalDeviceTransport(DeviceTransport):
     def _sliced(self, buffer: Array) -> tuple[Array, Array, Array]:
         """Split `buffer` into equal slices, one for each rank of the node.
 
-        Returns: the flat buffer; the flat buffer again, or a copy that is padded with zeros to a multiple of the node's
-            ranks; this rank's slice of the second array.
+        Returns: three arrays: a flat view of the buffer; the same view, or a copy with zeros at its end if the length
+            is no multiple of the node's ranks; a view of this rank's slice of the second array.
         """
         library, ranks = self.library(buffer), self.within.size
         whole = flat = library.flat(buffer)
@@ -164,9 +172,9 @@ class HierarchicalDeviceTransport(DeviceTransport):
 
 
 def takes(call: str, operands: Operands) -> bool:
-    """Return whether a call on GPUs can go by node.
+    """Return whether a call on GPUs can go by node: all_reduce, reduce or broadcast of at least 64 KiB.
 
-    Only large buffers do. Sums in the order of a tree, and sums with a compressor, need all values on the host.
+    False for sums in the order of a reduction tree, and for sums with a compressor: both need all values on the host.
     """
     return (
         call in _CALLS
@@ -177,9 +185,9 @@ def takes(call: str, operands: Operands) -> bool:
 
 
 def why_not_by_node(nodes: Sequence[int]) -> str:
-    """Return why buffers on GPUs do not go by node; "" if they may.
+    """Return why buffers on GPUs do not go by node; "" on several nodes that all have the same number of ranks, over 1.
 
-    They may on several nodes with equally many ranks, more than one. Args: nodes: the number of each rank's node.
+    Args: nodes: the number of each rank's node, in rank order.
     """
     ranks = collections.Counter(nodes).values()
     if len(ranks) == 1:

@@ -1,6 +1,6 @@
 """The parts of torch and CuPy that transports for GPUs use: pointers, streams, events, pinned memory.
 
-A library is imported when its first buffer comes. Streams and events are the library's own objects.
+torch or CuPy is imported when its class here is built. Streams and events are objects of torch or CuPy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpistrat.arrays import Array, is_torch
 
 
 class TorchLibrary:
-    """torch on one accelerator, by the functions that the modules of all kinds have (`torch.cuda`, `torch.xpu`, …).
+    """torch on one accelerator. It uses only functions that `torch.cuda`, `torch.xpu` and other such modules share.
 
     Args:
         kind: torch's name for the kind of accelerator, as `devices.torch_accelerator` returns it: "cuda".
@@ -69,11 +69,11 @@ class TorchLibrary:
         return stream.cuda_stream
 
     def record(self, stream: Any) -> Any:
-        """Record an event in `stream`. The event comes when the device has done all work that `stream` holds now."""
+        """Record an event in `stream`, and return it. The event comes when all work that `stream` holds now is done."""
         return stream.record_event()
 
     def is_done(self, event: Any) -> bool:
-        """Return whether the event has come. Does not wait."""
+        """Return whether the device has reached the event of `record`. Does not wait."""
         return event.query()
 
     def pinned(self, nbytes: int) -> Array:
@@ -81,14 +81,17 @@ class TorchLibrary:
         return self._torch.empty(nbytes, dtype=self._torch.uint8, device="cpu", pin_memory=True)
 
     def fetch(self, buffer: Array, memory: Array, stream: Any) -> Array:
-        """Start a copy of the flat `buffer` into pinned `memory`. Returns: a host array over the start of `memory`."""
+        """Start a copy of the flat `buffer` into pinned `memory` on `stream`. Does not wait.
+
+        Returns: a host array over the start of `memory`, with the buffer's dtype and length.
+        """
         host = memory[: buffer.nbytes].view(buffer.dtype)
         with self._module.stream(stream):
             host.copy_(buffer, non_blocking=True)
         return host
 
     def send(self, host: Array, buffer: Array, stream: Any) -> None:
-        """Start a copy of `host`, the array that `fetch` returned, back into `buffer`."""
+        """Start a copy of `host`, the array that `fetch` returned, back into `buffer` on `stream`. Does not wait."""
         with self._module.stream(stream):
             buffer.copy_(host, non_blocking=True)
 

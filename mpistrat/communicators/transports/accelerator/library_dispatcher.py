@@ -1,4 +1,4 @@
-"""Buffers on accelerators by their library, for torch's tensors and CuPy's arrays have different groups."""
+"""Choose the transport of a buffer on an accelerator by its library: torch and CuPy have different groups."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpistrat.options import CommunicationImplementation
 
 
 class LibraryDispatcher(Transport):
-    """Hands each buffer on an accelerator to the transport of the buffer's library.
+    """Hands each buffer on an accelerator to the transport of the buffer's library, torch or CuPy.
 
     `use_gpus` makes one library's transport; the other one is made when its first buffer comes. Kernels of two groups
-    must not run together on one accelerator: on different ranks, each kernel may hold the cores that the other waits
-    for. So a rank waits until one library's collectives have ended before it uses the other library.
+    must not run together on one accelerator, because on different ranks each kernel may hold the cores that the other
+    waits for. So a rank waits until one library's collectives have ended before it uses the other library.
 
     Args:
-        of_torch, of_cupy: functions that make the transport for torch's tensors and for CuPy's arrays. Collective.
+        of_torch, of_cupy: collective functions that make the transport for torch's tensors, and for CuPy's arrays.
 
     Attributes:
         made: the transports that exist; the key is True for torch's tensors, False for CuPy's arrays.
@@ -53,7 +53,7 @@ class LibraryDispatcher(Transport):
     def to_use(self, operands: Operands) -> DeviceTransport | None:
         """Return the transport for the library of a call's buffer; None for a buffer on the host. Collective.
 
-        If the rank's last call used the other library, this waits until the other library's collectives have ended.
+        If the rank's last such call used the other library, this waits until that library's collectives have ended.
         """
         if not is_on_gpu(operands.buffer):
             return None
@@ -75,7 +75,10 @@ class LibraryDispatcher(Transport):
 
 
 class ForcedTransport(Transport):
-    """The transports of `dispatcher`, or their replacements for the `implementation` that a program asks for."""
+    """Hands buffers on accelerators to the transport for the `implementation` that a program asks for (NCCL, …).
+
+    A transport of `dispatcher` that has no replacement for `implementation` in its `forced` is used itself.
+    """
 
     takes_device_buffers = True
 

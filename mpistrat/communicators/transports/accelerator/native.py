@@ -51,13 +51,15 @@ TIMEOUT = datetime.timedelta(seconds=deadlines.RANK_WAITS_FOR_NATIVE_GROUP)
 class NativeTransport(DeviceTransport):
     """Moves tensors on the accelerator that this rank has for itself, through torch's own process group.
 
-    A collective returns when it is submitted; the host does not wait. The group's stream runs it after the work that
-    the caller's current stream holds now. Work that the program submits to that stream later runs after the collective.
+    The call of a collective returns when it is submitted; the host does not wait. The group's stream runs the
+    collective after the work that the caller's current stream holds now. Work that the program submits to the current
+    stream later runs after the collective.
 
     Floats of 16 bits are summed as float32, unless the reduction names another dtype. Values that the group does not
     combine (booleans, integers of 16 bits, products of complex numbers, bitwise operations) go through the host.
 
-    An error on one rank, or a collective that does not end, aborts the group on all ranks.
+    An error on one rank, or a stall with MPISTRAT_ON_STALL=raise, aborts the group on all ranks. After that, every
+    collective on tensors of the accelerator raises an error.
 
     Args:
         host: the communicator of the same ranks, for buffers on the host and objects.
@@ -65,8 +67,8 @@ class NativeTransport(DeviceTransport):
         index: the number of this rank's accelerator in this process.
         watch: the watch of `host`, where a waiting rank is reported.
         why: why this transport was chosen, in words for people.
-        channel: the abort channel between the ranks of `host`.
-        pending: makes the record of submitted collectives for a group.
+        channel: the abort channel between the ranks of `host`: it carries a rank's error to the other ranks.
+        pending: makes the `PendingCalls` of a group.
     """
 
     ordered_by_streams = True
@@ -90,7 +92,7 @@ class NativeTransport(DeviceTransport):
         self._pending = pending(self._group)
 
     def start(self, ranks: Ranks) -> str:
-        """Join the ranks in a group, and try a first reduction. Collective.
+        """Join the ranks in a group, and try a first reduction. Collective. Called by: `gpu_transports`, once.
 
         Args: ranks: the ranks of `host`, for the store through which torch's group forms.
         Returns: why the group cannot be used, the same text on all ranks; "" if it can be used.
@@ -224,7 +226,12 @@ class NativeTransport(DeviceTransport):
     # Parts of the collectives
 
     def _submit(self, call: Callable[[Any], Any]) -> None:
-        """Submit a collective to the group, between the work that the current stream holds now and later work on it."""
+        """Submit a collective to the group. Does not wait.
+
+        It runs after the work that the current stream holds now, and before the work that is submitted there later.
+        Args: call: takes torch's process group, starts the collective, and returns torch's `Work`.
+        Raises: the error that aborted the group.
+        """
         with self._group as group:
             call(group).wait()  # the stream waits, not the host
             self._pending.add()
@@ -234,17 +241,20 @@ class NativeTransport(DeviceTransport):
             self._group.wait_until(lambda: library.is_done(event))
 
     def _shut_down(self) -> None:
-        """Shut the group down when the programs of all ranks have ended. Called by: `job_end`, on each rank."""
+        """Shut the group down. Called by: `job_end`, on each rank, when the programs of all ranks have ended.
+
+        Raises nothing if the group was aborted.
+        """
         with contextlib.suppress(RuntimeError, OpError):  # an abort has been reported already
             self.wait_until_idle()
             with self._group as group:
                 group.shutdown()
 
     def wait_until_idle(self) -> None:
-        """Return when all collectives that this rank has submitted have ended.
+        """Wait until all collectives that this rank has submitted have ended on the accelerator.
 
-        Called by: `LibraryDispatcher` and `HierarchicalDeviceTransport`, before another library uses the accelerator.
-        Raises: RuntimeError, StallError or RankLostError if the group is aborted.
+        Called by: `LibraryDispatcher` and `HierarchicalDeviceTransport`, before CuPy or MPI uses the accelerator.
+        Raises: RuntimeError, StallError or RankLostError if the group was or is aborted.
         """
         with self._group:
             self._group.wait_until(self._pending.are_done)
@@ -255,7 +265,10 @@ def _are_on(device: torch.device, *buffers: Array) -> bool:
 
 
 def _is_combined_as_it_is(operands: Operands, device: torch.device) -> bool:
-    """Return whether the group can sum the buffer in place, with its dtype as it is, by a plain all-reduce."""
+    """Return whether the group can sum `operands.buffer` in place, by a plain all-reduce in the buffer's own dtype.
+
+    False, among others, for another reduction than a sum, with an `out` or a compressor, and for an empty buffer.
+    """
     buffer, reduction = operands.buffer, operands.reduction
     kind = reduction.op, reduction.compressor, operands.tree, operands.out
     return (
@@ -269,9 +282,10 @@ def _is_combined_as_it_is(operands: Operands, device: torch.device) -> bool:
 
 
 def _summed_as(buffer: Array, reduction: Reduction) -> torch.dtype:
-    """Return the dtype in which the numbers of `buffer` are summed.
+    """Return the dtype in which the numbers of `buffer` are combined. The caller then rounds to the buffer's dtype.
 
-    The sum is rounded to the buffer's dtype afterwards.
+    It is `reduction.summed_in` for floats of at most 32 bits, if that is set; else float32 for floats of 8 and 16 bits,
+    and the buffer's own dtype for all others.
     """
     short = dtype_name(buffer).startswith(SUMMED_AS_FLOAT32)
     if reduction.summed_in and (short or buffer.dtype == torch.float32):
@@ -280,9 +294,9 @@ def _summed_as(buffer: Array, reduction: Reduction) -> torch.dtype:
 
 
 def _numbers_of(buffer: Array, reduction: Reduction) -> Array | None:
-    """Return a flat view of `buffer` in a dtype that the group combines; None if the group cannot do this reduction.
+    """Return a flat view of `buffer` that the group can combine; for sums, a complex number becomes two floats.
 
-    For sums, a complex number counts as two floats.
+    None if the group cannot combine this dtype by this operation; the caller then combines on the host.
     """
     flat = buffer.detach().view(-1)
     if flat.is_complex() and reduction.op == "sum":
@@ -296,6 +310,6 @@ def _bytes_of(buffer: Array) -> Array:
 
 
 def _rows_of(buffer: Array) -> Array:
-    """Return the rows of `buffer` along the first dimension, as an array of bytes of two dimensions."""
+    """Return a view of `buffer` as uint8, of shape [rows, bytes of a row]. Rows lie along the first dimension."""
     shape = buffer.shape[0], math.prod(buffer.shape[1:])
     return buffer.detach().view(shape).view(torch.uint8)

@@ -1,8 +1,7 @@
 """Buffers on GPUs through NCCL.
 
-Only `_Cupy` and `version` use `cupy.cuda.nccl`. For another binding of NCCL (NVIDIA's nccl4py) one would replace these
-two. They import cupy on first use, and after torch in a program that uses torch: both libraries then share the libnccl
-that torch brings.
+Only `_Cupy` and `version` use `cupy.cuda.nccl`; another binding of NCCL (NVIDIA's nccl4py) would replace only them.
+Both import cupy on first use. If the program has imported torch before, CuPy then uses the libnccl that torch brings.
 """
 
 from __future__ import annotations
@@ -44,9 +43,13 @@ class _Cupy:
         self._comm.allReduce(pointer, pointer, count, self._dtypes[dtype], self._ops[op], stream)
 
     def broadcast_bytes(self, pointers: list[int], counts: list[int], stream: int) -> None:
-        """Start a broadcast from each rank `r`: `counts[r]` bytes at address `pointers[r]`.
+        """Start a broadcast from each rank `r` with `counts[r]` > 0, all as one NCCL group. Does not wait.
 
-        `stream` is a `cudaStream_t`.
+        Args:
+            pointers: for each rank, an address on this rank's GPU: for this rank, the bytes that it sends; for another
+                rank, the memory that gets the other rank's bytes.
+            counts: for each rank, how many bytes it sends.
+            stream: a `cudaStream_t` as an integer.
         """
         byte = self._dtypes["uint8"]
         self._group_start()
@@ -77,9 +80,9 @@ def version() -> int:
 class NcclTransport(DeviceTransport):
     """Moves CuPy's arrays on GPUs by NCCL. Each rank has a GPU of its own.
 
-    NCCL works on its own stream, after the work that the caller's current stream holds. A collective returns when the
-    GPU has done it. Floats of 16 bits are summed as float32, as by every transport. Dtypes that NCCL does not combine
-    (complex numbers, booleans, integers of 16 bits) and bitwise operations go through the host.
+    NCCL works on a stream of its own, after the work that the caller's current stream holds. A collective returns when
+    the GPU has done it. Floats of 16 bits are summed as float32, as by every transport. Dtypes that NCCL does not
+    combine (complex numbers, booleans, integers of 16 bits) and bitwise operations go through the host.
 
     An error in NCCL, a stall, or another rank's error aborts the NCCL communicator on all ranks that wait in it. After
     that the ranks can combine no buffer on a GPU any more.
@@ -91,7 +94,10 @@ class NcclTransport(DeviceTransport):
     def start(self, library: DeviceLibrary, channel: AbortChannel) -> str:
         """Join the ranks in an NCCL communicator, and try a first reduction. Collective.
 
-        Args: channel: the abort channel between the ranks of `host`.
+        Called by: `gpu_transports`, once.
+        Args:
+            library: CuPy on this rank's GPU.
+            channel: the abort channel between the ranks of `host`: it carries a rank's error to the other ranks.
         Returns: why NCCL cannot be used, the same text on all ranks; "" if it can be used.
         """
         self._group = CollectiveGroup("NCCL", self.host, channel, self._watch, _Cupy.abort)
@@ -151,17 +157,21 @@ class NcclTransport(DeviceTransport):
         return parts
 
     def _run(self, library: DeviceLibrary, call: Callable[[_Cupy, int], None]) -> None:
-        """Let `call` submit work to NCCL's stream, and return when the GPU has done that work."""
+        """Let `call` submit work to NCCL's stream, and wait until the GPU has done that work.
+
+        Args: call: takes the NCCL communicator, and the stream as a `cudaStream_t`.
+        Raises: RuntimeError, StallError or RankLostError if NCCL was or is aborted.
+        """
         with self._group as nccl:
             self._stream.wait_event(library.record(library.current_stream()))
             call(nccl, library.handle(self._stream))
             self.wait(library, library.record(self._stream))
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
-        """Wait for `event`. Raise an error if NCCL or another rank fails, for NCCL's kernels would never end.
+        """Wait until the GPU has reached `event`, or NCCL or another rank fails.
 
-        Raises: the error of NCCL, or FailedElsewhereError if another rank has failed. `CollectiveGroup` makes a
-            RuntimeError of both, after it has aborted NCCL on all ranks.
+        Raises: the error of NCCL, or FailedElsewhereError if another rank has failed. The wait is inside the `with`
+            block of a `CollectiveGroup`: this aborts NCCL on all ranks, and makes a RuntimeError of either.
         """
 
         def done() -> bool:

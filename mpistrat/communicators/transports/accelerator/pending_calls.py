@@ -1,8 +1,9 @@
-"""The collectives that were submitted to an accelerator and have not ended; so one that never ends is seen as a stall.
+"""Records collectives that were submitted to an accelerator and do not end, so that they are reported as stalls.
 
 The Python calls have returned, so no rank waits in them. A thread of this process looks whether the oldest collective
-has ended. If it has not ended after a while, the thread writes it into this rank's record as the call that the rank is
-in. The node's observer reads there how long it has lasted, and reports a stall.
+has ended. If it has not ended after 1 s (a quarter of the stall limit, if that is less), the thread writes into this
+rank's record in shared memory that the rank is in this call. The node's observer process reads in the record how long
+the call has lasted, and reports a stall.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mpistrat.machine.devices import make_own_current
 if TYPE_CHECKING:
     from mpistrat.communicators.transports.accelerator.collective_group import CollectiveGroup
 
-# A collective is recorded after this share of the stall limit, if the limit is short.
+# A collective is recorded after this share of MPISTRAT_STALL_SECONDS, if that is less than 1 s.
 SHARE_OF_THE_LIMIT = 0.25
 
 
@@ -44,10 +45,11 @@ class PendingCalls:
     """The submitted collectives of one communicator, in the order of their submission.
 
     Args:
-        contract: the communicator's contract; it knows the call that is being submitted.
-        watch: a watch for these collectives alone, between the same ranks.
+        contract: the communicator's contract (it checks and names each call); the source of the calls' texts.
+        watch: this rank's slot in its record for these collectives alone. The observer reads it.
         library: the library of the buffers.
-        group: the group that does the collectives. It is aborted when the ranks have to raise a StallError.
+        group: the group that does the collectives. `look` aborts it when the observer has reported a stall and
+            MPISTRAT_ON_STALL=raise.
         listens: whether a thread other than the program's may receive other ranks' failures (MPI_THREAD_MULTIPLE).
     """
 
@@ -71,9 +73,10 @@ class PendingCalls:
         self._event_watcher.watched.add(self)
 
     def add(self) -> None:
-        """Note that a collective was submitted, and that the current stream waits for its end.
+        """Note the collective that this rank has just submitted, by an event in the current stream.
 
-        Called by: `NativeTransport`, after each collective that it has submitted.
+        The stream already waits for the collective, so the event comes at the collective's end. Wakes the
+        `EventWatcher`.   Called by: `NativeTransport`, after each collective that it has submitted.
         """
         library = self._library
         event = library.record(library.current_stream())
@@ -87,17 +90,18 @@ class PendingCalls:
             self._event_watcher.is_awake.set()
 
     def are_done(self) -> bool:
-        """Return whether all submitted collectives have ended. They end in order, so the last one is asked."""
+        """Return whether all submitted collectives have ended. They end in order, so only the last one is asked."""
         try:
             return self._library.is_done(self._calls[-1].event)
         except IndexError:
             return True
 
     def look(self) -> bool:
-        """Drop the collectives that have ended, record one that lasts long, and abort the group if it is a stall.
+        """Drop the collectives that have ended; record the oldest if it lasts long; abort the group after a stall.
 
-        Called by: the thread of `EventWatcher`.
-        Returns: whether collectives are still under way.
+        It also aborts the group if another rank has failed (with `listens`).
+        Called by: the thread of `EventWatcher`, four times a second while collectives are under way.
+        Returns: whether to look again: False if all collectives have ended, or the group was aborted.
         """
         if self._listens and self._calls:  # before the first call, `CollectiveGroup.start` listens
             self._group.hear()
@@ -117,7 +121,11 @@ class PendingCalls:
         return True
 
     def _record_oldest(self) -> None:
-        """Write into this rank's record that it is in the oldest collective, once that has lasted for a while."""
+        """Write into this rank's record that it is in the oldest collective, if that has lasted at least 1 s.
+
+        The time counts from its submission, or from the end of the collective before it, if that is later. With a stall
+        limit under 4 s, a quarter of the limit is enough.
+        """
         oldest, record = self._calls[0], self._watch.record
         since = max(oldest.submitted, self._progress)
         patience = deadlines.RANK_WAITS_FOR_RECORD_OF_KERNEL
@@ -138,7 +146,10 @@ class PendingCalls:
 
 
 class EventWatcher:
-    """A thread that calls `look` on each `PendingCalls` in `watched`. It sleeps while no collective is under way."""
+    """A thread that calls `look` on each `PendingCalls` in `watched` every 0.25 s, and sleeps if none has work.
+
+    A `PendingCalls` is dropped from `watched` if its `look` raises an error.
+    """
 
     def __init__(self) -> None:
         self.is_awake = threading.Event()

@@ -16,9 +16,10 @@ BUFFERS = 3
 
 
 class StagedTransport(DeviceTransport):
-    """Reduces a buffer chunk by chunk, with copies and arithmetic at the same time.
+    """All-reduces a buffer chunk by chunk, with copies and arithmetic at the same time.
 
-    While the host combines chunk i, chunk i + 1 comes from the GPU and chunk i - 1 goes back.
+    While the host combines chunk i, chunk i + 1 comes from the GPU and chunk i - 1 goes back. Other collectives copy
+    the whole buffer to the host at once.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +45,7 @@ class StagedTransport(DeviceTransport):
 
 
 class _Stages:
-    """Pinned buffers that the chunks take in turn, and one stream for each direction of the copies."""
+    """Three pinned host buffers that the chunks take in turn, and one stream for each direction of the copies."""
 
     def __init__(self, library: DeviceLibrary) -> None:
         self._library = library
@@ -54,13 +55,13 @@ class _Stages:
         self._sent: list[Any] = [None] * BUFFERS  # events of the last copies out of the buffers
 
     def begin(self) -> None:
-        """Let the copies start after the work that the program has submitted so far."""
+        """Let the copies to the host start after the work that the program has submitted so far. Does not wait."""
         self._down.wait_event(self._library.record(self._library.current_stream()))
 
     def fetch(self, number: int, chunk: Array) -> tuple[Array, Any]:
-        """Start to copy chunk `number` to the host.
+        """Start to copy chunk `number` to the host, when the chunk before it has left the same pinned buffer.
 
-        Returns: the host array, and the event after which the array has the values.
+        Returns: the pinned host array, and the event after which the array has the values.
         """
         place = number % BUFFERS
         if self._sent[place] is not None:
@@ -73,5 +74,5 @@ class _Stages:
         self._sent[number % BUFFERS] = self._library.record(self._up)
 
     def end(self) -> None:
-        """Let the work that the program submits from now on run after the copies."""
+        """Let the work that the program submits from now on run after the copies to the GPU. Does not wait."""
         self._library.current_stream().wait_event(self._library.record(self._up))

@@ -1,6 +1,6 @@
 """torch's own groups for tensors on accelerators: NCCL (also RCCL), XCCL, and backends that others register with torch.
 
-They are made without `init_process_group`, so that the program's default group stays its own.
+The groups are made without `init_process_group`, so that the program can still make its own default group.
 
 This file imports torch at its top. So it is imported only when torch is there.
 """
@@ -20,10 +20,7 @@ _CLASSES = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 
 
 def backend_of(kind: str) -> str:
-    """Return the name of torch's backend for devices of `kind`: "nccl".
-
-    Returns "" if this torch has no such backend.
-    """
+    """Return the name of torch's backend for devices of `kind`: "nccl" for "cuda"; "" if this torch has none."""
     if not dist.is_available():
         return ""
     name = str(dist.Backend.default_device_backend_map.get(kind, ""))
@@ -32,9 +29,9 @@ def backend_of(kind: str) -> str:
 
 
 def version_of(kind: str) -> str:
-    """Return the versions that ranks must share to form a group for devices of `kind`: "nccl 2.27.5 of torch 2.9.0".
+    """Return a text that must be equal on all ranks that form a group: "nccl 2.27.5 of torch 2.9.0" for "cuda".
 
-    Raises: ImportError if this torch has no group for such devices.
+    Raises: ImportError if this torch has no group for devices of `kind`.
     """
     backend = backend_of(kind)
     if not backend:
@@ -46,12 +43,13 @@ def version_of(kind: str) -> str:
 def make_group(
     kind: str, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, name: str
 ) -> Any:
-    """Make a group that moves tensors on devices of `kind`. Collective.
+    """Make a group that moves tensors on devices of `kind`. Collective: all `size` ranks call it.
 
     Args:
-        store: a store that only this group uses.
-        timeout: how long a call may take; torch then ends this process.
+        store: a key-value store of torch's where the ranks meet; no other group may use it.
+        timeout: how long a collective may take; after that torch ends this process.
         name: the group's name in torch's logs.
+    Returns: a process group of torch's, such as `ProcessGroupNCCL`.
     Raises: RuntimeError if this torch has no group for such devices.
     """
     backend = backend_of(kind)
@@ -73,17 +71,14 @@ def make_group(
 def abort_group(group: Any) -> None:
     """Abort a group: its kernels end at once. Not collective; any thread may call it.
 
-    The group's object is never freed: the destructor of an aborted group waits for NCCL's watchdog, which may not end.
+    The group's object is never freed, because its destructor would wait for NCCL's watchdog, a thread that may not end.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     group.abort()
 
 
 def _plugin(name: str) -> Any:
-    """Return the entry of a backend that another package has registered with torch.
-
-    None for "mpistrat", and if there is no such entry.
-    """
+    """Return torch's entry of the backend `name`, if another package than mpistrat has registered it; else None."""
     return None if name == "mpistrat" else dist.Backend._plugins.get(name.upper())
 
 

@@ -1,7 +1,7 @@
 """ResNet-50 v1.5 for ImageNet: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, table 1.
 
-Most benchmarks mean v1.5. A bottleneck that halves the picture does so in its 3x3 convolution, not in the 1x1
-convolution before it.
+Most benchmarks mean v1.5: a bottleneck that halves the picture's height and width does so in its 3x3 convolution, not
+in the 1x1 convolution before it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ _WIDTH, _HEADS, _LAYERS, _LENGTH, _BYTES = 256, 4, 6, 128, 256
 
 
 class Transformer(nn.Module):
-    """Turns tokens [batch, length] into logits [batch, classes, length] for the token after each token."""
+    """Turns tokens [batch, length] into logits [batch, classes, length]: a score of every byte as the next token."""
 
     def __init__(self) -> None:
         super().__init__()

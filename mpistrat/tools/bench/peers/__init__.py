@@ -27,8 +27,8 @@ PEERS = (
 def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """Return the contestants of all peers by name, and for each peer that is left out the reason.
 
-    Called by: every rank. A peer that one rank cannot use is left out on all.
-    Args: what: "training_steps" or "all_reduces"; `work` are its arguments.
+    Called by: every rank. A peer that one rank cannot use is left out on all ranks, with the lowest such rank's reason.
+    Args: what: the function of each peer's file to call: "training_steps" or "all_reduces".   work: its arguments.
     """
     present: dict[str, Callable[[], Any]] = {}
     left_out: dict[str, str] = {}

@@ -34,9 +34,9 @@ def _check(device: torch.device) -> None:
 
 
 def _memory(buffer: Array) -> Any:
-    """Return mpi4py's description of `buffer`, of float32.
+    """Return the float32 `buffer` as mpi4py's calls take it: a NumPy array, or [memory, count, datatype] on a device.
 
-    For a device, first wait for the work that it has been given.
+    For a device, first wait until it has done the work that it has been given.
     """
     if not arrays.is_on_accelerator(buffer):
         return arrays.to_numpy(buffer)  # mpi4py takes a NumPy array faster than a tensor
@@ -45,7 +45,10 @@ def _memory(buffer: Array) -> Any:
 
 
 def _flat_buffer(work: Work) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor, Any]:
-    """Return module, optimizer, a flat buffer for all gradients, and pairs (view into the buffer, parameter)."""
+    """Return the module, its optimizer, a flat buffer of zeros for all gradients, and pairs (view, parameter).
+
+    Each view is the parameter's part of the buffer, in the parameter's shape.
+    """
     module, optimizer = work.build()
     parameters = list(module.parameters())
     sizes = [parameter.numel() for parameter in parameters]
@@ -76,7 +79,10 @@ def _copied(work: Work) -> Step:
 
 
 def _in_place(work: Work) -> Step:
-    """Return a step, the fastest of such loops, with every `.grad` a view of the buffer that MPI reduces."""
+    """Return a step that copies nothing: every `.grad` is a view of the one buffer that MPI reduces.
+
+    It is the fastest loop that people write with mpi4py.
+    """
     module, optimizer, flat, pairs = _flat_buffer(work)
     size = MPI.COMM_WORLD.size
     for part, parameter in pairs:

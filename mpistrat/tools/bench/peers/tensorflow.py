@@ -21,7 +21,10 @@ from mpistrat.tools.bench.work import Step, Work
 
 @functools.cache
 def _start() -> Any:
-    """Return the process's one strategy, for a worker's server cannot be started twice. Called by: every rank."""
+    """Return the process's one strategy of TensorFlow's. The first call makes it, and starts this worker's server.
+
+    Called by: every rank.
+    """
     tf.config.set_visible_devices([], "GPU")
     tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
     with socket.socket() as probe:
@@ -36,7 +39,7 @@ def _start() -> Any:
 
 
 def _perceptron(work: Work) -> list[torch.nn.Linear]:
-    """Return the layers with weights of a perceptron. Raises: CannotTakePart for another model."""
+    """Return the linear layers of the work's model, in order. Raises: CannotTakePart if the model is no perceptron."""
     module, _ = work.build()
     layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
     if not isinstance(module, torch.nn.Sequential) or len(layers) * 2 != len(module):
@@ -45,9 +48,10 @@ def _perceptron(work: Work) -> list[torch.nn.Linear]:
 
 
 def training_steps(work: Work) -> dict[str, Step]:
-    """Return a step of the same perceptron in TensorFlow, with the same weights and batch. Called by: every rank.
+    """Return a step of the work's perceptron in TensorFlow, with the same weights and batch. Called by: every rank.
 
-    Raises: CannotTakePart for another model, or on a device.
+    Returns: a dict with one entry, from the contestant's name to the step.
+    Raises: CannotTakePart for a model that is no perceptron, or on a device.
     """
     check_on_host(work.device)
     layers = _perceptron(work)

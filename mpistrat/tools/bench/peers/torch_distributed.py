@@ -25,9 +25,9 @@ GLOO, MPISTRAT = "gloo", "mpistrat"
 
 @functools.cache
 def group_on(backend: str) -> dist.ProcessGroup:
-    """Return the group of all ranks on `backend`, made at the first call. Collective.
+    """Return torch's process group of all ranks on `backend`. The first call for a backend makes it. Collective.
 
-    The ranks meet by one store. On one node it is a file, for a port would need a name server.
+    It also makes torch's default group, on mpistrat's backend, if there is none.
     """
     if not dist.is_initialized():
         make_default_group()
@@ -56,9 +56,10 @@ def backend_of_torch(device: str) -> str:
 
 
 def training_steps(work: Work, backend: str = "") -> dict[str, Step]:
-    """Return steps of DistributedDataParallel and of FSDP2. Called by: every rank.
+    """Return a step of DistributedDataParallel and one of FSDP2: "DDP, gloo" and "FSDP2, gloo". Called by: every rank.
 
-    Args: backend: "" for torch's own, or "mpistrat".
+    Args: backend: "" for torch's own backend on the work's device, or "mpistrat".
+    Raises: CannotTakePart on all ranks, if `backend` is "" and `backend_of_torch` finds none.
     """
     backend = backend or backend_of_torch(work.device)
     return {f"DDP, {backend}": _ddp(work, backend), f"FSDP2, {backend}": _fsdp2(work, backend)}
@@ -73,7 +74,7 @@ def _ddp(work: Work, backend: str) -> Step:
 
 
 def _fsdp2(work: Work, backend: str) -> Step:
-    """Return a step of a module with each child that has parameters sharded as a unit, and then the rest."""
+    """Return a step of a module that FSDP2 shards: each child that has parameters as a unit, then the rest."""
     module, _ = work.build()
     mesh = DeviceMesh.from_group(group_on(backend), torch.device(work.device).type)
     for child in module.children():
