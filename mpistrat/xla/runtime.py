@@ -260,9 +260,9 @@ class Runtime:
         return [all_names.index(name) for name in self._native._xla_get_runtime_devices()]
 
     def use_spmd(self) -> None:
-        """Run one program on all devices from now on, until the process ends. Each device gets a copy of existing tensors.
+        """Run one program on all devices until the process ends. Each device gets copies of existing tensors.
 
-        Does nothing on a second call.
+        A second call does nothing.
         """
         if not self.spmd:
             self._runtime.use_spmd()
@@ -306,7 +306,7 @@ class Runtime:
             return list(self._native._xla_get_cpu_tensors(wanted))
 
     def are_pending(self, tensors: Sequence[Any]) -> list[bool]:
-        """Return a bool for each tensor, in their order: whether its operations are recorded but not started."""
+        """Return for each tensor whether its operations are recorded but not started: a list of bools."""
         return self._native._check_tensor_need_materialization(list(tensors))
 
     def number_of(self, tensor: Any) -> int:

@@ -44,8 +44,8 @@ def as_coordinates(name: str, value: Any, rows: str) -> NDArray[np.int32]:
 def _as_integers(name: str, value: Any) -> NDArray[np.int32]:
     """Return a copy of `value` as an int32 array.
 
-    Raises: TypeError if the numbers are of no integer type, also for 1.0; ValueError if rows differ in length or a number
-        does not fit into 32 bits.
+    Raises: TypeError if the numbers are of no integer type, also for 1.0; ValueError if rows have different lengths, or
+        if a number does not fit into 32 bits.
     """
     try:
         array = np.asarray(value)
