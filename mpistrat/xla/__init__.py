@@ -15,8 +15,7 @@ _runtime: Runtime | None = None
 def start() -> Runtime:
     """Return the process's only XLA `Runtime`. The first call makes it, and takes the process's XLA devices into use.
 
-    Called by: `start_system`, and code that runs after it.
-
+    Called by: `start_system`; `StartedOps` and `shutdown_tpu_system` call it when the runtime is made already.
     Raises: ImportError if torch_xla is missing or is built against another torch version; RuntimeError if XLA finds no
         device.
     """

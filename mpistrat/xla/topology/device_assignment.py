@@ -19,7 +19,7 @@ Lengths = tuple[int, ...]  # along x, y, z and the cores of a chip
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """The order in which `DeviceAssignment.build` gives cores of the mesh to replicas, and to a replica's logical cores.
+    """The order in which `DeviceAssignment.build` gives cores of the mesh to replicas and to their logical cores.
 
     AUTO: rings where `RING` is possible, else the order of `MESH`.
     RING: each replica is a neighbour of the next, and the last is a neighbour of the first; so are a replica's chips.
