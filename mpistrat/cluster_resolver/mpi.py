@@ -80,7 +80,7 @@ class MPIClusterResolver(ClusterResolver):
         return Topology.single() if comm is None else _topology_of(comm)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return a cluster whose job "worker" has a task for each rank. Its address is the node's name, without a port."""
+        """Return a cluster with one worker per rank. A worker's address is the name of its node, without a port."""
         topology = self.topology()
         hosts = topology.hosts or ("localhost",)
         return ClusterSpec({"worker": [hosts[node] for node in topology.node_of_rank]})
@@ -147,7 +147,7 @@ def start_mpi() -> Any:
 
 
 def _environment() -> Mapping[str, str]:
-    """Return the variables that say the rank: os.environ, or in a child process of a rank a copy without its numbers."""
+    """Return os.environ; in a child process of a rank, a copy without the variables that say the parent's rank."""
     is_child = rank_pid() and not _started
     return launcher.without_inherited(os.environ) if is_child else os.environ
 

@@ -76,7 +76,7 @@ def exchange(
 
 
 def check_same_cluster(claims: Sequence[TaskClaim]) -> None:
-    """Raise TopologyError, on all ranks alike, if two ranks' claims have different clusters, or only one has a cluster."""
+    """Raise TopologyError, on all ranks alike, if two claims have different clusters, or if only one has a cluster."""
     first = claims[0]
     for rank, claim in enumerate(claims):
         if claim.cluster_spec != first.cluster_spec:
@@ -139,9 +139,10 @@ def resolver_of_trainers(
 
 
 def _of_tf_config(topology: Topology) -> TFConfigClusterResolver | None:
-    """Return a resolver of TF_CONFIG; None if TF_CONFIG says nothing but that this process is alone.
+    """Return a resolver of TF_CONFIG; None if TF_CONFIG only says that this process is alone.
 
-    (Some platforms set such a TF_CONFIG for every process.)
+    Some platforms set such a TF_CONFIG in every process, so MPI's ranks then count. With several ranks, it is one
+    without a cluster and without an index above 0. With one rank, it has at most one task, and an unknown task type.
 
     Raises: TopologyError if TF_CONFIG makes this rank a parameter server, or one of several ranks an evaluator.
     """
