@@ -87,7 +87,7 @@ class Strategy(RankMethods):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas on all ranks whose gradients are combined in each step."""
+        """The number of replicas, on all ranks together, that combine their gradients in each step."""
         return self._extended.num_replicas_in_sync
 
     @property

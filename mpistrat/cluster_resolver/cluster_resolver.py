@@ -68,8 +68,8 @@ class ClusterResolver(ABC):
     ) -> str:
         """Return the address of a task, by default of this task, such as "grpc://n1:8888".
 
-        The argument `rpc_layer`, else the resolver's `rpc_layer`, is the prefix "grpc"; if both are None or "", the
-        address has no prefix.
+        The prefix is the argument `rpc_layer`, else the resolver's attribute `rpc_layer`; without both, there is no
+        prefix.
         Returns: '' if neither the arguments nor the resolver give both a type and an id.
         Raises: ValueError if the task is not in the cluster.
         """
@@ -111,8 +111,8 @@ class ClusterResolver(ABC):
 
         The chief, if there is one, has rank 0, and the workers follow. An evaluator does not train with the other
         tasks, so it gets a topology of one rank. An empty cluster also has one rank.
-        Raises: ValueError if this task is a parameter server, if its type or id is not in the cluster, if it is not
-            known and there are several workers, or if the cluster is empty and `task_id` is above 0.
+        Raises: ValueError if this task is a parameter server or not in the cluster; if `task_type` or `task_id` is None
+            (both may be None in a cluster of one worker); or if the cluster is empty and `task_id` is above 0.
         """
         spec = self.cluster_spec()
         if not spec and self.task_id:

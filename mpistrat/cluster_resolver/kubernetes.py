@@ -17,7 +17,7 @@ _TRIES_AGAIN = 1
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where this process runs. It decides from where the process reads its credentials for the API server.
+    """Says where this process runs, and so where it finds its credentials for the API server.
 
     WITHIN_CLUSTER: in a pod; the process uses the pod's service account.
     OFF_CLUSTER: outside the cluster; the process uses $KUBECONFIG or ~/.kube/config.
@@ -130,7 +130,7 @@ class KubernetesClusterResolver(ListedTasksResolver):
 
 
 def _explain(error: Exception, selector: str) -> None:
-    """Raise an error that says more than `error`, which listing the pods has raised.
+    """Raise an error that says more than `error`, the error of the request for the list of pods.
 
     Returns if `error` is neither an HTTP error nor urllib3's; the caller then raises `error` itself.
     Raises: UnavailableError if the API server does not answer; RuntimeError if the server has refused.

@@ -18,9 +18,10 @@ _SECONDS_TO_BE_KILLED = 2.0
 def abort_by_launcher(code: int) -> None:
     """Ask MPICH's or Slurm's launcher to end all processes of the job, and wait 2 seconds to be killed.
 
-    Returns if this process is still alive then, and at once if there is no such launcher; the caller then ends the
-    process. Open MPI's launcher needs no request, because it ends the job when a process ends with an exit code other
-    than 0. MPICH's and Slurm's launchers wait for the other processes, and these may wait for this process in MPI_Init.
+    Returns if this process is still alive then, and at once if there is no such launcher or the request fails; the
+    caller then ends the process. Open MPI's launcher needs no request, because it ends the job when a process ends with
+    an exit code other than 0. MPICH's and Slurm's launchers wait for the other processes, and these may wait for this
+    process in MPI_Init.
 
     Called by: `rank_end`, when the job must end before MPI runs.
     Args: code: the exit code of the job. Slurm's launcher does not get it.

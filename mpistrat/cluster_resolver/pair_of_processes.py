@@ -31,8 +31,8 @@ def commands(
     Called by: `device_memory_proof`, which tries whether MPI can send the memory of a GPU.
     Args:
         version: the text of MPI_Get_library_version.
-        library: the path of the loaded libmpi, for which the `bin/mpiexec` beside the library's folder is preferred; ""
-            if unknown.
+        library: the path of the loaded libmpi; "" if unknown. If there is a `bin/mpiexec` beside the library's folder,
+            the first command uses it.
         hosts: two nodes, one for each process; empty to start both processes on this node.
     Returns: pairs (words of the command, environment); the caller appends the words of the program. No pair if there is
         no mpiexec and, in a Slurm job, no srun.

@@ -52,7 +52,7 @@ class UnionResolver(ClusterResolver):
         self._resolvers = cluster_resolvers
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks of all resolvers; the class says their indices.
+        """Return the tasks of all resolvers, with the indices that the class describes.
 
         Raises: KeyError if the tasks of a job keep their indices, and two resolvers have the same index.
         """

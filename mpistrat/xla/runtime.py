@@ -58,7 +58,7 @@ class Graphs:
     def fallbacks(self) -> Counter[str]:
         """Return how often torch_xla has run each operation on the host so far, by the operation's name.
 
-        It does so if XLA lacks the operation, or if the shape of the operation's result depends on values.
+        torch_xla does so if XLA lacks the operation, or if the shape of the operation's result depends on values.
         """
         names = self._native._get_executed_fallback_ops()
         return Counter({name: self._counter(name) for name in names})
@@ -67,7 +67,10 @@ class Graphs:
         return int(self._native._xla_counter_value(name) or 0)
 
     def start(self, tensors: Sequence[Any]) -> None:
-        """Start the graph that computes these tensors, and no other recorded operation. Do nothing inside a step."""
+        """Start the graph that computes these tensors, and no other recorded operation. Do nothing inside a step.
+
+        Called by: `Runtime.all_reduce` and `StartedOps`. It does not wait for the values.
+        """
         if self.recording or not any(self._native._check_tensor_need_materialization(tensors)):
             return
         # With `sync_xla_data`, the graph might overwrite its inputs with results, but other tensors need the inputs.

@@ -1,4 +1,4 @@
-"""Finds and starts the TPU devices of a job; all ranks call it together."""
+"""Finds and starts the TPU devices of a job, on all ranks together."""
 
 from __future__ import annotations
 

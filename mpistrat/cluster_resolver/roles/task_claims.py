@@ -141,8 +141,9 @@ def resolver_of_trainers(
 def _of_tf_config(topology: Topology) -> TFConfigClusterResolver | None:
     """Return a resolver of TF_CONFIG; None if TF_CONFIG only says that this process is alone.
 
-    Some platforms set such a TF_CONFIG in every process, so MPI's ranks then count. With several ranks, it is one
-    without a cluster and without an index above 0. With one rank, it has at most one task, and an unknown task type.
+    Some platforms set such a TF_CONFIG in every process, so only MPI's ranks count then. If MPI has several ranks, it
+    is a TF_CONFIG without a cluster and without an index above 0. If MPI has one rank, it is a TF_CONFIG with at most
+    one task, and not with the type chief, worker, ps or evaluator.
 
     Raises: TopologyError if TF_CONFIG makes this rank a parameter server, or one of several ranks an evaluator.
     """

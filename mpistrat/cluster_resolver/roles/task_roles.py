@@ -78,7 +78,7 @@ def is_chief(
 ) -> bool:
     """Return whether this task is the chief, an evaluator, or worker 0 of a cluster without a chief.
 
-    Work that one task does alone, such as writing files, is done by a task for which this is True.
+    Such a task does the work that only one task may do, such as writing files.
     Raises: ValueError if the task is not in the cluster.
     """
     spec = validated_cluster(cluster_spec, task_type, task_id)

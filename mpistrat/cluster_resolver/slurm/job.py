@@ -58,8 +58,9 @@ class SlurmJob:
         return min(times)
 
     def requeue(self, seconds: float) -> None:
-        """Tell Slurm to end the job and put it back into the queue. Slurm signals the job's processes, and kills later.
+        """Tell Slurm to end the job and put it back into the queue.
 
+        Slurm signals the job's processes, and later kills the processes that are still alive. Returns before the end.
         Called by: the preemption handler on rank 0, when the program is about to leave.
         Args: seconds: the timeout of scontrol.
         Raises: SlurmError if scontrol is missing, fails or takes longer.

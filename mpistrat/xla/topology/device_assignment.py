@@ -22,7 +22,7 @@ class DeviceOrderMode(enum.IntEnum):
     """The order in which `DeviceAssignment.build` gives cores of the mesh to replicas and to their logical cores.
 
     AUTO: rings where `RING` is possible, else the order of `MESH`.
-    RING: each replica is a neighbour of the next, and the last is a neighbour of the first; so are a replica's chips.
+    RING: each replica is a neighbour of the next, and the last is a neighbour of the first. A replica's chips, too.
     MESH: the order of coordinates.
 
     Example:
@@ -38,9 +38,9 @@ class DeviceOrderMode(enum.IntEnum):
 
 
 class DeviceAssignment:
-    """Says where in a TPU mesh each replica's cores are. `build` chooses the cores; the constructor takes given ones.
+    """Says where in a TPU mesh the cores of each replica are. `build` chooses them; the constructor takes coordinates.
 
-    A replica's cores are counted from 0; this number is the logical core.
+    A replica numbers its cores from 0; the number is called the logical core.
 
     Args:
         topology: the mesh, a `Topology`.
@@ -93,7 +93,7 @@ class DeviceAssignment:
                 of 1, and as many replicas as fit into the mesh. Even with RING, chips get the order of coordinates if
                 their box has an odd length above 1. If coordinates of the mesh have no device, every mode takes the
                 cores in the order of tasks and devices.
-        Returns: a new assignment; a replica's cores are ordered like `device_order_mode`.
+        Returns: a new assignment. Replicas and logical cores are numbered in the order of `device_order_mode`.
         Raises: ValueError if the replicas do not fit into the mesh, or if RING's conditions are not met.
         """
         if isinstance(topology, bytes):
