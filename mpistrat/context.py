@@ -1,9 +1,10 @@
 """The strategy and the replica in force on each thread.
 
-Every thread has a stack of modes. A mode has a strategy, and inside `run` also a replica context. Without a replica
-context the mode is cross-replica: inside `scope()`, and inside the function of a `merge_call`. Inside `replica()` the
-mode has a replica context, but the program may also call everything of the cross-replica context. Below every stack is
-the default strategy in its replica context.
+Every thread has a stack of modes; the last mode is in force. A mode has a strategy, and inside `run` also a replica
+context. A mode without a replica context is cross-replica: inside `scope()`, and inside the function of a `merge_call`.
+Inside `replica()` the mode has a replica context, but the program may also call everything of the cross-replica
+context. If a thread's stack is empty, the thread is at top level: the default strategy is in force, in its replica
+context.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class AnyReplicaContext(Protocol):
 
 
 class Mode(NamedTuple):
-    """An entry of a thread's stack: the strategy in force, and the replica that runs.
+    """An entry of a thread's stack: the strategy in force, and the replica that the thread runs.
 
     Attributes:
         replica_context: the running replica's context; None in the cross-replica context.
-        in_block: whether the thread is inside `Strategy.replica()`, and not inside `run`.
+        in_block: whether `Strategy.replica()` has made the entry; False for an entry of `run` or `scope()`.
     """
 
     strategy: AnyStrategy
@@ -62,7 +63,7 @@ class Mode(NamedTuple):
 
     @property
     def in_run(self) -> bool:
-        """Whether a replica runs inside `run`, so that calls of the cross-replica context are errors."""
+        """Whether `run` has made the entry, so that the thread may not call methods of the cross-replica context."""
         return self.replica_context is not None and not self.in_block
 
 
@@ -77,10 +78,11 @@ per_thread = _PerThread()
 
 
 class _BelowAll:
-    """Makes the mode below every thread's stack, the default strategy in its replica context, at its first use.
+    """Makes and keeps the mode of a thread with an empty stack: the default strategy in its replica context.
 
     Attributes:
-        make: makes the mode; the package's `__init__` sets it.
+        make: makes the mode, when it is used first; the package's `__init__` sets this function.
+        mode: the same mode for all threads.
     """
 
     make: Callable[[], Mode]
@@ -99,9 +101,9 @@ _ASKING = {
 
 
 def make_default_for(name: str) -> None:
-    """Make the default strategy now, if the function or class `name` may ask for it later.
+    """Make the default strategy now, if the public function or class `name` may ask for it inside `torch.compile`.
 
-    Called by: the package, when a program first uses one of its names.
+    Called by: the package `mpistrat`, when a program first uses one of the package's names.
     """
     if name in _ASKING:
         below_all.mode  # noqa: B018 - a cached property keeps it
@@ -151,7 +153,13 @@ def in_cross_replica_context() -> bool:
 
 
 class entered:  # noqa: N801 - used like a function: `with entered(mode):`
-    """A context manager that puts one mode onto this thread's stack."""
+    """A context manager that puts one mode onto this thread's stack, and removes it at the end; yields nothing.
+
+    Args:
+        strategy: the strategy in force inside.
+        replica_context: the context of the replica that the thread runs inside; None for the cross-replica context.
+        in_block: whether it is entered for `Strategy.replica()`.
+    """
 
     __slots__ = ("mode",)
 
@@ -177,13 +185,18 @@ def in_replica_block(strategy: AnyStrategy) -> bool:
 
 
 def at_top_level() -> bool:
-    """Return whether this thread is inside no `run` and no scope. Modes around a `replica()` do not count."""
+    """Return whether this thread is inside no `run` and no scope, or directly inside `replica()`.
+
+    Called by: `scope()`, which records modules at its outermost entry and exit only.
+    """
     return not per_thread.modes or per_thread.modes[-1].in_block
 
 
 def cross_replica(strategy: AnyStrategy, call: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that puts this thread into the cross-replica context of `strategy`.
+    """Return a context manager around the work of a public method, such as `Strategy.mirror`, for all replicas.
 
+    Inside, a thread that is in `strategy.replica()` is in the cross-replica context. In a scope and at top level,
+    nothing changes.
     Args: call: the name of the public call, for errors.
     Raises: RuntimeError inside `run`, or inside another strategy's scope, run or `replica()`.
     """
@@ -192,15 +205,19 @@ def cross_replica(strategy: AnyStrategy, call: str) -> contextlib.AbstractContex
 
 
 def outside_replica_block(strategy: AnyStrategy) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager. A thread inside `strategy.replica()` is in the cross-replica context within it."""
+    """Return a context manager: inside, a thread that is in `strategy.replica()` is in the cross-replica context.
+
+    Elsewhere it changes nothing. Called by: the methods of `Checkpoint`.
+    """
     return entered(strategy, None) if in_replica_block(strategy) else _NOTHING
 
 
 @contextlib.contextmanager
 def leaving_what_is_entered() -> Iterator[None]:
-    """Return a context manager that at its end leaves every mode that the block has entered and not left.
+    """Return a context manager that restores this thread's stack of modes at its end, also after an error.
 
-    `Strategy.enter_replica()` enters such a mode. Called by: `run_elastic`, around each attempt.
+    So it leaves modes that the block has entered for ever, by `Strategy.enter_replica()`.
+    Called by: `run_elastic`, around each attempt to train.
     """
     modes = per_thread.modes
     per_thread.modes = list(modes)
@@ -213,6 +230,7 @@ def leaving_what_is_entered() -> Iterator[None]:
 def require_cross_replica(strategy: AnyStrategy, call: str) -> None:
     """Raise RuntimeError unless this thread is at top level, or in the scope or the `replica()` of `strategy`.
 
+    Called by: the public methods that act on all replicas at once, such as `Strategy.reduce`.
     Args: call: the name of the public call, for the error.
     """
     if not per_thread.modes:
@@ -227,7 +245,10 @@ def require_cross_replica(strategy: AnyStrategy, call: str) -> None:
 
 
 def require_unmixed(strategy: AnyStrategy, call: str) -> None:
-    """Raise RuntimeError inside another strategy's scope, run or `replica()`."""
+    """Raise RuntimeError if this thread is inside the scope, `run` or `replica()` of a strategy other than `strategy`.
+
+    Args: call: the name of the public call, for the error.
+    """
     other = per_thread.modes[-1].strategy if per_thread.modes else strategy
     if other is not strategy:
         another = "another " if repr(other) == repr(strategy) else ""
@@ -238,11 +259,12 @@ def require_unmixed(strategy: AnyStrategy, call: str) -> None:
 
 
 def require_iteration(strategy: AnyStrategy) -> bool:
-    """Check that a distributed dataset of `strategy` may be iterated here.
+    """Check that this thread may take the next step of a distributed dataset of `strategy`.
 
-    Called by: the iterators of distributed datasets, for each step.
-    Returns: whether this thread is inside `strategy.replica()`.
-    Raises: ValueError inside the strategy's own `run`; RuntimeError inside another strategy's scope or `run`.
+    Called by: the iterators of distributed datasets, before each step.
+    Returns: whether this thread is inside `strategy.replica()`; the iterator then first ends the step before.
+    Raises: ValueError inside the strategy's own `run`; RuntimeError inside another strategy's scope, `run` or
+        `replica()`.
     """
     if not per_thread.modes:
         return False
@@ -269,9 +291,11 @@ def require_replica(context: AnyReplicaContext, call: str) -> None:
 
 
 def current_local_replica() -> int | None:
-    """Return the index, among this rank's replicas, of the replica that this thread runs or updates.
+    """Return the index, from 0 among this rank's replicas, of the replica that this thread runs.
 
-    Returns: None if there is no such replica, or if one call of the function runs all of the rank's replicas.
+    Inside the function of `extended.update`, it is the index of the component that is updated.
+    Returns: None in the cross-replica context and at top level. If one call of `run`'s function runs all of the rank's
+        replicas (on the cores of a TPU), 0.
     """
     if per_thread.updated_replica is not None:
         return per_thread.updated_replica
@@ -280,9 +304,9 @@ def current_local_replica() -> int | None:
 
 
 def check_call(call: str, fn: Any, args: Any, kwargs: Any) -> None:
-    """Check a function and its arguments before they are called.
+    """Check that `fn` can be called with the arguments that a program gave to a public method, such as `run`.
 
-    Args: call: the name of the public call, for errors.
+    Args: call: the name of the public method, for errors.
     Raises: TypeError if `fn` is not callable; ValueError if `args` is no list or tuple, or if `kwargs` is neither a
         mapping nor None.
     """

@@ -43,11 +43,12 @@ if TYPE_CHECKING:
 
 
 class Strategy(RankMethods):
-    """Runs functions on replicas, keeps their variables, and combines their values.
+    """The base class of all strategies: runs functions on replicas, keeps their variables, and combines their values.
 
-    Programs make a subclass: `MultiWorkerMirroredStrategy` for all ranks, `MirroredStrategy` for the ranks of one node,
-    `OneDeviceStrategy` for one device.
-    Raises: TypeError if it is made with anything but a `StrategyExtended`.
+    A replica is one copy of the model that trains on a part of each batch. Programs make a subclass:
+    `MultiWorkerMirroredStrategy` for all ranks, `MirroredStrategy` for the ranks of one node, `OneDeviceStrategy` for
+    one device.
+    Raises: TypeError if `extended` is no `StrategyExtended`.
 
     Example:
         >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -81,24 +82,25 @@ class Strategy(RankMethods):
 
     @property
     def extended(self) -> StrategyExtended:
-        """The `StrategyExtended` of this strategy: more methods, for algorithms that must know the distribution."""
+        """The `StrategyExtended` of this strategy: more methods, for algorithms that need to know ranks and devices."""
         return self._extended
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas on all ranks; their gradients are combined in each step."""
+        """The number of replicas, on all ranks together, that combine their gradients in each step."""
         return self._extended.num_replicas_in_sync
 
     @property
     def step_examples(self) -> tuple[int, int] | None:
         """The numbers of examples (of this replica, of all replicas) in the last step of a distributed dataset.
 
-        Only iterations that the program still holds count: after an evaluation in mid-epoch, the last step is the
-        training step before the evaluation. While gradients are on, a step that was taken inside `torch.no_grad()`
+        Only steps of iterators that the program still holds count: after an evaluation in mid-epoch, the last step is
+        the training step before the evaluation. While gradients are on, a step that was taken inside `torch.no_grad()`
         counts only if there is no other.
 
-        None if the numbers are not known: outside every iteration; if ranks read different data (a dataset function,
-        files of each rank, `AutoShardPolicy.OFF`); and outside `run` if this rank's replicas have different numbers.
+        Returns: None if the numbers are not known: outside every iteration over a distributed dataset; if ranks read
+            different data (a dataset function, files of each rank, `AutoShardPolicy.OFF`); and outside `run` if this
+            rank's replicas have different numbers.
 
         Example:
             >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -120,16 +122,17 @@ class Strategy(RankMethods):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver of the job's tasks; None for strategies of one process."""
+        """The resolver that has found the job's tasks; None for strategies of one process."""
         return self._cluster_resolver
 
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
-        """Return a context manager. Variables and torch modules that are made inside belong to this strategy.
+        """Return a context manager: variables and torch modules that a program makes inside belong to this strategy.
 
-        At the outermost exit, the parameters and buffers of the torch modules get rank 0's values on all ranks.
+        The `with` block gets the strategy. At the outermost exit, the parameters and buffers of the torch modules get
+        rank 0's values on all ranks, unless the block has raised an error.
         Called by: every rank.
         Raises:
-            RuntimeError: on entering inside `run`, or inside another strategy's scope.
+            RuntimeError: on entering inside `run`, or inside another strategy's scope, `replica()` or `run`.
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -153,8 +156,8 @@ class Strategy(RankMethods):
         Called by: every rank.   Context: cross-replica or top level.
         Returns: a context manager; its `with` block gets the `ReplicaContext`.
         Raises:
-            RuntimeError: on all ranks, if a rank has several replicas, or with TPUs or parameter servers; on entering
-                inside `run`, or in another strategy's scope.
+            RuntimeError: on all ranks, if a rank has several replicas, or with TPUs or parameter servers; inside `run`,
+                and in another strategy's scope.
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -165,9 +168,11 @@ class Strategy(RankMethods):
         return ReplicaBlock(self._extended, self.why_no_replica_block)
 
     def enter_replica(self) -> Self:
-        """Enter `replica()` on this thread for the rest of the program.
+        """Make this thread the work of this rank's replica for the rest of the program: enter `replica()`.
 
-        Called by: every rank.   Returns: the strategy.   Raises: RuntimeError as `replica()` does.
+        Called by: every rank.   Returns: the strategy.
+        Raises: RuntimeError if a rank has several replicas, with TPUs or parameter servers, inside `run`, and in
+            another strategy's scope.
 
         Example, on several ranks::
 
@@ -190,8 +195,8 @@ class Strategy(RankMethods):
     ) -> Any:
         """Call `fn` on every replica of this rank, each with its own components of the arguments.
 
-        `run` itself communicates nothing. `backward()` checks that all ranks call `run` equally often, so call a
-        function for one rank alone without `run`. An error of `fn` comes out unchanged.
+        `run` itself communicates nothing. But `backward()` checks that all ranks call `run` equally often, so call a
+        function that only one rank needs directly, without `run`. An error of `fn` comes out unchanged.
 
         Called by: every rank, equally often.   Context: cross-replica or top level.
         Args:
@@ -203,7 +208,8 @@ class Strategy(RankMethods):
             the result of `fn`; with several replicas per rank, a structure of `PerReplica` values.
         Raises:
             RuntimeError: inside `run`, or in another strategy's scope.
-            TypeError, ValueError: for wrong arguments.
+            TypeError: `fn` is not callable, or `options` is no `RunOptions`.
+            ValueError: `args` is no list or tuple, or `kwargs` is no mapping.
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -240,15 +246,16 @@ class Strategy(RankMethods):
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
     ) -> Any:
-        """Reduce the replicas' values to one value, equal on every rank.
+        """Reduce the values of all replicas to one value. Every rank gets the same value.
 
         Called by: every rank, in the same order.   Context: cross-replica or top level.
         Args:
             reduce_op: a `ReduceOp`, or its name in upper or lower case.
             value: a result of `run`, or a nest of results. If each rank has one replica, a result is a plain value, and
                 each rank's value counts once.
-            axis: None combines element by element, and the replicas' shapes must match. An axis, or several, is also
-                reduced on each replica. Sizes may differ along these axes; a mean is over all elements.
+            axis: None combines the replicas' values element by element, so their shapes must match. With an axis, or
+                several, each replica's value is also reduced along these axes. Replicas may have different sizes along
+                these axes; a MEAN is then the sum of all elements divided by their number.
         Returns:
             a value, or a nest like `value`, on this rank's first device and without autograd history. The mean of
             integers is a float.
@@ -269,9 +276,10 @@ class Strategy(RankMethods):
 
         Called by: every rank, in the same order.   Context: cross-replica or top level.
         Args:
-            value: a result of `run`, or a nest of results. Sizes may differ along `axis` only. `IndexedSlices` become
-                dense.
+            value: a result of `run`, or a nest of results. Replicas may have different sizes along `axis` only.
+                `IndexedSlices` become dense.
             axis: the axis of the concatenation; it may be negative.
+        Returns: an array, or a nest of arrays like `value`.
         Raises:
             ValueError: `axis` is out of range.
             InvalidArgumentError: sizes differ along another axis.
@@ -291,7 +299,9 @@ class Strategy(RankMethods):
             return arrange([gather(leaf, axis, label) for leaf in flat])
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return a tuple of the components of `value` on this rank's replicas; (value,) for a plain value.
+        """Return a tuple of this rank's replicas' components of `value`; (value,) if `value` has no components.
+
+        For a nest with distributed values, an entry is a nest of one replica's components.
 
         Example:
             >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -310,10 +320,12 @@ class Strategy(RankMethods):
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """Make one value for each replica of this rank, with `value_fn(ValueContext)`, in the order of replica ids.
+        """Call `value_fn(ValueContext)` once for each replica of this rank, in the order of replica ids.
 
         Context: cross-replica or top level.
-        Returns: a `PerReplica`; the plain value if the rank has a single replica that is not wrapped.
+        Returns: a `PerReplica` of the results; the plain result if the strategy does not wrap values, as with one
+            replica per rank.
+        Raises: RuntimeError inside `run`, or in another strategy's scope; TypeError if `value_fn` is not callable.
 
         Example:
             >>> strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -363,9 +375,10 @@ class Strategy(RankMethods):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Return a dataset of the batches that `dataset_fn` makes on each rank: batches per REPLICA, already sharded.
+        """Return a dataset of the batches that `dataset_fn` makes on each rank. Each batch is for one REPLICA.
 
-        Each step takes one batch for each of the rank's replicas, in turn.
+        Each step takes the next batch for the rank's first replica, then the next batch for its second, and so on. No
+        batch is split, so `dataset_fn` must give each rank different examples.
 
         Called by: every rank.
         Args:
@@ -411,13 +424,16 @@ class Strategy(RankMethods):
 
     @not_compiled
     def mirror(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Give a torch module's parameters and buffers rank 0's values on all ranks.
+        """Give a torch module's parameters and buffers rank 0's values on all ranks, in place.
 
         Needed for modules that `scope()` does not see: modules that are made outside the scope, deep-copied at top
         level or unpickled, modules with hand-made parameters, and modules after `load_state_dict(assign=True)`.
 
         Called by: every rank.
+        Args: module: a module, a parameter, or an iterable of them.
         Returns: `module`.
+        Raises: RuntimeError inside `run`, or in another strategy's scope; TypeError for another object; ValueError for
+            a tensor that an operation has made, or for torch's own data parallelism.
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -462,15 +478,17 @@ class Strategy(RankMethods):
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def shard(self, values: Any, dim: int = 0) -> Any:
-        """Return this replica's contiguous part of each array in a nest, as views.
+        """Return this replica's contiguous part of each array in `values`.
 
-        A part has ceil(size / replicas) elements along `dim`; the last parts are shorter or empty. Distributed loaders
-        split global batches by the same rule. Nothing is communicated, and `values` must be equal on all replicas.
+        A part has ceil(size / replicas) elements along `dim`; the last parts may be shorter or empty. Distributed
+        loaders split global batches by the same rule. Nothing is communicated, so the program must give the same
+        `values` on all replicas.
 
         Context: replica; with one replica per rank also cross-replica and top level.
         Args:
             values: a nest of torch, NumPy or CuPy arrays that have a dimension `dim`.
             dim: the dimension that is split.
+        Returns: a nest like `values`; its arrays are views of the arrays in `values`.
         Raises:
             ValueError: the nest has another leaf, or an array without `dim`.
             RuntimeError: the rank has several replicas, and the call is in none of them.
@@ -483,9 +501,9 @@ class Strategy(RankMethods):
         return shard(self, values, dim)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. Inside, `backward()` adds to this replica's `.grad` and communicates nothing.
+        """Return a context manager around `backward()`: inside, gradients are added to `.grad` and not communicated.
 
-        The next `backward()` outside reduces the accumulated gradients.
+        The next `backward()` outside reduces the accumulated gradients over all replicas.
 
         Example:
             >>> strategy = ms.OneDeviceStrategy("cpu")
@@ -560,11 +578,12 @@ def _check_run_options(options: Any, rank: int) -> None:
 def checked_input_options(
     options: InputOptions | None, extended: StrategyExtended, from_function: bool
 ) -> InputOptions:
-    """Return `options`, or the defaults for None. Warn once on rank 0 about options that have no effect.
+    """Return `options`, or default options if it is None. Warn once on rank 0 about options that have no effect.
 
     Args: from_function: whether the dataset comes from a dataset function.
     Raises, as tf.distribute does: TypeError if `options` is no `InputOptions`; NotImplementedError if PER_REPLICA is
-        not possible here; ValueError for options that exclude each other.
+        asked for without a dataset function, or by a strategy that cannot do it; ValueError for options that exclude
+        each other.
     """
     if not isinstance(options, (InputOptions, type(None))):
         raise TypeError(f"options must be InputOptions or None, got {options!r:.60}")
@@ -613,9 +632,10 @@ _set_scope: _Scope | None = None
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Enter the scope of `strategy` on this thread for the rest of the program. None leaves the scope again.
+    """Enter the scope of `strategy` on this thread, until the next call of this function.
 
-    A second call leaves the scope of the first call's strategy.
+    A call first leaves the scope that the last call has entered.
+    Args: strategy: None to enter no scope.
     Raises:
         RuntimeError: inside `with strategy.scope()`, `replica()` or `run`.
         TypeError: `strategy` is neither a `Strategy` nor None.

@@ -14,15 +14,23 @@ from mpistrat.topology import Topology
 
 
 def _value(name: str) -> Any:
-    """Return a property of a resolver that reads through `_get` and writes through `_set`; subclasses override both."""
+    """Return a property that reads a resolver's value through `_get` and writes it through `_set`.
+
+    Subclasses override the two methods, for example to find a value that was not given.
+    """
     return property(lambda self: self._get(name), lambda self, value: self._set(name, value))
 
 
 class ClusterResolver(ABC):
-    """Finds the tasks of a job, and this process's task among them.
+    """Finds the tasks of a job, and this process's task among them. A task is a process with a type and a number.
 
-    A subclass implements `cluster_spec` and `master`. `topology` follows from the cluster spec and this task's type and
-    id.
+    A subclass implements `cluster_spec` and `master`. The base class computes `topology` from the cluster spec and this
+    task's type and id.
+
+    Args:
+        task_type, task_id: this process's task, such as "worker" and 1; None if not known.
+        rpc_layer: the prefix of the addresses that `master` returns, such as "grpc"; None for no prefix.
+        environment: has no effect; the property `environment` returns it.
 
     Example:
         >>> spec = ms.cluster_resolver.ClusterSpec({"worker": ["n1:8888", "n2:8888"]})
@@ -60,8 +68,9 @@ class ClusterResolver(ABC):
     ) -> str:
         """Return the address of a task, by default of this task, such as "grpc://n1:8888".
 
-        The prefix "grpc://" is the argument or attribute `rpc_layer`; without a layer there is no prefix.
-        Returns: '' if neither the arguments nor the resolver name a task.
+        The prefix is the argument `rpc_layer`, else the resolver's attribute `rpc_layer`; without both, there is no
+        prefix.
+        Returns: '' if neither the arguments nor the resolver give both a type and an id.
         Raises: ValueError if the task is not in the cluster.
         """
         job = self.task_type if task_type is None else task_type
@@ -74,7 +83,10 @@ class ClusterResolver(ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return the number of accelerators that this process sees, by kind: {"GPU": 4}; {} if there are none."""
+        """Return the number of accelerators that this process sees, by kind: {"GPU": 4}; {} if it sees none.
+
+        The base class ignores the arguments.
+        """
         count = num_accelerators() or len(visible_gpus())
         return {"GPU": count} if count else {}
 
@@ -87,20 +99,20 @@ class ClusterResolver(ABC):
     rpc_layer: str | None = _value("rpc_layer")
 
     def _get(self, name: str) -> Any:
-        """Return the value of "task_type", "task_id" or "rpc_layer". A subclass may find a value that was not given."""
+        """Return the value of the property `name`: "task_type", "task_id" or "rpc_layer"; None if it is not known."""
         return self._values[name]
 
     def _set(self, name: str, value: Any) -> None:
-        """Set "task_type", "task_id" or "rpc_layer". Subclasses may refuse with RuntimeError."""
+        """Set the property `name`: "task_type", "task_id" or "rpc_layer". Subclasses may raise RuntimeError."""
         self._values[name] = value
 
     def topology(self) -> Topology:
         """Return the `Topology` of the tasks that train: this process's rank, and the hosts of all ranks.
 
-        The chief, if there is one, has rank 0, and the workers follow. An evaluator trains alone, so its topology has
-        one rank. An empty cluster also has one rank.
-        Raises: ValueError if this task's type or id is not known or not in the cluster, for a parameter server, and for
-            an empty cluster with `task_id` above 0.
+        The chief, if there is one, has rank 0, and the workers follow. An evaluator does not train with the other
+        tasks, so it gets a topology of one rank. An empty cluster also has one rank.
+        Raises: ValueError if this task is a parameter server or not in the cluster; if `task_type` or `task_id` is None
+            (both may be None in a cluster of one worker); or if the cluster is empty and `task_id` is above 0.
         """
         spec = self.cluster_spec()
         if not spec and self.task_id:
@@ -127,6 +139,6 @@ def format_master_url(master: str, rpc_layer: str | None = None) -> str:
 
 
 def host_of(address: str) -> str:
-    """Return the host of an address: of "n1:8888", "10.0.0.1:80", "[fe80::1]:80", or of "n1" without a port."""
+    """Return `address` without its port: "n1" for "n1:8888" and for "n1", "[fe80::1]" for "[fe80::1]:80"."""
     with_port = re.fullmatch(r"(.*\]|[^:]*):\d+", address, re.DOTALL)
     return with_port[1] if with_port else address

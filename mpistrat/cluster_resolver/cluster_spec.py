@@ -8,14 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ClusterDef:
-    """The tasks of a ClusterSpec as plain data that can be pickled, compared and hashed."""
+    """The jobs of a ClusterSpec as nested tuples. It can be pickled, compared and hashed."""
 
     # (("worker", ((0, "n1:8888"), (1, "n2:8888"))),)
     jobs: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
 
 
 class ClusterSpec:
-    """The tasks of each job and their addresses.
+    """The addresses of a cluster's tasks. A job is a group of tasks of one type, such as "worker".
 
     Args: cluster: a dict from job name to a list of addresses or to {task index: address}; or a ClusterDef or
         ClusterSpec.
@@ -61,7 +61,7 @@ class ClusterSpec:
         return job[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return a list of the job's addresses by task index; an entry is None if its index is missing.
+        """Return a list of the job's addresses: entry i is the address of task i, or None if the job has no task i.
 
         Raises: ValueError if there is no such job, or if it has no tasks.
         """
@@ -71,7 +71,11 @@ class ClusterSpec:
         return [job.get(index) for index in range(max(job) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Return {job: addresses}: a list if the job's indices are 0..n-1, else (or without tasks) a dict by index."""
+        """Return a dict from each job to its addresses.
+
+        The addresses are a list if the job's task indices are 0..n-1. They are a dict {index: address} if indices are
+        missing or the job has no tasks.
+        """
         return {job: _densest(tasks) for job, tasks in self._jobs.items()}
 
     def as_cluster_def(self) -> ClusterDef:

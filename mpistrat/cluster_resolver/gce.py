@@ -13,15 +13,16 @@ SECONDS = 15.0  # timeout of each request, and of all its repetitions while the 
 
 
 class GCEClusterResolver(ListedTasksResolver):
-    """The running virtual machines of an instance group. Every call lists them again.
+    """Finds the running virtual machines of an instance group; each is a task. Every call lists them again.
 
     A machine's address is the internal IP of its first network interface. Tasks are sorted by address, as text.
+    `topology()` gets the ranks from MPI.
 
     Args:
-        project, zone, instance_group: the names of the group and of its place.
+        project, zone, instance_group: the names of the group, and of its zone and project.
         port: the port of every task's address.
         task_type: the type of all tasks. Setting it later raises RuntimeError.
-        task_id: the task whose address `master()` returns. It does not set this process's rank; MPI does.
+        task_id: `master()` returns the address of this task. MPI gives this process's rank, and not `task_id`.
         credentials: credentials of google.auth; a string means the application default credentials.
         client_options: options of the clients of google.cloud.compute_v1, such as {"api_endpoint": …}. They replace
             `service` of tf.distribute, an argument for an older library.
@@ -61,7 +62,7 @@ class GCEClusterResolver(ListedTasksResolver):
 
     @functools.cached_property
     def _clients(self) -> tuple[Any, Any]:
-        """The clients of the API: (for instance groups, for instances). Made at the first use."""
+        """The two clients of the API, made at the first use: (for instance groups, for instances)."""
         from google.cloud import compute_v1
 
         options = self._options

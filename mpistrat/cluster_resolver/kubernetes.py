@@ -17,7 +17,7 @@ _TRIES_AGAIN = 1
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where this process runs, and so its credentials for the API server.
+    """Says where this process runs, and so where it finds its credentials for the API server.
 
     WITHIN_CLUSTER: in a pod; the process uses the pod's service account.
     OFF_CLUSTER: outside the cluster; the process uses $KUBECONFIG or ~/.kube/config.
@@ -33,10 +33,10 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 class KubernetesClusterResolver(ListedTasksResolver):
-    """The pods that match label selectors. Every call lists them again.
+    """Finds the pods that match label selectors; each is a task. Every call lists them again.
 
-    `task_type` and `task_id` are None until the program sets them, because the list does not say the pod of this
-    process. `topology()` gets the rank from MPI.
+    `task_type` and `task_id` are None until the program sets them, because the list does not say in which pod this
+    process runs. `topology()` gets the ranks from MPI.
 
     Args:
         job_to_label_mapping: a list of label selectors for each job; None is {"worker": ["job-name=tensorflow"]}. A
@@ -130,7 +130,11 @@ class KubernetesClusterResolver(ListedTasksResolver):
 
 
 def _explain(error: Exception, selector: str) -> None:
-    """Raises: UnavailableError if `error` means that the API server does not answer; RuntimeError if it refuses."""
+    """Raise an error that says more than `error`, the error of the request for the list of pods.
+
+    Returns if `error` is neither an HTTP error nor urllib3's; the caller then raises `error` itself.
+    Raises: UnavailableError if the API server does not answer; RuntimeError if the server has refused.
+    """
     what = f"listing the pods {selector!r:.80} of all namespaces"
     if type(error).__module__.startswith("urllib3."):
         raise UnavailableError(

@@ -1,8 +1,8 @@
 """Reads the launcher's environment variables, and checks whether MPI agrees with them. Nothing here calls MPI.
 
-If the launcher belongs to another MPI than the program's library, the program becomes N jobs of one rank each, and
-nothing fails: every process is rank 0 of 1, and all of them write the same files. These checks turn this into one error
-that says the fix.
+If the launcher belongs to another MPI than the program's library, the program becomes N jobs of one rank each. Nothing
+fails then: every process is rank 0 of 1, and all processes write the same files. These checks raise an error instead,
+and its text says how to repair the start.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from mpistrat.errors import TopologyError
 # Families of MPI libraries: MPICH stands also for Intel MPI, Cray MPICH and MVAPICH.
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
-# (variable of the size, variable of the rank, launcher that sets them, family of its library). MPI's variables come
-# before Slurm's.
+# (variable of the size, variable of the rank, launcher that sets them, family of its MPI library)
 SIZE_AND_RANK = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpiexec", OPEN_MPI),  # "4", "0"
     ("PMI_SIZE", "PMI_RANK", "the mpiexec of MPICH or Intel MPI, or srun --mpi=pmi2", MPICH),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MVAPICH's mpirun_rsh", MPICH),  # "4", "0"
     ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun", ""),  # "4", "0"
 )
-# Variables of a Slurm *step*: an sbatch script without srun has SLURM_PROCID=0 and no SLURM_STEP_NUM_TASKS. Under
-# mpirun they describe mpirun's daemons, so they come last.
+# Variables of a Slurm *step*, that is of one srun: an sbatch script without srun has SLURM_PROCID=0 and no
+# SLURM_STEP_NUM_TASKS. Under mpirun these variables describe mpirun's daemons, so they are read last.
 SLURM_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun", "")  # "4", "0"
 NODE_NAME = "SLURMD_NODENAME"  # "n9": Slurm's name of the node; several nodes may share a host name
 # These launchers set the rank, "0", and no size
@@ -46,8 +45,8 @@ _CHILD_CONFUSING = re.compile(
     r"|HYDI_CONTROL_FD|MPI_LOCALNRANKS|MPI_LOCALRANKID|PRTE_LAUNCHED)$"
 )
 
-# Some of these variables only say a rank or a size. Programs name log files by them, and no library joins a job by
-# them.
+# Variables among the `_CHILD_CONFUSING` that only say a rank or a size. Programs use them in the names of log files; no
+# MPI library joins a job because of them.
 _SAYS_RANK = re.compile(
     r"PMI_(RANK|SIZE)|(OMPI|MV2)_COMM_WORLD_((LOCAL_|NODE_)?RANK|(LOCAL_)?SIZE)|MPI_LOCAL(NRANKS|RANKID)"
 )
@@ -62,14 +61,16 @@ Fix, one of:
 
 @dataclass(frozen=True)
 class LauncherClaim:
-    """The rank and the number of ranks that a launcher's variables say.
+    """The rank and the number of ranks that one launcher's variables say.
 
     Attributes:
         size: number of ranks; None if the launcher does not say it.
         rank: this process's rank; None if the launcher does not say it.
         variables: the variables and their values, for messages: "PMI_SIZE=2, PMI_RANK=1".
+        launcher: the launcher's name, for messages: "jsrun".
         family: the family of the launcher's MPI library, OPEN_MPI or MPICH; "" for srun, jsrun, PALS and PMIx.
-        at_least: whether `size` counts only one component of a heterogeneous Slurm job.
+        at_least: whether `size` counts only one component of a heterogeneous Slurm job, so that MPI may have more
+            ranks.
     """
 
     size: int | None
@@ -80,18 +81,28 @@ class LauncherClaim:
     at_least: bool = False
 
     def allows_size(self, world_size: int) -> bool:
-        """Return whether a world of `world_size` ranks agrees with this claim."""
+        """Return whether MPI's world may have `world_size` ranks.
+
+        If the claim has no size, or only the size of one component, every size above 1 is allowed. A size of 1 is
+        allowed then if the claim does not say several ranks.
+        """
         if self.size is not None and not self.at_least:
             return world_size == self.size
         return world_size > 1 or (self.size in (None, 1) and not self.rank)
 
     def allows_rank(self, world_rank: int) -> bool:
-        """Return whether the rank `world_rank` in MPI's world agrees with this claim."""
+        """Return whether this process may be rank `world_rank` of MPI's world.
+
+        True for every rank if the claim has no rank, no size, or only the size of one component.
+        """
         return self.size is None or self.at_least or self.rank in (None, world_rank)
 
 
 def library_family(version: str) -> str:
-    """Return the family of an MPI library, OPEN_MPI, MPICH or '' (unknown), from MPI_Get_library_version's text."""
+    """Return the family of an MPI library: OPEN_MPI, MPICH, or '' if it is unknown.
+
+    Args: version: the text of MPI_Get_library_version.
+    """
     if re.search("Open MPI|Spectrum MPI", version):
         return OPEN_MPI
     return MPICH if re.search(r"MPICH|MVAPICH|Intel\(R\) MPI", version) else ""
@@ -107,9 +118,11 @@ def library_name(version: str) -> str:
 
 
 def read_claim(environ: Mapping[str, str] = os.environ, family: str = "") -> LauncherClaim | None:
-    """Return the claim that counts: of the loaded library's own launcher, else of another MPI, else of a Slurm step.
+    """Return the rank and size that the launcher's variables say.
 
-    Args: family: the family of the loaded library; "" if unknown.
+    If several launchers have set variables, the launcher of the loaded library's family counts, else the launcher of
+    another MPI, else a Slurm step.
+    Args: family: the family of the loaded MPI library; "" if unknown.
     Returns: None if no launcher's variable is set.
     Raises: TopologyError if a variable is not a number.
     """
@@ -119,9 +132,9 @@ def read_claim(environ: Mapping[str, str] = os.environ, family: str = "") -> Lau
 def certain_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """Return (rank, number of ranks) from the launcher's variables, if they are certain before MPI starts.
 
-    Called by: code that runs before MPI_Init, such as `rank_end` and the observer.
-    Returns: None for a single rank, if the launcher does not say both numbers, in a heterogeneous Slurm job, and if
-        Cray's MPICH may number the ranks anew.
+    Called by: code that runs before MPI_Init: `rank_end`, and the start of the observer.
+    Returns: None for a single rank, if the launcher does not say both numbers, if it counts one component of a
+        heterogeneous Slurm job, and if Cray's MPICH may number the ranks anew.
     Raises: TopologyError if a variable is not a number.
     """
     match read_claim(environ):
@@ -131,7 +144,11 @@ def certain_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | N
 
 
 def _claims(environ: Mapping[str, str], family: str) -> Iterator[LauncherClaim]:
-    """Yield all claims; the first one counts. Later claims may come from the shell that called the launcher."""
+    """Yield the claim of each launcher that has set variables; the first claim counts.
+
+    Later claims may come from the shell that called the launcher.
+    Args: family: the family of the loaded MPI library, its launcher comes first; "" if unknown.
+    """
     rows = sorted(SIZE_AND_RANK, key=lambda row: not (family and row[3] == family))
     if SLURM_STEP[1] in environ and "PRTE_LAUNCHED" not in environ:
         rows.append(SLURM_STEP)
@@ -141,9 +158,10 @@ def _claims(environ: Mapping[str, str], family: str) -> Iterator[LauncherClaim]:
 
 
 def describes_daemons(environ: Mapping[str, str]) -> bool:
-    """Return whether mpirun started this rank inside a Slurm job; the Slurm step's variables then describe its daemons.
+    """Return whether the variables of the Slurm step describe mpirun's daemons instead of the ranks.
 
-    False outside a Slurm step.
+    This is so if mpirun started the ranks inside a Slurm job, because mpirun starts its daemons with srun. False
+    outside a Slurm step.
     """
     size, rank, _, _ = SLURM_STEP
     if size not in environ:
@@ -166,16 +184,20 @@ _LOCAL_RANKS = (
 
 
 def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher's variables say that this is its node's first rank; False if they do not say it."""
+    """Return whether this process is the first rank of its node, by the launcher's variables.
+
+    Returns: False also if no variable says a number on the node.
+    """
     return next((environ[name] for name in _LOCAL_RANKS if name in environ), "") == "0"
 
 
 def check_library(environ: Mapping[str, str], version: str, library_path: str = "") -> None:
     """Check before MPI_Init that the loaded MPI library may work under this launcher.
 
+    Called by: `start_mpi`.
     Args: version, library_path: the text of MPI_Get_library_version, and the library's file; "" if unknown.
-    Raises: TopologyError if the launcher is Open MPI's and the library MPICH's, or the reverse, unless they may work
-        together.
+    Raises: TopologyError if the launcher is Open MPI's and the library is MPICH's, or the reverse. There are
+        combinations that may work nevertheless: then nothing is raised, and `check_world` decides after MPI_Init.
     """
     family = library_family(version)
     claim = read_claim(environ, family)
@@ -190,8 +212,8 @@ def check_library(environ: Mapping[str, str], version: str, library_path: str = 
 
 
 def _may_work_anyway(claim: LauncherClaim, environ: Mapping[str, str], version: str) -> bool:
-    """Return whether a library may work under another MPI's launcher; `check_world` then decides after MPI_Init."""
-    # A launcher and a library may both speak PMIx.
+    """Return whether the loaded library may work though the launcher in `claim` belongs to the other MPI."""
+    # The launcher and the library may both use PMIx to connect the ranks.
     by_pmix, alone = "PMIX_RANK" in environ, claim.size == 1
     if library_family(version) == OPEN_MPI:
         # Open MPI up to 4 may have been built for srun --mpi=pmi2.
@@ -210,8 +232,12 @@ def check_world(
 ) -> None:
     """Check after MPI_Init that MPI's world has the size and the rank that the launcher's variables say.
 
-    Args: version, library_path: the text of MPI_Get_library_version, and the library's file; "" if unknown.
-    Raises: TopologyError if the size or the rank differs, or if a variable is not a number.
+    Called by: `start_mpi`.
+    Args:
+        version, library_path: the text of MPI_Get_library_version, and the library's file; "" if unknown.
+        world_size, world_rank: the size of MPI.COMM_WORLD, and this process's rank in it.
+    Raises: TopologyError if the size or the rank differs, or if a variable is not a number. A different rank is allowed
+        if Cray's MPICH numbers the ranks anew.
     """
     claim = _deciding_claim(environ, version, world_size, world_rank)
     if claim is None:
@@ -234,9 +260,11 @@ def check_world(
 def _deciding_claim(
     environ: Mapping[str, str], version: str, world_size: int, world_rank: int
 ) -> LauncherClaim | None:
-    """Return the claim that MPI's world must match: a claim with MPI's own size and rank, else the first claim.
+    """Return the launcher's claim that MPI's world must match.
 
-    If MPI and the first claim both say a size of 1, a claim of several ranks decides. None if there is no claim.
+    It is a claim with MPI's own size and rank, if MPI has several ranks; else the first claim. But if MPI and the first
+    claim both say one rank, a later claim of several ranks decides.
+    Returns: None if no launcher's variable is set.
     """
     claims = list(_claims(environ, library_family(version)))
     for claim in claims:
@@ -248,7 +276,7 @@ def _deciding_claim(
 
 
 def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
-    """Check that this process may run as one rank without MPI.
+    """Check that this process may run as one rank without MPI. Return if it may.
 
     Called by: `start_mpi`, if no MPI library can be loaded.
     Args: why_no_mpi: the text of mpi4py's error.
@@ -272,7 +300,10 @@ def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
 
 
 def left_alone(environ: Mapping[str, str]) -> str:
-    """Return a warning for a single rank in a Slurm job of several tasks that no srun or mpirun started; else ''."""
+    """Return a warning's text if a Slurm job has several tasks, but neither srun nor mpirun started this process.
+
+    Called by: `start_mpi`, if there is one rank.   Returns: '' if there is nothing to warn of.
+    """
     tasks = environ.get("SLURM_NTASKS", "")
     if not tasks.isdecimal() or int(tasks) < 2 or "SLURM_STEP_ID" in environ:
         return ""
@@ -284,9 +315,11 @@ def left_alone(environ: Mapping[str, str]) -> str:
 
 
 def why_not_fault_tolerant(version: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the reason why the death of one rank ends the whole job; "" if the other ranks can go on.
+    """Return the reason why the death of one rank ends the whole job, as a sentence without its full stop.
 
+    Called by: `run_elastic`, strategies with parameter servers, and `rank_end`.
     Args: version: the text of MPI_Get_library_version.
+    Returns: "" if the other ranks can go on.
     """
     if library_family(version) != OPEN_MPI:
         return (
@@ -308,9 +341,10 @@ def joins_job(variable: str) -> bool:
 
 
 def without_inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without the variables that say a rank, for a process that a rank has started.
+    """Return a copy of `environ` without the variables that only say the rank or size of the parent process.
 
-    Called by: `start_mpi`. If a launcher has started the process since, the launcher's own variables stay.
+    Called by: `start_mpi`, in a process that a rank has started. If a launcher has started the process since, the
+    variables of that launcher's family stay.
     """
     by_pmix = {name.startswith("PMIX_") for name in environ if joins_job(name)}
     return {
@@ -321,12 +355,16 @@ def without_inherited(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_of_children(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for a child process that is no rank."""
+    """Return a copy of `environ` for a child process that is no rank: without all variables that say a rank or job."""
     return {name: value for name, value in environ.items() if not confuses_children(name)}
 
 
 def _claim(environ: Mapping[str, str], row: tuple[str, str, str, str]) -> LauncherClaim:
-    """Return the claim of one launcher. Args: row: an entry of `SIZE_AND_RANK` or `RANK_ONLY`, or `SLURM_STEP`."""
+    """Return the claim of one launcher, from its variables in `environ`.
+
+    Args: row: an entry of `SIZE_AND_RANK` or `RANK_ONLY`, or `SLURM_STEP`.
+    Raises: TopologyError if a variable is not a number.
+    """
     size, rank, launcher, family = row
     variables = ", ".join(f"{name}={environ[name]}" for name in (size, rank) if name in environ)
     # Each component of a heterogeneous Slurm job counts its own tasks.
@@ -348,9 +386,10 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _denies_that_it_is_alone(claim: LauncherClaim, environ: Mapping[str, str]) -> bool:
-    """Return whether `claim` says that there are several ranks, though another launcher's variables say 1.
+    """Return whether `claim` says that there are several ranks, and counts though MPI has only one rank.
 
-    An mpiexec may run in each task of a Slurm step and start one rank there. Then the step's size does not count.
+    False if an mpiexec has started this rank, and `claim` is from srun, PALS or PMIx: an mpiexec may run in each task
+    of a Slurm step and start one rank there.
     """
     by_mpiexec = {"HYDI_CONTROL_FD", "OMPI_COMM_WORLD_SIZE"} & environ.keys()
     if by_mpiexec and claim.launcher in (SLURM_STEP[2], *(row[2] for row in RANK_ONLY)):

@@ -16,11 +16,15 @@ _SECONDS_TO_BE_KILLED = 2.0
 
 
 def abort_by_launcher(code: int) -> None:
-    """Ask the launcher to end all processes of the job with exit code `code`. Return if the launcher does not do it.
+    """Ask MPICH's or Slurm's launcher to end all processes of the job, and wait 2 seconds to be killed.
 
-    Open MPI's launcher ends the job by itself when a process ends with an exit code other than 0. MPICH's and Slurm's
-    launchers wait for the other processes, and these may wait for this process in MPI_Init.
-    Called by: `rank_end`.
+    Returns if this process is still alive then, and at once if there is no such launcher or the request fails; the
+    caller then ends the process. Open MPI's launcher needs no request, because it ends the job when a process ends with
+    an exit code other than 0. MPICH's and Slurm's launchers wait for the other processes, and these may wait for this
+    process in MPI_Init.
+
+    Called by: `rank_end`, when the job must end before MPI runs.
+    Args: code: the exit code of the job. Slurm's launcher does not get it.
     """
     environ, asked = os.environ, False
     # Set by MPICH's launcher, by launchers derived from it, and by srun --mpi=pmi2
@@ -33,10 +37,13 @@ def abort_by_launcher(code: int) -> None:
 
 
 def _abort_by_pmi(descriptor: int, code: int) -> bool:
-    """Send the launcher an abort in version 1 of PMI's wire protocol.
+    """Send the launcher a request to abort the job, in version 1 of the protocol of PMI (MPICH's process manager).
 
-    Args: descriptor: the socket that the launcher has opened for PMI.
-    Returns: whether the message was sent; False if the socket's other end is not this process's parent.
+    Args:
+        descriptor: number of the socket that the launcher has opened for PMI.
+        code: the exit code of the job.
+    Returns: whether the request was sent. False on an OSError, and if the socket's other end is not this process's
+        parent.
     """
     with contextlib.suppress(OSError):
         with socket.socket(fileno=os.dup(descriptor)) as found:

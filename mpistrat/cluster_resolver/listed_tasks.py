@@ -13,14 +13,15 @@ from mpistrat.topology import Topology
 
 
 class ListedTasksResolver(ClusterResolver):
-    """A base class of resolvers for tasks that a service lists. Every call asks the service again."""
+    """A base class of the resolvers that ask a service, such as Kubernetes, for the tasks. Every call asks it again."""
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the address of a task, by default of this task; '' if nothing names a task.
+        """Return the address of a task, by default of this task, such as "grpc://10.0.0.1:8470".
 
-        Raises: ValueError if the task is not in the list.
+        Returns: '' if neither the arguments nor the resolver give both a type and an id.
+        Raises: ValueError if the task is not in the service's list.
         """
         return super().master(task_type, task_id, rpc_layer)
 
@@ -42,7 +43,10 @@ class ListedTasksResolver(ClusterResolver):
         return topology
 
     def _require(self, module: str, extra: str, package: str) -> None:
-        """Raises: ImportError with a pip command if `module` is missing; `extra` or `package` would install it."""
+        """Raise ImportError if the Python module `module` is missing. The text has a pip command.
+
+        Args: extra, package: mpistrat's extra, and the package, that would install the module.
+        """
         found = None
         with contextlib.suppress(ImportError):  # the package that contains the module is missing
             found = importlib.util.find_spec(module)

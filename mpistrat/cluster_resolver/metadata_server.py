@@ -16,17 +16,19 @@ ADDRESS = "GCE_METADATA_IP"  # "169.254.169.254"; TensorFlow's client reads this
 _FLAVOR = {"Metadata-Flavor": "Google"}  # a header of requests and of answers
 _TRIES = 3  # while the server is busy
 _SECONDS_PER_TRY = 2.0
-# For the whole call, because the timeout of a try limits neither the look-up of the name nor an answer that comes byte
+# Timeout of the whole call. The timeout of a try limits neither the look-up of the name nor an answer that comes byte
 # by byte.
 _SECONDS = 7.0
 _MOST_BYTES = 1 << 20
 
 
 def read_metadata(path: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return a value of Google's metadata server as text; None if the server has no such value.
+    """Ask Google's metadata server for a value, and return its text. The server knows this virtual machine.
 
+    Called by: the search for the TPU slice, and the watcher for a preemption on Google Compute Engine.
     Args: path: the path below computeMetadata/v1/, such as "instance/attributes/tpu-env".
-    Raises: OSError, within 7 seconds, if no such server answers.
+    Returns: None if the server answers that it has no such value (HTTP 404).
+    Raises: OSError, within 7 seconds, if the server does not answer, or answers with another error.
     """
     host = environ.get(HOST) or environ.get(ADDRESS) or "metadata.google.internal"
     url = f"http://{host}/computeMetadata/v1/{path}"

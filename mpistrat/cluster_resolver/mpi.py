@@ -32,10 +32,10 @@ _kept_with_comm: int | None = None
 
 
 class MPIClusterResolver(ClusterResolver):
-    """The ranks of an MPI communicator. Without MPI, and without a launcher, it is one rank.
+    """Finds the ranks of an MPI communicator; each is a worker. Without MPI and without a launcher there is one rank.
 
     The constructor starts nothing. The first use of another member initializes MPI, if the program has not. The first
-    `topology()` of a communicator is collective over it.
+    `topology()` for a communicator is a collective call on this communicator.
 
     Called by: every rank of `comm`.
     Args: comm: an mpi4py intracommunicator; None is all ranks (MPI.COMM_WORLD).
@@ -59,7 +59,7 @@ class MPIClusterResolver(ClusterResolver):
 
     @property
     def comm(self) -> Any:
-        """The mpi4py communicator; None for a single rank without MPI. The first use starts MPI."""
+        """The mpi4py communicator of the ranks; None for a single rank without MPI. The first use starts MPI."""
         mpi = start_mpi()
         if self._comm is not None:
             _check_comm(mpi, self._comm)
@@ -67,7 +67,7 @@ class MPIClusterResolver(ClusterResolver):
         return None if mpi is None else mpi.COMM_WORLD
 
     def topology(self) -> Topology:
-        """Return the place of each rank of the communicator on the nodes.
+        """Return the `Topology` of the communicator: this process's rank, and the node of each rank.
 
         Called by: every rank. The first call for a communicator is collective; later calls communicate nothing.
         Raises: TopologyError if MPI disagrees with Slurm about the nodes, or with the launcher about the ranks.
@@ -80,7 +80,7 @@ class MPIClusterResolver(ClusterResolver):
         return Topology.single() if comm is None else _topology_of(comm)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return a cluster with one worker per rank. A worker's address is its node's name, without a port."""
+        """Return a cluster with one worker per rank. A worker's address is the name of its node, without a port."""
         topology = self.topology()
         hosts = topology.hosts or ("localhost",)
         return ClusterSpec({"worker": [hosts[node] for node in topology.node_of_rank]})
@@ -88,7 +88,10 @@ class MPIClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the node's name of a task if its type and id are given, else '', because ranks have no master."""
+        """Return the node's name of the task that the arguments name; '' if the type or the id is left out.
+
+        Raises: ValueError if there is no such task.
+        """
         if None in (task_type, task_id):
             return ""
         return super().master(task_type, task_id, rpc_layer)
@@ -105,13 +108,13 @@ class MPIClusterResolver(ClusterResolver):
 
 
 def start_mpi() -> Any:
-    """Initialize MPI if needed, and check it against the launcher.
+    """Initialize MPI if the program has not, and check that MPI and the launcher agree. Later calls do nothing.
 
     Removes from os.environ the variables that would make a child process join this job.
-    Called by: every rank, because MPI_Init is collective.
+    Called by: every rank, because MPI_Init is collective; by `MPIClusterResolver` at its first use.
     Returns: the module mpi4py.MPI; None for a single rank without MPI.
     Raises: TopologyError if the launcher and the MPI library contradict each other, or if MPI was finalized;
-        RuntimeError in a worker process of a rank.
+        RuntimeError in a multiprocessing child of a rank.
     """
     global _started
     _refuse_in_worker()
@@ -144,7 +147,7 @@ def start_mpi() -> Any:
 
 
 def _environment() -> Mapping[str, str]:
-    """Return os.environ; in a child process of a rank, a copy without the rank's number."""
+    """Return os.environ; in a child process of a rank, a copy without the variables that say the parent's rank."""
     is_child = rank_pid() and not _started
     return launcher.without_inherited(os.environ) if is_child else os.environ
 
@@ -155,10 +158,10 @@ def _warn_if_left_alone() -> None:
 
 
 def _refuse_in_worker() -> None:
-    """Refuse to start MPI in a multiprocessing child of a rank, such as a DataLoader's worker process.
+    """Raise RuntimeError in a multiprocessing child of a rank, such as a DataLoader's worker process.
 
-    The child is no rank, so MPI_Init would wait for ranks that never come.
-    Raises: RuntimeError in such a child. A child that is still importing the main program exits with code 78 instead.
+    The child is no rank, so MPI_Init would wait for ranks that never come. A child that is still importing the main
+    program exits with code 78 instead. In any other process, do nothing.
     """
     multiprocessing = sys.modules.get("multiprocessing")  # every child has loaded it
     if multiprocessing is None:
@@ -182,7 +185,8 @@ def _refuse_in_worker() -> None:
 def import_mpi() -> tuple[Any, list[str]]:
     """Import mpi4py.MPI without initializing MPI.
 
-    Returns: (the module, []); (None, the lines of the error's text) if mpi4py or its MPI library cannot be loaded.
+    Returns: (the module, []) on success. (None, the lines of the error's text) if mpi4py or its MPI library cannot be
+        loaded.
     """
     try:
         if "mpi4py.MPI" not in sys.modules:
@@ -217,9 +221,9 @@ def _check_comm(mpi: Any, comm: Any) -> None:
 
 
 def _topology_of(comm: Any) -> Topology:
-    """Return the topology of `comm`, and keep it as an attribute of `comm`.
+    """Return the topology of `comm`, and keep it as an MPI attribute of `comm`.
 
-    The first call is collective. Later calls are not, so they cannot wait for ranks that do something else.
+    The first call for `comm` is collective. Later calls read the attribute, so they do not wait for other ranks.
     """
     global _kept_with_comm
     mpi = importlib.import_module("mpi4py.MPI")
@@ -253,7 +257,7 @@ def _ask_ranks_of(comm: Any, mpi: Any) -> Topology:
 
 
 def library_path() -> str:
-    """Return the path of the loaded libmpi; '' if no libmpi is loaded or the system does not tell."""
+    """Return the path of the loaded libmpi; '' if no libmpi is loaded, or if /proc/self/maps cannot be read."""
     with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         return next((line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line), "")
     return ""

@@ -26,15 +26,16 @@ def commands(
     hosts: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[Command]:
-    """Yield commands that may start the two processes, the most promising first.
+    """Yield commands that may start an MPI job of two processes: one with mpiexec, then one with srun.
 
-    Called by: the trial of whether MPI can send the memory of a GPU.
+    Called by: `device_memory_proof`, which tries whether MPI can send the memory of a GPU.
     Args:
         version: the text of MPI_Get_library_version.
-        library: the path of the loaded libmpi; "" if unknown. A `bin/mpiexec` beside its folder is preferred.
+        library: the path of the loaded libmpi; "" if unknown. If there is a `bin/mpiexec` beside the library's folder,
+            the first command uses it.
         hosts: two nodes, one for each process; empty to start both processes on this node.
-    Returns: pairs (words of the command, environment); the caller appends the words of the program. There are none
-        without mpiexec and srun.
+    Returns: pairs (words of the command, environment); the caller appends the words of the program. No pair if there is
+        no mpiexec and, in a Slurm job, no srun.
     """
     beside_library = Path(library).parent.parent / "bin" / "mpiexec"
     is_beside = library != "" and beside_library.exists()

@@ -7,11 +7,12 @@ from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """A resolver that returns the values of its arguments.
+    """A resolver whose methods return the constructor's arguments.
 
     Args:
         cluster_spec: the tasks and their addresses.
-        master: the address that `master()` returns without a task.
+        master: the address that `master()` returns if it is not given a task.
+        task_type, task_id: this process's task, such as "worker" and 1; None if not known.
         num_accelerators: the value that `num_accelerators()` returns; None is {}.
         rpc_layer: the prefix of `master()`, such as "grpc".
     Raises: TypeError if `cluster_spec` is no ClusterSpec or `master` is no str.
@@ -54,7 +55,7 @@ class SimpleClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the address of a task if its type and id are given, else the constructor's `master`.
+        """Return the address of the task that the arguments name, else the constructor's `master`, with `rpc_layer`.
 
         Raises: ValueError if the task is not in the cluster.
         """
@@ -65,5 +66,5 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return the constructor's `num_accelerators`."""
+        """Return a copy of the constructor's `num_accelerators`; {} if it was None."""
         return dict(self._num_accelerators)

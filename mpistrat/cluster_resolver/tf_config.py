@@ -18,10 +18,10 @@ TF_CONFIG = "TF_CONFIG"
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """The cluster that the variable TF_CONFIG describes. Every call reads the variable again.
+    """Finds the tasks in the environment variable TF_CONFIG, a JSON text. Every call reads the variable again.
 
     Args:
-        task_type, task_id, rpc_layer: replace the values in TF_CONFIG.
+        task_type, task_id, rpc_layer: are used instead of the values in TF_CONFIG; None for TF_CONFIG's.
         environ: a mapping to read instead of os.environ.
     Raises: the methods raise ValueError (or its subclass json.JSONDecodeError) if TF_CONFIG describes no cluster.
 
@@ -59,9 +59,9 @@ class TFConfigClusterResolver(ClusterResolver):
     ) -> str:
         """Return the address of a task, by default of this task.
 
-        If TF_CONFIG has "session_master", its value is returned unchanged. A cluster with fewer than two tasks has no
-        master: ''.
-        Raises: ValueError if the task is not in the cluster, or if TF_CONFIG and the arguments name no task.
+        Returns: an address such as "grpc://n1:8888". If TF_CONFIG has "session_master", its value, unchanged. '' if the
+            cluster has fewer than two tasks.
+        Raises: ValueError if the task is not in the cluster, or if neither the arguments nor the resolver name a task.
         """
         session_master = self._config().get("session_master")
         if session_master is not None:
@@ -101,9 +101,10 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def parse_tf_config(text: str) -> dict[str, Any]:
-    """Parse the text of TF_CONFIG. Returns: the JSON object as a dict.
+    """Return the JSON object in the text of TF_CONFIG as a dict.
 
-    Raises: ValueError, and no other error, if `text` is not the JSON of an object, or if a key is given twice.
+    Raises: ValueError, and no other error, if `text` is not the JSON of an object, if it is nested too deeply, or if a
+        key is given twice.
     """
     try:
         config = json.loads(text, object_pairs_hook=_without_duplicates)

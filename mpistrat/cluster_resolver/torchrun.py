@@ -10,12 +10,12 @@ from mpistrat.topology import Topology
 def torchrun_environment(
     topology: Topology, master: tuple[str, int], run_id: str
 ) -> dict[str, str]:
-    """Return the environment variables that torchrun would set on this rank.
+    """Return the environment variables that torchrun would set on this rank: a dict from name to value.
 
-    Each node is one of torchrun's worker groups, and all ranks have the same role.
+    Each node is one of torchrun's worker groups, and all ranks have the role "default".
 
     Args:
-        topology: the place of this rank among the ranks and nodes.
+        topology: this rank's number, and the node of each rank.
         master: the (address, port) of a running TCPStore; ranks connect to it as clients.
         run_id: a text that is the same on all ranks and different in each job.
     """
@@ -49,9 +49,10 @@ def set_torchrun_environment(topology: Topology, master: tuple[str, int], run_id
 
 
 def have_accelerate_use_cpus() -> None:
-    """Make Hugging Face's accelerate use CPUs, as `accelerate launch --cpu` does. Keep ACCELERATE_USE_CPU if it is set.
+    """Set ACCELERATE_USE_CPU in os.environ, unless it is set, so that Hugging Face's accelerate uses CPUs.
 
-    Called by: `mpistrat run`, if there is no accelerator. Without the variable, accelerate and the Trainer of
-    transformers would then train on every rank separately.
+    Without the variable and without an accelerator, accelerate and the Trainer of transformers would train on every
+    rank separately.
+    Called by: `mpistrat run`, if there is no accelerator.
     """
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")

@@ -10,15 +10,15 @@ from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 
 
 class UnionResolver(ClusterResolver):
-    """The jobs of several resolvers in one cluster. All other values come from the first resolver.
+    """Joins the jobs of several resolvers to one cluster. All other values come from the first resolver.
 
-    If several resolvers have the same job, its tasks follow each other in the order of the resolvers. If one of these
-    resolvers has task indices with gaps, all indices are kept, and `cluster_spec` raises KeyError for an index that
-    two resolvers have.
+    If several resolvers have the same job, the tasks get new indices, in the order of the resolvers. But if one of
+    these resolvers lacks an index between 0 and its highest, all tasks keep their indices.
 
     Args:
         cluster_resolvers: one or more ClusterResolvers.
-        task_type, task_id, rpc_layer: replace the first resolver's values; 0, "" and None mean the first resolver's.
+        task_type, task_id, rpc_layer: are used instead of the first resolver's values; 0, "" and None mean the first
+            resolver's.
     Raises: ValueError without a resolver or with an unknown keyword; TypeError if a resolver is no ClusterResolver.
 
     Example:
@@ -52,9 +52,9 @@ class UnionResolver(ClusterResolver):
         self._resolvers = cluster_resolvers
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks of all resolvers.
+        """Return the tasks of all resolvers, with the indices that the class describes.
 
-        Raises: KeyError if two resolvers have the same index of a job, and one has indices with gaps.
+        Raises: KeyError if the tasks of a job keep their indices, and two resolvers have the same index.
         """
         parts: dict[str, list[list[str] | dict[int, str]]] = {}
         for resolver in self._resolvers:
@@ -65,7 +65,7 @@ class UnionResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the address of a task if its type and id are given, else the first resolver's master.
+        """Return the address of the task that the arguments name; without a type or an id, the first resolver's master.
 
         Raises: ValueError if the task is in no resolver's cluster.
         """

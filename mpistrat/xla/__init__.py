@@ -13,8 +13,9 @@ _runtime: Runtime | None = None
 
 
 def start() -> Runtime:
-    """Return the process's only XLA runtime. The first call makes it, and uses the process's XLA devices.
+    """Return the process's only XLA `Runtime`. The first call makes it, and takes the process's XLA devices into use.
 
+    Called by: `start_system`; `StartedOps` and `shutdown_tpu_system` call it when the runtime is made already.
     Raises: ImportError if torch_xla is missing or is built against another torch version; RuntimeError if XLA finds no
         device.
     """
@@ -27,5 +28,5 @@ def start() -> Runtime:
 
 
 def is_started() -> bool:
-    """Whether this process has used XLA's devices through `start`."""
+    """Whether `start` has made the XLA runtime of this process."""
     return _runtime is not None

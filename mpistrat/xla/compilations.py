@@ -24,7 +24,8 @@ class Compiled:
     Attributes:
         step: the function's name.
         code: the function's code object, or a callable object's class; distinguishes functions of one name.
-        shapes: dtype and shape of each array among the arguments, such as "float32[64,1,8,8]", or the type's name.
+        shapes: for each leaf of the arguments, an array's dtype and shape, such as "float32[64,1,8,8]", or the name of
+            any other leaf's type.
         graphs: number of graphs that XLA compiled for these shapes; 0 if another strategy's steps had compiled them.
         calls: number of calls that compiled a graph.
     """
@@ -37,13 +38,19 @@ class Compiled:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """Return a step's name for messages: the function's `__qualname__`, or the class name of a callable object."""
+    """Return a step's name for messages: the function's `__qualname__`, or the class name of a callable object.
+
+    For a `functools.partial`, it is the name of the function inside.
+    """
     fn = _unwrapped(fn)
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
 def _code_of(fn: Callable[..., Any]) -> object:
-    """Return the function's code object, or a callable object's class: it stays the same for a lambda made anew."""
+    """Return the function's code object, so that a lambda that is made anew is the same step.
+
+    For a callable object, return its class.
+    """
     fn = _unwrapped(fn)
     return getattr(fn, "__code__", type(fn))
 
@@ -57,8 +64,11 @@ def _unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
 class Compilations:
     """Counts the XLA compilations of one strategy's steps on this rank.
 
-    Prints a line when a known step compiles for new shapes, and when a step compiles in more than three calls for the
-    same shapes.
+    Prints a line when a known step compiles for new shapes, and when a step has compiled in a fourth call for the same
+    shapes.
+
+    Attributes:
+        all: an entry for each step and set of argument shapes, in the order of their first calls.
     """
 
     def __init__(self, rank: int) -> None:
@@ -69,12 +79,12 @@ class Compilations:
         self._known: set[tuple[object, ...]] = set()
 
     def note(self, fn: Callable[..., Any], arguments: Any, graphs: int) -> None:
-        """Count one call of a step, and print a line if it compiled unexpectedly.
+        """Count one call of a step, and print a line if the call compiled for new shapes or in a fourth call.
 
         Called by: `RecordedSteps`, after each call of a step.
         Args:
-            fn: the step.
-            arguments: its arguments, a nest; leaves may be distributed values.
+            fn: the step: the function that the program gave to `run`.
+            arguments: the function's arguments, a nest; leaves may be distributed values.
             graphs: number of graphs that XLA compiled in this call; 0 if none.
         """
         code = _code_of(fn)
@@ -97,9 +107,11 @@ class Compilations:
     def _with_shapes(
         self, step: str, code: object, shapes: tuple[str, ...], tells: bool
     ) -> Compiled:
-        """Return the entry of a step for these shapes, or a new one.
+        """Return the entry of a step for these shapes; make and keep a new entry if there is none.
 
-        Args: tells: whether to print a line if the new entry is not the step's first.
+        Args:
+            step, code: the step's name, and its code object or class.
+            tells: whether to print a line if the entry is new and the step has entries for other shapes.
         """
         known = self._of_step.setdefault((step, code), {})
         if shapes not in known:
@@ -123,7 +135,10 @@ class Compilations:
         )
 
     def explain(self) -> str:
-        """Return a line of text for each step and set of shapes, with its number of graphs; "" before any step."""
+        """Return a line of text for each step and set of shapes: the step's name, number of graphs, and the shapes.
+
+        Returns: "" if no step was called.
+        """
         return "\n".join(
             f"{compiled.step}: {_number_of(compiled.graphs)} for "
             f"{', '.join(compiled.shapes) or 'no arrays'}"
@@ -137,7 +152,10 @@ def _number_of(graphs: int) -> str:
 
 
 def _kind_of(leaf: Any) -> object:
-    """Return the properties of an argument that select a graph: an array's (shape, dtype), else its type."""
+    """Return an array's (shape, dtype), because XLA compiles a graph for each; return the type of any other `leaf`.
+
+    Of a distributed value, the first replica's component counts.
+    """
     leaf = select_replica(0, leaf)
     return (leaf.shape, leaf.dtype) if arrays.is_array(leaf) else type(leaf)
 

@@ -11,13 +11,13 @@ from mpistrat.xla.runtime import Runtime
 
 
 class CoreValues:
-    """Spreads, sums and reads tensors that have another value on each core of a rank.
+    """Copies values to the cores of a rank, and sums and reads tensors with a different value on each core.
 
-    One program runs on all cores and holds one torch tensor; each core has another value for it.
+    One program runs on all cores of the rank; it holds one torch tensor, and each core has its own value of the tensor.
     Args:
         groups: for each rank, the numbers of its cores among all devices that XLA knows.
         count: number of cores of this rank.
-        inside: returns whether a step is being recorded.
+        inside: returns whether a step (one call of `run`'s function) is being recorded.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class CoreValues:
         self._numbers: Any = None
 
     def scatter(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Copy one host tensor per replica of this rank to the cores.
+        """Copy the replicas' tensors from the host to the cores: `values[i]` to core i of this rank.
 
-        Returns: a tensor of the shape of one value; core i has `values[i]`.
+        Returns: one tensor, of the shape of `values[0]`; its value on core i is `values[i]`.
         Raises: ValueError if the values differ in shape or dtype.
         """
         shape, dtype = values[0].shape, values[0].dtype
@@ -52,23 +52,25 @@ class CoreValues:
         return self._layouts.part_of(whole).reshape(shape)
 
     def deal_out(self, whole: torch.Tensor) -> torch.Tensor:
-        """Give each core its row of `whole`, a tensor with a row for each of all ranks' cores.
+        """Give each core its row of `whole`. Every core has, or can compute, all rows, so no row moves.
 
-        Every core has, or can compute, all rows, so no row moves. Returns: a tensor of the shape of one row.
+        Args: whole: a tensor of shape [cores of all ranks, …].
+        Returns: a tensor of the shape of one row; its value on each core is the core's row.
         """
         spread = self._layouts.spread_copy(whole, self._rows(whole.ndim - 1))
         return self._layouts.part_of(spread).reshape(whole.shape[1:])
 
     def rows(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return a list of each core's `value`, in the order of this rank's cores; every core can read all of them.
+        """Return a list with the value that `value` has on each core, in the order of this rank's cores.
 
-        Works inside and outside a step.
+        Works inside and outside a step; inside, every core can compute with all of the list's tensors.
+        Returns: one tensor per core, of the shape and dtype of `value`, without autograd history.
         """
         is_here = (torch.arange(self._count, device=self._device) == self.number()).view(
             self._count, *(1,) * value.ndim
         )
-        # Each core fills its row of a table and adds zeros elsewhere; the sum is the table. GSPMD handles slices of a
-        # spread tensor badly, or not at all.
+        # Each core makes a table with its value in its row and zeros in the other rows; the sum of these tables has all
+        # values. This is done because GSPMD handles slices of a spread tensor badly, or not at all.
         number = value.detach().to(torch.uint8) if value.dtype == torch.bool else value.detach()
         table = self._sum(torch.where(is_here, number.unsqueeze(0), torch.zeros_like(number)))
         if not self._inside():
@@ -76,13 +78,17 @@ class CoreValues:
         return list(table.to(value.dtype).unbind(0))
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `value` over all cores of this rank; each core has it. Works inside and outside a step."""
+        """Return the sum of `value` over all cores of this rank, as a new tensor that is equal on these cores.
+
+        Works inside and outside a step. The sum has no autograd history.
+        """
         return self._sum(self.each_its_own(value.detach()))
 
     def each_its_own(self, value: torch.Tensor) -> torch.Tensor:
-        """Tell GSPMD that each core has its own `value`, by an operation with the core's number; return the result.
+        """Return a tensor equal to `value` that GSPMD treats as each core's own value.
 
-        If GSPMD must infer this from later operations, such as a conversion of the dtype, GSPMD ends the process.
+        The tensor is the result of an operation with the core's number, which differs between cores. Without it, GSPMD
+        would have to infer this from later operations, such as a conversion of the dtype, and it then ends the process.
         """
         return torch.where(self.number() >= 0, value, torch.zeros_like(value))
 
@@ -90,7 +96,7 @@ class CoreValues:
         return self._layouts.reduce_over_devices("sum", value, self._groups)
 
     def number(self) -> torch.Tensor:
-        """Return the number of the core's replica on this rank, from 0, as an int64 tensor of shape [].
+        """Return an int64 tensor of shape []; on each core, its value is the core's number on this rank, from 0.
 
         Works inside and outside a step.
         """
@@ -101,10 +107,16 @@ class CoreValues:
         return self._layouts.part_of(self._numbers).reshape(())
 
     def _rows(self, ndim: int) -> Any:
-        """Return the sharding of a tensor with a row for each core of all ranks, and `ndim` more dimensions."""
+        """Return the layout that puts row i of a tensor on core i of all ranks' cores.
+
+        Args: ndim: number of the tensor's dimensions after the first.
+        """
         return self._layouts.sharding((self._num_all_devices,), (0, *(None,) * ndim))
 
     def whole(self, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return a copy of `value`, of `shape`, that XLA takes for one tensor of all cores; each keeps its own data."""
+        """Return a copy of `value` that XLA takes for one tensor shared by all cores. Each core keeps its own data.
+
+        Args: shape: the shape of `value`.
+        """
         everywhere = self._layouts.sharding((self._num_all_devices,), (None,) * len(shape))
         return self._layouts.whole_of(value.clone(), everywhere, shape)

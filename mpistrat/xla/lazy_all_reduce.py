@@ -15,13 +15,13 @@ from mpistrat.cross_device_ops.packing import Packer
 
 
 class LazyAllReduce(MpiAllReduce):
-    """`MpiAllReduce` for gradients on XLA devices. It sums gradients on the host as `MpiAllReduce` does.
+    """`MpiAllReduce` that also sums gradients on XLA devices, as operations of the step's graph.
 
-    If XLA does not connect the ranks, it computes the graph up to the gradients. The ranks then sum the gradients
-    through host memory, and a second graph continues with the sums.
+    If XLA does not connect the ranks, XLA first computes the graph up to the gradients. The ranks then sum the
+    gradients through host memory, and a second graph continues with the sums.
 
     Args:
-        sum_of_rank: returns the sum of a flat tensor over the cores of this rank, inside the graph.
+        sum_of_rank: returns the sum of a flat tensor over the cores of this rank, recorded in the graph.
     """
 
     def __init__(
@@ -38,10 +38,12 @@ class LazyAllReduce(MpiAllReduce):
         contributions: Sequence[Any],
         reduction_of: Callable[[Sequence[int]], Reduction],
     ) -> dict[int, Any]:
-        """Sum gradients as `MpiAllReduce` does, but set each gradient that XLA sums to None.
+        """Sum gradients over all replicas; parameters on XLA devices lose their unsummed gradients. Collective.
 
-        It is removed from the parameter's `.grad` and from `contributions`, so that the graph outputs only the sum.
-        Returns: the summed gradients, by index.
+        Such a parameter's `.grad` and its entry in `contributions` are set to None, so that the graph outputs only the
+        sum. `MpiAllReduce` sums the gradients on the host.
+        Args: contributions: a single list with this rank's gradients.
+        Returns: a dict from each index to the summed gradient.
         """
         on_host = [i for i in indices if like[i].device.type != "xla"]
         sums = super().all_reduce_packs(packer, like, on_host, contributions, reduction_of)
@@ -70,7 +72,10 @@ class LazyAllReduce(MpiAllReduce):
 
 
 def _taken_from(gradients: list[Any], index: int, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's dense gradient, zeros if it has none, and set `gradients[index]` and `.grad` to None."""
+    """Return the gradient of `parameter` as a dense tensor, and set `gradients[index]` and `parameter.grad` to None.
+
+    Returns: zeros if the parameter has no gradient.
+    """
     gradient = gradients[index]
     gradients[index] = parameter.grad = None
     if gradient is None:

@@ -19,20 +19,22 @@ from mpistrat.xla.topology.logical_devices import check_logical_device, check_sp
 
 
 class LogicalDevices:
-    """Lays tensors out over the logical devices of this rank's replica.
+    """Lays tensors out over the logical devices of this rank's replica: all XLA devices of the process.
 
-    Outside a step, the methods lay out a parameter, or another autograd leaf that is no view, in place, and return it:
-    each device then holds its part only. For any other tensor, and inside a step, they return a copy with the layout;
-    its gradient has the same layout. The argument keeps its layout, and nothing moves through the host.
+    Outside a step (one call of `run`'s function), the methods lay out a parameter, or another autograd leaf that is no
+    view, in place, and return the parameter itself: each device then holds its part only. For any other tensor, and
+    inside a step, the methods return a copy with the layout; the copy's gradient gets the same layout. The argument
+    then keeps its layout, and nothing moves through the host.
 
     A tensor keeps its layout in the steps that change it. If a tensor has no layout before its first step (as after a
-    module's `to`; `Runtime.put` makes whole tensors), XLA chooses one in that step, and the second step compiles
-    another graph. To compile once, lay out or replicate every tensor that the steps keep.
+    module's `to`), XLA chooses one in that step, and the second step compiles another graph. To compile once, lay out
+    or replicate every tensor that the steps keep.
 
-    Called by: the thread that runs the program.
+    Called by: the experimental_…_logical_device methods of `TPUStrategy`.
     Args:
-        runtime: if `count` is above 1, it has `spmd` and exactly `count` devices.
-        count: number of logical devices of the replica. With 1, the methods check arguments and return the tensor.
+        runtime: the XLA runtime; if `count` is above 1, the runtime has `spmd` and exactly `count` devices.
+        count: number of logical devices of the replica. With 1, the methods only check their arguments, and return the
+            tensor itself.
     Raises: ValueError if `count` is neither 1 nor the number of devices that XLA knows.
     """
 
@@ -47,10 +49,12 @@ class LogicalDevices:
         self._has_warned = False
 
     def assign(self, tensor: Any, logical_device_id: int) -> Any:
-        """Put `tensor` on all logical devices, because torch_xla has no layout for a single device.
+        """Put the whole `tensor` on all logical devices, because torch_xla has no layout for a single device.
 
         With several logical devices, rank 0 says so once on stderr.
-        Raises: ValueError if the replica has no device `logical_device_id`, or if `tensor` is not on XLA devices.
+        Returns: the tensor or a copy: see the class.
+        Raises: ValueError if the replica has no device `logical_device_id`, or if it has several and `tensor` is not on
+            XLA devices.
         """
         check_logical_device(logical_device_id, self._count)
         if self._count > 1 and not self._has_warned and rank_end().rank == 0:
@@ -63,15 +67,21 @@ class LogicalDevices:
         return self.replicate(tensor)
 
     def split(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
-        """Cut dimension d of `tensor` into `partition_dimensions[d]` parts, one part per device in row-major order.
+        """Cut dimension d of `tensor` into `partition_dimensions[d]` parts; each device gets one, in row-major order.
 
-        Raises: ValueError if the parts are not equal, not one per logical device, or `tensor` is not on XLA devices.
+        Returns: the tensor or a copy: see the class.
+        Raises: ValueError if the parts are not equal, or if there is not one part per logical device; with several
+            logical devices also if `tensor` is not on XLA devices.
         """
         parts = check_split(tuple(tensor.shape), partition_dimensions, self._count)
         return self._lay_out(tensor, parts, range(len(parts)))
 
     def replicate(self, tensor: Any) -> Any:
-        """Put the whole `tensor` on each logical device. Raises: ValueError if `tensor` is not on XLA devices."""
+        """Put the whole `tensor` on each logical device.
+
+        Returns: the tensor or a copy: see the class.
+        Raises: ValueError if the replica has several logical devices, and `tensor` is not on XLA devices.
+        """
         return self._lay_out(tensor, (self._count,), (None,) * len(tensor.shape))
 
     def _lay_out(self, tensor: Any, mesh: Sequence[int], cut: Sequence[int | None]) -> Any:

@@ -11,11 +11,12 @@ from mpistrat.xla.topology.topology import TpuTopology
 def replicas_of_rank(
     assignment: DeviceAssignment | None, topology: TpuTopology, rank: int
 ) -> list[tuple[int, ...]]:
-    """Return for each replica of `rank` a tuple of its cores' numbers on the rank.
+    """Return a tuple for each replica of `rank`: the numbers of the replica's cores, counted from 0 on the rank.
 
+    Called by: `TPUStrategy`, on every rank.
     Args:
-        assignment: the cores of each replica; None makes each core a replica.
-        topology: the mesh of the job's devices; its tasks are the ranks.
+        assignment: the cores of each replica of the job; None makes each core a replica.
+        topology: the mesh of the job's devices; its task number t is rank t.
     Raises, on all ranks alike:
         ValueError: the assignment is for another topology, gives a replica cores of several ranks, or gives a core to
         two replicas. Also if ranks would have different numbers of replicas, or none. Also if a rank would run several
@@ -55,7 +56,7 @@ def replicas_of_rank(
 def _replicas_of_ranks(
     assignment: DeviceAssignment, topology: TpuTopology
 ) -> dict[int, list[tuple[int, ...]]]:
-    """Return, by rank, a tuple of its cores' numbers for each replica.
+    """Return a dict from each rank to a list with a tuple per replica: the numbers of its cores, from 0 on the rank.
 
     Raises: ValueError if a replica has cores of several ranks, or if two replicas share a core.
     """

@@ -47,16 +47,24 @@ _Fill = Callable[..., torch.Tensor]  # a method that fills a tensor with random 
 
 
 def _like(fill: _Fill, like: torch.Tensor, *limits: Any, **kwargs: Any) -> torch.Tensor:
-    """Return a new tensor of the shape of `like`, filled by `fill` with the limits as its arguments."""
+    """Return a new tensor of the shape and device of `like`, filled by `fill`.
+
+    Args:
+        fill: a method that fills a tensor with random numbers.
+        limits: arguments of `fill`, such as the range of the numbers.
+        kwargs: may have a "dtype"; without it, the tensor has the dtype of `like`.
+    """
     return fill(_empty(like, **kwargs), *limits)
 
 
 def _of_size(
     fill: _Fill, usual: torch.dtype | None, *args: Any, device: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Return a new tensor, filled by `fill`. The last of `args` is its size, the other `args` are the limits.
+    """Return a new tensor that `fill` has filled with random numbers.
 
-    Args: usual: the dtype if `kwargs` has none; None is torch's default dtype.
+    Args:
+        usual: the tensor's dtype if `kwargs` has none; None is torch's default dtype.
+        args: first arguments of `fill`, such as the range of the numbers; last the size of the tensor.
     """
     *limits, size = args
     kwargs["dtype"] = kwargs.get("dtype") or usual
@@ -101,11 +109,15 @@ _MAKING: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 class OwnRandomNumbers(TorchDispatchMode):
-    """A dispatch mode around one torch function, so that each core draws its own random numbers.
+    """A torch dispatch mode that is entered around one torch function, so that each core draws its own random numbers.
 
-    The torch function must not write through views of tensors that it makes inside.
+    Each drawing operation on XLA tensors draws the numbers of all cores, and each core takes its row. The torch
+    function must not write through views of tensors that it makes inside.
 
-    Args: deal_out: takes a tensor with a row for each of `count` cores; returns each core's row.
+    Args:
+        count: number of cores of all ranks.
+        deal_out: takes a tensor of shape [count, …]; returns a tensor of one row that has, on each core, the core's
+            row.
     Raises: NotImplementedError if an operation draws numbers in a way that this module does not know.
     """
 

@@ -17,10 +17,10 @@ from mpistrat.xla.runtime import EARLY_READ, INFERENCE_MODE, ON_HOST, Runtime
 
 
 class RecordedSteps:
-    """Records the steps of one strategy on this rank.
+    """Records the steps of one strategy on this rank. A step is one call of the function that a program gives to `run`.
 
     Args:
-        step: returns a context manager that records the step of the given name.
+        step: takes the step's name; returns a context manager that records its block and starts the graph.
 
     Attributes:
         compilations: counts the graphs that XLA compiled for these steps.
@@ -52,10 +52,11 @@ class RecordedSteps:
 
         Called by: `RecordedReplicas.call`, for each `run`.
         Args:
-            fn: the program's function; errors name it.
+            fn: the program's function; only errors and the counts of compilations use it.
+            args, kwargs: the arguments that the program gave to `run`; the counts of compilations use their shapes.
             call: calls `fn` for all replicas of this rank.
             brought: returns the arguments as `fn` gets them, for an error about arrays that are not on the device.
-        Returns: the result of `call`; the device may still be computing its tensors.
+        Returns: the result of `call`; the device may still be computing the result's tensors.
         Raises: RuntimeError if `fn` reads a value, computes with a tensor of the host, or uses torch.inference_mode().
         """
         name = name_of(fn)
@@ -76,7 +77,8 @@ class RecordedSteps:
                 explained = step_errors.inference_mode(step_of_rank, error)
             else:
                 raise
-            # The tensor that the program tried to read has lost its value. XLA computes nothing while a frame holds it.
+            # The tensor that the program tried to read has lost its value. XLA computes nothing more while a frame of
+            # the error's traceback holds the tensor.
             traceback.clear_frames(error.__traceback__)
             raise RuntimeError(explained) from error
         graphs = self._runtime.graphs.num_compilations() - before
@@ -94,9 +96,10 @@ class RecordedSteps:
         self._runtime.seed(state)
 
     def _follow_seed(self) -> None:
-        """Seed XLA's generator if the program has called `torch.manual_seed` since.
+        """Seed XLA's generator if the program has called `torch.manual_seed` since the last call of this method.
 
-        XLA's seed is torch's seed plus the rank's first replica id, so that ranks draw different numbers.
+        XLA's seed is torch's seed plus the rank's first replica id, so that ranks draw different numbers. Called
+        before each step, and before the state is read.
         """
         if self._seed != torch.initial_seed():
             self._remember_seed()
@@ -118,7 +121,10 @@ def _state_of(generator: torch.Generator) -> bytes:
 
 @contextlib.contextmanager
 def _as_no_grad() -> Iterator[None]:
-    """Replace `torch.inference_mode()` by `torch.no_grad()` inside; torch_xla does not support inference mode."""
+    """Return a context manager around a step: if the program is in `torch.inference_mode()`, inside is `no_grad()`.
+
+    torch_xla does not support inference mode.
+    """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield

@@ -1,9 +1,9 @@
 """Runs a replica on each core of a rank. All cores run one program; the function is traced once for all of them.
 
 Inside `step`, tensors have the shapes of one replica, and each core has its own values. XLA sums over the cores.
-Some tensors stay from step to step: parameters, an optimizer's state, statistics. They go to XLA as tensors that all
-cores share, but each core continues with its own values, and XLA exchanges none of them. (This is GSPMD's manual
-sharding, as in JAX's shard_map; torch_xla 2.9 has the parts.)
+Some tensors stay from step to step: parameters, an optimizer's state, running statistics. Between steps, XLA takes each
+of these tensors for one tensor with equal copies on all cores. In fact each core continues with its own value, and XLA
+exchanges no values. (This is GSPMD's manual sharding, as in JAX's shard_map; torch_xla 2.9 has the parts.)
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from mpistrat.xla.runtime import INFERENCE_MODE, Runtime
 class ReplicaCores:
     """Records steps that run one replica on each core of this rank.
 
+    A step is one call of the function that a program gives to `run`.
     Called by: the thread that runs the program.
     Args:
-        runtime: the process's XLA runtime, with `spmd`.
+        runtime: the process's XLA runtime; one program runs on all of its devices (`spmd`).
         cores_of_ranks: for each rank, the numbers of its cores among all devices that XLA knows. Core i of a rank runs
             the rank's replica i. All ranks have equally many cores.
         rank: this rank's index in `cores_of_ranks`.
@@ -57,9 +58,10 @@ class ReplicaCores:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Return a context manager that records one replica's work as a graph; all cores run the graph.
+        """Return a context manager around one replica's work. At its end, all cores start the graph that was recorded.
 
-        Raises: RuntimeError, with `EARLY_READ` in its text, if the program reads a value inside.
+        Args: name: the graph's name in torch_xla's reports.
+        Raises: RuntimeError, with `EARLY_READ` in its text, if the block reads a tensor's value.
         """
         own_numbers = OwnRandomNumbers(self._runtime.num_all_devices, self.values.deal_out)
         self._seen = seen = _Seen(self._take_in, self._runtime.random_state, own_numbers)
@@ -83,7 +85,11 @@ class ReplicaCores:
 
     @contextlib.contextmanager
     def _cut(self, seen: _Seen, wanted: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Surround a computation in the middle of a step, as `Runtime.around_cut`. Args: wanted: tensors to read."""
+        """Return a context manager around a computation in the middle of a step, for `Runtime.around_cut`.
+
+        It gives the tensors that the program holds to XLA as shared by all cores, and removes their layouts afterwards.
+        Args: wanted: the tensors whose values are read.
+        """
         seen.cuts += 1
         alive = [*seen.alive(), *wanted]
         self._let_go(alive)
@@ -91,7 +97,10 @@ class ReplicaCores:
         self._settle(alive)
 
     def _take_in(self, values: Sequence[torch.Tensor]) -> None:
-        """Turn computed tensors that a step uses from tensors shared by all cores into each core's own values."""
+        """Turn, in place, each computed tensor that a step uses into one with each core's own value.
+
+        Before, XLA took the tensor for shared by all cores. Tensors that are recorded and not computed do not change.
+        """
         for tensor, is_pending in zip(values, self._runtime.are_pending(values), strict=True):
             if is_pending:
                 continue
@@ -102,9 +111,9 @@ class ReplicaCores:
                 self._taken[id(tensor)] = _Taken(before, *self._identity(tensor))
 
     def _let_go(self, alive: Sequence[torch.Tensor]) -> None:
-        """Turn the tensors that the program still holds back into tensors that all cores share.
+        """Turn, in place, the tensors that the program still holds back into tensors that XLA takes for shared.
 
-        A parameter that the step has only read gets back the tensor from before the step.
+        A parameter that the step has only read gets back the data from before the step.
         """
         for tensor in itertools.compress(alive, self._runtime.are_pending(alive)):
             taken = self._taken.get(id(tensor))
@@ -117,7 +126,7 @@ class ReplicaCores:
         self._taken.clear()
 
     def _settle(self, values: Sequence[torch.Tensor]) -> None:
-        """Remove the layout of computed tensors, so that the next graph gets its inputs as the last graph did."""
+        """Remove the layouts of computed tensors among `values`, so that the next graph's inputs have none either."""
         for tensor, is_pending in zip(values, self._runtime.are_pending(values), strict=True):
             if not is_pending:
                 self._runtime.layouts.clear_layout(tensor)
@@ -128,7 +137,13 @@ class ReplicaCores:
 
 
 class _Taken(NamedTuple):
-    """A tensor that a step has taken in: its data from before, and its `ReplicaCores._identity` since then."""
+    """A tensor that a step has taken in: given, by `_take_in`, each core's own value.
+
+    Attributes:
+        before: the tensor's data from before, that XLA takes for shared by all cores.
+        number, version: XLA's tensor number and torch's version right afterwards. If both are the same at the step's
+            end, the step has only read the tensor.
+    """
 
     before: torch.Tensor
     number: int
@@ -139,7 +154,8 @@ class _Seen(TorchFunctionMode):
     """A torch function mode that remembers the XLA tensors of a step: arguments and results of torch's functions.
 
     Args:
-        take_in: is called with a function's tensors before the function runs.
+        take_in: is called with a function's XLA tensors before the function runs.
+        random_state: returns the state of XLA's random-number generator.
         own_numbers: a mode that is entered around functions that draw random numbers.
     Raises: NotImplementedError if a function outside `random_numbers.DRAWING` draws random numbers; RuntimeError inside
         torch.inference_mode().
@@ -181,7 +197,10 @@ class _Seen(TorchFunctionMode):
         return result
 
     def _note(self, value: Any, depth: int) -> list[torch.Tensor]:
-        """Remember the XLA tensors in `value`, `depth` containers deep. Returns: these tensors."""
+        """Remember the XLA tensors in `value`, and return a list of them.
+
+        Args: depth: how many nested dicts, lists and tuples are searched; deeper tensors are not found.
+        """
         tensors: list[torch.Tensor] = []
         if isinstance(value, torch.Tensor):
             while torch._C._functorch.is_functorch_wrapped_tensor(value):
@@ -190,8 +209,8 @@ class _Seen(TorchFunctionMode):
                 tensors.append(value)
                 known = self._references.get(id(value))
                 if known is None or known() is not value:
-                    # Another tensor had this id and is gone. Its place must go too, because the tensors must have the
-                    # same order in each step.
+                    # Another tensor had this id and is gone. Its entry is removed, so that the new tensor comes last in
+                    # the dict: the tensors must have the same order in each step.
                     self._references.pop(id(value), None)
                     self._references[id(value)] = TensorWeakRef(value)
         elif depth and isinstance(value, (dict, list, tuple)):
@@ -200,7 +219,10 @@ class _Seen(TorchFunctionMode):
         return tensors
 
     def alive(self) -> list[torch.Tensor]:
-        """Return the remembered tensors that the program still holds, and the gradients of leaf tensors among them."""
+        """Return the remembered tensors that the program still holds, and the gradients of leaf tensors among them.
+
+        Each tensor occurs once; the order is the same in each step.
+        """
         return list({id(t): t for t in (*self._held(), *self._gradients())}.values())
 
     def _held(self) -> list[torch.Tensor]:

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
 
 class RecordedReplicas(Replicas):
-    """Records the work of a rank's replicas before XLA computes it. A function is called once per rank and step.
+    """The replica of a rank on an XLA device: a function of `run` is recorded, and XLA computes it afterwards.
 
-    Args: why_through_the_host: the reason why sums over ranks go through host memory; "" if XLA sums over ranks.
+    Args:
+        steps: records the functions.
+        why_through_the_host: the reason why sums over ranks go through host memory; "" if XLA sums over ranks, or if
+            there is one rank.
     """
 
     records_steps = True
@@ -46,10 +49,11 @@ class RecordedReplicas(Replicas):
     def call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Any:
-        """Record `fn` once for all replicas of this rank, and start the computation on the device.
+        """Call `fn` while its operations are recorded, and start the computation on the device.
 
-        Returns: the result of `fn`, without autograd history; the device may still be computing its tensors.
-        Raises: RuntimeError if `fn` reads a value or computes with a tensor of the host.
+        Called by: `Strategy.run`.
+        Returns: the result of `fn`, without autograd history; the device may still be computing the result's tensors.
+        Raises: RuntimeError if `fn` reads a value, computes with a tensor of the host, or uses torch.inference_mode().
         """
         keywords, call_replicas = kwargs or {}, super().call
 
@@ -77,7 +81,10 @@ class RecordedReplicas(Replicas):
 
 
 class ReplicasOnCores(RecordedReplicas):
-    """One replica on each of a rank's cores. A function is called once, and all cores run the recorded program."""
+    """One replica on each of a rank's cores. A function of `run` is called once, and all cores run the recorded graph.
+
+    Args: cores: records steps for all cores, and reads and sums the cores' values.
+    """
 
     def __init__(
         self,
@@ -110,7 +117,7 @@ class ReplicasOnCores(RecordedReplicas):
         return self.steps.record(fn, args, keywords, call, lambda: (args, keywords))
 
     def _of_all(self, leaf: Any) -> Any:
-        """Return a `PerReplica` with the value of each core, for an XLA tensor, `IndexedSlices` or a number.
+        """Return a `PerReplica` with each core's value of an XLA tensor or `IndexedSlices`, or a number for each core.
 
         Any other leaf comes back as it is.
         """
@@ -119,7 +126,11 @@ class ReplicasOnCores(RecordedReplicas):
         return PerReplica([leaf] * self._num_local) if arrays.is_number(leaf) else leaf
 
     def _spread(self, structure: Any) -> Any:
-        """Replace each distributed value in `structure` by one tensor that has each replica's value on its core."""
+        """Return `structure` with a tensor in place of each distributed value; core i has replica i's component.
+
+        If all components are one object that is no array of the host, the object itself takes the value's place.
+        Variables, and leaves that are not distributed, come back as they are.
+        """
         return nest.map_structure(self._spread_leaf, structure)
 
     def _spread_leaf(self, value: Any) -> Any:
@@ -164,7 +175,11 @@ class ReplicasOnCores(RecordedReplicas):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call `merge_fn` as `Replicas.merge_call` does; it gets `PerReplica`s with the value of each core."""
+        """Call `merge_fn` once for all replicas of this rank, in the cross-replica context.
+
+        Args: args, kwargs: arguments of `merge_fn`; each XLA tensor and number becomes a `PerReplica` of the cores'
+            values.
+        """
         return super().merge_call(
             context, merge_fn, *nest.map_structure(self._of_all, (args, kwargs))
         )
@@ -177,7 +192,12 @@ class ReplicasOnCores(RecordedReplicas):
 
 
 class _ContextOnCores(ReplicaContext):
-    """The replica context of all replicas of a rank at once. Its replica id is a tensor that differs between cores."""
+    """The replica context of all replicas of a rank at once. Its replica id is a tensor that differs between cores.
+
+    Args:
+        first: the id of the rank's first replica.
+        spread: takes a nest; puts each replica's component of a distributed value on the replica's core.
+    """
 
     def __init__(
         self, strategy: AnyStrategy, first: int, cores: ReplicaCores, spread: Callable[[Any], Any]
@@ -207,16 +227,17 @@ def _as_host_tensor(component: Any) -> torch.Tensor:
 
 
 def _cut_off(leaf: Any) -> Any:
-    """Return `leaf` without its autograd history. A parameter, and anything but an XLA tensor, comes back itself."""
+    """Return an XLA tensor without its autograd history. An autograd leaf, or any other object, comes back itself."""
     return leaf if not arrays.is_on_xla(leaf) or leaf.is_leaf else leaf.detach()
 
 
 def components_on(cores: ReplicaCores, value: Any) -> tuple[Any, ...] | None:
-    """Return each core's component of a value that the program holds as one tensor.
+    """Return the value that each core has for a tensor or `IndexedSlices` that the program holds as one object.
 
-    Called by: `CrossReplicaOps`, as its `take_apart`.
-    Returns: one tensor, or `IndexedSlices`, per core of this rank. None if `value` is no XLA tensor, if it already has
-        several components, or if it is not distributed and no step is being recorded.
+    Called by: `CrossReplicaOps`, before it combines or gathers values.
+    Returns: a tuple of a tensor, or `IndexedSlices`, per core of this rank. None if the caller has to find the
+        components: `value` is no XLA tensor, has several components already, or is not distributed and no step is being
+        recorded.
     """
     whole = value
     if isinstance(value, DistributedValues) and len(value.values) == 1:

@@ -27,9 +27,13 @@ class Graphs:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Return a context manager that records one graph, called `name`, and starts the graph at its end.
+        """Return a context manager around one step: it records the block's operations as a graph, and starts the graph.
 
-        Raises: RuntimeError, with `EARLY_READ` in its text, if the program reads a value inside.
+        The block gets nothing. At its end the graph is compiled, if it is new, and started; nobody waits for its
+        values.
+
+        Args: name: the graph's name in torch_xla's reports.
+        Raises: RuntimeError, with `EARLY_READ` in its text, if the block reads a tensor's value.
         """
         graph = self._torch_xla.compile(full_graph=True, name=name)
         graph.__enter__()
@@ -52,9 +56,9 @@ class Graphs:
         return self._counter("UncachedCompile")
 
     def fallbacks(self) -> Counter[str]:
-        """Count the operations that torch_xla has run on the host so far, by the operation's name.
+        """Return how often torch_xla has run each operation on the host so far, by the operation's name.
 
-        XLA lacks these operations, or the shapes of their results depend on values.
+        torch_xla does so if XLA lacks the operation, or if the shape of the operation's result depends on values.
         """
         names = self._native._get_executed_fallback_ops()
         return Counter({name: self._counter(name) for name in names})
@@ -63,7 +67,10 @@ class Graphs:
         return int(self._native._xla_counter_value(name) or 0)
 
     def start(self, tensors: Sequence[Any]) -> None:
-        """Start the graph that computes these tensors, and no other recorded operation. Do nothing inside a step."""
+        """Start the graph that computes these tensors, and no other recorded operation. Do nothing inside a step.
+
+        Called by: `Runtime.all_reduce` and `StartedOps`. It does not wait for the values.
+        """
         if self.recording or not any(self._native._check_tensor_need_materialization(tensors)):
             return
         # With `sync_xla_data`, the graph might overwrite its inputs with results, but other tensors need the inputs.
@@ -74,7 +81,10 @@ class Graphs:
 
     @contextlib.contextmanager
     def allow_execution(self) -> Iterator[None]:
-        """Return a context manager that allows XLA to compute values, also in the middle of a step."""
+        """Return a context manager around a computation: inside, XLA may compute values even in the middle of a step.
+
+        Called by: `Runtime.fetch`, around the reading of values.
+        """
         before = self._native._get_allow_execution()
         self._native._set_allow_execution(True)
         try:
@@ -91,11 +101,12 @@ class Layouts:
         self._shardings: dict[tuple[tuple[int, ...], tuple[int | None, ...]], Any] = {}
 
     def sharding(self, mesh_shape: Sequence[int], split: Sequence[int | None]) -> Any:
-        """Return the sharding that cuts a tensor's dimension d over axis `split[d]` of a mesh of all devices.
+        """Return torch_xla's description of a layout: dimension d of a tensor is cut over axis `split[d]` of a mesh.
 
         Args:
-            mesh_shape: number of devices along each axis; the product is `num_all_devices`.
+            mesh_shape: number of devices along each axis of the mesh; the product is `num_all_devices`.
             split: for each dimension of the tensor, an axis of the mesh, or None if the dimension is not cut.
+        Returns: an `OpSharding` for the other methods; the same object for the same arguments.
         """
         from torch_xla.distributed import spmd
 
@@ -111,8 +122,9 @@ class Layouts:
 
         Args:
             rows: one CPU tensor per device of this process, in the order of the devices.
+            sharding: the layout of the whole tensor, from `sharding()`.
             shape: the shape of the whole tensor.
-        Raises: ValueError for dtypes that torch_xla would change.
+        Raises: ValueError if a row is uint16, uint32 or uint64, because torch_xla would make it signed.
         """
         import torch
 
@@ -120,13 +132,17 @@ class Layouts:
         return self._native._global_tensor_from_cpu_shards(list(rows), sharding, torch.Size(shape))
 
     def part_of(self, tensor: Any) -> Any:
-        """Return a tensor that stands for each device's part of `tensor`; each device continues with its part alone."""
+        """Return a tensor of the shape of one part of `tensor`; each device's value of it is the device's part."""
         return self._native._spmd_full_to_shard_shape(tensor)
 
     def whole_of(self, parts: Any, sharding: Any, shape: Sequence[int]) -> Any:
-        """Join each device's `parts` into one tensor of `shape`: the inverse of `part_of`.
+        """Join the devices' own values of `parts` into one tensor: the inverse of `part_of`.
 
-        `parts` must be the result of an operation. It is marked as each device's own value.
+        Args:
+            parts: must be the result of an operation. It is marked, in place, as each device's own value.
+            sharding: where each device's value lies in the whole tensor.
+            shape: the shape of the whole tensor.
+        Returns: the whole tensor.
         """
         import torch
         from torch_xla.distributed.spmd import ShardingType
@@ -137,11 +153,12 @@ class Layouts:
         return self._native._spmd_shard_to_full_shape(parts, sharding, shape, parts.dtype)
 
     def reduce_over_devices(self, op: str, value: Any, groups: Sequence[Sequence[int]]) -> Any:
-        """Reduce the devices' own values of `value` over each group; every device of a group gets the result.
+        """Reduce the devices' own values of `value` over each group of devices.
 
         Args:
             op: "sum", "max" or "min".
-            groups: numbers of the devices of each group.
+            groups: for each group, the numbers of its devices among all devices.
+        Returns: a new tensor of the shape of `value`; each device has the result of its group.
         """
         return self._native._xla_spmd_all_reduce(op, value, 1.0, [list(group) for group in groups])
 
@@ -150,13 +167,16 @@ class Layouts:
         self._native._xla_clear_sharding(tensor)
 
     def spread(self, tensor: Any, sharding: Any) -> None:
-        """Lay `tensor` itself out over the devices. A computed value goes through the host. Not inside a step."""
+        """Give `tensor` itself the layout `sharding`, in place. The value of a computed tensor moves through the host.
+
+        Called by: `LogicalDevices`, outside a step. It first waits for the devices.
+        """
         self._runtime.wait()  # torch_xla cannot mark a tensor that is being computed
         self._native._xla_clear_sharding(tensor)  # a tensor with a sharding takes no second one
         self._native._xla_mark_sharding(tensor, sharding)
 
     def spread_copy(self, tensor: Any, sharding: Any) -> Any:
-        """Return a copy of `tensor` with the layout `sharding`; `tensor` itself does not change."""
+        """Return a clone of `tensor` with the layout `sharding`; `tensor` itself does not change."""
         copy = tensor.clone()
         self._native._xla_annotate_custom_sharding(copy, sharding)
         return copy
@@ -173,8 +193,8 @@ class Runtime:
         num_all_devices: number of devices of all processes that XLA connects; on the CPU device, `num_devices`.
         spmd: whether one program runs on all devices; see the modules `replica_cores` and `logical_devices`.
         cores_of_ranks: with `spmd`, for each rank the numbers of its devices among all devices that XLA knows.
-        around_cut: takes the tensors that `fetch` will read; returns a context manager that is entered around a
-            computation in the middle of a step.
+        around_cut: `fetch` calls it with the tensors that it will read, and enters the returned context manager while
+            XLA computes all recorded operations; `ReplicaCores.step` replaces it during a step.
     """
 
     def __init__(self) -> None:
@@ -222,7 +242,10 @@ class Runtime:
         return torch.device(f"xla:{index}")
 
     def coordinates(self) -> list[tuple[int, int, int, int]] | None:
-        """Return (x, y, z, core on the chip) of each device of this process; None if devices have no coordinates."""
+        """Return (x, y, z, core on the chip) of each device of this process.
+
+        Returns: None if XLA's devices have no coordinates, as on the CPU device.
+        """
         names = set(self._native._xla_get_runtime_devices())
         everywhere = self._runtime.global_runtime_device_attributes()
         try:
@@ -240,7 +263,10 @@ class Runtime:
         return [all_names.index(name) for name in self._native._xla_get_runtime_devices()]
 
     def use_spmd(self) -> None:
-        """Run one program on all devices from now on; it stays so. Existing tensors become whole on each device."""
+        """Run one program on all devices until the process ends. Each device gets copies of existing tensors.
+
+        A second call does nothing.
+        """
         if not self.spmd:
             self._runtime.use_spmd()
             self.spmd = True
@@ -270,9 +296,10 @@ class Runtime:
             )
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return CPU copies of `tensors`. If one is not computed yet, compute all recorded operations first.
+        """Return CPU copies of `tensors`, in their order. Wait until the devices have computed them.
 
-        Computing everything in one graph means that no operation runs twice. Works also in the middle of a step.
+        If one of `tensors` is only recorded, XLA first computes all recorded operations in one graph, so that no
+        operation runs twice. Works also in the middle of a step.
         """
         wanted = list(tensors)
         with self.graphs.allow_execution():
@@ -282,11 +309,14 @@ class Runtime:
             return list(self._native._xla_get_cpu_tensors(wanted))
 
     def are_pending(self, tensors: Sequence[Any]) -> list[bool]:
-        """Return for each tensor whether its operations are recorded and not computed yet."""
+        """Return for each tensor whether its operations are recorded but not started: a list of bools."""
         return self._native._check_tensor_need_materialization(list(tensors))
 
     def number_of(self, tensor: Any) -> int:
-        """Return XLA's number of `tensor`. It changes when a torch operation writes the tensor, except batch norm."""
+        """Return XLA's number of `tensor`'s value. A torch operation that writes the tensor changes the number.
+
+        Batch norm does not change the numbers of its running statistics.
+        """
         return int(self._native._xla_get_tensor_id(tensor))
 
     def wait(self) -> None:
@@ -309,10 +339,11 @@ class Runtime:
     # Between processes
 
     def connect(self) -> str:
-        """Make torch_xla sum over all processes, as its own launcher does. Do nothing with `spmd`.
+        """Make torch_xla's sums go over all processes, as torch_xla's own launcher does.
 
         Called by: every rank, before its first `all_reduce`.
-        Returns: "" on success, else the reason why torch_xla cannot sum over all processes.
+        Returns: "" on success, and with `spmd`, where nothing is to be done. Else the reason why torch_xla cannot sum
+            over all processes; the tensors must then go through host memory.
         """
         if self.spmd:
             return ""
@@ -327,15 +358,14 @@ class Runtime:
         return ""
 
     def all_reduce(self, op: str, tensors: Sequence[Any]) -> list[Any]:
-        """Reduce each tensor over all processes, inside the graph.
+        """Reduce each tensor over all processes, by an operation in XLA's graph. Called by: every rank.
 
-        Outside a step, each reduction starts at once, so that no rank runs it alone when the rank reads a value. Its
-        graph has no other operation. So the graph is the same on all ranks, even if only some have computed the
-        operand.
+        Outside a step, the reductions start at once in a graph without other operations. So no rank runs the graph
+        alone later, and the graph is the same on all ranks, even if only some ranks have computed the operand.
 
-        Args:
-            op: "sum", "max" or "min".
-        Returns: the reduced tensors. If XLA does not connect the processes, each has its operand's own values.
+        Args: op: "sum", "max" or "min".
+        Returns: new tensors with the results, in the order of `tensors`. If XLA does not connect the processes, a
+            result has the operand's own values; nothing is raised.
         """
         self.graphs.start(tensors)
         if self.spmd:
@@ -349,7 +379,10 @@ class Runtime:
 
 
 def check_versions() -> None:
-    """Raises: ImportError if torch or torch_xla is missing, or if torch_xla is built against another torch version."""
+    """Check the installed versions. The packages are not imported.
+
+    Raises: ImportError if torch or torch_xla is missing, or if torch_xla is built against another torch version.
+    """
     import importlib.metadata  # here, because it would take a twentieth of the time of `import mpistrat`
 
     try:
@@ -364,9 +397,9 @@ def check_versions() -> None:
 
 
 def what_differs(torch_xla: str, torch: str) -> tuple[str, str]:
-    """Compare the versions of torch_xla and torch.
+    """Compare the versions of torch_xla and torch: their first two numbers must be equal.
 
-    Args: torch: torch's version; "" if there is no torch.
+    Args: torch: torch's version; "" if torch is not installed.
     Returns: (a sentence that says the mismatch, a pip command that mends it); ("", "") if the versions fit.
     """
     series = ".".join(torch_xla.split(".")[:2])

@@ -1,4 +1,4 @@
-"""Collectives on XLA devices. Each rank may read their results without the other ranks."""
+"""Collectives on XLA devices. A rank may read the results without the other ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from mpistrat.values import DistributedValues
 
 
 class StartedOps(CrossReplicaOps):
-    """Outside a step, starts the computation of each result, and of no other tensor, while all ranks are in the call.
+    """`CrossReplicaOps` that starts the computation of each collective's result on the device before the call ends.
 
-    So a rank that reads the result later starts no graph of its own, and the other ranks need not read it.
+    All ranks are in the call then. So a rank that reads the result later starts no graph alone, and the other ranks
+    need not read theirs. No other tensor is computed. Inside a step (a call of `run`'s function) nothing starts.
     """
 
     def reduce(self, *args: Any) -> list[Any]:

@@ -35,10 +35,13 @@ def inference_mode(step: str, error: BaseException) -> str:
 
 
 def array_on_host(step: str, error: BaseException, arguments: Any, device: str) -> str:
-    """Return the error text for a step that computed with an array that is not on `device`; name such arguments.
+    """Return the error text for a step that computed with an array that is not on `device`.
+
+    The text names the arguments that are not on XLA devices, or says that no argument is the cause.
 
     Args:
-        arguments: one replica's arguments. Distributed values among them are on the device.
+        step: the rank and the step's name, such as "rank 0: train_step".
+        arguments: a nest of one replica's arguments. Distributed values among them count as being on the device.
         device: the rank's device, such as "xla:0".
     """
     leaves = [

@@ -23,7 +23,8 @@ class TPUStrategy(Strategy):
     """Synchronous replicas on TPU cores: one rank per chip, or one rank per host with a replica on each of its cores.
 
     `run` records the function's operations, and XLA compiles them into one graph for each set of shapes. If XLA does
-    not connect the ranks, it compiles two graphs, and the ranks sum gradients between them through host memory and MPI.
+    not connect the ranks, XLA compiles two graphs. After the first graph, the ranks sum gradients through host memory
+    and MPI; the second graph continues with the sums.
     Shapes must not depend on values. The function must not read a value: return the tensor, and read it after `run`.
     Returned tensors have no autograd history, so call `backward()` inside the function. Torch modules of the scope,
     variables, and batches of distributed datasets are on the rank's device. A rank with several cores calls the
@@ -31,8 +32,9 @@ class TPUStrategy(Strategy):
 
     Called by: every rank of the job (or of `comm`).
     Args:
-        tpu_cluster_resolver: names the slice; None is the slice that this host belongs to.
-        experimental_device_assignment: the cores of each replica; None makes each core a replica.
+        tpu_cluster_resolver: names the slice (TPU chips that are linked); None is the slice of this host.
+        experimental_device_assignment: the cores of each replica; None makes each core a replica. A replica's cores are
+            its logical devices.
         comm: the mpi4py communicator of the ranks that take part; None is all ranks.
         communication_options: the options of every collective that is given none.
         gradients: "sum" or "mean": `backward()` leaves the sum (scale the loss with `compute_average_loss`) or the mean
@@ -96,10 +98,12 @@ class TPUStrategy(Strategy):
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
         """Put `tensor` on a logical device of the replica. torch_xla cannot, so all logical devices get the tensor.
 
-        Called by: a replica.
+        Called by: a replica, or for a parameter the program outside `run`.
         Args: logical_device_id: from 0 to the number of the replica's logical devices - 1.
-        Returns: a copy on all devices; `tensor` itself with one device, or for a parameter outside `run`.
-        Raises: ValueError if the replica has no such device, or if `tensor` is not on XLA devices.
+        Returns: a copy on all logical devices. With one logical device, or for a parameter outside `run`, `tensor`
+            itself.
+        Raises: ValueError if the replica has no device `logical_device_id`; with several logical devices also if
+            `tensor` is not on XLA devices.
 
         Example, on a TPU::
 
@@ -117,9 +121,9 @@ class TPUStrategy(Strategy):
         Called by: a replica, or for a parameter the program outside `run`; the parameter itself is then cut.
         Args: partition_dimensions: for each dimension of `tensor`, the number of parts; the product of the numbers is
             the number of logical devices.
-        Returns: a copy that is cut; `tensor` itself with one device, or for a parameter outside `run`.
-        Raises: ValueError if the numbers do not divide the tensor evenly, if their product is another one, or if
-            `tensor` is not on XLA devices.
+        Returns: a copy that is cut. With one logical device, or for a parameter outside `run`, `tensor` itself.
+        Raises: ValueError if a number does not divide its dimension, or if the product is not the number of logical
+            devices; with several logical devices also if `tensor` is not on XLA devices.
 
         Example, on a TPU::
 
@@ -133,8 +137,9 @@ class TPUStrategy(Strategy):
         """Put the whole `tensor` on each of the replica's logical devices.
 
         Called by: a replica, or for a parameter the program outside `run`.
-        Returns: a copy on all devices; `tensor` itself with one device, or for a parameter outside `run`.
-        Raises: ValueError if `tensor` is not on XLA devices.
+        Returns: a copy on all logical devices. With one logical device, or for a parameter outside `run`, `tensor`
+            itself.
+        Raises: ValueError if there are several logical devices, and `tensor` is not on XLA devices.
 
         Example, on a TPU::
 

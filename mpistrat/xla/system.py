@@ -1,4 +1,4 @@
-"""Finds and starts the TPU devices of a job. All ranks do so together."""
+"""Finds and starts the TPU devices of a job, on all ranks together."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class TpuSystem(NamedTuple):
 
     Attributes:
         runtime: the XLA runtime of this process.
-        topology: the mesh of all devices. Its tasks are the ranks; a rank's devices have XLA's numbers in its process.
-        cores_of_ranks: for each rank, the numbers of its devices among all devices that XLA knows in its process.
+        topology: the mesh of all devices. Its task t is rank t, and the task's devices are in XLA's order in that rank.
+        cores_of_ranks: for each rank, the numbers of the rank's devices among all devices that XLA knows on that rank.
     """
 
     runtime: Runtime
@@ -50,10 +50,10 @@ def initialize_tpu_system(
 
     Called by: every rank of the job (or of `comm`), before anything uses an XLA device.
     Args:
-        cluster_resolver: names the slice; None is the slice that this host belongs to.
+        cluster_resolver: names the slice (TPU chips that are linked); None is the slice of this host.
         comm: the mpi4py communicator of the ranks that take part; None is all ranks.
-    Returns: the mesh of all devices; its tasks are the ranks. With PJRT_DEVICE=CPU devices have no coordinates; then
-        the first coordinate is the rank and the second is the device's number on the rank.
+    Returns: the mesh of all devices; its task t is rank t. With PJRT_DEVICE=CPU, the first coordinate of a device is
+        the rank, the second is the device's number on the rank, and the others are 0.
     An error on one rank is raised on all ranks.
     Raises:
         NotFoundError: this is no TPU host, or XLA has another kind of device.
@@ -73,7 +73,7 @@ def initialize_tpu_system(
 
 
 def shutdown_tpu_system() -> None:
-    """Wait until this process's TPU devices have finished their work. Return at once if XLA was not started.
+    """Wait until this process's TPU devices have finished their work. Do nothing if XLA was not started.
 
     The devices become free for other processes when this process ends.
     Called by: any rank.
@@ -90,17 +90,19 @@ def shutdown_tpu_system() -> None:
 def start_system(
     resolver: TPUClusterResolver | None, topology: Topology, communicator: Communicator
 ) -> TpuSystem:
-    """Start XLA on all ranks of `communicator`, and return its devices.
+    """Start XLA on all ranks of `communicator`, and return the devices that XLA has found on each rank.
 
-    Called by: `initialize_tpu_system` and `TPUStrategy`, on every rank.
+    Called by: `initialize_tpu_system` and `TPUStrategy`, on every rank. A process starts XLA only once; later calls
+    return the same devices.
     Args:
-        resolver: names the slice; None is the slice that this host belongs to.
-        topology: MPI's place of each rank of `communicator`.
-    Raises, on all ranks: NotFoundError if a host has no such device; ValueError or TopologyError if the ranks do not
-        fit the hosts; ImportError without a fitting torch_xla; RuntimeError if a rank cannot start XLA.
+        resolver: names the slice (TPU chips that are linked); None is the slice of this host.
+        topology: the ranks of `communicator` and their nodes.
+    Raises, on all ranks: NotFoundError if a host has no device of the kind in PJRT_DEVICE; ValueError or TopologyError
+        if the ranks do not fit the hosts; ImportError without a fitting torch_xla; RuntimeError if a rank cannot start
+        XLA.
     """
-    # PJRT reads its environment once, at the first use of a device, so all variables are set before. PJRT_DEVICE is
-    # read before torch_xla is imported, because the import sets it.
+    # PJRT reads its environment variables once, when a device is used first, so they are set before. PJRT_DEVICE is
+    # read before torch_xla is imported, because the import sets PJRT_DEVICE.
     asked, devices = "", None
     error: Exception | None = None
     try:
@@ -137,8 +139,9 @@ def start_system(
 def _check_devices(runtime: Runtime, asked: str, topology: Topology) -> None:
     """Check the devices that XLA has found on this rank.
 
-    Raises: NotFoundError if their kind is not `asked`; RuntimeError if the job has several ranks on TPUs, and the
-        program used a device before.
+    Args: asked: the kind of device that PJRT_DEVICE asks for, "TPU" or "CPU".
+    Raises: NotFoundError if XLA has devices of another kind; RuntimeError if the job has several ranks on TPUs, and the
+        program used a device before the ranks knew of each other.
     """
     if runtime.kind != asked:
         raise NotFoundError(
@@ -154,11 +157,11 @@ def _check_devices(runtime: Runtime, asked: str, topology: Topology) -> None:
 
 
 def mesh_of(places: tuple[list[Coordinates] | None, ...], per_task: int) -> TpuTopology:
-    """Return the mesh of the devices at `places`, moved so that its lowest coordinates are 0.
+    """Return the mesh of the devices of all ranks; its lowest coordinate along each axis is 0.
 
     Args:
-        places: for each rank, (x, y, z, core) of each of its devices; None if its devices have no coordinates. If one
-            rank has None, each device gets the coordinates (rank, its number on the rank, 0, 0).
+        places: for each rank, (x, y, z, core on the chip) of each of the rank's devices; None if the devices have no
+            coordinates. If one rank has None, all devices get the coordinates (rank, number on the rank, 0, 0).
         per_task: number of devices of each rank.
     """
     if None in places:

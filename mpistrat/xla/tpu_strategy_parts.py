@@ -30,10 +30,15 @@ def on_xla(
     system: TpuSystem,
     cores_per_replica: int,
 ) -> XlaExtended:
-    """Return the `extended` of a `TPUStrategy`: the rank has one replica, on one core or several, or one on each core.
+    """Make the parts of a `TPUStrategy` for this rank, and return its `extended`. Called by: `TPUStrategy`, every rank.
 
-    Called by: `TPUStrategy`, on every rank.
-    Args: cores_per_replica: number of logical devices of each replica.
+    A rank with one replica records steps for the replica's core or cores. A rank with several replicas records one
+    program for all of its cores. The ranks find out together whether XLA sums over them or host memory must.
+    Args:
+        strategy: the new `TPUStrategy`.
+        asked: the options that the program gave to the strategy.
+        system: the XLA devices of all ranks.
+        cores_per_replica: number of logical devices (cores) of each replica.
     """
     communicator, runtime = group.communicator, system.runtime
     why_through_the_host = ""

@@ -18,7 +18,7 @@ from mpistrat.machine.notices import tell
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime
 
-# (part of a reason, advice). The first entry with a part that is in the reason applies.
+# (a part of a reason that `wrong_sum` returns, advice). `use_xla` prints the first entry with a part of its reason.
 _FIXES = (
     (" knows of ", "Start one rank per chip, or one per host, on all hosts of the slice"),
     (" of the job,", "Build the strategy over all ranks"),
@@ -31,13 +31,15 @@ _OPS = ("sum", "max", "min")  # XLA's operations; the host does all other ones
 
 
 class XlaTransport(Transport):
-    """Records reductions of tensors on XLA devices in the graph, like every other operation on these tensors.
+    """Combines tensors on XLA devices between ranks: records reductions in XLA's graph, with XLA's own collectives.
 
-    Outside a step each reduction starts at once: see `Runtime.all_reduce`. Broadcasts, gathers, exchanges of rows, sums
-    with a compressor, and operations other than sum, max and min go through host memory.
+    Outside a step (a call of `run`'s function) each reduction starts at once: see `Runtime.all_reduce`. Broadcasts,
+    gathers, exchanges of rows, sums with a compressor, and operations other than sum, max and min go through host
+    memory.
 
+    Made by: `use_xla`.
     Args:
-        host: a communicator of the same ranks, for buffers on the host.
+        host: a communicator of the same ranks that moves buffers of the host.
     """
 
     takes_device_buffers = True
@@ -71,7 +73,7 @@ class XlaTransport(Transport):
         out.copy_(total[self.rank * length : (self.rank + 1) * length].reshape(out.shape))
 
     def _sum(self, buffer: Array, reduction: Reduction) -> Array:
-        """Return the reduced buffer as a new tensor; the caller applies the reduction's scale."""
+        """Return the ranks' buffers, reduced without `reduction.scale`, as a new tensor."""
         if reduction.op not in _OPS:
             host = to_host(buffer)
             self._host.all_reduce(host, reduction.plain)
@@ -99,11 +101,11 @@ class XlaTransport(Transport):
 
 
 def use_xla(communicator: Communicator, runtime: Runtime) -> str:
-    """Let `communicator` combine tensors on XLA devices with XLA's collectives, if a first sum is right.
+    """Let `communicator` combine tensors on XLA devices with XLA's collectives, if a sum on trial is right.
 
-    Called by: every rank.
-    Returns: "" on success, else the reason why these tensors go through host memory; the same on all ranks. On a TPU,
-        rank 0 also prints the reason.
+    Called by: `TPUStrategy`, on every rank, if there are several.
+    Returns: "" on success. Else the reason why these tensors go through host memory; the same on all ranks. Except on
+        the CPU device, rank 0 also prints the reason.
     """
     assert isinstance(communicator, Router), "one rank alone moves nothing"
     wrong = wrong_sum(communicator, runtime)
@@ -119,12 +121,13 @@ def use_xla(communicator: Communicator, runtime: Runtime) -> str:
 
 
 def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
-    """Try a sum over all ranks with XLA.
+    """Try a sum over all ranks with XLA, and compare it with the expected sum.
 
-    XLA's CPU device returns the operand as if there were no other process, or aborts. So the sum is compared with the
-    expected one, and nothing is summed if XLA knows fewer devices than the ranks have.
+    XLA's CPU device returns the operand as if there were no other process, or aborts. So nothing is summed if XLA knows
+    fewer devices than the ranks have.
     Called by: every rank.
-    Returns: "" if the sum was right, else a text that says the failure; the same on all ranks.
+    Returns: "" if the sum was right on all ranks. Else why XLA cannot sum, as a part of a sentence that names the first
+        rank with the fault; the same on all ranks.
     """
     size = communicator.size
     counts = communicator.all_gather_object(
@@ -152,7 +155,10 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
 
 
 def probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
-    """Sum (rank + 1) and rank² over all ranks with XLA. Returns: the two sums, or the text of the error."""
+    """Sum (rank + 1) and rank² over all ranks with XLA. Called by: every rank.
+
+    Returns: a list of the two sums, or the text of the error if XLA raised one.
+    """
     import torch
 
     try:

@@ -9,7 +9,7 @@ from mpistrat.variables.variable_arguments import VariableArguments
 
 
 class VariablesOnDevice(CopyPerReplica):
-    """Makes each variable a torch tensor on the rank's device, also from a NumPy array or a number."""
+    """Makes each variable of a `TPUStrategy` a torch tensor on the rank's device, even from a NumPy array or number."""
 
     def create(self, asked: VariableArguments) -> Variable:
         with self.communicator.raising_together():

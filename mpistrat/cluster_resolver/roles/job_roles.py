@@ -22,14 +22,14 @@ from mpistrat.topology import Topology
 
 @dataclass(frozen=True)
 class JobRoles:
-    """The task of each rank of a communicator. Equal on all ranks except for `rank`.
+    """The task (a type and an id) of each rank of a communicator. Equal on all ranks except for `rank`.
 
     Attributes:
         rank: this process's rank.
         ranks: the ranks of each task type, by task id: {"chief": (0,), "worker": (1, 2), "ps": (3,)}. Types without
             tasks are absent.
-        cluster_spec: the tasks' addresses, or the names of their nodes. Nobody connects to them, because MPI carries
-            the bytes.
+        cluster_spec: the tasks' addresses, or the names of their nodes. Nobody connects to an address, because MPI
+            moves the bytes.
     """
 
     rank: int
@@ -47,12 +47,12 @@ class JobRoles:
 
 @dataclass(frozen=True, kw_only=True)
 class _RoleClaim(task_claims.TaskClaim):
-    """One rank's knowledge of the roles, sent to all ranks.
+    """One rank's arguments, and the task that its resolver or TF_CONFIG names; sent to all ranks.
 
     Attributes:
         num_ps: the number of parameter servers; None if it was not given.
-        chief: whether one rank only coordinates; None if the other ranks decide.
-        component: the rank's component of a heterogeneous Slurm job; None outside one.
+        chief: whether one rank only coordinates; None if the other ranks' claims decide.
+        component: the number of the rank's component of a heterogeneous Slurm job; None outside such a job.
     """
 
     num_ps: int | None = None
@@ -69,20 +69,21 @@ def job_roles(
     chief: bool | None,
     environ: Mapping[str, str] = os.environ,
 ) -> JobRoles:
-    """Return the task of each rank of `topology`.
+    """Return the task of each rank of `topology`, for a strategy with parameter servers.
 
-    With `num_ps`, that many ranks are servers: the last rank of every node in turn, beginning with the last node. Rank
-    0 is the chief, or worker 0. With a resolver or TF_CONFIG, each rank has the task that its resolver or variable
-    names. In a heterogeneous Slurm job, the ranks of the first component are the chief and the servers, and all other
-    ranks are workers.
+    With `num_ps`, that many ranks are servers: first the last rank of each node, beginning with the last node, then the
+    last but one, and so on. Rank 0 is the chief, or worker 0. With a resolver or TF_CONFIG, each rank has the task that
+    its resolver or variable names. In a heterogeneous Slurm job, the ranks of the first component are the chief and the
+    servers, and all other ranks are workers.
 
     Called by: every rank. Communicates once.
     Args:
         resolver: names the tasks. With None or an MPIClusterResolver, `num_ps` gives the roles, else TF_CONFIG, else
             the heterogeneous Slurm job.
+        all_gather_object: takes this rank's object, and returns the objects of all ranks, in rank order.
         num_ps: the number of parameter servers; None if a cluster or Slurm gives it.
-        chief: whether one rank only coordinates. False: worker 0 leads, or the cluster's chief, and the chief trains
-            too. None: the other ranks decide.
+        chief: True if one rank, the chief, only coordinates and does not train. False if all ranks but the servers
+            train; worker 0 leads, or the cluster's chief. None if the other ranks' arguments decide.
     Raises, on all ranks: ValueError if nothing gives the roles, if arguments differ between ranks, or if a server, a
         worker or the chief is missing; TopologyError if the ranks and the cluster contradict each other.
     """
@@ -99,7 +100,7 @@ def job_roles(
 
 
 def check_num_ps(num_ps: Any) -> None:
-    """Raises: ValueError if `num_ps` is no int from 1 on."""
+    """Raise ValueError unless `num_ps`, a strategy's number of parameter servers, is an int from 1 on."""
     if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
         raise ValueError(
             f"num_ps={num_ps!r:.80} must be the number of parameter servers, 1 or more"
@@ -109,7 +110,7 @@ def check_num_ps(num_ps: Any) -> None:
 def works_alone(topology: Topology, resolver: ClusterResolver | None) -> bool:
     """Return whether this is the only rank, and neither a resolver nor TF_CONFIG names its task.
 
-    Communicates nothing.
+    Communicates nothing. Called by: the parameter-server strategy of `compat.v1`; if True, it needs no servers.
     """
     of_mpi = isinstance(resolver, (MPIClusterResolver, NoneType))
     return topology.size == 1 and of_mpi and not task_claims.names_cluster(os.environ)
@@ -147,9 +148,9 @@ def _claim_of_rank(
 
 
 def _agreed_chief(claims: Sequence[_RoleClaim]) -> bool:
-    """Return whether there is a chief; False if every rank left it open.
+    """Return whether there is a chief: the `chief` of the first claim that is not None; False if all are None.
 
-    Raises: ValueError if ranks were given different `num_ps` or `chief`.
+    Raises: ValueError if ranks were given different `num_ps`, or if one has True for `chief` and another has False.
     """
     first = claims[0]
     chief = next((claim.chief for claim in claims if claim.chief is not None), False)

@@ -21,12 +21,13 @@ _BY_MPI_ALONE = "give cluster_resolver=MPIClusterResolver() to go by MPI alone"
 
 @dataclass(frozen=True)
 class TaskClaim:
-    """One rank's knowledge of its task, sent to all ranks.
+    """The task that one rank's resolver or TF_CONFIG names; sent to all ranks.
 
     Attributes:
-        source: "TF_CONFIG", or the class of the rank's resolver, for messages; "" without one.
-        cluster_spec: the cluster that the source describes; None without one.
-        error: the error that the rank found; None if there was none.
+        source: "TF_CONFIG", or the class of the rank's resolver, for messages; "" without both.
+        cluster_spec: the cluster that the source describes; None without a source.
+        task_type, task_id: the rank's task in that cluster; None if the source does not name it.
+        error: the error that the rank has found; None if there was no error.
     """
 
     source: str = ""
@@ -40,7 +41,10 @@ Claim = TypeVar("Claim", bound=TaskClaim)
 
 
 def _picklable(error: Exception) -> ValueError | TopologyError:
-    """Return `error` as a ValueError or a TopologyError, so that it can be pickled and raised on all ranks."""
+    """Return a new ValueError or TopologyError with the text of `error`, because other errors may not be picklable.
+
+    A TopologyError is made of any error that is neither.
+    """
     for kind in (ValueError, TopologyError):
         if isinstance(error, kind):
             return kind(str(error))
@@ -50,9 +54,10 @@ def _picklable(error: Exception) -> ValueError | TopologyError:
 def exchange(
     make_claim: Callable[[], Claim], all_gather_object: Callable[[Any], list[Any]]
 ) -> list[Claim]:
-    """Make this rank's claim, and return the claims of all ranks, in rank order.
+    """Make this rank's claim (the task that its resolver names), and return the claims of all ranks, in rank order.
 
     Called by: every rank.
+    Args: all_gather_object: takes this rank's object, and returns the objects of all ranks, in rank order.
     Raises, on all ranks: the error of `make_claim` on the first rank that has one, as ValueError or TopologyError. The
         text names the rank, unless all ranks have the same error.
     """
@@ -71,7 +76,7 @@ def exchange(
 
 
 def check_same_cluster(claims: Sequence[TaskClaim]) -> None:
-    """Raises, on all ranks: TopologyError if two ranks' claims have different clusters."""
+    """Raise TopologyError, on all ranks alike, if two claims have different clusters, or if only one has a cluster."""
     first = claims[0]
     for rank, claim in enumerate(claims):
         if claim.cluster_spec != first.cluster_spec:
@@ -88,7 +93,10 @@ def describe_cluster(claim: TaskClaim) -> str:
 
 
 def names_cluster(environ: Mapping[str, str]) -> bool:
-    """Return whether TF_CONFIG names a cluster; True also if it is malformed, because reading it raises the error."""
+    """Return whether TF_CONFIG describes a cluster with tasks; False if it is not set.
+
+    True also if TF_CONFIG is malformed, so that the caller reads it and gets the error.
+    """
     with contextlib.suppress(ValueError):
         resolver = TFConfigClusterResolver(environ=environ)
         return bool(environ.get(TF_CONFIG) and resolver.cluster_spec())
@@ -102,14 +110,16 @@ def resolver_of_trainers(
     *,
     asks_tf_config: bool,
 ) -> ClusterResolver | None:
-    """Return the resolver that names the ranks' tasks, after a check that it agrees with MPI. All ranks train.
+    """Return the resolver that names the ranks' tasks, after a check that its ranks are MPI's ranks.
 
-    Called by: every rank. Communicates once.
+    Called by: `MultiWorkerMirroredStrategy`, on every rank; all its ranks train. Communicates once.
     Args:
         topology: MPI's topology.
+        all_gather_object: takes this rank's object, and returns the objects of all ranks, in rank order.
         resolver: the strategy's argument; None if there was none.
         asks_tf_config: whether to use TF_CONFIG if `resolver` is None.
-    Returns: None if only MPI names the ranks.
+    Returns: `resolver`, or a resolver of TF_CONFIG. None if the caller has to take MPI's: `resolver` is None or an
+        MPIClusterResolver, and TF_CONFIG names no other task.
     Raises, on all ranks: TopologyError if the resolver or TF_CONFIG contradicts MPI, or if the ranks' TF_CONFIGs have
         different clusters; ValueError if a rank's task is not known, malformed, or (of a resolver) a parameter server.
     """
@@ -129,7 +139,11 @@ def resolver_of_trainers(
 
 
 def _of_tf_config(topology: Topology) -> TFConfigClusterResolver | None:
-    """Return the resolver of TF_CONFIG. None if TF_CONFIG names no other task, as some platforms set it.
+    """Return a resolver of TF_CONFIG; None if TF_CONFIG only says that this process is alone.
+
+    Some platforms set such a TF_CONFIG in every process, so only MPI's ranks count then. If MPI has several ranks, it
+    is a TF_CONFIG without a cluster and without an index above 0. If MPI has one rank, it is a TF_CONFIG with at most
+    one task, and not with the type chief, worker, ps or evaluator.
 
     Raises: TopologyError if TF_CONFIG makes this rank a parameter server, or one of several ranks an evaluator.
     """
@@ -151,7 +165,10 @@ def _of_tf_config(topology: Topology) -> TFConfigClusterResolver | None:
 
 
 def _compare(found: ClusterResolver, topology: Topology, *, of_tf_config: bool) -> None:
-    """Raises: TopologyError if the rank or size of `found` is not MPI's. Args: of_tf_config: for the message."""
+    """Raise TopologyError if the rank or the number of ranks that `found` says is not MPI's.
+
+    Args: of_tf_config: whether `found` reads TF_CONFIG; the message then says so.
+    """
     claimed = found.topology()
     if (claimed.rank, claimed.size) == (topology.rank, topology.size):
         return

@@ -14,7 +14,10 @@ Cluster = dict[str, Any] | ClusterDef | ClusterSpec | None
 
 
 def normalize_cluster_spec(cluster_spec: Cluster) -> ClusterSpec:
-    """Return `cluster_spec` as a ClusterSpec; None becomes the empty cluster. Raises: ValueError for another type."""
+    """Return `cluster_spec` as a new ClusterSpec; None becomes the empty cluster.
+
+    Raises: ValueError if it is no dict, ClusterDef or ClusterSpec.
+    """
     if cluster_spec is None:
         return ClusterSpec({})
     if not isinstance(cluster_spec, (dict, ClusterDef, ClusterSpec)):
@@ -30,9 +33,10 @@ def task_count(cluster_spec: Cluster, task_type: str) -> int:
 
 
 def checked_cluster(cluster_spec: Cluster) -> ClusterSpec:
-    """Return `cluster_spec` as a ClusterSpec.
+    """Return `cluster_spec` as a ClusterSpec, after a check of its job names and counts.
 
-    Raises: ValueError if a job is none of `TASK_TYPES`, or if there are several chiefs or several evaluators.
+    Raises: ValueError if a job is not "chief", "worker", "evaluator" or "ps", or if there are several chiefs or several
+        evaluators.
     """
     spec = normalize_cluster_spec(cluster_spec)
     if unknown := [job for job in spec.jobs if job not in TASK_TYPES]:
@@ -74,7 +78,7 @@ def is_chief(
 ) -> bool:
     """Return whether this task is the chief, an evaluator, or worker 0 of a cluster without a chief.
 
-    Only such a task does work that one task must do alone, such as writing files.
+    Such a task does the work that only one task may do, such as writing files.
     Raises: ValueError if the task is not in the cluster.
     """
     spec = validated_cluster(cluster_spec, task_type, task_id)
@@ -86,8 +90,8 @@ def is_chief(
 def id_in_cluster(cluster_spec: Cluster, task_type: str | None, task_id: int | None) -> int:
     """Return this task's rank among the tasks that train: the chief has rank 0, and the workers follow.
 
-    An evaluator's rank is its task id.
-    Raises: ValueError for a parameter server, because it has no rank, and for a task that is not in the cluster.
+    For an evaluator, return its task id.
+    Raises: ValueError if the task is a parameter server, because servers have no rank, or if it is not in the cluster.
     """
     spec = validated_cluster(cluster_spec, task_type, task_id)
     if task_type not in ("chief", "worker", "evaluator") or task_id is None:
@@ -98,10 +102,10 @@ def id_in_cluster(cluster_spec: Cluster, task_type: str | None, task_id: int | N
 
 
 def worker_count(cluster_spec: Cluster, task_type: str | None) -> int:
-    """Return the number of tasks that train together: chief and workers, or for "evaluator" the evaluators.
+    """Return the number of chiefs and workers; if `task_type` is "evaluator", return the number of evaluators.
 
-    Raises: ValueError for a type that does not train or is not in the cluster; KeyError for "evaluator" if the cluster
-        lists none.
+    Raises: ValueError if `task_type` is not "chief", "worker" or "evaluator", or if a chief or worker is asked for and
+        the cluster lists no such job; KeyError for "evaluator" if the cluster lists no evaluator.
     """
     spec = validated_cluster(cluster_spec, task_type, 0)
     if task_type not in ("chief", "worker", "evaluator"):
@@ -118,7 +122,7 @@ def worker_count(cluster_spec: Cluster, task_type: str | None) -> int:
 def worker_addresses(cluster_spec: Cluster) -> list[str]:
     """Return the addresses of the tasks that train, in rank order: the chief, then the workers.
 
-    Raises: ValueError if there are none, or if task indices are missing.
+    Raises: ValueError if the cluster has neither chief nor worker, or if a task index from 0 to n-1 is missing.
     """
     spec = normalize_cluster_spec(cluster_spec)
     jobs = [spec.job_tasks(job) for job in ("chief", "worker") if task_count(spec, job)]
@@ -131,9 +135,9 @@ def worker_addresses(cluster_spec: Cluster) -> list[str]:
 
 
 def collective_leader(cluster_spec: Cluster, task_type: str | None, task_id: int | None) -> str:
-    """Return the name of the task that leads collectives: "/job:chief/replica:0/task:0", or worker 0's.
+    """Return the name of the task that leads collectives: the chief, else worker 0. As in tf.distribute.
 
-    Returns: '' for an empty cluster and for an evaluator.
+    Returns: a name such as "/job:chief/replica:0/task:0"; '' for an empty cluster, and if this task is an evaluator.
     Raises: ValueError if the task is not in the cluster, or if the cluster has neither chief nor worker.
     """
     if not normalize_cluster_spec(cluster_spec):
@@ -143,10 +147,10 @@ def collective_leader(cluster_spec: Cluster, task_type: str | None, task_id: int
 
 
 def coordination_leader(cluster_spec: Cluster) -> str:
-    """Return the name of the task where other tasks register: ps 0, else the chief, else worker 0.
+    """Return the name of the task where other tasks register: ps 0, else the chief, else worker 0. As in tf.distribute.
 
     Returns: a name such as "/job:ps/replica:0/task:0"; '' for an empty cluster.
-    Raises: ValueError if the cluster has no such task.
+    Raises: ValueError if the cluster has tasks, but none of these types.
     """
     spec = normalize_cluster_spec(cluster_spec)
     return _first_task(spec, ("ps", "chief", "worker")) if spec else ""
@@ -154,7 +158,12 @@ def coordination_leader(cluster_spec: Cluster) -> str:
 
 @dataclass(frozen=True)
 class ServerDef:
-    """The cluster and one task in it: the description that a server gets of itself."""
+    """Describes a server: its cluster, and its task in the cluster. `mpistrat.Server` takes it.
+
+    Attributes:
+        job_name, task_index: the server's task.
+        protocol: the name of a protocol; has no effect, because MPI moves the bytes.
+    """
 
     cluster: ClusterDef
     job_name: str
@@ -168,14 +177,14 @@ def make_server_def(
     task_index: int | None = None,
     protocol: str | None = None,
 ) -> ServerDef:
-    """Return the description of one task for a server.
+    """Return the `ServerDef` of one task of `cluster`. Called by: `mpistrat.Server`.
 
     Args:
         job_name: the task's job; None if the cluster has a single job.
         task_index: the task's index; None if the job has a single task.
         protocol: None is "grpc".
-    Raises: ValueError if a left-out argument is not unique, or if there is no such task; TypeError if `cluster` is no
-        cluster.
+    Raises: ValueError if `job_name` is None and the cluster has not exactly one job, if `task_index` is None and the
+        job has not exactly one task, or if there is no such task; TypeError if `cluster` is no cluster.
     """
     spec = ClusterSpec(cluster)
     if job_name is None:

@@ -16,9 +16,9 @@ _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")  # "2", "2(x3)"
 def expand_hostlist(hostlist: str) -> list[str]:
     """Return the hosts of a list such as "n[9-11],a1": n9, n10, n11, a1. Slurm numbers its nodes in this order.
 
-    Brackets are only allowed at the end of a name, and Slurm writes no others. Numbers are padded to the width of their
-    range's lower bound. An empty text is an empty list.
-    Raises: ValueError for any other text, and for more than `MOST_HOSTS` hosts.
+    A name may have brackets only at its end; Slurm writes no other brackets. Numbers are padded with zeros to the width
+    of their range's first number: "n[08-10]" is n08, n09, n10. An empty text gives an empty list.
+    Raises: ValueError for any other text, and for more than 2**20 hosts.
     """
     hosts: list[str] = []
     for part in _BETWEEN_COMMAS.findall(hostlist) if hostlist else ():
@@ -34,9 +34,9 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """Return one number of tasks per node: "2(x3),1" is 2, 2, 2, 1.
+    """Return the number of tasks of each node, in a list: "2(x3),1" is 2, 2, 2, 1.
 
-    Raises: ValueError for a text that Slurm would not write, and for more than `MOST_HOSTS` nodes.
+    Raises: ValueError for a text that Slurm would not write, and for more than 2**20 nodes.
     """
     counts: list[int] = []
     for part in tasks_per_node.split(","):

@@ -35,7 +35,7 @@ class SlurmJob:
 
     Attributes:
         job_id: the job's number for Slurm's commands: "1234", or "1234_3" for a task of a job array.
-        end_time: the planned end when the job began, in seconds since 1970; None if Slurm did not say it.
+        end_time: the end that was planned when the job began, in seconds since 1970; None if Slurm did not say it.
     """
 
     job_id: str
@@ -44,8 +44,10 @@ class SlurmJob:
     def ask_end_time(self, seconds: float) -> float:
         """Ask `squeue` when Slurm will end the job.
 
+        Called by: the watcher of the job's time limit, again and again, because the limit may be changed.
         Args: seconds: the timeout of squeue.
-        Returns: seconds since 1970; inf if the job has no time limit.
+        Returns: seconds since 1970, for a heterogeneous job of the component that ends first; inf if there is no time
+            limit.
         Raises: SlurmError if squeue is missing, fails, takes longer, or does not know the job or its end.
         """
         # For a heterogeneous job, squeue prints a line such as "1795329466" for each component.
@@ -56,8 +58,10 @@ class SlurmJob:
         return min(times)
 
     def requeue(self, seconds: float) -> None:
-        """End the job and put it back into the queue. Slurm signals its processes, and later kills the remaining ones.
+        """Tell Slurm to end the job and put it back into the queue.
 
+        Slurm signals the job's processes, and later kills the processes that are still alive. Returns before the end.
+        Called by: the preemption handler on rank 0, when the program is about to leave.
         Args: seconds: the timeout of scontrol.
         Raises: SlurmError if scontrol is missing, fails or takes longer.
         """
@@ -74,7 +78,10 @@ def slurm_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
 
 
 def slurm_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return Slurm's variables about the job, the step and the task, for a diagnosis; {} outside Slurm."""
+    """Return Slurm's variables about the job, the step and the task, sorted by name; {} outside Slurm.
+
+    Private variables, and variables that do not help a diagnosis, are left out. Called by: `mpistrat doctor`.
+    """
     return {
         name: environ[name]
         for name in sorted(environ)

@@ -34,7 +34,7 @@ GPUS_ON_NODE = "SLURM_GPUS_ON_NODE"  # "4": GPUs of the step on this node; a tas
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """The tasks of this Slurm step.
+    """Finds the tasks of this Slurm step (of one srun), from the variables that srun sets.
 
     `task_type` and `task_id` are None, and `master()` is '', until `cluster_spec()` has been called.
 
@@ -42,14 +42,16 @@ class SlurmClusterResolver(ClusterResolver):
         jobs: number of tasks of each type; None makes all tasks workers. Types get ranks in alphabetical order:
             {"worker": 3, "ps": 1} makes rank 0 the ps.
         port_base: port of the first task of each node; the next tasks of the node have the next ports.
-        gpus_per_node, gpus_per_task: numbers of GPUs; by default the GPUs of CUDA_VISIBLE_DEVICES or nvidia-smi, split
-            evenly. A cluster without GPUs needs neither.
+        gpus_per_node: number of GPUs of each node; None means the GPUs in CUDA_VISIBLE_DEVICES, or of nvidia-smi.
+        gpus_per_task: number of GPUs of each task; None splits the node's GPUs evenly.
         tasks_per_node: {host: number of tasks}, or one number for every host; None means Slurm's numbers.
-        auto_set_gpu: whether `cluster_spec` sets CUDA_VISIBLE_DEVICES to this task's GPUs. It does not if the task has
-            no GPU, nor (without `gpus_per_node` and `gpus_per_task`) if Slurm has bound the task to its GPUs.
+        auto_set_gpu: whether `cluster_spec` sets CUDA_VISIBLE_DEVICES to this task's GPUs. The variable stays if the
+            task has no GPU, and also (without `gpus_per_node` and `gpus_per_task`) if Slurm has bound the task to its
+            GPUs.
         environ: a mapping to read, and to set CUDA_VISIBLE_DEVICES in, instead of os.environ.
-    Raises: TopologyError if a variable is missing, cannot be read, or contradicts another variable or an argument;
-        ValueError or TypeError if an argument is no number, or no dict of names to numbers.
+    Raises: TopologyError if a variable is missing, cannot be read, or contradicts another variable or an argument, or
+        if mpirun has started this process in a Slurm job; ValueError or TypeError if an argument is no number, or no
+        dict of names to numbers.
 
     Example:
         >>> step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}
@@ -97,9 +99,9 @@ class SlurmClusterResolver(ClusterResolver):
         self._gpus_per_task = self._share_gpus(gpus_per_node, gpus_per_task)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the step's tasks, and set `task_type` and `task_id`.
+        """Return the step's tasks, and set this resolver's `task_type` and `task_id`.
 
-        With `auto_set_gpu`, CUDA_VISIBLE_DEVICES gets the ids of this task's GPUs, if the task has any.
+        With `auto_set_gpu`, also set CUDA_VISIBLE_DEVICES to the ids of this task's GPUs, if the task has any.
         """
         cluster: dict[str, list[str]] = {}
         first = 0
@@ -122,8 +124,9 @@ class SlurmClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the address of a task, by default of this task; '' before `cluster_spec()` has been called.
+        """Return the address of a task, by default of this task, such as "grpc://n1:8888".
 
+        Returns: '' if no task is given and `cluster_spec()` has not been called.
         Raises: ValueError if the given task is not in the cluster.
         """
         return super().master(task_type, task_id, rpc_layer)
@@ -135,7 +138,7 @@ class SlurmClusterResolver(ClusterResolver):
         return {"GPU": self._gpus_per_task}
 
     def topology(self) -> Topology:
-        """Return this task's place among all tasks of the step. Every task is a rank, whatever its type."""
+        """Return the `Topology` of all tasks of the step. Every task is a rank, whatever its type."""
         hosts = [place.host for place in self._places]
         return Topology.from_hosts(self._rank, hosts, self.launcher)
 
@@ -160,10 +163,11 @@ class SlurmClusterResolver(ClusterResolver):
         return places
 
     def _components(self, tasks: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-        """Return the (host, tasks) of each component of a heterogeneous job, in the order of Slurm's task numbers.
+        """Split the step's nodes into the components of a heterogeneous job, in the order of Slurm's task numbers.
 
         The step's node list is sorted over all components, so it does not show this order.
-        Returns: a single component outside a heterogeneous job.
+        Args: tasks: (host, number of tasks) of each node of the step.
+        Returns: a list like `tasks` for each component; a single list outside a heterogeneous job.
         Raises: TopologyError if no variable says the nodes of each component.
         """
         if self._number(COMPONENTS, "1") <= 1 or len(tasks) == 1:
@@ -241,7 +245,7 @@ class SlurmClusterResolver(ClusterResolver):
     def _own_gpus(self) -> list[str]:
         first = self._places[self._rank].local_rank * self._gpus_per_task
         last = first + self._gpus_per_task
-        # Use the GPU ids that Slurm made visible, not 0, 1, …: without cgroups a job may have the GPUs 2 and 3.
+        # Use the GPU ids that Slurm made visible, because without cgroups a job may have the GPUs 2 and 3.
         known = len(self._visible) >= last
         return list(self._visible[first:last]) if known else list(map(str, range(first, last)))
 
@@ -266,28 +270,28 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 def hosts_of_components(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
-    """Return the nodes of each component of a heterogeneous job.
+    """Return a list of the node names of each component of a heterogeneous job.
 
-    Returns: [] outside such a job, and if Slurm does not say them.
-    Raises: TopologyError if a list cannot be read.
+    Returns: [] outside such a job, and if Slurm has not set the components' node lists.
+    Raises: TopologyError if a node list cannot be read.
     """
     names = map(COMPONENT_NODES.format, itertools.count())
     return [_hosts_in(environ, name) for name in itertools.takewhile(environ.__contains__, names)]
 
 
 def own_component(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of the heterogeneous job's component that has this process's node, from 0.
+    """Return the number, from 0, of the heterogeneous job's component that has this process's node.
 
-    No two components share a node.
-    Returns: None outside such a job, and if Slurm does not say the nodes.
-    Raises: TopologyError if a list cannot be read.
+    No two components share a node. Called by: `job_roles`.
+    Returns: None outside such a job, and if Slurm has not set the components' node lists or the node's name.
+    Raises: TopologyError if a node list cannot be read.
     """
     hosts, node = hosts_of_components(environ), environ.get(NODE_NAME, "")
     return next((number for number, nodes in enumerate(hosts) if node in nodes), None)
 
 
 def _hosts_in(environ: Mapping[str, str], name: str) -> list[str]:
-    """Return the hosts in the variable `name`; [] if it is not set.
+    """Return the hosts in the host list of the variable `name`; [] if the variable is not set.
 
     Raises: TopologyError if the list cannot be read, or names a node twice (except in `ARBITRARY_LIST`).
     """
@@ -301,7 +305,7 @@ def _hosts_in(environ: Mapping[str, str], name: str) -> list[str]:
 
 
 def _natural(host: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts n9 before n10."""
+    """Return a sort key for host names: runs of digits compare as numbers, so that n9 comes before n10."""
     parts = re.findall(r"[0-9]+|[^0-9]+", host)
     return [(0, int(part), "") if part[0] in "0123456789" else (1, 0, part) for part in parts]
 

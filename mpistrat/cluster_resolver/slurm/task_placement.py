@@ -12,11 +12,12 @@ from mpistrat.errors import TopologyError
 
 
 class TaskPlacement(NamedTuple):
-    """The place of one task.
+    """The node on which Slurm runs one task.
 
     Attributes:
-        node: position of the task's node in Slurm's list.
-        local_rank: position of the task among its node's tasks, in task order.
+        node: position of the node in Slurm's list of the step's nodes, from 0.
+        host: the node's name.
+        local_rank: position of the task among its node's tasks, in the order of task numbers, from 0.
     """
 
     node: int
@@ -29,7 +30,7 @@ def place_tasks(
     distribution: str = "block",
     host_of_task: Sequence[str] = (),
 ) -> list[TaskPlacement]:
-    """Return the place of every task, in task order.
+    """Return the node and the local rank of every task, in the order of Slurm's task numbers.
 
     Args:
         tasks_of_nodes: (host, number of tasks) of each node, in Slurm's order.
@@ -67,6 +68,9 @@ def _nodes_of_tasks(
 
 
 def _dealt(counts: list[int], at_once: int) -> list[int]:
-    """Return the node of each task, if nodes in turn get up to `at_once` tasks until each has its count."""
+    """Return the position of each task's node, in task order, if the nodes in turn get up to `at_once` tasks.
+
+    Args: counts: the number of tasks that each node gets in the end; a full node is skipped.
+    """
     turns = [(task // at_once, node) for node, count in enumerate(counts) for task in range(count)]
     return [node for _, node in sorted(turns)]

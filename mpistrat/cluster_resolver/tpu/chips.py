@@ -18,9 +18,9 @@ _CORES = {  # number of XLA devices, by PCI device id
 
 
 def local_cores(devices: Path = _DEVICES) -> int:
-    """Return the number of XLA devices of this host's TPU chips; 0 if it has none.
+    """Return the number of XLA devices (cores) of this host's TPU chips; 0 if the host has no known TPU chip.
 
-    Args: devices: the folder with an entry for each PCI device.
+    Args: devices: the folder of sysfs with an entry for each PCI device.
     """
     found = 0
     for device in devices.glob("*"):

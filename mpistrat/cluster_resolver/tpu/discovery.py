@@ -30,12 +30,14 @@ WORKER_NUMBER = "agent-worker-number"  # "1"
 def discover_slice(
     environ: Mapping[str, str] | None = None, addresses: Sequence[str] = ()
 ) -> TPUSlice:
-    """Return the TPU slice of this host.
+    """Return the slice (the group of linked TPU chips) that contains this host.
 
+    Called by: `TPUClusterResolver`, at its first use.
     Args:
-        environ: the variables; None is the process's environment. It is read only once, because later PJRT's variables
-            use some of the same names.
-        addresses: addresses of all hosts, by worker id; empty to use the addresses that are found.
+        environ: the variables; None is the process's environment, which is read only at the first call, because later
+            the strategy sets variables of the same names for PJRT.
+        addresses: addresses of all hosts, by worker id (the host's number in the slice); empty to use the addresses
+            that are found.
     Raises: NotFoundError, within seconds, if this is no TPU host; ValueError if the facts about the slice contradict
         each other or cannot be read.
     """
@@ -55,9 +57,12 @@ def discover_slice(
 
 
 class _Found:
-    """Reads the facts of one source. A fact may have several names; the first one that is set counts.
+    """Reads the facts about the slice, such as "worker id", from one source: the variables, or the metadata server.
 
-    Args: read: returns the text of a name; None or "" if it is not set.
+    Args:
+        source: the source's name, for errors.
+        names: for each fact, the names of the source's values for it; the first name that is set counts.
+        read: returns the source's text for a name; None or "" if the name is not set.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class _Found:
         self._source, self._names, self._read = source, names, read
 
     def get(self, what: str) -> str:
-        """Return the text of the fact `what`; '' if the source does not have it."""
+        """Return the text of a fact, such as "worker id"; '' if the source does not have the fact."""
         values = ((self._read(name) or "").strip() for name in self._names.get(what, ()))
         return next(filter(None, values), "")
 
@@ -149,6 +154,6 @@ def _found_once() -> _Found:
 
 
 def parse_tpu_env(text: str) -> dict[str, str]:
-    """Return {KEY: value} of the lines KEY: 'value' in the attribute tpu-env, a YAML text. Other lines are skipped."""
+    """Return a dict of the lines KEY: 'value' in the metadata server's YAML text tpu-env. Other lines are skipped."""
     lines = re.findall(r"""^\s*([\w-]+)\s*:\s*(?:'(.*)'|"(.*)"|(.*?))\s*$""", text, re.MULTILINE)
     return {key: single.replace("''", "'") or double or bare for key, single, double, bare in lines}

@@ -36,11 +36,12 @@ _FORWARDED = (
 
 
 def pjrt_environment(topology: Topology, slices: Sequence[TPUSlice]) -> dict[str, str]:
-    """Return PJRT's variables for the rank `topology.rank`. Set them before the process first uses an XLA device.
+    """Return the environment variables of PJRT (XLA's device interface) for the rank `topology.rank`.
 
-    With one rank per host, the rank has all chips of its host. With one rank per chip, the rank has the chip of its
-    local rank (for v7x: half of a chip, and each half counts as a chip). The worker id gives a host its place, so nodes
-    may have any order. Each rank needs a free port on its host: BASE_PORT + its local rank.
+    The caller sets them before the process first uses an XLA device. With one rank per host, the rank gets all chips of
+    its host. With one rank per chip, the rank gets the chip of its local rank (for v7x: half of a chip). Hosts are
+    ordered by their worker ids, so MPI's nodes may have any order. Each rank needs a free port on its host: 8476 + its
+    local rank.
 
     Args:
         topology: MPI's topology; its nodes are the hosts of the slice.
@@ -81,10 +82,12 @@ def pjrt_environment(topology: Topology, slices: Sequence[TPUSlice]) -> dict[str
 def slices_of_ranks(
     describe: Callable[[], TPUSlice | None], all_gather_object: Callable[[Any], list[Any]]
 ) -> list[TPUSlice]:
-    """Return each rank's description of its slice, in rank order; [] if no rank has one.
+    """Return each rank's description of its TPU slice, in rank order; [] if `describe` returns None on all ranks.
 
     Called by: every rank. Communicates once.
-    Args: describe: returns this rank's slice, or None: `TPUClusterResolver.slice`.
+    Args:
+        describe: returns this rank's slice, or None: `TPUClusterResolver.slice`.
+        all_gather_object: takes this rank's object, and returns the objects of all ranks, in rank order.
     Raises, on all ranks: NotFoundError or ValueError, with the text from the first rank where `describe` raises it;
         TopologyError if only some ranks have a slice.
     """
@@ -111,10 +114,10 @@ def slices_of_ranks(
 def set_pjrt_environment(
     variables: Mapping[str, str], environ: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set PJRT's variables, and overwrite existing values.
+    """Set PJRT's variables in `environ`, and overwrite existing values.
 
-    GKE uses two of these names for the bounds of hosts, and torch_xla would keep GKE's values. Call
-    `TPUClusterResolver.slice()` before, because it reads GKE's values, once per process.
+    GKE uses two of these names for the bounds of hosts, and torch_xla would keep GKE's values. The caller has called
+    `TPUClusterResolver.slice()` before, because `slice()` needs GKE's values.
     """
     environ.update(variables)
 

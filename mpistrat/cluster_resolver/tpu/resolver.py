@@ -20,17 +20,17 @@ _PORT = 8470  # TensorFlow's port of a host; nobody connects to it here
 
 
 class TPUClusterResolver(ClusterResolver):
-    """The hosts of a TPU slice; this host is one of them.
+    """Finds the hosts of the TPU slice (linked TPU chips) that contains this host.
 
-    The constructor asks nobody. The first use of a member that needs the slice reads GKE's variables, or asks Google's
-    metadata server for a few seconds at most. Unlike tf.distribute's resolver, this class does not use the Cloud TPU
-    API (credentials, service, discovery_url), and starts no server for a coordinator without an address.
+    The constructor reads nothing. The first use of a member that needs the slice reads GKE's variables, or asks
+    Google's metadata server for a few seconds at most. Unlike tf.distribute's resolver, this class does not use the
+    Cloud TPU API (credentials, service, discovery_url), and starts no server for a coordinator without an address.
 
     Args:
         tpu: the slice. None or "": the slice of this host, from GKE's variables or the metadata server. "local": only
-            the chips of this host. A name: the name that this host's TPU must have. Addresses of all hosts by worker
-            id, in a list or separated by commas ("10.0.0.1:8470,grpc://10.0.0.2"): they replace the addresses that are
-            found.
+            the chips of this host. A name: this host's TPU must have this name. Addresses of all hosts by worker id (a
+            host's number in the slice), in a list or separated by commas ("10.0.0.1:8470,grpc://10.0.0.2"): are used
+            instead of the addresses that are found.
         zone, project: the zone and the project that the TPU must have; None or "" allows any.
         job_name: the job of the hosts in `cluster_spec`.
         coordinator_name, coordinator_address: the name and the address of another job with one task; None for none.
@@ -82,7 +82,9 @@ class TPUClusterResolver(ClusterResolver):
         self._asked = {"name": name, "zone": zone, "project": project}
 
     def slice(self) -> TPUSlice | None:
-        """Return the slice, with this host's worker id; None for "local", because PJRT then finds the chips itself.
+        """Return the slice of this host, and the host's worker id in it.
+
+        Returns: None for "local"; the caller then sets no variables, and PJRT finds the host's chips itself.
 
         Raises: NotFoundError if this is no TPU host; ValueError if the facts about the slice contradict each other or
             the constructor's `tpu`, `zone` or `project`.
@@ -103,7 +105,10 @@ class TPUClusterResolver(ClusterResolver):
         return found
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return one task per host, by worker id, and the coordinator's job; the empty cluster for "local"."""
+        """Return a cluster with a task for each host, by worker id, and the coordinator's job.
+
+        Returns: the empty cluster for "local".
+        """
         if self._local:
             return ClusterSpec({})
         endpoints = self._endpoints
@@ -117,7 +122,9 @@ class TPUClusterResolver(ClusterResolver):
     ) -> str:
         """Return "grpc://" and the address of a task; '' for "local".
 
-        Without a type and an id, it is the task of this resolver: the first host, unless `task_id` was set.
+        Without a type or an id, it is the task of the attributes `task_type` and `task_id`: the first host, unless the
+        program has set `task_id`.
+        Raises: ValueError if there is no such task.
         """
         if self._local:
             return ""
@@ -136,18 +143,19 @@ class TPUClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return {"TPU": number of XLA devices of each host}; `TPUStrategy` checks that all hosts have equally many."""
+        """Return {"TPU": number of XLA devices (cores) of this host}; 0 if "local" finds no TPU chip."""
         found = self.slice()
         return {"TPU": found.cores_per_host if found else local_cores()}
 
     def topology(self) -> Topology:
-        """Return MPI's topology. `TPUStrategy` later matches ranks and hosts by the hosts' worker ids."""
+        """Return MPI's topology, because MPI numbers the ranks. The order of the slice's hosts has no effect."""
         return MPIClusterResolver().topology()
 
 
 def _endpoints(tpu: str | Sequence[str] | None) -> list[str]:
-    """Return the addresses in `tpu`, such as ["10.0.0.1:8470"]; [] if `tpu` is a name, "local" or empty.
+    """Return the addresses in the constructor's argument `tpu`, such as ["10.0.0.1:8470"].
 
+    Returns: [] if `tpu` is a name, "local" or empty.
     Raises: ValueError if an address cannot be read, or is given twice.
     """
     listed = tpu or ()

@@ -26,9 +26,11 @@ class TPUSlice:
 
     Attributes:
         accelerator_type: the type, such as "v4-16".
-        worker_id: the number of this host, from 0.
+        host_bounds: number of hosts along each of three axes.
+        chips_per_host_bounds: number of chips of a host along each of three axes.
+        worker_id: the number of this host in the slice, from 0.
         addresses: names or IP addresses of all hosts, by worker id; may be empty for one host.
-        name, zone, project: the TPU's name and place; "" if not known.
+        name, zone, project: the names of the TPU, of its zone and of its project; "" if not known.
     Raises: ValueError if the type cannot be read, or if the numbers contradict each other.
     """
 
@@ -76,7 +78,7 @@ class TPUSlice:
 
     @property
     def units_per_host(self) -> int:
-        """The number of units that TPU_VISIBLE_CHIPS counts on each host: chips, or in generation 7 halves of chips."""
+        """The number of chips of each host, as TPU_VISIBLE_CHIPS counts them: in generation 7, each half is a chip."""
         return self.chips_per_host * _UNITS_OF_CHIP.get(self.version, 1)
 
     @property
@@ -86,7 +88,10 @@ class TPUSlice:
 
 
 def parse_bounds(text: str) -> Bounds:
-    """Return (2, 2, 1) for "2,2,1". Raises: ValueError for anything but three numbers from 1 to 9999."""
+    """Return the three numbers in a text such as "2,2,1": (2, 2, 1).
+
+    Raises: ValueError if `text` is not three numbers from 1 to 9999 with commas between.
+    """
     if not re.fullmatch(r"[1-9][0-9]{0,3}(,[1-9][0-9]{0,3}){2}", text):
         raise ValueError(
             f"bounds must be three numbers from 1 on, such as '2,2,1', got {text!r:.80}"
@@ -100,10 +105,11 @@ def bounds_text(bounds: tuple[int, ...]) -> str:
 
 
 def bounds_of_type(accelerator_type: str) -> tuple[Bounds, Bounds] | None:
-    """Return (bounds of hosts, bounds of each host's chips) of a v2 or v3 slice; None for other generations.
+    """Return the boxes of a v2 or v3 slice: (bounds of the hosts, bounds of each host's chips).
 
-    A v2 or v3 host has 2 x 2 chips. The hosts form a square or half a square: a v3-64 has 8 hosts, (2, 4, 1). In other
-    generations the type does not determine the bounds.
+    A v2 or v3 host has 2 x 2 chips. The hosts form a square or half a square: a v3-64 has 8 hosts, (2, 4, 1).
+    Args: accelerator_type: the slice's type, such as "v3-64".
+    Returns: None for other generations, because their type does not determine the bounds.
     Raises: ValueError if the type cannot be read.
     """
     version, _, number = _parts(accelerator_type)
@@ -114,7 +120,10 @@ def bounds_of_type(accelerator_type: str) -> tuple[Bounds, Bounds] | None:
 
 
 def _parts(accelerator_type: str) -> tuple[str, str, int]:
-    """Return ("5", "litepod", 16) for "v5litepod-16". Raises: ValueError if the type cannot be read."""
+    """Return (generation, variant, number of cores or chips) of a type: ("5", "litepod", 16) for "v5litepod-16".
+
+    Raises: ValueError if the type cannot be read.
+    """
     match = _ACCELERATOR_TYPE.fullmatch(accelerator_type)
     if not match or int(match[3]) < 1:
         raise ValueError(

@@ -19,11 +19,11 @@ Lengths = tuple[int, ...]  # along x, y, z and the cores of a chip
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """The order of replicas, and of the cores of each replica, in the mesh; `DeviceAssignment.build` takes it.
+    """The order in which `DeviceAssignment.build` gives cores of the mesh to replicas and to their logical cores.
 
-    AUTO: in rings if possible, else in the order of coordinates.
-    RING: each is a neighbour of the next, and the last is a neighbour of the first.
-    MESH: in the order of coordinates.
+    AUTO: rings where `RING` is possible, else the order of `MESH`.
+    RING: each replica is a neighbour of the next, and the last is a neighbour of the first. A replica's chips, too.
+    MESH: the order of coordinates.
 
     Example:
         >>> topology = ms.tpu.Topology(mesh_shape=[1, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]]])
@@ -38,11 +38,14 @@ class DeviceOrderMode(enum.IntEnum):
 
 
 class DeviceAssignment:
-    """The core in a TPU mesh for each logical core of each replica. `build` chooses the cores.
+    """Says where in a TPU mesh the cores of each replica are. `build` chooses them; the constructor takes coordinates.
+
+    A replica numbers its cores from 0; the number is called the logical core.
 
     Args:
         topology: the mesh, a `Topology`.
-        core_assignment: coordinates (x, y, z, core), integers of shape [replicas, cores per replica, 4].
+        core_assignment: integers of shape [replicas, cores per replica, 4]; the last axis is a core's coordinates (x,
+            y, z, core on the chip).
     Raises: ValueError for another shape, for coordinates without a device, or if `topology` is no `Topology`; TypeError
         if the coordinates are no integers.
 
@@ -76,19 +79,22 @@ class DeviceAssignment:
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode | str | int = DeviceOrderMode.AUTO,
     ) -> DeviceAssignment:
-        """Choose cores for `num_replicas` replicas, as close to each other as the mesh allows.
+        """Choose cores for `num_replicas` replicas: each replica gets a box of `computation_shape` cores.
+
+        The replicas form a grid that is as near to a cube as the mesh allows.
 
         Args:
             topology: a `Topology`, or the bytes that `Topology.serialized()` returns.
             computation_shape: number of cores of a replica along x, y, z and the cores of a chip; None is one core.
-            computation_stride: distance between a replica's cores along each axis; None is 1. Other replicas get the
-                cores between.
+            computation_stride: distance between a replica's cores along each axis; None is 1. Other replicas may get
+                the cores between.
             num_replicas: from 0 to the number of replicas that fit into the mesh.
             device_order_mode: a `DeviceOrderMode`, or its name or number. RING needs replicas of whole chips, a stride
-                of 1, and as many replicas as fit into the mesh. A box with an odd length gets no ring; its chips are
-                ordered by coordinates. If the mesh has places without a device, every mode takes the cores in the order
-                of tasks and devices.
-        Raises: ValueError if the replicas do not fit into the mesh, or cannot form the rings that were asked for.
+                of 1, and as many replicas as fit into the mesh. Even with RING, chips get the order of coordinates if
+                their box has an odd length above 1. If coordinates of the mesh have no device, every mode takes the
+                cores in the order of tasks and devices.
+        Returns: a new assignment. Replicas and logical cores are numbered in the order of `device_order_mode`.
+        Raises: ValueError if the replicas do not fit into the mesh, or if RING's conditions are not met.
         """
         if isinstance(topology, bytes):
             topology = TpuTopology(serialized=topology)
@@ -133,11 +139,17 @@ class DeviceAssignment:
 
     @property
     def core_assignment(self) -> NDArray[np.int32]:
-        """The coordinates (x, y, z, core) of all cores: read-only int32, shape [replicas, cores per replica, 4]."""
+        """The coordinates of all cores: read-only int32 of shape [replicas, cores per replica, 4].
+
+        The last axis is (x, y, z, core on the chip).
+        """
         return self._core_assignment
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
-        """Return (x, y, z, core) of a replica's logical core. Raises: ValueError if there is none."""
+        """Return (x, y, z, core on the chip) of a replica's core.
+
+        Raises: ValueError if there is no replica `replica`, or if it has no core number `logical_core`.
+        """
         counts = (self.num_replicas, self.num_cores_per_replica)
         if not (0 <= replica < counts[0] and 0 <= logical_core < counts[1]):
             raise ValueError(
@@ -147,7 +159,7 @@ class DeviceAssignment:
         return tuple(self._core_assignment[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """Return the replicas, ascending, that have their core `logical_core` on task `task_id`.
+        """Return the numbers of the replicas, ascending, that have their core `logical_core` on task `task_id`.
 
         Raises: ValueError if there is no such replica.
         """
@@ -160,7 +172,10 @@ class DeviceAssignment:
         return list(self._replicas[task_id, logical_core])
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """Return the number of the core's device on its task. Raises: ValueError if there is no such core."""
+        """Return the number of a core's device among the devices of its task, from 0.
+
+        Raises: ValueError if there is no replica `replica`, or if it has no core number `logical_core`.
+        """
         coordinates = self.coordinates(replica, logical_core)
         return self._topology.tpu_device_ordinal_at_coordinates(coordinates)
 
@@ -219,7 +234,10 @@ def _mode(mode: DeviceOrderMode | str | int) -> DeviceOrderMode:
 
 
 def _room(mesh: Lengths, shape: Lengths, stride: Lengths) -> Lengths:
-    """Return the number of replicas that fit along each axis. Raises: ValueError if not even one fits."""
+    """Return the number of replicas that fit along x, y, z and the cores of a chip.
+
+    Raises: ValueError if not even one replica fits into the mesh.
+    """
     footprint = np.multiply(shape, stride)
     if (footprint > mesh).any():
         raise ValueError(
@@ -230,10 +248,11 @@ def _room(mesh: Lengths, shape: Lengths, stride: Lengths) -> Lengths:
 
 
 def _replica_grid(num_replicas: int, room: Lengths) -> Lengths:
-    """Return the number of replicas along each axis: a grid near a cube, with at least `num_replicas` places.
+    """Return the number of replicas along x, y, z and the cores of a chip; their product is at least `num_replicas`.
 
-    The axis with the least room comes first, so that the other axes have room for the remaining replicas. Among equal
-    axes, the cores of a chip come first, so that neighbouring replicas share chips; then x, so that they share hosts.
+    The grid is as near to a cube as `room` allows. The axis with the least room gets its number first, so that the
+    other axes have room for the remaining replicas. Among axes with equal room, the cores of a chip come first, so that
+    neighbouring replicas share chips; then x, so that neighbours share hosts.
     """
     grid, remaining = [1] * MESH_RANK, num_replicas
     in_turn = sorted(range(MESH_RANK), key=lambda axis: (room[axis], (axis + 1) % MESH_RANK))
@@ -245,10 +264,13 @@ def _replica_grid(num_replicas: int, room: Lengths) -> Lengths:
 
 
 def _blocks(shape: Lengths, stride: Lengths, grid: Lengths) -> NDArray[np.int64]:
-    """Return the cores of all replicas in `grid`, shape [replicas, cores per replica, 4].
+    """Return the coordinates of the cores of all replicas in `grid`, in the order of coordinates.
 
-    Replicas are numbered along the cores of a chip first, then x, y and z. The stride interleaves the replicas of one
-    block.
+    Replicas are numbered along the cores of a chip first, then x, y and z. With a stride, neighbouring replicas take
+    turns: one replica has every stride-th core of a block, and the next replicas have the cores between.
+
+    Args: grid: number of replicas along x, y, z and the cores of a chip.
+    Returns: integers of shape [replicas, cores per replica, 4]; the last axis is (x, y, z, core on the chip).
     """
     z, y, x, core = np.indices((grid[2], grid[1], grid[0], grid[3])).reshape(MESH_RANK, -1)
     place = np.stack([x, y, z, core], axis=-1)
@@ -259,10 +281,12 @@ def _blocks(shape: Lengths, stride: Lengths, grid: Lengths) -> NDArray[np.int64]
 
 
 def _nested_rings(shape: Lengths, grid: Lengths) -> NDArray[np.int64]:
-    """Return the cores of all replicas, shape [replicas, cores per replica, 4], in rings.
+    """Return the coordinates of the cores of all replicas, so that replicas form a ring, and a replica's chips too.
 
-    Each replica is a block of chips. The blocks form a ring, and so do the chips of each block. The cores of a chip
-    follow each other.
+    Each replica is a box of whole chips. The cores of a chip follow each other.
+
+    Args: grid: number of replicas along x, y, z and the cores of a chip.
+    Returns: integers of shape [replicas, cores per replica, 4]; the last axis is (x, y, z, core on the chip).
     """
     starts = ring_order(grid[:3]) * shape[:3]
     chips = starts[:, np.newaxis] + ring_order(shape[:3])
@@ -275,9 +299,10 @@ def _nested_rings(shape: Lengths, grid: Lengths) -> NDArray[np.int64]:
 def _by_device(
     topology: TpuTopology, shape: Lengths, stride: Lengths, num_replicas: int
 ) -> NDArray[np.int32]:
-    """Return cores in the order of tasks and their devices, shape [replicas, cores per replica, 4].
+    """Give the replicas the cores in the order of tasks and of each task's devices.
 
-    For a mesh that has places without a device; a replica's cores may be no neighbours.
+    Used for a mesh in which coordinates have no device; a replica's cores need not be neighbours.
+    Returns: integers of shape [replicas, cores per replica, 4]; the last axis is (x, y, z, core on the chip).
     Raises: ValueError if the stride is not 1, or if there are fewer devices than cores are needed.
     """
     if math.prod(stride) != 1:

@@ -11,9 +11,9 @@ MESH_RANK = 4  # x, y, z of a chip, and the core on it
 
 
 def as_lengths(name: str, value: Any, cores: str) -> NDArray[np.int32]:
-    """Return `value` as int32 of shape [4]: positive lengths along x, y, z and the cores of a chip.
+    """Return `value` as an int32 array of shape [4]: positive lengths along x, y, z and the cores of a chip.
 
-    Args: name, cores: the names of the argument and of its last axis, for errors.
+    Args: name, cores: how errors call the argument and its last length.
     Raises: ValueError if `value` is not four positive integers; TypeError if its numbers are no integers.
     """
     lengths = _as_integers(name, value)
@@ -25,9 +25,11 @@ def as_lengths(name: str, value: Any, cores: str) -> NDArray[np.int32]:
 
 
 def as_coordinates(name: str, value: Any, rows: str) -> NDArray[np.int32]:
-    """Return `value` as a read-only int32 array of coordinates, shape [n, m, 4].
+    """Return a copy of `value` as a read-only int32 array of coordinates, shape [n, m, 4].
 
-    Args: name, rows: the names of the argument and of its first two axes, for errors.
+    The first two axes are tasks and their devices, or replicas and their cores; the last is (x, y, z, core).
+
+    Args: name, rows: how errors call the argument and its first two axes.
     Raises: ValueError for another shape; TypeError if the numbers are no integers.
     """
     coordinates = _as_integers(name, value)
@@ -40,10 +42,10 @@ def as_coordinates(name: str, value: Any, rows: str) -> NDArray[np.int32]:
 
 
 def _as_integers(name: str, value: Any) -> NDArray[np.int32]:
-    """Return `value` as an int32 array.
+    """Return a copy of `value` as an int32 array.
 
-    Raises: TypeError for numbers of another type, also for 1.0; ValueError if rows have different lengths or a number
-        does not fit into 32 bits.
+    Raises: TypeError if the numbers are of no integer type, also for 1.0; ValueError if rows have different lengths, or
+        if a number does not fit into 32 bits.
     """
     try:
         array = np.asarray(value)

@@ -19,10 +19,10 @@ def check_logical_device(logical_device_id: int, cores_per_replica: int) -> None
 def check_split(
     shape: Sequence[int | None], partition_dimensions: Sequence[int], cores_per_replica: int
 ) -> list[int]:
-    """Check that a value of `shape` splits evenly into one part per logical device.
+    """Check that a value of `shape` splits evenly into one part per logical device (a device of the replica).
 
     Args:
-        shape: the value's lengths; None for a length that is not known yet, and it is not checked.
+        shape: the value's lengths; None for a length that is not known yet, so it is not checked.
         partition_dimensions: number of parts of each dimension.
         cores_per_replica: number of logical devices of a replica.
     Returns: `partition_dimensions` as a list of ints.

@@ -14,11 +14,11 @@ Chip = tuple[int, ...]
 def ring_order(shape: Sequence[int]) -> NDArray[np.int64]:
     """Return the chips of a box in an order that begins at (0, 0, 0) and ends at a neighbour of (0, 0, 0).
 
-    A box with an odd length above 1, or with one line of chips, gets no ring: its chips are sorted by z, then y, then
-    x. (Only a torus links the ends of a line.)
+    Each chip is a neighbour of the next chip. But if the box has an odd length above 1, or is one line of chips, the
+    chips are sorted by z, then y, then x instead. (Only a torus links the ends of a line.)
 
-    Args: shape: lengths along x, y and z.
-    Returns: integers of shape [chips, 3].
+    Args: shape: number of chips along x, y and z.
+    Returns: integers of shape [chips, 3]; the last axis is (x, y, z).
     """
     lengths = np.asarray(shape)
     long = lengths[lengths > 1]
@@ -31,9 +31,10 @@ def ring_order(shape: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _ring(width: int, height: int, depth: int) -> list[Chip]:
-    """Return a ring through a box of even lengths (`depth` may be 1). It climbs by layers and returns along (0, 0, z).
+    """Return the chips (x, y, z) of a box of even lengths (`depth` may be 1) as a ring that begins at (0, 0, 0).
 
-    The numbers show the order in a layer of 4 × 4 chips. The next layer is passed backwards, from 15 to 1:
+    The ring goes through the layers z = 0, 1, … and returns along the chips (0, 0, z). The picture shows the order of
+    the chips in layer 0 of 4 × 4 chips; the next layer has them backwards, from 15 to 1:
 
         0    1    2    3
         15   6    5    4
@@ -45,7 +46,10 @@ def _ring(width: int, height: int, depth: int) -> list[Chip]:
 
 
 def _there_and_back(path: Sequence[Chip], layers: int) -> list[Chip]:
-    """Return `path` in each layer, backwards in every second one, and then the corner chips down to layer 1."""
+    """Return the chips of `path` in each layer, each with its layer's number as one more coordinate.
+
+    Every second layer is passed backwards. Then come the chips at coordinates 0, from the last layer down to layer 1.
+    """
     in_turn = itertools.islice(itertools.cycle((path, path[::-1])), layers)
     up = [(*chip, layer) for layer, chips in enumerate(in_turn) for chip in chips]
     corner = (0,) * len(path[0])

@@ -21,9 +21,10 @@ class TpuTopology:
     Args:
         serialized: the bytes that `serialized()` of another topology returned; the other arguments are then ignored.
         mesh_shape: number of cores along each of the four axes.
-        device_coordinates: integers of shape [tasks, devices per task, 4]; a mesh may have places without a device.
-    Raises: ValueError if `mesh_shape` is not four positive integers, if `serialized` is not such bytes, or if a device
-        is outside the mesh or at another device's place; TypeError if a number is no integer.
+        device_coordinates: integers of shape [tasks, devices per task, 4]; the last axis is (x, y, z, core on the
+            chip). Coordinates of the mesh may have no device.
+    Raises: ValueError if `mesh_shape` is not four positive integers, if `serialized()` did not make `serialized`, or if
+        a device is outside the mesh or at another device's coordinates; TypeError if a number is no integer.
 
     Example:
         >>> topology = ms.tpu.Topology(mesh_shape=[2, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]], [[1, 0, 0, 0]]])
@@ -57,7 +58,10 @@ class TpuTopology:
 
     @property
     def device_coordinates(self) -> NDArray[np.int32]:
-        """The coordinates (x, y, z, core) of all devices: read-only int32, shape [tasks, devices per task, 4]."""
+        """The coordinates of all devices: read-only int32 of shape [tasks, devices per task, 4].
+
+        The last axis is (x, y, z, core on the chip).
+        """
         return self._device_coordinates
 
     @property
@@ -70,20 +74,20 @@ class TpuTopology:
 
     @property
     def num_missing_devices(self) -> int:
-        """The number of places of the mesh that have no device."""
+        """The number of coordinates of the mesh that have no device."""
         return self._places.num_empty
 
     @cached_property
     def missing_devices(self) -> NDArray[np.int64]:
-        """The coordinates of the places without a device, in ascending order: integers of shape [places, 4]."""
+        """The coordinates of the mesh that have no device, ascending: integers of shape [`num_missing_devices`, 4]."""
         missing = np.ones(self._mesh_shape, bool)
         missing[tuple(self._device_coordinates.reshape(-1, MESH_RANK).T)] = False
         return np.argwhere(missing)
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Return the number of the task that drives the device at these coordinates.
+        """Return the number of the task that drives the device at (x, y, z, core).
 
-        Raises: ValueError if there is no device.
+        Raises: ValueError if no device has these coordinates.
 
         Example:
             >>> topology = ms.tpu.Topology(mesh_shape=[2, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]], [[1, 0, 0, 0]]])
@@ -93,9 +97,9 @@ class TpuTopology:
         return self._places.find(device_coordinates)[0]
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Return the number that the device at these coordinates has on its task.
+        """Return the number, among the devices of its task, of the device at (x, y, z, core).
 
-        Raises: ValueError if there is no device.
+        Raises: ValueError if no device has these coordinates.
 
         Example:
             >>> topology = ms.tpu.Topology(mesh_shape=[1, 1, 1, 2], device_coordinates=[[[0, 0, 0, 0], [0, 0, 0, 1]]])
@@ -107,9 +111,9 @@ class TpuTopology:
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """Return the name of the host of the device there, such as "/job:worker/task:1/device:CPU:0".
+        """Return the name of the host of a device at (x, y, z, core), such as "/job:worker/task:1/device:CPU:0".
 
-        Without `job`, the name begins with "/task:". Raises: ValueError if there is no device.
+        Without `job`, the name begins with "/task:". Raises: ValueError if no device has these coordinates.
 
         Example:
             >>> topology = ms.tpu.Topology(mesh_shape=[2, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]], [[1, 0, 0, 0]]])
@@ -122,9 +126,9 @@ class TpuTopology:
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """Return the name of the TPU device there, such as "/job:worker/task:1/device:TPU:3".
+        """Return the name of the TPU device at (x, y, z, core), such as "/job:worker/task:1/device:TPU:3".
 
-        Without `job`, the name begins with "/task:". Raises: ValueError if there is no device.
+        Without `job`, the name begins with "/task:". Raises: ValueError if no device has these coordinates.
 
         Example:
             >>> topology = ms.tpu.Topology(mesh_shape=[2, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]], [[1, 0, 0, 0]]])
@@ -135,7 +139,7 @@ class TpuTopology:
         return f"{_of_job(job)}/task:{task}/device:TPU:{device}"
 
     def serialized(self) -> bytes:
-        """Return this topology as JSON, for `Topology(serialized=…)`. (TensorFlow's is a protocol buffer.)"""
+        """Return this topology as bytes of JSON, for `Topology(serialized=…)`. (TensorFlow's are a protocol buffer.)"""
         fields = {
             "mesh_shape": self._mesh_shape.tolist(),
             "device_coordinates": self._device_coordinates.tolist(),
@@ -159,7 +163,11 @@ class TpuTopology:
 
 
 class _Places:
-    """Finds devices by coordinates. Raises: ValueError if a device is outside the mesh, or two share coordinates."""
+    """Finds the device at given coordinates.
+
+    Attributes: num_empty: number of coordinates of the mesh without a device.
+    Raises: ValueError, when it is made, if a device is outside the mesh, or if two devices share coordinates.
+    """
 
     def __init__(self, mesh: NDArray[np.int32], devices: NDArray[np.int32]) -> None:
         self._mesh = mesh.tolist()
@@ -181,7 +189,10 @@ class _Places:
         return all(0 <= at < length for at, length in zip(place, self._mesh, strict=True))
 
     def find(self, coordinates: Sequence[int]) -> tuple[int, int]:
-        """Return (task, number on the task) of the device at `coordinates`. Raises: ValueError if there is none."""
+        """Return (task, number among the task's devices) of the device at `coordinates`.
+
+        Raises: ValueError if no device is at `coordinates`.
+        """
         place = tuple(map(operator.index, coordinates))
         if place in self._device_at:
             return self._device_at[place]
