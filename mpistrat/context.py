@@ -72,6 +72,7 @@ class _PerThread(threading.local):
         self.modes: list[Mode] = []
         # Index among the rank's replicas of the component that `extended.update` is updating now; None outside it.
         self.updated_replica: int | None = None
+        self.set_scope: Any = None  # the scope that `experimental_set_strategy` has entered
 
 
 per_thread = _PerThread()

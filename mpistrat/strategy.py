@@ -628,9 +628,6 @@ def get_strategy() -> Strategy:
     return context.get_strategy()
 
 
-_set_scope: _Scope | None = None
-
-
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Enter the scope of `strategy` on this thread, until the next call of this function.
 
@@ -647,18 +644,18 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         True
         >>> ms.experimental_set_strategy(None)
     """
-    global _set_scope
     if strategy is not None and not isinstance(strategy, Strategy):
         raise TypeError(f"experimental_set_strategy takes a Strategy or None, got {strategy!r:.60}")
-    if _set_scope is not None:
-        previous, _set_scope = _set_scope, None
-        previous.__exit__(None)
-    if per_thread.modes:
+    previous = per_thread.set_scope
+    if modes := per_thread.modes[previous is not None :]:
         raise RuntimeError(
             "experimental_set_strategy must be called outside every scope(), replica() and run; "
-            f"{per_thread.modes[-1].strategy} is in force"
+            f"{modes[-1].strategy} is in force"
         )
+    if previous is not None:
+        previous.__exit__(None)
+        per_thread.set_scope = None
     if strategy is not None:
         scope = _Scope(strategy)
         scope.__enter__()
-        _set_scope = scope
+        per_thread.set_scope = scope

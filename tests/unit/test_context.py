@@ -1,5 +1,6 @@
 """Who is in force on a thread."""
 
+import concurrent.futures
 import threading
 
 import pytest
@@ -73,3 +74,18 @@ def test_a_set_strategy_is_replaced_and_unset(strategy):
         ms.experimental_set_strategy(None)
     assert not ms.has_strategy()
     ms.experimental_set_strategy(None)
+
+
+def test_a_refused_strategy_leaves_the_set_one_in_force(strategy):
+    other = ms.OneDeviceStrategy("cpu:0")
+    ms.experimental_set_strategy(strategy)
+    try:
+        with strategy.scope(), pytest.raises(RuntimeError, match="outside every scope"):
+            ms.experimental_set_strategy(other)
+        assert ms.get_strategy() is strategy
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            threads.submit(ms.experimental_set_strategy, None).result()
+        assert ms.get_strategy() is strategy
+    finally:
+        ms.experimental_set_strategy(None)
+    assert not ms.has_strategy()
