@@ -19,9 +19,9 @@ class ReductionToOneDevice(CrossDeviceOps):
     """Copies all components to one device, adds them there, and copies the result to its destinations.
 
     Args:
-        reduce_to_device: name of the device; None takes the first component's.
-        accumulation_fn: adds up a list of arrays; None adds them in replica order. A mean divides its result by the
-            number of components.
+        reduce_to_device: name of the device; None: the device of the first component.
+        accumulation_fn: a function of a list of arrays that returns their sum; None adds them in replica order. MEAN
+            divides that sum by the number of components.
 
     Raises: TypeError if `accumulation_fn` is not callable.
 
