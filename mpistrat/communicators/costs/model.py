@@ -20,9 +20,9 @@ class Cost:
     """The cost of a route, as a line over the number of bytes.
 
     Attributes:
-        alpha: seconds that do not depend on the size.
+        alpha: seconds for a call without bytes.
         beta: seconds per byte.
-        error: the root mean square of (fitted - measured) / measured.
+        error: the root mean square of (fitted - measured) / measured; 0.05 means 5 %.
     """
 
     alpha: float
@@ -33,7 +33,7 @@ class Cost:
         return self.alpha + self.beta * nbytes
 
     def followed_by(self, other: Cost) -> Cost:
-        """Return the cost of this route followed by `other`."""
+        """Return the cost of this route followed by `other`: both times are added, and the larger error counts."""
         error = max(self.error, other.error)
         return Cost(self.alpha + other.alpha, self.beta + other.beta, error)
 
@@ -54,11 +54,13 @@ class Cost:
 
 
 def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
-    """Fit a line that minimizes the squares of relative errors, so that small sizes count, too. No term is negative.
+    """Return the cost whose line has the least squares of relative errors, so that small sizes count, too.
+
+    `alpha` and `beta` are at least 0: a negative one is set to 0, and the other fitted alone.
 
     Args:
         nbytes: at least two sizes, in bytes.
-        seconds: the time of each size, > 0.
+        seconds: the measured time of each size, > 0.
     """
     times = np.asarray(seconds, float)
     largest = max(nbytes)
@@ -74,18 +76,20 @@ def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
 
 
 def slowest(costs: Iterable[Cost]) -> Cost:
-    """Return a cost that is at least as large as each of `costs`."""
+    """Return the cost with the largest `alpha`, the largest `beta` and the largest `error` of `costs`."""
     return Cost(*map(max, zip(*map(astuple, costs), strict=True)))
 
 
 def fitted_in_two(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[int, Cost, Cost]:
-    """Fit two lines, because bytes cost more from the size on at which they no longer fit into the caches.
+    """Fit one line to the smaller sizes and one to the larger: a byte costs more where buffers exceed the caches.
+
+    The sizes are divided where the squares of both lines' errors are least; each line gets at least three.
 
     Args:
-        nbytes: at least six sizes, in ascending order. Each line gets at least three of them; the errors decide.
+        nbytes: at least six sizes, in ascending order.
         seconds: the time of each size, > 0.
 
-    Returns: the last size of the first line, and both lines.
+    Returns: the largest size of the first line, and the costs of both lines.
     """
 
     def error(cut: int) -> float:
