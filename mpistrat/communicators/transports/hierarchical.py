@@ -42,7 +42,7 @@ BY_NODE, BETWEEN = "by node", "slices between nodes"
 class HierarchicalTransport(Transport, NodeMemory):
     """Moves large buffers of ranks on several nodes, if that is faster than MPI over all ranks.
 
-    It takes all-reduces, reductions to one rank and broadcasts of at least 64 KB. The first of them is timed.
+    It takes all-reduces, reductions to one rank and broadcasts of at least 64 KB. The first such call measures `costs`.
 
     Args:
         mpi: the transport over all ranks.
@@ -97,7 +97,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         return self._shared and nbytes >= self.smallest
 
     def _measure(self) -> None:
-        """Set `costs`, and `smallest`, the size from which this transport is faster than MPI over all ranks. Collective."""
+        """Measure `costs`, and set `smallest`, from which size on this transport is faster than MPI. Collective."""
         if self.pipelined is not None:
             self.pipelined.settle(self.senders)
 

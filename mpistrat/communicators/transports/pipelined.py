@@ -97,7 +97,7 @@ class PipelinedTransport(Transport):
         self.smallest = self.costs.cheaper_from(IN_PIECES, MPI_ALONE, SMALLEST, _CLEARLY)
 
     def all_reduce(self, operands: Operands) -> None:
-        """All-reduce in pieces: every rank gets its part of each piece from all ranks, combines it, and sends it to all.
+        """All-reduce in pieces: each rank gets its part of a piece from all ranks, combines it, and sends it to all.
 
         All ranks send and receive in the same order, so all messages have the same tag.
         """
@@ -144,7 +144,7 @@ class PipelinedTransport(Transport):
         return self._exchange([source[slice(*cut)] for cut in bounds], parts), parts
 
     def _gather(self, total: np.ndarray, bounds: Sequence[tuple[int, int]]) -> _Requests:
-        """Begin to send this rank's part of `total` to all ranks, and to receive the other ranks' parts into `total`."""
+        """Begin to send this rank's part of `total` to all ranks, and to receive the other parts into `total`."""
         parts = [total[slice(*cut)] for cut in bounds]
         return self._exchange([parts[self.rank]] * self.size, parts)
 

@@ -67,7 +67,7 @@ class RingTransport(Transport):
         return [flat[first:end] for first, end in share_of(len(flat), 1, self.size)]
 
     def _combine(self, parts: Sequence[np.ndarray], op: str) -> None:
-        """Combine part r of all ranks into rank r's `parts[r]`. A rank's other parts then hold sums of some ranks only."""
+        """Combine part r of all ranks into rank r's `parts[r]`; a rank's other parts get sums of some ranks only."""
         arrived = np.empty(max(map(len, parts)), parts[0].dtype)
         how = arithmetic_of(arrived.dtype, op)
         for step in range(1, self.size):
