@@ -25,7 +25,7 @@ def is_capturing(buffer: Array) -> bool:
 
 @functools.cache
 def _question_of(kind: str) -> Any:
-    """Return torch's function that says whether the current stream of a `kind` of device, like "cuda", captures a graph.
+    """Return torch's function that says whether the current stream of device kind `kind` ("cuda") captures a graph.
 
     Returns: `bool`, which returns False, if torch has no such function, as for XLA devices.
     """
@@ -44,7 +44,7 @@ def refusal(call: str, rank: int) -> RuntimeError:
 
 
 def let_this_thread_query_events() -> None:
-    """Set this thread's capture mode to relaxed, so that it may query CUDA events while another thread captures a graph.
+    """Allow this thread to query events while another thread captures a graph, by the capture mode "relaxed".
 
     It does nothing for other accelerators than NVIDIA's and AMD's.
 

@@ -62,8 +62,8 @@ def check_exchange(
 ) -> None:
     """Check the operands of `all_to_all`.
 
-    Raises: ValueError unless rows of `buffer` and `out` have the same dtype and shape, `sent` has a count >= 0 for each
-        of `size` ranks and adds up to the rows of `buffer`, and `received` likewise for `out`.
+    Raises: ValueError if rows of `buffer` and `out` differ in dtype or shape, or unless `sent` and `received` have a
+        count >= 0 for each of `size` ranks that add up to the rows of `buffer` and of `out`.
     """
     if not buffer.ndim or (buffer.dtype, buffer.shape[1:]) != (out.dtype, out.shape[1:]):
         raise ValueError(

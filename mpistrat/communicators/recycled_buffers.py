@@ -31,7 +31,7 @@ class RecycledBuffers:
         self._kept, self._buffers = kept, list(buffers)
 
     def free(self, nbytes: int) -> np.ndarray | None:
-        """Return the first `nbytes` bytes of a buffer that nothing uses and that is large enough; None if there is none."""
+        """Return the first `nbytes` bytes of a large enough buffer that nothing uses; None if there is none."""
         index = self._idle(nbytes, math.inf)
         return None if index is None else self._buffers[index][:nbytes]
 
@@ -40,7 +40,7 @@ class RecycledBuffers:
         return all(map(self._is_idle, range(len(self._buffers))))
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
-        """Return an uninitialized C-contiguous array on the host. Its memory is in use as long as the array or a view of it.
+        """Return an uninitialized C-contiguous array on the host. Its memory is in use while the array or a view lives.
 
         Returns: a NumPy array for a NumPy dtype, a CPU tensor for a torch dtype.
         """
