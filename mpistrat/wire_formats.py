@@ -60,7 +60,7 @@ class WireFormat(Protocol):
 
 
 def name_of(wire_format: WireFormat) -> str:
-    """Return the name by which all ranks agree on `wire_format`: its repr, or its class's name if it defines no repr.
+    """Return the name of `wire_format` that all ranks compare: its repr, or its class's name if it defines no repr.
 
     Example:
         >>> ms.wire_formats.name_of(ms.wire_formats.TopK(0.01))
@@ -74,7 +74,7 @@ def name_of(wire_format: WireFormat) -> str:
 class ShortFloats:
     """Send values as "bfloat16" or "float16", half the bytes of float32, and add them up in float32.
 
-    Values beyond the range of float16 (65504) become infinite.
+    The rounding errors go into the residual. Values beyond the range of float16 (65504) become infinite.
 
     Args:
         dtype: "bfloat16" or "float16".
@@ -106,7 +106,7 @@ class ShortFloats:
 class TopK:
     """Send only the largest values and their indices, from each rank to all ranks (Aji and Heafield, EMNLP 2017).
 
-    The largest are those of largest magnitude after the residual is added, so a value that was not sent can grow until
+    A value's magnitude counts after the residual is added, so a value that was not sent can grow until
     it is sent.
 
     Args:

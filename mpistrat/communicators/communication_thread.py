@@ -131,7 +131,7 @@ class CommunicationThread:
     def _check_idle(self) -> None:
         """At exit, wait up to `patience` seconds for submitted work; if it has not ended then, end the job with code 1.
 
-        Called by: atexit, before MPI_Finalize, which may never return while a thread is inside MPI.
+        Called by: atexit, before MPI_Finalize, because MPI_Finalize may never return while a thread is inside MPI.
         """
         last = self._unfinished
         if os.getpid() != self._pid or last is None:

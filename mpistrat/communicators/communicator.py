@@ -85,9 +85,9 @@ class Communicator(abc.ABC):
 
         Args:
             buffer: same shape and dtype on every rank; 16-bit floats are summed in float32.
-            out: a second buffer of the same shape and dtype, which gets the result; `buffer` keeps its values then.
+            out: a second buffer of the same shape and dtype for the result; `buffer` then keeps its values.
                 None overwrites `buffer`.
-            cause: an error of this rank, because of which it makes this call. If the other ranks make another call,
+            cause: the error that made this rank come to this call. If the other ranks make another call,
                 the CollectiveMismatchError shows the error's text. None: no error.
             follows: True inside `following` says that an earlier call has settled this call on all ranks. The ranks
                 then compare it only if the buffer is small or on a device, because they meet there anyway.
@@ -99,7 +99,7 @@ class Communicator(abc.ABC):
     ) -> None:
         """Add up the `sums` of all ranks in the fixed order of `tree`, into `sums[0]` of each rank.
 
-        So the result has the same bits, whichever rank holds which replicas. Called by: `OrderedAllReduce`.
+        So the result has the same bits for every distribution of replicas over ranks. Called by: `OrderedAllReduce`.
 
         Args:
             sums: floating point, of shape [sums that this rank holds, ...]; only the first dimension may differ
@@ -207,7 +207,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def split(self, color: int, key: int = 0) -> Communicator:
-        """Return a communicator of the ranks that gave the same `color`, ordered by `key`, then by rank.
+        """Return a new communicator of the ranks that gave the same `color`, ordered by `key`, then by rank. Collective.
 
         Example, on several ranks::
 
@@ -232,7 +232,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def explain(self) -> str:
-        """Return a text for people: the transports of this group, one in a line. Not collective.
+        """Return a text for people: the transports of this group, one on each line. Not collective.
 
         Example:
             >>> print(ms.OneDeviceStrategy("cpu").extended.communicator.explain())

@@ -70,7 +70,7 @@ def communicator_for(
 
 
 def new_communicator(comm: MPI.Intracomm, check: str = "always") -> Router:
-    """Return a new communicator of the package over `comm`, which nobody else may use from now on. Collective."""
+    """Return a new communicator of the package over `comm`. Nobody else may use `comm` from now on. Collective."""
     # Not all launchers pass the environment on: rank 0's setting holds for all.
     name, folder = comm.bcast((uuid.uuid4().hex, trace_folder()))
     timeline = None
@@ -154,6 +154,6 @@ def _transports_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Tr
 
 
 def _transports_in_pieces(mpi: MpiTransport, pipelined: PipelinedTransport) -> Transports:
-    """Return the transports of ranks of which no two share a node: large sums go in pieces, by `pipelined`."""
+    """Return the transports of ranks on different nodes, one rank on each: large sums go in pieces, by `pipelined`."""
     compressed = CompressedTransport(Router(Transports(mpi, [pipelined])), SMALLEST)
     return Transports(mpi, [compressed, pipelined])

@@ -27,14 +27,14 @@ def is_capturing(buffer: Array) -> bool:
 def _question_of(kind: str) -> Any:
     """Return torch's function that says whether the current stream of device kind `kind` ("cuda") captures a graph.
 
-    Returns: `bool`, which returns False, if torch has no such function, as for XLA devices.
+    Returns: `bool` if torch has no such function, as for XLA devices; `bool()` is False.
     """
     module = getattr(sys.modules["torch"], kind, None)  # None for XLA devices
     return getattr(module, "is_current_stream_capturing", bool)
 
 
 def refusal(call: str, rank: int) -> RuntimeError:
-    """Return, but do not raise, the error of a collective `call` on a buffer whose stream captures a graph."""
+    """Return, but do not raise, the error of a collective `call` while the buffer's stream captures a graph."""
     return RuntimeError(
         f"rank {rank}: {call} was called while the current stream captures a graph. The ranks agree on each collective "
         "on the host, and a graph that is replayed would leave that out. Capture only the computation (forward and "

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class LocalCommunicator(Communicator):
-    """A group of one rank, without MPI. Its collectives move nothing; they check operands and apply the scale."""
+    """A group of one rank, without MPI. Reductions copy `buffer` to `out` and apply the scale; nothing else moves.
+
+    `all_gather` returns a list with `buffer` itself, and `split` returns this object.
+    """
 
     rank = 0
     size = 1

@@ -94,7 +94,7 @@ class Router(Communicator):
         # Returns the context of the call that the words describe. It does not refer to this communicator.
         self._enter = lambda *words: contract.enter(signature_of(words + last_words))
         self.memory = CheckedMemory(transports.memory, self._enter)
-        # Small calls travel with the agreement: without an agreement there are none.
+        # Without an agreement there are no small calls, because they move while the ranks agree.
         slots = None if contract.agreement is None else transports.slots
         self._known = KnownCalls(
             self.size, slots, self.takes_device_buffers, last_words, contract.raise_together
@@ -176,7 +176,7 @@ class Router(Communicator):
     ) -> Any:
         """Agree with the other ranks on a call, and move its bytes, through slots if the call is small.
 
-        Returns: a list of buffers for "all_gather"; None for the other calls, whose results are in the operands.
+        Returns: a list of buffers for "all_gather"; None for other calls: their results are in the operands.
 
         Args:
             call: the name of the collective, such as "all_reduce".
@@ -264,9 +264,9 @@ class Router(Communicator):
 
 
 class _Overridden(Router):
-    """The result of `router.by(implementation)`: the same ranks, whose bytes `implementation` moves.
+    """The result of `router.by(implementation)`: the same ranks; `implementation` moves their bytes.
 
-    Both share one contract, which counts and records the calls of both.
+    Both share one contract, so it counts and records the calls of both.
     """
 
     def __init__(self, router: Router, implementation: CommunicationImplementation) -> None:

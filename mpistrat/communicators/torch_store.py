@@ -1,4 +1,4 @@
-"""Stores of torch.distributed, through which the ranks of a group find each other.
+"""Stores of torch.distributed: with their help the ranks of a group find each other.
 
 Ranks of one node use a file, ranks of several nodes a TCP port.
 
@@ -36,7 +36,7 @@ class Ranks:
 
     Attributes:
         comm: the communicator of mpi4py; None for one rank without MPI.
-        topology: the ranks' places on nodes.
+        topology: the number of nodes, and each rank's node.
         rank: this rank's number.
         size: number of ranks.
     """
@@ -49,7 +49,7 @@ class Ranks:
 
     @functools.cached_property
     def address(self) -> str:
-        """The address by which all ranks reach rank 0's node. Its first use is collective over the ranks."""
+        """The address of rank 0's node that all ranks reach. Its first use is collective over the ranks."""
         return LOOPBACK if self.topology.num_nodes == 1 else address_that_all_reach(self)
 
 
@@ -58,7 +58,7 @@ def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
 
     Called by: the torch.distributed backend, and the transports that start an accelerator's library.
 
-    Returns: a function of no arguments, which does not use MPI. It opens a HashStore for one rank; a FileStore if all
+    Returns: a function of no arguments, without MPI. It opens a HashStore for one rank; a FileStore if all
         ranks are on one node and see the job's folder; else a TCPStore that rank 0 serves.
 
     Raises: RuntimeError on all ranks if the nodes cannot connect to rank 0's node.
@@ -79,7 +79,7 @@ def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
 
 
 def _new_file() -> str:
-    """Return a new random path for a store's file in the job's folder, which is removed when the job ends.
+    """Return a new random path for a store's file in the job's folder. The folder is removed when the job ends.
 
     Returns: "" if the job has no such folder.
     """
@@ -117,7 +117,7 @@ def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) 
 def level_of_log() -> ctypes.c_int:
     """Return the variable in torch's library with the lowest level that its C++ log writes. To set it changes the log.
 
-    Returns: a new variable, which torch never reads, if this torch does not export its own.
+    Returns: a new variable that torch never reads, if this torch does not export its own.
     """
     with contextlib.suppress(OSError, ValueError):
         library = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libc10.so"))
@@ -126,7 +126,7 @@ def level_of_log() -> ctypes.c_int:
 
 
 def address_that_all_reach(ranks: Ranks) -> str:
-    """Return the first address of rank 0's node to which a rank of each other node can connect. Collective.
+    """Return the first address of rank 0's node that a rank of each other node can reach. Collective.
 
     Raises: RuntimeError on all ranks if there is no such address.
     """

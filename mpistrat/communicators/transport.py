@@ -26,7 +26,7 @@ class Operands:
         buffer: this rank's input, and the result if `out` is None.
         reduction: how `all_reduce`, `reduce` and `reduce_scatter` combine.
         out: the array that gets the result; None: `buffer` gets it.
-        tree: the order in which `all_reduce` adds up, see `Communicator.all_reduce_by_tree`; None: any order.
+        tree: the order of additions in `all_reduce`, see `Communicator.all_reduce_by_tree`; None: any order.
         root: the rank that `reduce` sends to, or `broadcast` sends from.
         sent, received: for `all_to_all`, the number of rows that go to each rank, and that come from each rank.
         shapes: for `all_gather`, an integer array with the shape of each rank's buffer in a row; (1,) for a scalar.
@@ -56,7 +56,7 @@ class Operands:
 
     @property
     def own_starts(self) -> list[int]:
-        """The index of the first row of `buffer` for each rank, in rank order, followed by the number of all rows."""
+        """For each rank, the index of the first row of `buffer` that goes there; then the number of all rows."""
         return [0, *itertools.accumulate(self.sent)]
 
 
@@ -157,7 +157,7 @@ class Unbroken(contextlib.AbstractContextManager[None]):
     It lets an error of the block pass, and remembers it.
 
     Args:
-        purpose: what this rank can no longer do, for the message: "share memory with others".
+        purpose: the thing that this rank can no longer do, for the message: "share memory with others".
         call: words for the collective, for the message.
 
     Raises: RuntimeError on entering, if an error has left the block before.

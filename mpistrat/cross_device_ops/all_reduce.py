@@ -62,10 +62,9 @@ class _ArrayPack(NamedTuple):
 class MpiAllReduce(CrossDeviceOps):
     """All-reduce over all replicas of all ranks of a communicator. Every rank gets the results.
 
-    Each rank first adds up its own components (its replicas' values). The sums of a batch are joined into packs (flat
-    buffers of one dtype and device, of about `CommunicationOptions.bytes_per_pack` bytes), and each pack is all-reduced
-    in one message. A MEAN is the sum divided by the number of components on all ranks: those of this rank times the
-    number of ranks.
+    Each rank first adds up its own components (its replicas' values). The sums of a batch are joined into packs: flat
+    buffers of one dtype and device, whose size `CommunicationOptions.bytes_per_pack` limits. Each pack is all-reduced
+    in one message. A MEAN divides the sum by the number of this rank's components times the number of ranks.
 
     Called by: every rank of `communicator`, in the same order, with the same number of components on each rank.
 
@@ -291,7 +290,7 @@ class MpiAllReduce(CrossDeviceOps):
         Called by: `DenseSums` of `pytorch.gradients`, at the end of a backward.
 
         Args:
-            packer: makes the packs, flat buffers in which the sums lie side by side.
+            packer: makes the packs, flat buffers with the sums side by side.
             like: the parameters.
             indices: the indices in `like` of the parameters to sum; the same on all ranks.
             contributions: for each replica of this rank, a gradient for each of `like`; None counts as zero.
@@ -377,8 +376,8 @@ class MpiAllReduce(CrossDeviceOps):
 def _plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
     """Return the components, and their dtypes and shapes, of values that need no preparation.
 
-    Such values have one component each: NumPy arrays only, or only host tensors that need no gradients. Their dtypes
-    and shapes are the key under which `MpiAllReduce` keeps the packs.
+    Such values have one component each: NumPy arrays only, or only host tensors that need no gradients. `MpiAllReduce`
+    keeps its packs under their dtypes and shapes.
 
     Returns: [] and None if any value is of another kind.
     """

@@ -100,7 +100,7 @@ class NcclAllReduce(_PackedAllReduce):
 class HierarchicalCopyAllReduce(_PackedAllReduce):
     """All-reduce among the devices of one rank in two levels: each half of the devices, then the two halves' sums.
 
-    Each half is added up on its first device. This suits machines whose GPUs form two groups with fast links inside
+    Each half is added up on its first device. This suits machines with two groups of GPUs and fast links inside
     each group. With fewer than four components, or IndexedSlices, all are added up at once. Between ranks on several
     nodes, large values on GPUs move as with `CommunicationImplementation.HIERARCHICAL`.
 

@@ -1,6 +1,6 @@
 """Maxima, minima and products of the components of one value.
 
-MAX and MIN of float32 and float64 compare integers instead, which stand in the order of the floats; NaN is the greatest
+MAX and MIN of float32 and float64 compare integers that have the order of the floats; NaN is the greatest
 for MAX and the least for MIN. So a NaN on any rank makes the result NaN, and the order of comparisons does not change
 the result's bits. MPI's own maxima of floats may drop a NaN.
 """
@@ -31,7 +31,7 @@ _FLOATS = {integer: floating for floating, integer in _INTEGERS.items()}
 
 
 def of_rank(op: ReduceOp, components: Sequence[Any]) -> Array:
-    """Combine this rank's components by MAX, MIN or PRODUCT, in the form in which ranks exchange the result.
+    """Combine this rank's components by MAX, MIN or PRODUCT, in the form that ranks then exchange.
 
     The caller all-reduces the result by the same operation, then passes it to `restored`.
 
@@ -69,7 +69,7 @@ def operands(op: ReduceOp, components: Sequence[Any]) -> list[Array]:
 
 
 def restored(op: ReduceOp, total: Array, like: Any) -> Array:
-    """Return `total`, which combines the results of `of_rank` of all ranks, in the dtype of the components.
+    """Return `total`, the combined results of `of_rank` of all ranks, in the dtype of the components.
 
     Args: like: one of the components that `of_rank` was given.
     """

@@ -215,7 +215,7 @@ def _add_up(
 
 
 def _first_of_rounded(components: Sequence[Any]) -> Array | None:
-    """Return the first component of a value whose sum depends on the order: dense floats or complex numbers.
+    """Return the first component if the sum depends on the order: for dense floats and complex numbers.
 
     Returns: None for integers and IndexedSlices.
 

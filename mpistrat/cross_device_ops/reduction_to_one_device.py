@@ -53,12 +53,14 @@ class ReductionToOneDevice(CrossDeviceOps):
         return place(total, destinations)
 
     def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
-        """Return the sum or mean of two or more components of one value."""
+        """Return the sum, or for MEAN the mean, of two or more components of one value, on one device."""
         total = self.add(values)
         return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
 
     def add(self, values: Sequence[Any]) -> Any:
-        """Return the sum of two or more components of one value.
+        """Return the sum of two or more components of one value, on one device, by `accumulation_fn`.
+
+        IndexedSlices are concatenated instead.
 
         Raises: InvalidArgumentError if their shapes or dtypes differ, if they are booleans, or if only some are sparse.
 

@@ -48,7 +48,7 @@ class SharedMemoryAgreement(CallAgreement):
     overwrite it when they have agreed on the next call.
 
     Args:
-        watch: this rank's record, in shared memory, of its calls, and the records of its peers, which have the words.
+        watch: this rank's record, in shared memory, of its calls, and the records of its peers; the words lie there.
         fence: a function that orders memory accesses before it and after it; None where the processor does so itself.
     """
 

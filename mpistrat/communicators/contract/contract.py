@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mpistrat.trace.timeline import Timeline
 
 
-# Contracts of communicators in which this rank has left a collective by an error. They must stay alive, because MPI may
+# Contracts of communicators whose collective this rank has left by an error. They must stay alive, because MPI may
 # still write to the numbers of their agreement, and mpi4py's requests do not keep these numbers alive.
 _given_up: list[Contract] = []
 

@@ -1,4 +1,4 @@
-"""`Unchecked`: the interface of a contract, and the contract of communicators whose calls are not checked."""
+"""`Unchecked`: the interface of a contract, and the contract of communicators without checks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Unchecked:
 
         Args:
             signature: the call.
-            cause: an error of this rank, because of which it makes this call, or None. If the other ranks make another
+            cause: the error that made this rank come to this call, or None. If the other ranks make another
                 call, the CollectiveMismatchError shows its text.
             slot: shared memory for `payload`; None if the call is not small, or if this rank writes nothing.
             payload: bytes that are written to the slot first; other ranks read them when they have entered the call.

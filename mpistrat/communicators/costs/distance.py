@@ -26,7 +26,7 @@ _TIMES = 10
 
 
 def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[], None]) -> float:
-    """Return the seconds in which this rank writes 128 KB, and reads 128 KB that the next rank has just written.
+    """Return the seconds that this rank needs to write 128 KB, and to read 128 KB that the next rank has just written.
 
     The result is the median of nine times, because single times are far too short where ranks share a core. Collective.
 

@@ -33,8 +33,8 @@ from mpistrat.machine.network_links import network_links
 from mpistrat.machine.shared_caches import caches_of
 from mpistrat.settings import cache_folder, transport_settings
 
-# The sizes in bytes that are timed: from the smallest for which another route may beat MPI, to more than a core's
-# caches.
+# The sizes in bytes that are timed: from the smallest that another route may move faster than MPI, to more than a
+# core's caches.
 SIZES = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
 # Sizes for the memory of a node: as long as caches hold the buffers, a route may win at one size and lose at the next.
 SIZES_ON_NODE = tuple(1 << power for power in range(15, 26))
@@ -83,7 +83,7 @@ class Costs:
     def cheaper_from(self, way: str, other: str, floor: int, clearly: float = CLEARLY) -> float:
         """Return the number of bytes from which the route `way` is taken in place of `other`.
 
-        It is the size at which the fitted lines cross, and at most the largest measured size.
+        The fitted lines cross there; it is at most the largest measured size.
 
         Args: floor: the least result, in bytes.
 
@@ -99,7 +99,7 @@ class Costs:
         return max(floor, math.ceil(min(largest, this.cheaper_from(that))))
 
     def borders(self, way: str, other: str, floor: int) -> list[float]:
-        """Return the sizes, in bytes, at which the route changes: to `way` at the first, to `other` at the second, …
+        """Return the sizes, in bytes, where the route changes: to `way` at the first, to `other` at the second, …
 
         A border is the geometric mean of two neighbouring measured sizes with different faster routes. If the largest
         sizes were not timed, the fitted lines decide there. While fewer than ENOUGH jobs have measured, `way` is taken
@@ -134,9 +134,9 @@ class Costs:
         return "\n".join([*lines, f"    {self.origin}"])
 
     def explain_from(self, *borders: float) -> str:
-        """Return text for people: the sizes for which a route is taken, and the costs.
+        """Return text for people: the sizes for a route, and the costs.
 
-        Args: borders: the sizes in bytes from which the route is taken, then not taken, then taken again, and so on;
+        Args: borders: sizes in bytes: from the first on the route is taken, from the second on not, and so on;
             infinity or no border: never.
         """
         if self is NOT_MEASURED:
@@ -153,7 +153,7 @@ NOT_MEASURED = Costs()
 
 @dataclass(frozen=True)
 class BufferMemory:
-    """The memory in which the buffers for measurements lie.
+    """The memory of the buffers for measurements.
 
     Attributes:
         name: distinguishes the costs of different memory: "NVIDIA H100".

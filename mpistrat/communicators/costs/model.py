@@ -38,7 +38,7 @@ class Cost:
         return Cost(self.alpha + other.alpha, self.beta + other.beta, error)
 
     def cheaper_from(self, other: Cost) -> float:
-        """Return the number of bytes from which this route costs no more than `other`; infinity for never."""
+        """Return the number of bytes from which this route costs no more than `other`; infinity for never, 0.0 for always."""
         if self.beta > other.beta or (self.beta == other.beta and self.alpha > other.alpha):
             return math.inf
         if self.alpha <= other.alpha:
@@ -54,7 +54,7 @@ class Cost:
 
 
 def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
-    """Return the cost whose line has the least squares of relative errors, so that small sizes count, too.
+    """Return the cost: the line with the least squares of relative errors, so that small sizes count, too.
 
     `alpha` and `beta` are at least 0: a negative one is set to 0, and the other fitted alone.
 
@@ -108,17 +108,22 @@ def over_nodes(nodes: int, latency: float, seconds_per_byte: float) -> Cost:
     the time of a byte includes its addition).
 
     Args:
+        nodes: number of nodes, N.
         latency: seconds that a message without bytes takes.
-        seconds_per_byte: seconds in which a link moves a byte.
+        seconds_per_byte: seconds that a link needs to move a byte.
     """
     steps = 2 * math.ceil(math.log2(nodes))
     return Cost(steps * latency, 2 * (nodes - 1) / nodes * seconds_per_byte)
 
 
 def link(between: Cost, nodes: int) -> tuple[float, float]:
-    """Return the seconds of an empty message, and of a byte on a link, from the cost `between` two or more nodes.
+    """Return the seconds of an empty message, and the seconds of a byte on a link: the inverse of `over_nodes`.
 
-    It is the inverse of `over_nodes`.
+    Called by: `mpistrat-bench`.
+
+    Args:
+        between: the measured cost of an all-reduce between nodes.
+        nodes: number of these nodes, at least 2.
     """
     unit = over_nodes(nodes, 1.0, 1.0)
     return between.alpha / unit.alpha, between.beta / unit.beta

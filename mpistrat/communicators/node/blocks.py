@@ -23,7 +23,7 @@ PAGE = 4096
 _SLOTS = 3
 _BLOCK = 1 << 20
 _WIDTH = 1 << 18
-# Bytes that a rank writes for all other ranks before they meet. They are still in the caches when those ranks read
+# Bytes that a rank writes for all other ranks before they meet. They are still in the caches when the other ranks read
 # them.
 _STEP = 1 << 19
 
@@ -32,7 +32,7 @@ _TICK, _PLACE = 0, 8
 
 
 class Blocks(Exchange):
-    """Shared memory in which the ranks of a node meet (`tick`), and pass each other pieces of buffers, called blocks.
+    """Shared memory where the ranks of a node meet (`tick`), and pass each other pieces of buffers, called blocks.
 
     Each rank has three blocks of 1 MB, used in turn. It writes its values into one before a tick; after the tick, each
     rank combines its part of all ranks' blocks; after the next tick, all ranks read the results there. With two blocks
@@ -95,8 +95,8 @@ class Blocks(Exchange):
     def all_reduce(self, operands: Operands, takers: Sequence[int] = ()) -> None:
         """All-reduce in blocks: between two ticks, write the next block, and combine a part of the present block.
 
-        The combining rank writes its result over the other ranks' values, which it has just read: these cache lines are
-        near its core. To fetch other lines from distant cores takes ten times as long.
+        The combining rank writes its result over the other ranks' values. It has just read them, so these cache lines
+        are near its core. To fetch other lines from distant cores takes ten times as long.
 
         Args:
             operands: the result goes to `out`, or to `buffer` if `out` is None.

@@ -38,7 +38,7 @@ _PRESENT_OR_SWAPPED, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
 class ByteRange(NamedTuple):
-    """Bytes of a `CommonMemory` to which `CommonMemory.sum` sums the ranks' contributions.
+    """A part of a `CommonMemory` for `CommonMemory.sum`: the bytes that get the sum of the ranks' contributions.
 
     Attributes:
         like: an array with the dtype of the values in these bytes.
@@ -54,7 +54,7 @@ class ByteRange(NamedTuple):
 
 
 class View:
-    """A rank's mapping of a `CommonMemory`, which the rank may write without changing the common copy.
+    """A rank's mapping of a `CommonMemory`. The rank may write it without changing the common copy.
 
     Attributes:
         memory: the mapping's bytes. A page that this rank writes here is private to the rank until `renew`.
@@ -102,12 +102,12 @@ class View:
 
 
 class CommonMemory:
-    """Memory of which the ranks of a node share one copy: whole pages, zeros at first. Made by: `CommonMemory.make`.
+    """One copy of some memory, shared by the ranks of a node: whole pages, zeros at first. Made by: `make`.
 
     Attributes:
         shared: the common copy, as bytes. A rank writes only to its slice, and only while no rank reads.
         first, end: the index of the first byte of this rank's slice, and the index after its last: whole pages.
-        contributions: for each rank, in rank order, the memory (as long as the copy) into which it writes the values
+        contributions: for each rank, in rank order, the memory (as long as the copy) for the values
             that `sum` adds up; empty if made with `summed=False`.
         contribution: this rank's entry of `contributions`; None if made with `summed=False`.
     """
@@ -181,7 +181,7 @@ class CommonMemory:
 
         The copy keeps its values.
 
-        Returns: "" if both work, else words for what does not.
+        Returns: "" if both work, else words for the missing behaviour.
         """
         view = self.view()
         place = self.first if self.first < self.end else 0

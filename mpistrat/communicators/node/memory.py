@@ -44,7 +44,7 @@ class NodeMemory:
     def common_memory(
         self, nbytes: int, *, summed: bool = False
     ) -> tuple[CommonMemory | None, str]:
-        """Make memory of which the ranks of each node share one copy, see `common_memory`.
+        """Make memory with one copy on each node, shared by the node's ranks, see `common_memory`.
 
         Args:
             nbytes: bytes of whole pages (`common_memory.PAGE`), equal on all ranks.

@@ -74,9 +74,9 @@ def share(
 
 
 def new_file(nbytes: int, rank: int, *, populate: bool) -> tuple[int, str]:
-    """Make a file of `nbytes` bytes in memory. `populate` allocates its pages now.
+    """Make a file of `nbytes` zeros in memory. With `populate`, the system allocates its pages now.
 
-    Returns: its descriptor and ""; -1 and the reason if this rank could not make it.
+    Returns: its open descriptor, which the caller closes, and ""; -1 and the reason if this rank could not make it.
     """
     try:
         descriptor = anonymous_file()
@@ -178,8 +178,8 @@ def _full_barrier() -> None:
         pass
 
 
-# A function after whose call other ranks see this rank's earlier memory accesses before its later ones. None on the x86
-# family, whose processors keep the order of loads, and the order of stores, by themselves.
+# A function: other ranks see this rank's memory accesses before its call earlier than accesses after it. None on the
+# x86 family, because its processors keep the order of loads, and the order of stores.
 FENCE: Callable[[], None] | None = (
     None if platform.machine() in ("x86_64", "AMD64") else _full_barrier
 )

@@ -1,4 +1,4 @@
-"""Slots: shared memory through which a small call's values move while the ranks agree that all make the same call.
+"""Slots: shared memory that moves a small call's values while the ranks agree that all make the same call.
 
 A rank puts its buffer into its slot, then announces its call. When all ranks have announced theirs, every rank reads
 the other ranks' slots. So a small call takes one meeting, and no message.

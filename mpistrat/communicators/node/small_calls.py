@@ -28,10 +28,10 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class SmallCall(abc.ABC):
-    """One kind of call whose bytes move through slots (shared memory that ranks fill before they agree on the call).
+    """One kind of call that moves through slots (shared memory that ranks fill before they agree on the call).
 
     Attributes:
-        own: the memory that this rank fills, or from which it reads a broadcast: for even calls, and for odd calls.
+        own: the memory that this rank fills, or the root's memory for a broadcast: for even calls, and for odd calls.
         writes: whether this rank fills its slot; False on the ranks that receive a broadcast.
     """
 
@@ -142,7 +142,7 @@ class _NodeSlot:
 
 
 class _Sized(SmallCall):
-    """A call in which ranks' buffers may differ in size: each rank writes its sizes as numbers before its bytes.
+    """A call with buffers that may differ in size between ranks: each rank writes its sizes before its bytes.
 
     All ranks write equally many numbers. A buffer of more than LARGEST bytes is not written; its numbers are.
     """

@@ -1,4 +1,4 @@
-"""The window: memory that all ranks of a node share, and in which buffers are combined without a copy."""
+"""The window: memory that all ranks of a node share, where buffers are combined without a copy."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Reduction:
             have sums and products.
         label: words for the reduced values (a structure, parameter names). The ranks must agree on it.
         scale: a factor of the result, for floating-point and complex buffers only; None for none.
-        compressor: a function of a communicator and 1-D float32 values, which adds up the values between nodes in
+        compressor: a function of a communicator and 1-D float32 values; it adds up the values between nodes in
             place, in fewer bytes. It is used for sums of floats of 32 bits or fewer. None sends the values as they are.
         summed_in: "bfloat16" or "float16": collectives of an accelerator's library add floats of 32 bits or fewer in
             this dtype. "": in float32.
@@ -50,7 +50,7 @@ class Reduction:
 
     @functools.cached_property
     def agreed(self) -> tuple[str, str, float | None]:
-        """The operation, the label and the scale, which the ranks must agree on."""
+        """The operation, the label and the scale. They must be equal on all ranks."""
         return self.op, self.label, self.scale
 
     def compressed_by(self, compressor: Compressor | None) -> Reduction:

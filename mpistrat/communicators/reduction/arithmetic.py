@@ -46,7 +46,7 @@ _UFUNCS: dict[str, np.ufunc] = {
 class Arithmetic(abc.ABC):
     """Combines pieces of memory, element by element, for one dtype and one operation. `arithmetic_of` makes it.
 
-    A piece is an array of NumPy or torch, which `view` makes of bytes.
+    `view` turns bytes into a piece, an array of NumPy or torch.
 
     Attributes: itemsize: bytes of an element.
     """

@@ -1,4 +1,4 @@
-"""The reduction tree: the order in which the values of replicas are added up, and sums in that order.
+"""The reduction tree: the order of additions of the replicas' values, and sums in that order.
 
 Replicas 0 and 1, 2 and 3, … are added up first, then neighbouring pairs, and so on; a value without a neighbour goes to
 the next level unchanged. The order depends on the number of replicas alone, and not on the rank of a replica. A rank,
@@ -23,7 +23,7 @@ _CHUNK = 1 << 18
 
 
 class ReductionTree:
-    """The order in which a group of ranks adds up the sums that its ranks hold. It is equal on all ranks.
+    """The order of additions of the sums that the ranks of a group hold. It is equal on all ranks.
 
     A position numbers a sum: the sums of rank 0 come first, in their order, then the sums of rank 1, and so on.
 
@@ -96,7 +96,7 @@ def tree_of_ranks(replicas_of_ranks: tuple[int, ...]) -> ReductionTree:
 
 
 class TreeSum(Arithmetic):
-    """Adds up pieces in the order of `tree`, in place of the order in which they are given.
+    """Adds up pieces in the order of `tree`.
 
     `combine` takes a piece for each position of the tree. Its `out` has the shape [sums that remain, elements], or
     [elements] if one sum remains.

@@ -1,4 +1,4 @@
-"""`CompressedTransport`: sums gradients in a wire format, which sends fewer bytes than float32."""
+"""`CompressedTransport`: sums gradients in a wire format, in fewer bytes than as float32."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _DTYPES = ("float32", *SUMMED_AS_FLOAT32)
 class CompressedTransport(Transport):
     """Lets the compressor of a reduction (the wire format of gradients) add up the values over the ranks.
 
-    It takes all-reduces by "sum", of floats of 32 bits or fewer and in any order, whose `Reduction.compressor` is not
-    None. A router asks it before the transports that send float32.
+    It takes all-reduces by "sum" with a `Reduction.compressor`, of floats of 32 bits or fewer, in any order. A router
+    asks it before the transports that send float32.
 
     Args:
-        messages: a communicator of the same ranks, with which the compressor sends.
+        messages: a communicator of the same ranks, for the compressor's messages.
         smallest: the least number of bytes that it takes. A smaller message takes as long as an empty one.
     """
 

@@ -54,7 +54,7 @@ class HierarchicalTransport(Transport, NodeMemory):
 
     Attributes:
         costs: the costs of the routes; NOT_MEASURED before the first large buffer, and if a node has no shared memory.
-        smallest: the number of bytes from which this transport takes a buffer, according to `costs`.
+        smallest: this transport takes buffers of at least so many bytes, according to `costs`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         return self._shared and nbytes >= self.smallest
 
     def _measure(self) -> None:
-        """Measure `costs`, and set `smallest`, from which size on this transport is faster than MPI. Collective."""
+        """Measure `costs`, and compute `smallest` from them. Collective."""
         if self.pipelined is not None:
             self.pipelined.settle(self.senders)
 
@@ -175,7 +175,7 @@ class HierarchicalTransport(Transport, NodeMemory):
             blocks.gather(target[first:end], [target[start:stop] for start, stop in bounds])
 
     def broadcast(self, operands: Operands) -> None:
-        """Send to all ranks of the root's node; its senders send slices to the other nodes, which collect them."""
+        """Send to all ranks of the root's node; its senders send slices to the other nodes; each node collects them."""
         blocks = self.node.shared_blocks()
         if blocks is None:
             self._refuse("broadcast")
@@ -193,14 +193,14 @@ class HierarchicalTransport(Transport, NodeMemory):
             blocks.gather(own_slice, slices)
 
     def _peers(self) -> list[int]:
-        """Return for each rank of `across`, in order, the first rank of its node, which stands for the node."""
+        """Return for each rank of `across`, in order, the first rank of its node, the node's name in `_nodes`."""
         of_ranks = zip(self._nodes, self._places, strict=True)
         return [first for first, place in of_ranks if place == self.node.rank]
 
     def _parts_of(self, tree: ReductionTree) -> tuple[ReductionTree, ReductionTree]:
         """Divide `tree`, an order of additions over all ranks.
 
-        Returns: the tree over this node's ranks, and the tree by which `across` adds up the nodes' sums.
+        Returns: the tree over this node's ranks, and the tree over the nodes' sums, for `across`.
         """
         if tree not in self._parts:
             nodes: dict[int, list[int]] = {}

@@ -190,7 +190,7 @@ def _all_reduce_in_slices(
     """Combine in slices: every rank gets its slice of all sums, combines it, and sends it to all ranks. Collective.
 
     Args:
-        how: combines the slices, which come in the order of ranks and of each rank's sums.
+        how: combines the slices, in the order of ranks and of each rank's sums.
         sums: the bytes of each of this rank's sums, all of the same length.
         held: for each rank, how many sums it has.
         total: gets the bytes of the result; it may be one of `sums`.
@@ -228,7 +228,7 @@ def _gathered(comm: MPI.Intracomm, numbers: Sequence[int]) -> np.ndarray:
 def _elements_of(itemsize: int) -> Iterator[MPI.Datatype]:
     """Return a context around messages; it yields an MPI datatype of `itemsize` bytes, and frees it afterwards.
 
-    With it, MPI counts elements whose dtype it need not know. A count of bytes could exceed MPI's 32-bit integers.
+    With it, MPI counts elements without knowing their dtype. A count of bytes could exceed MPI's 32-bit integers.
     """
     element = MPI.BYTE.Create_contiguous(itemsize).Commit()
     try:

@@ -1,4 +1,4 @@
-"""Large all-reduces between nodes, in pieces, whose rank sleeps while it waits for the network.
+"""Large all-reduces between nodes, in pieces; the rank sleeps while it waits for the network.
 
 MPI's blocking calls spin while they wait, and take the core from a backward() that could use it: with 1 Gbit/s, half of
 the core that a rank shares with its communication thread. So this transport sends a buffer in pieces, several at a
@@ -45,7 +45,7 @@ _Requests = Sequence[MPI.Request]
 
 
 class PipelinedTransport(Transport):
-    """Moves all-reduces of at least 64 KB over ranks of which no two share a node, if MPI is not clearly faster.
+    """Moves all-reduces of 64 KB or more over ranks on different nodes, one on each, if MPI is not clearly faster.
 
     Args:
         mpi: the transport over the same ranks.
@@ -53,7 +53,7 @@ class PipelinedTransport(Transport):
 
     Attributes:
         costs: the costs of pieces and of MPI; measured at the first large buffer, NOT_MEASURED before.
-        smallest: the number of bytes from which a buffer goes in pieces, according to `costs`.
+        smallest: buffers of at least so many bytes go in pieces, according to `costs`.
         left: MPI requests of all-reduces that this process left because of an error. They live as long as the process,
             because MPI may still write to their memory.
     """
@@ -63,7 +63,7 @@ class PipelinedTransport(Transport):
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
         self._mpi, self._watch = mpi, watch
         self.rank, self.size = mpi.rank, mpi.size
-        # The other ranks would take messages of a sum that this rank has left for messages of the next sum.
+        # If this rank left a sum, the other ranks would take its messages of the next sum for messages of the first.
         self._unbroken = Unbroken("combine large values with other nodes", "a sum")
         self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
@@ -77,7 +77,9 @@ class PipelinedTransport(Transport):
         return self if buffer.nbytes >= self.smallest else None
 
     def settle(self, abreast: int = 1) -> None:
-        """Measure `costs` and `smallest`, unless they are known. Collective.
+        """Measure `costs`, and compute `smallest`, unless an earlier call has done so. Collective.
+
+        Called by: `choose`, and `HierarchicalTransport` when it measures its routes.
 
         Args:
             abreast: number of such communicators over the same nodes that measure at the same time.
@@ -136,7 +138,8 @@ class PipelinedTransport(Transport):
     def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:
         """Begin to send every rank its part of `source`, and to receive this rank's part of all ranks' `source`.
 
-        Returns: the requests, and the parts that will arrive, in rank order.
+        Returns: the MPI requests, and the parts in rank order. The parts have their values when the requests are
+            complete.
         """
         bounds = share_of(len(source), how.itemsize, self.size)
         kept = source[slice(*bounds[self.rank])]

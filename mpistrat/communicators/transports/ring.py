@@ -33,7 +33,7 @@ _TAG = 1
 
 
 class RingTransport(Transport):
-    """Moves all-reduces, reduce-scatters and all-gathers from rank to rank, in a ring.
+    """Moves all-reduces, reduce-scatters and all-gathers from rank to rank, in a ring; MPI moves other calls.
 
     Args:
         mpi: the transport over the same ranks.

@@ -54,7 +54,7 @@ class WindowTransport(Transport, NodeMemory):
         costs: the costs of blocks and of MPI; measured when the first large buffer comes.
         borders: sizes in bytes, from `costs`. A buffer outside the window goes through blocks from the first border
             on, by MPI from the second on, and so on.
-        window: shared memory in which buffers are combined in place; None until a program asks for a buffer there.
+        window: shared memory where buffers are combined in place; None until a program asks for a buffer there.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class WindowTransport(Transport, NodeMemory):
         return self.window.buffers.free(nbytes)
 
     def shared_blocks(self) -> Blocks | None:
-        """Return the `Blocks`, shared memory in which the ranks meet and copy buffers. Collective.
+        """Return the `Blocks`, shared memory for meetings of the ranks and copies of buffers. Collective.
 
         The first call makes them, and measures `costs`.
 
@@ -119,7 +119,7 @@ class WindowTransport(Transport, NodeMemory):
         senders: int | None = None,
         across: Callable[[Array], None] | None = None,
     ) -> tuple[CommonMemory | None, str]:
-        """Make memory of which the node's ranks share one copy, as `NodeMemory.common_memory` does.
+        """Make memory with one copy for all ranks of the node, as `NodeMemory.common_memory` does.
 
         Args:
             senders: only the first `senders` ranks own a slice; None: all ranks do.
@@ -159,7 +159,7 @@ class WindowTransport(Transport, NodeMemory):
         warn_on_first_rank(self.rank, f"no shared memory on this node, so {what}: {why}")
 
     def _measure(self, blocks: Blocks) -> None:
-        """Set `costs`, and `borders`, the sizes between which blocks are faster than MPI. Collective."""
+        """Measure `costs`, and compute `borders` from them. Collective."""
         crowded = any(self.mpi.comm.allgather(self._watch.crowded))
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
         sizes, written = measurement.SIZES_ON_NODE, measurement.written
