@@ -207,7 +207,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def split(self, color: int, key: int = 0) -> Communicator:
-        """Return a new communicator of the ranks that gave the same `color`, ordered by `key`, then by rank. Collective.
+        """Return a new communicator of the ranks with the same `color`, ordered by `key`, then by rank. Collective.
 
         Example, on several ranks::
 
@@ -242,7 +242,7 @@ class Communicator(abc.ABC):
     def following(self) -> contextlib.AbstractContextManager[None]:
         """Return a context around all-reduces with `follows=True`: the ranks need not agree on each of them.
 
-        Called by: every rank, when an earlier collective has settled these calls, such as the reducer of gradients.
+        Called by: every rank, when an earlier collective has settled these calls. The reducer of gradients does so.
 
         If one rank raises an error in the block, it tells the other ranks. Ranks that wait for it in the next call
         raise StallError; if they wait inside MPI, the job ends.

@@ -174,7 +174,7 @@ class CrossDeviceOps:
         return self.batch_reduce_implementation(reduce_op, checked, options)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Copy `tensor` to `destinations`. Returns: a `Mirrored` if `destinations` has several components, else an array.
+        """Copy `tensor` to `destinations`. Returns: a `Mirrored` for several components, else an array.
 
         Example:
             >>> ms.ReductionToOneDevice().broadcast(np.ones(2), "cpu:0")
@@ -232,7 +232,7 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Reduce several values, for `batch_reduce`, with checked operands. Here it calls `reduce_implementation` for each.
+        """Reduce several values, for `batch_reduce`, with checked operands; here each by `reduce_implementation`.
 
         Returns: the results, in the order of the pairs.
 

@@ -276,7 +276,7 @@ def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Arr
 
 
 def concat_and_split(values: Sequence[Array], num_packs: int) -> list[Array]:
-    """Join `values` into one flat array, and return it cut into `num_packs` parts of equal length, the last longer."""
+    """Join `values` into one flat array, cut into `num_packs` equal parts; the last part also takes the remainder."""
     flat = concatenated(values)
     length = arrays.num_elements(flat) // num_packs
     starts = (np.arange(num_packs) * length).tolist()
@@ -341,9 +341,10 @@ def pack_of_itself(
 def flat_view(tensor: Any, like: Any) -> Any:
     """Return a flat view of a torch tensor's memory, so that a reduction overwrites the tensor without a copy.
 
-    Args: like: the tensor's parameter: the tensor must have its dtype and strides.
+    Args: like: the tensor's parameter. The tensor must have its dtype and, unless it has gaps, its strides.
 
-    Returns: None if the tensor is sparse, if dtype or strides differ, or if another tensor uses the same memory.
+    Returns: None if the tensor is sparse, if dtype or strides differ, or if the memory is larger than the tensor or
+        another object refers to it.
     """
     import torch
 

@@ -38,7 +38,7 @@ class Cost:
         return Cost(self.alpha + other.alpha, self.beta + other.beta, error)
 
     def cheaper_from(self, other: Cost) -> float:
-        """Return the number of bytes from which this route costs no more than `other`; infinity for never, 0.0 for always."""
+        """Return the least number of bytes for which this route costs no more than `other`; infinity for never."""
         if self.beta > other.beta or (self.beta == other.beta and self.alpha > other.alpha):
             return math.inf
         if self.alpha <= other.alpha:
