@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class LocalCommunicator(Communicator):
-    """A group of one rank, without MPI. Reductions copy `buffer` to `out` and apply the scale; nothing else moves.
+    """A group of one rank, without MPI. Collectives with an `out` copy `buffer` into it.
 
-    `all_gather` returns a list with `buffer` itself, and `split` returns this object.
+    Reductions apply their scale. `all_gather` returns a list with `buffer` itself, and `split` returns this object.
     """
 
     rank = 0

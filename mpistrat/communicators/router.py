@@ -181,7 +181,8 @@ class Router(Communicator):
         Args:
             call: the name of the collective, such as "all_reduce".
             agreed: the reduction's operation, label and scale; ("", label, None) without a reduction.
-            cause, follows: as in `Communicator.all_reduce`.
+            cause: the error that made this rank come to this call, for the other ranks' messages; None: no error.
+            follows: True inside `following`: the ranks agree on the call only if it is small or on a device.
         """
         if self.takes_device_buffers and is_capturing(operands.buffer):
             self.raise_together(refusal(call, self.rank))

@@ -292,7 +292,7 @@ def measure(
         seconds: the ranks stop when the slowest rank has spent this much time.
         asleep: names of the routes that sleep while they wait; they do not count in `cpu_share`.
         distance: measures the distance between the ranks' cores, in seconds.
-        here: the expected distance.
+        here: the expected distance, in seconds; `Measured.stayed` compares the measured distance with it.
     """
     rounds: list[list[np.ndarray]] = []
     started = time.perf_counter()

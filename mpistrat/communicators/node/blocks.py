@@ -226,7 +226,7 @@ class Blocks(Exchange):
 
         Args:
             part: this rank's bytes. It may be the memory of this rank's entry of `parts`; then it is not copied.
-            parts: for each rank, in rank order, memory for its bytes; equally long on all ranks.
+            parts: for each rank, in rank order, memory for its bytes, as long as that rank's `part`.
         """
         target = parts[self.rank]
         lies_there = address_of(part) == address_of(target)
@@ -254,7 +254,7 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
 def _width(size: int, nbytes: int | None = None) -> int:
     """Return how many bytes of a block each of `size` ranks combines: a multiple of 64, so whole elements.
 
-    Args: nbytes: bytes of the whole buffer; a small buffer is divided equally. None: at least a block.
+    Args: nbytes: bytes of the whole buffer; a small buffer is divided equally. None: the buffer is large.
     """
     width = max(64, min(_WIDTH, _BLOCK // size // 64 * 64))
     return width if nbytes is None else min(width, max(64, -(-nbytes // (size * 64)) * 64))

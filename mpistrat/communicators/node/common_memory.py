@@ -144,7 +144,7 @@ class CommonMemory:
         Args:
             nbytes: bytes of whole pages.
             bounds: the index of the first byte of this rank's slice, and the index after its last.
-            blocks: in its memory the ranks meet.
+            blocks: lets the node's ranks wait for each other (`tick`).
             summed: whether to make `contributions`, for `sum`.
             across: sums an array, this rank's slice, over the nodes, in place; None on a single node.
 

@@ -36,8 +36,8 @@ class NodeMemory:
 
         Called by: all ranks, with equal `nbytes`.
 
-        Returns: None if all buffers are in use, if `nbytes` is too small for the window to gain time, or without shared
-            memory. It may be None on some ranks only.
+        Returns: None if all buffers are in use, if `nbytes` is too small for the window to gain time, if the limit of
+            shared memory allows no larger window, or without shared memory. It may be None on some ranks only.
         """
         return None
 

@@ -145,7 +145,7 @@ class WindowTransport(Transport, NodeMemory):
 
         Args:
             instead_of: bytes of shared memory that this rank will free, so they do not count.
-            populate: as in `shared_memory.share`.
+            populate: True allocates all pages now; False allocates a page when a rank first writes it.
 
         Returns: the segments and ""; None and the reason if a rank could not make or map one; None and "" if a rank's
             limit does not allow them.
