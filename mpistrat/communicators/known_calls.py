@@ -13,7 +13,7 @@ from mpistrat.communicators.node.slots import SharedSlots, Slot
 from mpistrat.communicators.node.small_calls import SmallCall, small_call
 from mpistrat.communicators.transport import Operands
 
-# The operation, the label and the scale; ranks compare them. A call without them has ("", "", None).
+# The operation, the label and the scale; ranks compare them. A call without a reduction has ("", label, None).
 Agreed: TypeAlias = tuple[str, str, float | None]
 # How many kinds of calls are kept. Beyond them a kind is made again.
 _KNOWN_CALLS = 4096

@@ -178,8 +178,8 @@ def _full_barrier() -> None:
         pass
 
 
-# A function: other ranks see this rank's memory accesses before its call earlier than accesses after it. None on the
-# x86 family, because its processors keep the order of loads, and the order of stores.
+# A function that a rank calls between memory accesses that other ranks must see in this order. None on the x86 family,
+# because its processors keep the order of loads, and the order of stores.
 FENCE: Callable[[], None] | None = (
     None if platform.machine() in ("x86_64", "AMD64") else _full_barrier
 )

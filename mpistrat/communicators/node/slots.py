@@ -21,7 +21,7 @@ _SLOTS = 2
 _LEAST_NUMBERS = 64  # as many dimensions as an array can have
 
 _T = TypeVar("_T")
-# Something for each rank's slot, in rank order: a list for even calls, and a list for odd calls.
+# Two lists, for calls with even and with odd numbers; each has an entry for each rank's slot, in rank order.
 Places: TypeAlias = tuple[list[_T], list[_T]]
 
 
