@@ -1,4 +1,4 @@
-"""Enums: how the values of replicas are combined, and when and how a variable's copies are."""
+"""Enums: how the values of replicas are combined, and how and when the copies of a variable are combined."""
 
 from __future__ import annotations
 

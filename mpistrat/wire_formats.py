@@ -1,9 +1,9 @@
 """Wire formats: sums of gradients cross a network in fewer bytes than as float32, and lost digits are sent later.
 
-A wire format combines float32 values: a slice of the sum over a node, or one rank's gradients where ranks share no
-memory. It keeps the part that it does not send in `residual`, and adds `residual` to the next message: error feedback
-(Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et al., Error feedback fixes SignSGD,
-ICML 2019).
+A wire format adds up float32 values over ranks: a slice of a node's sum, or one rank's gradients where ranks share no
+memory. It keeps the part of the values that it does not send in `residual`, and adds `residual` to the values of the
+next call. This is error feedback (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et
+al., Error feedback fixes SignSGD, ICML 2019).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def __dir__() -> list[str]:
 
 
 class WireFormat(Protocol):
-    """The interface of a wire format, for `CommunicationOptions(wire_format=)`. A program may write its own.
+    """The interface of a wire format: how a sum of gradients crosses a network, in fewer bytes than as float32.
+
+    A program may write its own class, and pass an object of it to `CommunicationOptions(wire_format=)`.
 
     Example:
         >>> class Whole:
@@ -45,8 +47,8 @@ class WireFormat(Protocol):
         Args:
             communicator: the ranks that exchange messages: one rank of each node, or all ranks.
             values: float32, 1-D, of equal length on all ranks.
-            residual: float32, as long as `values`; zeros in the first call, then as the call before left it. It
-                differs between ranks.
+            residual: float32, as long as `values`: this rank's part that was not sent. It is zeros in the first call;
+                each call changes it in place for the next call.
 
         Example:
             >>> values, residual = torch.ones(2), torch.zeros(2)
@@ -58,7 +60,7 @@ class WireFormat(Protocol):
 
 
 def name_of(wire_format: WireFormat) -> str:
-    """Return the name by which all ranks agree on `wire_format`: its repr, or its class's name if it defines no repr.
+    """Return the name of `wire_format` that all ranks compare: its repr, or its class's name if it defines no repr.
 
     Example:
         >>> ms.wire_formats.name_of(ms.wire_formats.TopK(0.01))
@@ -72,7 +74,7 @@ def name_of(wire_format: WireFormat) -> str:
 class ShortFloats:
     """Send values as "bfloat16" or "float16", half the bytes of float32, and add them up in float32.
 
-    Values beyond the range of float16 (65504) become infinite.
+    The rounding errors go into the residual. Values beyond the range of float16 (65504) become infinite.
 
     Args:
         dtype: "bfloat16" or "float16".
@@ -102,10 +104,14 @@ class ShortFloats:
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """Send only the largest values and their places, from each rank to all (Aji and Heafield, EMNLP 2017).
+    """Send only the largest values and their indices, from each rank to all ranks (Aji and Heafield, EMNLP 2017).
+
+    A value's magnitude counts after the residual is added, so a value that was not sent can grow until
+    it is sent.
 
     Args:
-        fraction: the part of the values that each rank sends, 0 < fraction <= 1. A sent value takes 8 bytes.
+        fraction: the part of the values that each rank sends, 0 < fraction <= 1, at least one value. A sent value takes
+            8 bytes: float32 and a 32-bit index.
 
     Raises: ValueError if `fraction` is out of range.
 

@@ -1,4 +1,4 @@
-"""A thread of each rank that makes collectives while the program goes on."""
+"""`CommunicationThread`: a thread of each rank that makes collectives while the program goes on."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ _threads: dict[Communicator, CommunicationThread] = {}
 
 
 def takes_a_core(on_one_node: bool, cpu_share: float, threads: int) -> bool:
-    """Whether a communication thread would only take a core from the rank's program, and gain no time.
+    """Whether a communication thread would take a core from the rank's program and gain no time, so that none is made.
 
-    On one node the thread moves bytes in memory, so it never sleeps as it would while it waits for a network.
+    On one node the thread moves bytes in memory, and does not sleep as it does between nodes while it waits.
 
     Args:
         on_one_node: whether all ranks are on one node.
         cpu_share: number of CPUs that the rank has, as `machine.cpu_share` divides them among local ranks.
-        threads: number of threads that the rank's program computes with.
+        threads: number of threads with which the rank's program computes.
 
-    Returns: True on one node if the rank has less than one CPU beyond its threads.
+    Returns: True on one node if the rank has fewer than `threads` + 1 CPUs.
     """
     return on_one_node and cpu_share < threads + 1
 
 
 class CommunicationThread:
-    """A thread that runs submitted functions in order; they make collectives of a communicator that nobody else uses.
+    """A thread that runs submitted functions, one after the other; they make collectives while the program computes.
 
-    Such collectives proceed by themselves. MPI's nonblocking collectives, on the program's thread, proceed only while
-    the program polls them.
+    MPI's nonblocking collectives on the program's own thread would proceed only while the program polls them.
 
     Args:
         communicator: a communicator that only this thread uses. MPI must run with MPI_THREAD_MULTIPLE.
-        patience: seconds that a program at its end waits for submitted functions, because other ranks may still join
-            their collectives. After that it ends the job.
+        patience: seconds that a rank at its program's end waits for unfinished functions, because other ranks may still
+            enter the same collectives. After that it ends the job.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class CommunicationThread:
         ] = queue.SimpleQueue()  # None ends the thread
         self._pid = os.getpid()
         self._unfinished: Future[None] | None = None
-        # A daemon: a program that ends by an error must not wait for ranks that never come.
+        # A daemon, so that a program that ends by an error does not wait for ranks that never come.
         self._thread = threading.Thread(
             target=self._run, name="mpistrat communication", daemon=True
         )
@@ -65,10 +64,10 @@ class CommunicationThread:
 
     @classmethod
     def of_same_ranks(cls, communicator: Communicator) -> CommunicationThread:
-        """Return the thread that serves the ranks of `communicator`; the first call makes it, and is collective.
+        """Return this rank's thread for the ranks of `communicator`. The first call makes it, and is collective.
 
-        All strategies over `communicator` share the thread: a program with many strategies does not use up MPI's
-        communicators.
+        The thread has its own communicator, split off `communicator`. All strategies over `communicator` share the
+        thread, because MPI has a limited number of communicators.
         """
         if communicator not in _threads:
             _threads[communicator] = cls(communicator.split(0))
@@ -76,16 +75,16 @@ class CommunicationThread:
 
     @classmethod
     def discard(cls, communicator: Communicator) -> None:
-        """End the thread of `communicator`, if there is one, and leave its work undone.
+        """Forget the thread of `communicator`, if there is one, and let it end; nobody waits for its work.
 
-        Called by: each rank alone, when a rank has failed and nothing moves in `communicator` any more.
+        Called by: each survivor alone, when a rank has died and `communicator` moves nothing any more.
         """
         thread = _threads.pop(communicator, None)
         if thread is not None:
             thread.end()
 
     def end(self) -> None:
-        """Take no more work. The thread finishes submitted work, unless its communicator is discarded."""
+        """Let the thread end after the work submitted so far, without waiting for it. At exit, nobody waits either."""
         self._work.put(None)
         atexit.unregister(self._check_idle)
 
@@ -94,21 +93,21 @@ class CommunicationThread:
         return threading.current_thread() is self._thread
 
     def wait_until_idle(self) -> None:
-        """Return when all submitted work has ended or failed; at once if the caller runs on this thread."""
+        """Wait until all submitted work has ended or failed. It does not wait if the caller runs on this thread."""
         last = self._unfinished
         if last is not None and not last.done() and not self.is_current():
             concurrent.futures.wait([last])
 
     def submit(self, work: Callable[[], None], frame: FrameType | SourceLine) -> Future[None]:
-        """Queue `work` behind the work that was submitted before.
+        """Let the thread call `work` after the work that was submitted before. It does not wait.
 
-        A rank that got an error must not submit anything further.
+        If a future holds an error, this rank must submit no more work.
 
         Args:
             work: a function that makes collectives of this thread's communicator.
             frame: the place in the program that submitted `work`, for reports.
 
-        Returns: a future. It ends when `work` has ended, and holds the error that `work` raised.
+        Returns: a future with None when `work` has ended, or with the error that `work` raised.
         """
         done: Future[None] = Future()
         self._unfinished = done
@@ -130,9 +129,9 @@ class CommunicationThread:
             del work, place, done  # `work` may hold the memory of gradients
 
     def _check_idle(self) -> None:
-        """End the job if submitted work is still under way at exit, `patience` seconds later.
+        """At exit, wait up to `patience` seconds for submitted work; if it has not ended then, end the job with code 1.
 
-        It runs before MPI_Finalize, since MPI_Finalize may never return while a thread is inside MPI.
+        Called by: atexit, before MPI_Finalize, because MPI_Finalize may never return while a thread is inside MPI.
         """
         last = self._unfinished
         if os.getpid() != self._pid or last is None:

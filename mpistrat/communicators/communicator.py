@@ -33,8 +33,8 @@ class Communicator(abc.ABC):
         rank: this process's number in the group, 0 <= rank < size.
         size: number of ranks in the group.
         contract: checks before bytes move that all ranks make the same call, and records the calls.
-        memory: the memory that the ranks of a node share.
-        on_one_node: whether all ranks share a node's memory, as far as is known.
+        memory: the memory that the ranks of a node share; `NO_MEMORY` if they share none.
+        on_one_node: whether all ranks are known to be on one node and to see each other's records in its memory.
         thread_multiple: whether threads may be in collectives of different communicators at the same time.
         takes_device_buffers: whether buffers may also be CuPy arrays and tensors on accelerators or XLA devices, on
             all ranks alike.
@@ -85,27 +85,28 @@ class Communicator(abc.ABC):
 
         Args:
             buffer: same shape and dtype on every rank; 16-bit floats are summed in float32.
-            out: a second buffer of the same shape and dtype; None overwrites `buffer`.
-            cause: the error that has brought this rank to this call. If the other ranks make another call, their
-                CollectiveMismatchError shows it.
-            follows: inside `following`, True says that the ranks have agreed on this call by an earlier one. They
-                compare it only where they must meet anyway: for a small buffer, or one on a device.
+            out: a second buffer of the same shape and dtype for the result; `buffer` then keeps its values.
+                None overwrites `buffer`.
+            cause: the error that made this rank come to this call. If the other ranks make another call,
+                the CollectiveMismatchError shows the error's text. None: no error.
+            follows: True inside `following` says that an earlier call has settled this call on all ranks. The ranks
+                then compare it only if the buffer is small or on a device, because they meet there anyway.
         """
 
     @abc.abstractmethod
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
     ) -> None:
-        """Add up the `sums` of all ranks in the order of `tree`, into `sums[0]` of each rank.
+        """Add up the `sums` of all ranks in the fixed order of `tree`, into `sums[0]` of each rank.
 
-        The result does not depend on the distribution of sums over ranks.
+        So the result has the same bits for every distribution of replicas over ranks. Called by: `OrderedAllReduce`.
 
         Args:
             sums: floating point, of shape [sums that this rank holds, ...]; only the first dimension may differ
-                between ranks. Afterwards `sums[1:]` is undefined. 16-bit floats are added up in float32 and rounded at
-                the end, so they must be single replicas' values: a sum would have been rounded before.
+                between ranks. Afterwards `sums[1:]` is undefined. 16-bit floats are added up in float32 and rounded
+                once at the end, so each must be one replica's value: a sum of several would have been rounded before.
             tree: a tree over the ranks of this communicator; equal on all of them.
-            reduction: a sum; its scale multiplies the result.
+            reduction: its operation must be "sum"; its scale multiplies the result.
 
         Example:
             >>> from mpistrat.communicators.reduction.tree import tree_of_replicas
@@ -120,14 +121,14 @@ class Communicator(abc.ABC):
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
         """Combine the `buffer` of all ranks into rank `root`'s `buffer`; the other ranks' buffers stay as they are.
 
-        Like `all_reduce`, but 16-bit floats are rounded before they are scaled and once more afterwards.
+        Unlike `all_reduce`, it rounds sums of 16-bit floats twice: before it scales them and afterwards.
         """
 
     @abc.abstractmethod
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:
-        """Combine the `buffer` of all ranks; rank r's `out` gets the r-th of equal parts along the first dimension.
+        """Combine the `buffer` of all ranks, cut the result into equal parts, and put part r into rank r's `out`.
 
-        An `out` without dimensions gets the r-th element.
+        Parts are cut along the first dimension. An `out` without dimensions gets one element.
 
         Raises: ValueError unless `buffer` has `size` times as many rows as `out`, and the same dtype.
 
@@ -140,11 +141,14 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        """Overwrite `buffer` with rank `root`'s `buffer`; it has the same shape and dtype on every rank."""
+        """Overwrite every rank's `buffer` with rank `root`'s `buffer`. Shape and dtype must be equal on all ranks."""
 
     @abc.abstractmethod
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        """Return the buffers of all ranks, in rank order. Dtypes and `ndim` must be equal; shapes may differ."""
+        """Return copies of all ranks' buffers, in rank order. Dtypes and `ndim` must be equal; shapes may differ.
+
+        With one rank, the list has `buffer` itself.
+        """
 
     @abc.abstractmethod
     def all_gather_into(self, buffer: Array, out: Array, *, label: str = "") -> None:
@@ -179,7 +183,8 @@ class Communicator(abc.ABC):
             sent: how many rows of `buffer` go to each rank, in rank order.
             received: how many rows come from each rank, in rank order.
 
-        Raises: ValueError if counts do not fit the rows, or if a rank sent another number of rows than expected.
+        Raises: ValueError if `sent` or `received` does not add up to the rows, or if another rank sent this rank
+            another number of rows than `received` says.
 
         Example:
             >>> communicator, rows = ms.OneDeviceStrategy("cpu").extended.communicator, np.empty((2, 1))
@@ -198,11 +203,11 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def barrier(self, *, label: str = "") -> None:
-        """Return once every rank has called `barrier`."""
+        """Wait until every rank has called `barrier`."""
 
     @abc.abstractmethod
     def split(self, color: int, key: int = 0) -> Communicator:
-        """Return a communicator of the ranks that gave the same `color`, ordered by `key`, then by rank.
+        """Return a new communicator of the ranks with the same `color`, ordered by `key`, then by rank. Collective.
 
         Example, on several ranks::
 
@@ -213,10 +218,10 @@ class Communicator(abc.ABC):
         """
 
     def by(self, implementation: CommunicationImplementation) -> Communicator:
-        """Return the communicator that moves the same ranks' bytes by `implementation`; `self` for AUTO.
+        """Return a communicator of the same ranks that moves their bytes by `implementation`; `self` for AUTO.
 
-        Not collective, but all ranks must pass the same `implementation`. NCCL moves only memory of GPUs; other
-        buffers move as with AUTO.
+        Both count and record their calls together. Not collective, but all ranks must pass the same `implementation`.
+        NCCL moves only memory of GPUs; other buffers move as with AUTO.
 
         Example:
             >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
@@ -227,7 +232,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def explain(self) -> str:
-        """Return a text for people: the transports of this group, one in a line. Not collective.
+        """Return a text for people: the transports of this group, one on each line. Not collective.
 
         Example:
             >>> print(ms.OneDeviceStrategy("cpu").extended.communicator.explain())
@@ -235,11 +240,12 @@ class Communicator(abc.ABC):
         """
 
     def following(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for calls with `follows=True`.
+        """Return a context around all-reduces with `follows=True`: the ranks need not agree on each of them.
 
-        Its block begins when the call that decides on them has ended, and ends with the last of them. If this rank
-        alone raises an error in the block, it does not make the next call. Ranks that wait in the next call raise
-        StallError; if they wait inside MPI, the job ends.
+        Called by: every rank, when an earlier collective has settled these calls. The reducer of gradients does so.
+
+        If one rank raises an error in the block, it tells the other ranks. Ranks that wait for it in the next call
+        raise StallError; if they wait inside MPI, the job ends.
 
         Example:
             >>> communicator, values = ms.OneDeviceStrategy("cpu").extended.communicator, np.ones(2)
@@ -249,9 +255,9 @@ class Communicator(abc.ABC):
         return self.contract.following()
 
     def raise_together(self, error: Exception) -> NoReturn:
-        """Raise `error` instead of making a collective, because this rank found its operands to be wrong.
+        """Raise `error`, in place of a collective that this rank cannot make because its operands are wrong.
 
-        The other ranks wait in that collective. They raise CollectiveMismatchError, unless `check="never"`.
+        The other ranks wait in that collective. They raise CollectiveMismatchError; with `check="never"` they may hang.
 
         Example:
             >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
@@ -265,7 +271,7 @@ class Communicator(abc.ABC):
             del error
 
     def raising_together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for checks of this rank's operands: it passes their errors to `raise_together`.
+        """Return a context around checks of this rank's operands: it passes errors of its block to `raise_together`.
 
         Example:
             >>> communicator, rows = ms.OneDeviceStrategy("cpu").extended.communicator, np.ones((2, 3))
@@ -279,9 +285,10 @@ class Communicator(abc.ABC):
 
         Args:
             error: this rank's own error, or None.
-            what: words for the failure: "could not read its part".
+            what: words for the failure, as they follow "rank 3" in the message: "could not read its part".
 
-        Raises: `error` itself on a rank that has one, and a RuntimeError with the first rank's error text elsewhere.
+        Raises: on a rank with an error, `error` itself; on every other rank, a RuntimeError with the text of the error
+            of the lowest rank that has one.
 
         Example:
             >>> communicator = ms.OneDeviceStrategy("cpu").extended.communicator
@@ -306,7 +313,10 @@ class Communicator(abc.ABC):
 class RaisingOnAll(contextlib.AbstractContextManager[None]):
     """A context that raises an error of its block on all ranks, as `Communicator.raise_any` does.
 
-    All ranks leave the block, since its end is collective; the block itself need not be.
+    Called by: every rank, because leaving the block is collective. The block itself may differ between ranks, and may
+    hold no collective. Errors that are no `Exception` (KeyboardInterrupt, SystemExit) pass without it.
+
+    Args: what: words for the failure, as in `raise_any`.
     """
 
     def __init__(self, communicator: Communicator, what: str) -> None:

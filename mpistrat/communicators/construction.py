@@ -1,4 +1,4 @@
-"""Makes the package's communicator over the ranks of a user's communicator. Only this file names the host transports.
+"""Makes the package's communicator over the ranks of a user's mpi4py communicator, and chooses its transports.
 
 mpi4py is imported at the top of this file, and this file on first use, so that `import mpistrat` starts no MPI.
 """
@@ -38,12 +38,14 @@ def communicator_for(
 ) -> Communicator:
     """Return the package's communicator over the ranks of the user's `comm`. Collective over `comm`.
 
-    There is one duplicate for each `comm` and `check`, cached in an attribute of `comm` and never freed: MPICH ends
-    after 2,046 communicators, and freeing is collective, so no destructor can do it.
+    Calls with the same `comm` and `check` return the same object, over one duplicate of `comm`. It is never freed:
+    freeing is collective, so no destructor can do it, and MPICH has only 2,046 communicators.
 
     Args:
-        check: "always" if ranks compare their calls, or "never".
-        what: the name of the thing that needs the communicator, for messages.
+        check: "always": ranks compare their calls; "never": they do not.
+        what: who needs the communicator, for messages.
+
+    Returns: a `LocalCommunicator` if `comm` has one rank.
 
     Raises: CollectiveMismatchError on all ranks if `check` differs between them.
     """
@@ -68,7 +70,7 @@ def communicator_for(
 
 
 def new_communicator(comm: MPI.Intracomm, check: str = "always") -> Router:
-    """Return the package's communicator over the ranks of `comm`, and take `comm` over. Collective over `comm`."""
+    """Return a new communicator of the package over `comm`. Nobody else may use `comm` from now on. Collective."""
     # Not all launchers pass the environment on: rank 0's setting holds for all.
     name, folder = comm.bcast((uuid.uuid4().hex, trace_folder()))
     timeline = None
@@ -84,7 +86,10 @@ def new_communicator(comm: MPI.Intracomm, check: str = "always") -> Router:
 
 
 def discard(comm: MPI.Intracomm) -> None:
-    """Drop the package's communicators over the ranks of `comm`, and their memory, because a rank has failed."""
+    """Drop the communicators that `communicator_for` keeps for `comm`, with their threads and memory.
+
+    Called by: each survivor alone, when a rank of `comm` has died.
+    """
     cached = cast("dict[str, Router] | None", comm.Get_attr(_CACHED))
     if cached is None:
         return
@@ -95,7 +100,10 @@ def discard(comm: MPI.Intracomm) -> None:
 
 
 def transports_of(mpi: MpiTransport, name: str) -> tuple[Transports, CommunicatorWatch]:
-    """Return the transports between the ranks of `mpi`, and this rank's watch in their communicator. Collective.
+    """Return the transports between the ranks of `mpi`, and this rank's watch. Collective.
+
+    The watch is the rank's record, in shared memory, of its calls on the communicator. Its `peers` are None unless all
+    ranks are on one node; then shared memory moves large buffers and small calls.
 
     Args: name: the communicator's name, equal on all ranks.
     """
@@ -117,7 +125,10 @@ def transports_of(mpi: MpiTransport, name: str) -> tuple[Transports, Communicato
 
 
 def _transports_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Transports:
-    """Return the transports of ranks that do not all share memory. Collective."""
+    """Return the transports of ranks on several nodes, or of ranks of one node that cannot share memory. Collective.
+
+    Where nodes have several ranks that see each other's memory, large buffers are combined within each node first.
+    """
     comm = mpi.comm
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
@@ -143,6 +154,6 @@ def _transports_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Tr
 
 
 def _transports_in_pieces(mpi: MpiTransport, pipelined: PipelinedTransport) -> Transports:
-    """Return the transports of ranks that are each on a node of their own."""
+    """Return the transports of ranks on different nodes, one rank on each: large sums go in pieces, by `pipelined`."""
     compressed = CompressedTransport(Router(Transports(mpi, [pipelined])), SMALLEST)
     return Transports(mpi, [compressed, pipelined])

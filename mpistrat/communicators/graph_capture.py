@@ -1,4 +1,4 @@
-"""Graph capture (CUDA graphs): while a stream captures a graph, its work does not run; it runs at each replay."""
+"""Graph capture (CUDA graphs): work on a stream that captures a graph does not run then, but at each replay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from mpistrat.arrays import Array, is_torch
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, and HIP's
-# The library of the accelerator's driver, in each process that uses a GPU, and its function for the capture mode.
+# For NVIDIA and AMD: the driver's library, and its function that sets a thread's capture mode.
 _EXCHANGES = (
     ("libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
     ("libamdhip64.so", "hipThreadExchangeStreamCaptureMode"),
@@ -25,16 +25,16 @@ def is_capturing(buffer: Array) -> bool:
 
 @functools.cache
 def _question_of(kind: str) -> Any:
-    """Return the function of torch that says whether the current stream of a `kind` of device captures a graph.
+    """Return torch's function that says whether the current stream of device kind `kind` ("cuda") captures a graph.
 
-    Returns: `bool`, a function that returns False, where torch has none.
+    Returns: `bool` if torch has no such function, as for XLA devices; `bool()` is False.
     """
     module = getattr(sys.modules["torch"], kind, None)  # None for XLA devices
     return getattr(module, "is_current_stream_capturing", bool)
 
 
 def refusal(call: str, rank: int) -> RuntimeError:
-    """Return the error of a collective `call` on a buffer whose stream captures a graph."""
+    """Return, but do not raise, the error of a collective `call` while the buffer's stream captures a graph."""
     return RuntimeError(
         f"rank {rank}: {call} was called while the current stream captures a graph. The ranks agree on each collective "
         "on the host, and a graph that is replayed would leave that out. Capture only the computation (forward and "
@@ -44,9 +44,9 @@ def refusal(call: str, rank: int) -> RuntimeError:
 
 
 def let_this_thread_query_events() -> None:
-    """Allow the current thread to query events while another thread captures a graph.
+    """Allow this thread to query events while another thread captures a graph, by the capture mode "relaxed".
 
-    CUDA allows such queries only to threads that have set their capture mode to relaxed, as this function does.
+    It does nothing for other accelerators than NVIDIA's and AMD's.
 
     Called by: the thread that watches an accelerator's pending calls.
     """

@@ -1,4 +1,4 @@
-"""NumPy views of the host buffers of any library."""
+"""NumPy views of buffers in host memory: NumPy arrays and CPU tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpistrat.arrays import Array, is_torch, numpy_knows
 
 
 def view_of(buffer: Array) -> np.ndarray:
-    """Return a NumPy array over `buffer`'s own memory; elements of a dtype that NumPy lacks appear as integers."""
+    """Return a NumPy array in `buffer`'s own memory; if NumPy lacks the dtype, as integers of the same size."""
     if isinstance(buffer.dtype, np.dtype):
         return buffer
     tensor = buffer.detach() if buffer.requires_grad else buffer
@@ -21,7 +21,7 @@ def view_of(buffer: Array) -> np.ndarray:
 
 @functools.cache
 def _integer_of_size(dtype: Any) -> Any:
-    """Return torch's integer dtype of the size of a dtype that NumPy lacks; None for dtypes that NumPy has."""
+    """Return torch's integer dtype of the same size as `dtype` if NumPy lacks `dtype`; else None."""
     if numpy_knows(dtype):
         return None
     import torch
@@ -39,9 +39,10 @@ def as_buffer_of(buffer: Array, view: np.ndarray) -> Array:
 
 
 def room_for(buffer: Array, shapes: np.ndarray) -> list[np.ndarray]:
-    """Return uninitialized arrays of the dtype of `view_of(buffer)`, one for each row of `shapes`.
+    """Return uninitialized arrays of the dtype of `view_of(buffer)`, one for each rank, for `all_gather`.
 
-    Args: shapes: 2-D, a shape in each row. If `buffer` is a scalar, the arrays are scalars, whatever their rows say.
+    Args: shapes: an integer array with each rank's shape in a row. If `buffer` is a scalar, all arrays are scalars, and
+        the rows do not count.
     """
     dtype = view_of(buffer).dtype
     return [np.empty(tuple(shape) if buffer.ndim else (), dtype) for shape in shapes]
@@ -50,7 +51,7 @@ def room_for(buffer: Array, shapes: np.ndarray) -> list[np.ndarray]:
 def parts_with_own(buffer: Array, out: Array, rank: int, size: int) -> list[np.ndarray]:
     """Copy `buffer` into this rank's part of `out`, unless it is there already.
 
-    Returns: for each rank, the bytes of its part of `out`, in rank order.
+    Returns: for each rank, in rank order, its part of `out`: a view as bytes.
     """
     parts = list(bytes_of(out).reshape(size, -1))
     source = bytes_of(buffer)
@@ -64,7 +65,7 @@ def address_of(memory: np.ndarray) -> int:
 
 
 def bytes_of(buffer: Array) -> np.ndarray:
-    """Return the memory of `buffer` as a flat array of bytes. Raises: ValueError if `buffer` is not C-contiguous."""
+    """Return a flat view of `buffer`'s memory as bytes. Raises: ValueError if `buffer` is not C-contiguous."""
     view = buffer if buffer.__class__ is np.ndarray else view_of(buffer)
     if not view.flags.c_contiguous:
         raise ValueError(

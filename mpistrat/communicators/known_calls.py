@@ -1,4 +1,4 @@
-"""The objects that a communicator makes once for each kind of call, and looks up when such a call comes again."""
+"""Keeps the objects that a communicator needs for each kind of call, so that the next such call is faster."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from mpistrat.communicators.node.slots import SharedSlots, Slot
 from mpistrat.communicators.node.small_calls import SmallCall, small_call
 from mpistrat.communicators.transport import Operands
 
-# The operation, the label and the scale that ranks must agree on. A call without them has "" and None.
+# The operation, the label and the scale; ranks compare them. A call without a reduction has ("", label, None).
 Agreed: TypeAlias = tuple[str, str, float | None]
 # How many kinds of calls are kept. Beyond them a kind is made again.
 _KNOWN_CALLS = 4096
 
 
 class KnownCall(NamedTuple):
-    """A kind of call.
+    """A kind of call: all calls of one operation, dtype, shape, root and label.
 
     Attributes:
-        signature: the words that the ranks must agree on.
-        small: moves the call's bytes together with the agreement; None where a transport moves them.
-        slot: the slot that this rank fills for the call; None where this rank fills none.
-        meets: whether a transport moves the bytes on the host. Then a sum ends on no rank before all have entered it.
+        signature: the description of the call that ranks compare.
+        small: moves the call's bytes through slots (shared memory) while the ranks agree; None if a transport moves
+            them.
+        slot: the slot that this rank fills for the call; None if it fills none.
+        meets: True if a transport moves the bytes of a buffer on the host, at least one byte. An all-reduce then ends
+            on no rank before all ranks have entered it, so it may go without agreement inside `following`.
     """
 
     signature: CallSignature
@@ -36,14 +38,14 @@ class KnownCall(NamedTuple):
 
 
 class KnownCalls:
-    """The kinds of calls that a communicator has seen, by everything that tells calls apart (dtype, shape, root, …).
+    """The kinds of calls that a communicator has made so far. It keeps at most 4,096, then begins anew.
 
     Args:
         size: number of ranks in the communicator.
-        slots: the shared slots for small calls; None where the ranks have none.
-        takes_device_buffers: whether the communicator takes buffers on devices.
+        slots: shared memory for small calls; None if the ranks have none.
+        takes_device_buffers: whether the communicator takes buffers on accelerators.
         last_words: words that end the signature of each call.
-        raise_together: raises an error on all ranks.
+        raise_together: raises its argument here, and CollectiveMismatchError on the other ranks.
     """
 
     def __init__(
@@ -60,13 +62,14 @@ class KnownCalls:
         self._known: dict[tuple[Any, ...], KnownCall] = {}
 
     def find(self, call: str, operands: Operands, agreed: Agreed) -> KnownCall:
-        """Return the kind of a call; it is made at the first such call. Wrong operands are errors on all ranks.
+        """Return the kind of a call. The first call of a kind checks its operands.
 
         Args:
             call: the operation, such as "all_reduce".
             agreed: the reduction's operation, label and scale.
 
-        Raises: ValueError or TypeError if the operands do not fit the call.
+        Raises: ValueError or TypeError if the operands do not fit the call; the other ranks raise
+            CollectiveMismatchError.
         """
         buffer, out = operands.buffer, operands.out
         key = (
@@ -85,7 +88,7 @@ class KnownCalls:
         return known
 
     def forget(self, takes_device_buffers: bool) -> None:
-        """Forget all kinds, because calls may take other transports from now on."""
+        """Forget all kinds, because the communicator has other transports from now on (`Router.move_by`)."""
         self._known.clear()
         self._takes_device_buffers = takes_device_buffers
 
@@ -102,7 +105,7 @@ class KnownCalls:
 
 
 def _check(call: str, operands: Operands, agreed: Agreed, size: int) -> None:
-    """Check the operands of `call` on `size` ranks. Raises: ValueError or TypeError if they do not fit it."""
+    """Check the operands of `call` on `size` ranks. Raises: ValueError or TypeError if they do not fit `call`."""
     buffer, out = operands.buffer, operands.target
     if agreed[0]:
         operand_checks.check_reduction(agreed[0], agreed[2], buffer)
@@ -117,7 +120,10 @@ def _check(call: str, operands: Operands, agreed: Agreed, size: int) -> None:
 
 
 def words_of(call: str, operands: Operands, agreed: Agreed) -> tuple[Any, ...]:
-    """Return the words of a call's signature: operation, root, kind of buffer, shape, label and scale."""
+    """Return the words of a call's signature: operation, root, dtype and device, shape, label and scale.
+
+    Where shapes may differ between ranks, words for the equal part replace the shape: "2 dimensions", "rows of (3,)".
+    """
     op, buffer = agreed[0], operands.buffer
     words: list[Any] = [call, op] if op else [call]
     if call in ("reduce", "broadcast"):
@@ -138,9 +144,9 @@ def words_of_label(agreed: Agreed) -> tuple[str, ...]:
 
 
 def kind_of(buffer: Array) -> str:
-    """Return words for the buffer's dtype, its kind of device, and CuPy, if it is a CuPy array.
+    """Return words for the buffer's dtype and kind of device: "float32", "float32 on a GPU", "float32 on a GPU (CuPy)".
 
-    Ranks must agree on them, since they decide how a buffer moves.
+    They are part of the signature that ranks compare, because ranks choose the transport by them.
     """
     name = dtype_name(buffer)
     if not is_on_accelerator(buffer):

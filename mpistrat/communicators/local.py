@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class LocalCommunicator(Communicator):
-    """A group of one rank, without MPI. Its collectives move nothing; they check operands and apply the scale."""
+    """A group of one rank, without MPI. Collectives with an `out` copy `buffer` into it.
+
+    Reductions apply their scale. `all_gather` returns a list with `buffer` itself, and `split` returns this object.
+    """
 
     rank = 0
     size = 1

@@ -8,13 +8,13 @@ from mpistrat.communicators.local import LocalCommunicator
 
 
 def communicator_of(resolver: ClusterResolver, check: str, what: str) -> Communicator:
-    """Return the communicator over the ranks of `resolver`, for a strategy.
+    """Return the communicator over the ranks of a strategy's cluster resolver. Collective over them.
 
     Args:
-        check: "always" if ranks compare their calls, or "never".
+        check: "always": ranks compare their calls; "never": they do not.
         what: the name of the strategy's class or of the tool, for messages.
 
-    Returns: a `LocalCommunicator` if `resolver` is not an `MPIClusterResolver`.
+    Returns: a `LocalCommunicator` (of one rank) if `resolver` has no MPI communicator, or one of one rank.
     """
     comm = getattr(resolver, "comm", None)
     if comm is None:

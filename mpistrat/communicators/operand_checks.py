@@ -1,4 +1,4 @@
-"""Checks of a call's operands. Each rank checks its own operands, before it enters the call."""
+"""Checks of a call's operands. Each rank checks its own operands before the ranks agree on the call."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def check_exchange(
 ) -> None:
     """Check the operands of `all_to_all`.
 
-    Raises: ValueError unless rows of `buffer` and `out` are alike, and `sent` and `received` add up to their numbers.
+    Raises: ValueError if rows of `buffer` and `out` differ in dtype or shape, or unless `sent` and `received` have a
+        count >= 0 for each of `size` ranks that add up to the rows of `buffer` and of `out`.
     """
     if not buffer.ndim or (buffer.dtype, buffer.shape[1:]) != (out.dtype, out.shape[1:]):
         raise ValueError(
@@ -78,13 +79,14 @@ def check_exchange(
 
 
 def check_arrived(starts: Sequence[Sequence[int]], received: Sequence[int], rank: int) -> None:
-    """Check after `all_to_all` that each rank has sent as many rows as this rank expected.
+    """Check after `all_to_all` that each rank has sent this rank as many rows as `received` says.
 
     Args:
-        starts: for each rank, the first row of its buffer that goes to each rank, and the end of the last.
-        received: how many rows this rank expected of each rank.
+        starts: for each rank, its `Operands.own_starts`: the index of its first row for each rank, and its number of
+            rows.
+        received: how many rows this rank expected from each rank.
 
-    Raises: ValueError if another number of rows has arrived.
+    Raises: ValueError if a rank has sent another number of rows.
     """
     arrived = [of_rank[rank + 1] - of_rank[rank] for of_rank in starts]
     if arrived != list(received):
@@ -95,7 +97,7 @@ def check_arrived(starts: Sequence[Sequence[int]], received: Sequence[int], rank
 
 
 def check_contiguous(buffer: Array, out: Array) -> None:
-    """Check the memory of both arrays. Raises: ValueError unless both are C-contiguous."""
+    """Check the memory of `buffer` and `out`. Raises: ValueError unless both are C-contiguous."""
     for name, array in (("buffer", buffer), ("out", out)):
         if not (array.is_contiguous() if is_torch(array) else array.flags.c_contiguous):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Recycles host memory for results, because fresh pages cost as much time as the reduction that fills them."""
+"""Recycles host memory for results: to get new pages from the system takes as long as the reduction itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpistrat.arrays import Array
 SMALLEST = 1 << 16  # bytes; allocators recycle smaller memory themselves
 
 
-# The reference count of a buffer that only this module uses. It depends on the interpreter's version.
+# The reference count of a buffer that only a list of this module refers to. It depends on the version of Python.
 _buffers = [np.empty(0)]
 _OWN_REFERENCES = sys.getrefcount(_buffers[0])
 
@@ -23,15 +23,15 @@ class RecycledBuffers:
     """Hands out uninitialized arrays, and uses the memory of an array again once nothing refers to it.
 
     Args:
-        kept: how many buffers to keep. Idle memory is at most the memory of the last `kept` results.
-        buffers: the first buffers to hand out, flat arrays of bytes. Nothing else may refer to them.
+        kept: how many buffers `empty` keeps, the newest; an array that is still in use keeps its own memory.
+        buffers: flat arrays of bytes to hand out first. Nothing else may refer to them.
     """
 
     def __init__(self, kept: int = 4, buffers: Sequence[np.ndarray] = ()) -> None:
         self._kept, self._buffers = kept, list(buffers)
 
     def free(self, nbytes: int) -> np.ndarray | None:
-        """Return the first `nbytes` bytes of an idle buffer that is large enough; None if there is none."""
+        """Return the first `nbytes` bytes of a large enough buffer that nothing uses; None if there is none."""
         index = self._idle(nbytes, math.inf)
         return None if index is None else self._buffers[index][:nbytes]
 
@@ -40,7 +40,7 @@ class RecycledBuffers:
         return all(map(self._is_idle, range(len(self._buffers))))
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
-        """Return an uninitialized C-contiguous array on the host; arrays made of it keep its memory in use.
+        """Return an uninitialized C-contiguous array on the host. Its memory is in use while the array or a view lives.
 
         Returns: a NumPy array for a NumPy dtype, a CPU tensor for a torch dtype.
         """
@@ -58,7 +58,7 @@ class RecycledBuffers:
         return sys.modules["torch"].from_numpy(memory).view(dtype).view(shape)
 
     def _idle(self, least: int, most: float) -> int | None:
-        """Return the index of the first idle buffer of `least` to `most` bytes; None if there is none."""
+        """Return the index of the first buffer of `least` to `most` bytes that nothing uses; None if there is none."""
         for i in range(len(self._buffers)):
             if least <= self._buffers[i].nbytes <= most and self._is_idle(i):
                 return i

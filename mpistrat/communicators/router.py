@@ -1,4 +1,4 @@
-"""The communicator of several ranks: it agrees on each call, then passes it to the transport that takes it."""
+"""`Router`, the communicator of several ranks: they agree on each call, then a transport moves its bytes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Transports:
-    """The transports that move the bytes of a group of ranks.
+    """The transports (ways to move bytes) of a group of ranks.
 
     Attributes:
         mpi: takes the calls that no other transport takes, and all objects.
         preferred: the transports that are asked before `mpi`, in this order.
         memory: the memory that the ranks of a node share.
-        slots: the slots of small calls; None where not all ranks share a node's memory.
-        forced: by implementation that a program may ask for, its transports. An absent implementation uses `self`.
-        of_part: a collective function that makes the transports and the watch of some of the ranks, from their MPI
-            transport and the name of their communicator. None: they have MPI alone.
+        slots: shared memory for the bytes of small calls; None where not all ranks share a node's memory.
+        forced: from an implementation that a program may ask for to its transports. A missing implementation uses
+            `self`.
+        of_part: makes the transports of a communicator that is split off. It is a collective function of that
+            communicator's MPI transport and name, and returns the transports and the rank's watch (its record in shared
+            memory of the calls that it waits in). None: a part moves all bytes by MPI.
     """
 
     mpi: MpiTransport
@@ -50,7 +52,10 @@ class Transports:
     of_part: Callable[[MpiTransport, str], tuple[Transports, CommunicatorWatch]] | None = None
 
     def choose(self, call: str, operands: Operands) -> Exchange:
-        """Return the object that moves the bytes of `call`: of the first transport that takes it. Collective."""
+        """Return the object that moves the bytes of `call`. Collective.
+
+        Returns: the object from the first of `preferred` that takes the call; `mpi` if none takes it.
+        """
         for transport in self.preferred:
             mover = transport.choose(call, operands)
             if mover is not None:
@@ -65,12 +70,13 @@ class Transports:
 
 
 class Router(Communicator):
-    """A communicator that checks and records each call, and passes it to the first transport that takes it.
+    """The communicator of several ranks: they agree on each call, then a transport moves its bytes.
 
     Args:
         transports: move the bytes.
-        contract: checks and records calls. A router without a contract is a group inside another group.
-        last_words: words that end the signature of each call.
+        contract: checks that all ranks make the same call, and records it. UNCHECKED does neither: for a group that
+            another router uses inside its own calls.
+        last_words: words that end the signature (the description that ranks compare) of each call.
 
     Attributes:
         mpi: the MPI transport of `transports`.
@@ -85,10 +91,10 @@ class Router(Communicator):
         self.on_one_node = contract.watch is not None and contract.watch.peers is not None
         self.takes_device_buffers = any(t.takes_device_buffers for t in transports.preferred)
         self.ordered_by_streams = any(t.ordered_by_streams for t in transports.preferred)
-        # A function of a call's words that returns the call's context. It does not refer to this communicator.
+        # Returns the context of the call that the words describe. It does not refer to this communicator.
         self._enter = lambda *words: contract.enter(signature_of(words + last_words))
         self.memory = CheckedMemory(transports.memory, self._enter)
-        # Small calls travel with the agreement: without an agreement there are none.
+        # Without an agreement there are no small calls, because they move while the ranks agree.
         slots = None if contract.agreement is None else transports.slots
         self._known = KnownCalls(
             self.size, slots, self.takes_device_buffers, last_words, contract.raise_together
@@ -168,12 +174,15 @@ class Router(Communicator):
         cause: Exception | None = None,
         follows: bool = False,
     ) -> Any:
-        """Agree on a call and move its bytes. Returns: the call's result.
+        """Agree with the other ranks on a call, and move its bytes, through slots if the call is small.
+
+        Returns: a list of buffers for "all_gather"; None for other calls: their results are in the operands.
 
         Args:
-            call: the name of the collective.
-            agreed: the reduction's operation, label and scale.
-            cause, follows: as in `Communicator.all_reduce`.
+            call: the name of the collective, such as "all_reduce".
+            agreed: the reduction's operation, label and scale; ("", label, None) without a reduction.
+            cause: the error that made this rank come to this call, for the other ranks' messages; None: no error.
+            follows: True inside `following`: the ranks agree on the call only if it is small or on a device.
         """
         if self.takes_device_buffers and is_capturing(operands.buffer):
             self.raise_together(refusal(call, self.rank))
@@ -227,10 +236,14 @@ class Router(Communicator):
         transport: Transport,
         forced: Mapping[CommunicationImplementation, Transport] = {},
     ) -> None:
-        """Ask `transport`, over the same ranks, before all other transports from now on. Collective.
+        """From now on, let `transport` take calls before all other transports. Collective.
+
+        Called by: the start of GPU transports and of XLA.
 
         Args:
-            forced: by implementation that a program asks for, the transport to ask first instead of `transport`.
+            transport: over the same ranks.
+            forced: from an implementation that a program may ask for to the transport that then comes first, in place
+                of `transport`.
         """
         others = self.transports.preferred
         known = {
@@ -252,7 +265,10 @@ class Router(Communicator):
 
 
 class _Overridden(Router):
-    """`router`'s ranks, with `implementation` to move their bytes. `router` counts and records the calls."""
+    """The result of `router.by(implementation)`: the same ranks; `implementation` moves their bytes.
+
+    Both share one contract, so it counts and records the calls of both.
+    """
 
     def __init__(self, router: Router, implementation: CommunicationImplementation) -> None:
         transports = router.transports.forced.get(implementation, router.transports)

@@ -1,4 +1,6 @@
-"""Stores of torch, by which the ranks of a group find each other: a file on one node, a TCP port on several nodes.
+"""Stores of torch.distributed: with their help the ranks of a group find each other.
+
+Ranks of one node use a file, ranks of several nodes a TCP port.
 
 This file imports torch at its top, so other files import it only when torch is there.
 """
@@ -34,7 +36,7 @@ class Ranks:
 
     Attributes:
         comm: the communicator of mpi4py; None for one rank without MPI.
-        topology: the ranks' places on nodes.
+        topology: the number of nodes, and each rank's node.
         rank: this rank's number.
         size: number of ranks.
     """
@@ -47,15 +49,17 @@ class Ranks:
 
     @functools.cached_property
     def address(self) -> str:
-        """The address by which all ranks reach rank 0's node. Its first use is collective over the ranks."""
+        """The address of rank 0's node that all ranks reach. Its first use is collective over the ranks."""
         return LOOPBACK if self.topology.num_nodes == 1 else address_that_all_reach(self)
 
 
 def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
-    """Return a function that opens a new store. This call is collective and uses MPI; calls of the function do not.
+    """Return a function that opens a new store of `ranks`. Collective over the ranks, by MPI.
 
-    Returns: a function that opens a HashStore for one rank, a FileStore if all ranks see the job's folder on one node,
-        else a TCPStore.
+    Called by: the torch.distributed backend, and the transports that start an accelerator's library.
+
+    Returns: a function of no arguments, without MPI. It opens a HashStore for one rank; a FileStore if all
+        ranks are on one node and see the job's folder; else a TCPStore that rank 0 serves.
 
     Raises: RuntimeError on all ranks if the nodes cannot connect to rank 0's node.
     """
@@ -75,27 +79,28 @@ def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
 
 
 def _new_file() -> str:
-    """Return the path for a store's file in the job's folder, which is removed with the job; "" without such a folder.
+    """Return a new random path for a store's file in the job's folder. The folder is removed when the job ends.
 
-    The name is random, because other groups on the node have their files in this folder, too.
+    Returns: "" if the job has no such folder.
     """
     name = f"store-{os.urandom(8).hex()}"
     return os.path.join(observation.current.folder.path, name) if observation.current else ""
 
 
 def store_at(listener: socket.socket, size: int) -> c10d.TCPStore:
-    """Open rank 0's store at `listener`, on a port that the system has picked and that all nodes reach."""
+    """Open the store that rank 0 serves for `size` ranks, at the address and port of the socket `listener`."""
     address, port = listener.getsockname()[:2]
     return _tcp_store(address, port, size, True, listener.detach())
 
 
 def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) -> c10d.TCPStore:
-    """Open a store, without torch's warnings about addresses that no name server knows: the store needs no names.
+    """Open a TCPStore, without torch's warnings about addresses that no name server knows, because it needs no names.
 
-    Meanwhile torch's C++ log writes no warnings at all, unless the user has chosen its level. It still writes errors,
-    and other writers' lines on stderr appear as usual.
+    Meanwhile torch's C++ log writes errors only, unless the user has chosen its level.
 
     Args:
+        address, port: of rank 0's node.
+        size: number of ranks.
         hosts: whether this rank serves the store.
         fd: the descriptor of the listening socket; None on ranks that connect.
     """
@@ -110,9 +115,9 @@ def _tcp_store(address: str, port: int, size: int, hosts: bool, fd: int | None) 
 
 
 def level_of_log() -> ctypes.c_int:
-    """Return the variable with the lowest level that torch's C++ log writes.
+    """Return the variable in torch's library with the lowest level that its C++ log writes. To set it changes the log.
 
-    If this torch does not export it, return a new number that torch never reads.
+    Returns: a new variable that torch never reads, if this torch does not export its own.
     """
     with contextlib.suppress(OSError, ValueError):
         library = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libc10.so"))
@@ -121,9 +126,9 @@ def level_of_log() -> ctypes.c_int:
 
 
 def address_that_all_reach(ranks: Ranks) -> str:
-    """Return the first address of rank 0's node that all other nodes reach. Collective over the ranks.
+    """Return the first address of rank 0's node that a rank of each other node can reach. Collective.
 
-    Raises: RuntimeError on all ranks if there is none.
+    Raises: RuntimeError on all ranks if there is no such address.
     """
     comm, topology = ranks.comm, ranks.topology
     with Answering() if ranks.rank == 0 else contextlib.nullcontext() as answering:

@@ -25,12 +25,13 @@ class Operands:
     Attributes:
         buffer: this rank's input, and the result if `out` is None.
         reduction: how `all_reduce`, `reduce` and `reduce_scatter` combine.
-        out: the array that gets the result; None in `all_reduce`: `buffer` gets it.
-        tree: the order in which `all_reduce` adds up, see `Communicator.all_reduce_by_tree`; None: any order.
+        out: the array that gets the result; None: `buffer` gets it.
+        tree: the order of additions in `all_reduce`, see `Communicator.all_reduce_by_tree`; None: any order.
         root: the rank that `reduce` sends to, or `broadcast` sends from.
         sent, received: for `all_to_all`, the number of rows that go to each rank, and that come from each rank.
-        shapes: for `all_gather`, the shape of each rank's buffer, in rows; (1,) for a scalar. None: not known yet.
-        starts: for `all_to_all`, the `own_starts` of each rank; None: not known yet.
+        shapes: for `all_gather`, an integer array with the shape of each rank's buffer in a row; (1,) for a scalar.
+            None: the ranks have not exchanged their shapes yet.
+        starts: for `all_to_all`, the `own_starts` of each rank; None: the ranks have not exchanged them yet.
     """
 
     buffer: Array
@@ -55,15 +56,16 @@ class Operands:
 
     @property
     def own_starts(self) -> list[int]:
-        """The index of the first row of `buffer` for each rank, in rank order, followed by the number of all rows."""
+        """For each rank, the index of the first row of `buffer` that goes there; then the number of all rows."""
         return [0, *itertools.accumulate(self.sent)]
 
 
 class Exchange:
-    """Moves the bytes of some collectives, named as in `Communicator`.
+    """Moves the bytes of some collectives; its methods are named as in `Communicator`, and check nothing.
 
-    Called by: all ranks of the group, each method in the same order.   Raises: TypeError for a collective that the
-    subclass does not take.
+    Called by: all ranks of the group, in the same order, when they have agreed on the call.
+
+    Raises: TypeError for a collective that the subclass does not take.
 
     Attributes:
         rank: this process's number in the group.
@@ -79,13 +81,13 @@ class Exchange:
         self.all_reduce(Operands(buffer))
 
     def reduce(self, operands: Operands) -> None:
-        """Combine by an all-reduce, unless a subclass has a better way."""
+        """Combine on all ranks by `all_reduce`, and keep the result on the root; subclasses may be faster."""
         total = self._total(operands)
         if self.rank == operands.root:
             operands.buffer[...] = total
 
     def reduce_scatter(self, operands: Operands) -> None:
-        """Combine by an all-reduce and keep this rank's part, unless a subclass has a better way."""
+        """Combine on all ranks by `all_reduce`, and keep this rank's part; subclasses may be faster."""
         total, out = self._total(operands), operands.target
         length = out.shape[0] if out.ndim else 1
         out[...] = total[self.rank * length : (self.rank + 1) * length].reshape(out.shape)
@@ -97,7 +99,7 @@ class Exchange:
         self._refuse("all_gather")
 
     def all_gather_into(self, operands: Operands) -> None:
-        """Collect the buffers by `all_gather` and copy them, unless a subclass has a better way."""
+        """Collect all buffers by `all_gather`, and copy them into `out`; subclasses may be faster."""
         parts = self.all_gather(operands)
         rows = operands.target.reshape(len(parts), *operands.buffer.shape)
         for rank, part in enumerate(parts):
@@ -116,11 +118,13 @@ class Exchange:
 
 
 class Transport(Exchange, abc.ABC):
-    """One way of moving buffers. A router asks its transports in turn; the first that takes a call moves its bytes.
+    """One way to move buffers between ranks: by MPI, by a node's shared memory, by NCCL.
+
+    A router asks its transports in turn, by `choose`; the first that takes a call moves its bytes.
 
     Attributes:
         takes_device_buffers: whether buffers may be in the memory of an accelerator.
-        ordered_by_streams: whether collectives return when they are queued, as in `Communicator`.
+        ordered_by_streams: whether collectives on an accelerator return when they are queued on its stream, not ended.
     """
 
     takes_device_buffers = False
@@ -128,32 +132,35 @@ class Transport(Exchange, abc.ABC):
 
     @abc.abstractmethod
     def choose(self, call: str, operands: Operands) -> Exchange | None:
-        """Return the object that moves the bytes of a call: this transport, or a part of it. Collective.
-
-        The choice is the same on all ranks.
+        """Return the object that moves the bytes of a call. Collective; all ranks choose alike.
 
         Args:
             call: the name of the collective, such as "all_reduce".
 
-        Returns: None leaves the call to the next transport.
+        Returns: this transport, or another object of the same ranks; None leaves the call to the next transport.
         """
 
     def wait_until_idle(self) -> None:
-        """Return when this rank's collectives have ended; if streams order them, they may have returned earlier."""
+        """Wait until this rank's collectives have ended on its accelerator, where they return when they are queued.
+
+        Here nothing is to be done: collectives have ended when they return.
+        """
 
     @abc.abstractmethod
     def explain(self, rest: str) -> str:
-        """Return a text for people: this transport, followed by `rest`, the text of the later transports."""
+        """Return a text for people: a line on this transport, then `rest`, the text of the transports after it."""
 
 
 class Unbroken(contextlib.AbstractContextManager[None]):
-    """A context for a collective that no rank may leave in its middle, because the other ranks wait for its part.
+    """A context around a collective that no rank may leave in its middle, because the other ranks wait for its part.
+
+    It lets an error of the block pass, and remembers it.
 
     Args:
-        purpose: words for the error, such as "share memory with others".
-        call: words for the collective.
+        purpose: the thing that this rank can no longer do, for the message: "share memory with others".
+        call: words for the collective, for the message.
 
-    Raises: RuntimeError on entering, if an error has left an earlier block.
+    Raises: RuntimeError on entering, if an error has left the block before.
     """
 
     def __init__(self, purpose: str, call: str = "a collective") -> None:
@@ -173,11 +180,11 @@ class Unbroken(contextlib.AbstractContextManager[None]):
 
 
 def reduce_in_place(operands: Operands, combine: Callable[[Array], None]) -> None:
-    """All-reduce `operands` by `combine`, then scale the result.
+    """All-reduce `operands` by `combine`, multiply by the reduction's scale, and write into `out` or `buffer`.
 
     Args:
-        combine: reduces a buffer over the ranks, in place and without the scale. It gets floats of 16 and 8 bits as
-            float32; they are rounded once, after they have been scaled.
+        combine: a function of a buffer; it reduces the buffer over the ranks in place, without the scale. Floats of 16
+            and 8 bits come as float32, so the result is rounded once, after it is scaled.
     """
     buffer, target, factor = operands.buffer, operands.target, operands.reduction.scale
     if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
@@ -193,12 +200,12 @@ def reduce_in_place(operands: Operands, combine: Callable[[Array], None]) -> Non
 
 
 def combined_as_float32(buffer: Array, reduction: Reduction, combine: Callable[..., None]) -> bool:
-    """Reduce floats of 16 and 8 bits in place as float32, as `reduce_in_place` does.
+    """If `buffer` has floats of 16 or 8 bits, all-reduce it in place as float32, scale it, and round it once.
 
     Args:
-        combine: a function of a buffer and a reduction; it combines the buffer over the ranks, in place.
+        combine: a function of a buffer and a reduction without scale; it combines the buffer over the ranks, in place.
 
-    Returns: whether `buffer` has such floats. If False, nothing was done.
+    Returns: False if `buffer` has another dtype; nothing was done then, and the caller reduces it.
 
     Called by: transports of accelerators.
     """

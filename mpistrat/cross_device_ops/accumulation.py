@@ -1,4 +1,4 @@
-"""Adds up and concatenates the components of one value, on one rank."""
+"""Adds up and checks the components of one value (its replicas' arrays), on one rank."""
 
 from __future__ import annotations
 
@@ -55,11 +55,13 @@ def _by_owner(words: Iterable[str], owner: str = "replica") -> str:
 
 
 def sum_of(components: Sequence[Any]) -> Any:
-    """Return this rank's part of a sum: the sum of a value's components on this rank, without autograd.
+    """Return the sum of a value's components on this rank, without autograd.
 
-    Args: components: arrays, numbers, variables, or IndexedSlices.
+    Args: components: arrays, numbers, variables, or IndexedSlices. They keep their values.
 
-    Raises: InvalidArgumentError if they cannot be added up.
+    Returns: a single component itself (as an array), not a copy.
+
+    Raises: InvalidArgumentError if dtypes or shapes differ, for booleans, or if only some are IndexedSlices.
     """
     if len(components) == 1:
         value = operand(components[0])
@@ -74,12 +76,12 @@ def sum_of(components: Sequence[Any]) -> Any:
 
 
 def operands(components: Sequence[Any]) -> list[Any]:
-    """Return numbers and variables as arrays without autograd, on the first one's device; IndexedSlices stay."""
+    """Return all components as arrays without autograd, on the first component's device; IndexedSlices as they are."""
     return arrays.on_one_device([operand(component) for component in components])
 
 
 def operand(component: Any) -> Any:
-    """Return one component as an array without autograd; IndexedSlices stay."""
+    """Return a component (array, number, variable) as an array without autograd; IndexedSlices as they are."""
     if component.__class__ is np.ndarray or isinstance(component, IndexedSlices):
         return component
     if arrays.is_torch(component) and not component.requires_grad:
@@ -99,7 +101,7 @@ def add_n(values: Sequence[Array]) -> Array:
 
 
 def add_slices(values: Sequence[IndexedSlices]) -> IndexedSlices:
-    """Return the sum of sparse values: their rows and their indices one after the other, with duplicates."""
+    """Return the sum of IndexedSlices: the rows of all of them, and their indices, concatenated; an index may recur."""
     return IndexedSlices(
         arrays.concatenate([v.values for v in values]),
         arrays.concatenate([v.indices for v in values]),
@@ -115,7 +117,7 @@ def divide(total: Any, count: int) -> Any:
 
 
 def are_slices(values: Sequence[Any]) -> bool:
-    """Whether the components of one value are IndexedSlices. Raises: InvalidArgumentError if only some are."""
+    """Whether all components of one value are IndexedSlices. Raises: InvalidArgumentError if only some of them are."""
     are_sparse = {isinstance(value, IndexedSlices) for value in values}
     if len(are_sparse) > 1:
         by_replica = _by_owner([type(value).__name__ for value in values])
@@ -133,7 +135,9 @@ def check_no_slices(value: Any) -> None:
 
 
 def as_dense(component: Any) -> Array:
-    """Return any component (array, number, variable, IndexedSlices) as a dense array without autograd.
+    """Return a component (array, number, variable, IndexedSlices) as a dense array without autograd.
+
+    IndexedSlices become an array of `dense_shape`: rows with the same index are added up, other rows are zero.
 
     Raises: ValueError for IndexedSlices without `dense_shape`.
     """
@@ -152,7 +156,7 @@ def check_joinable(values: Sequence[Array], axis: int, owner: str = "replica") -
 
     Args: owner: the word for the owner of each value, in messages: "replica" or "rank".
 
-    Returns: the axis, counted from the front.
+    Returns: the axis, counted from the front, >= 0.
 
     Raises: ValueError for scalars or an axis out of range. InvalidArgumentError if dtypes or other sizes differ.
     """

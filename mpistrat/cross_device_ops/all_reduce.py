@@ -1,4 +1,4 @@
-"""The policy that reduces values over all replicas of all ranks."""
+"""`MpiAllReduce`: the policy (way to combine values) that reduces over all replicas of all ranks."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _KNOWN_KINDS = 1024
 
 
 class _ArrayPack(NamedTuple):
-    """Some arrays of a list, of one dtype and device, that are reduced together.
+    """A pack: arrays of one dtype and device that one message of the communicator reduces together.
 
     Attributes:
-        indices: the indices of the arrays in their list.
-        reduction: how the communicator combines them.
-        on_device: whether they are in the memory of an accelerator.
-        stays: whether the communicator takes them from their own memory; if False, they are copied to the host.
-        joined: whether they are copied, side by side, before they are reduced.
-        to_numpy: whether they are host tensors of a dtype that NumPy has.
+        indices: the indices of the arrays in the list of all values.
+        reduction: the operation and the label for the communicator.
+        on_device: whether the arrays are in the memory of an accelerator.
+        stays: whether the communicator takes buffers in that memory; if False, they are copied to the host and back.
+        joined: whether the arrays are first copied side by side into one buffer; False for one array alone.
+        to_numpy: whether the arrays are host tensors of a dtype that NumPy has.
         length: number of elements of all arrays together.
         shape: the shape of each array if all have the same shape, else None.
     """
@@ -60,16 +60,17 @@ class _ArrayPack(NamedTuple):
 
 
 class MpiAllReduce(CrossDeviceOps):
-    """All-reduce over all replicas of all ranks of a communicator. `explain()` tells how values on GPUs move.
+    """All-reduce over all replicas of all ranks of a communicator. Every rank gets the results.
 
-    Each rank first adds up its own components. The sums of a batch are packed by dtype and by
-    `CommunicationOptions.bytes_per_pack`; the communicator all-reduces each pack, and the results are unpacked.
+    Each rank first adds up its own components (its replicas' values). The sums of a batch are joined into packs: flat
+    buffers of one dtype and device, whose size `CommunicationOptions.bytes_per_pack` limits. Each pack is all-reduced
+    in one message. A MEAN divides the sum by the number of this rank's components times the number of ranks.
 
     Called by: every rank of `communicator`, in the same order, with the same number of components on each rank.
 
     Args:
-        communicator: the ranks, such as `strategy.extended.communicator`.
-        options: defaults for every call.
+        communicator: the ranks, such as `strategy.extended.communicator`. Its `explain()` tells how bytes move.
+        options: defaults for every call; None: `CommunicationOptions()`.
 
     Raises: TypeError if `communicator` is not a `Communicator`.
 
@@ -108,7 +109,11 @@ class MpiAllReduce(CrossDeviceOps):
             )
 
     def merged(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """Return the default options, overridden by the `options` of one call; warn of options without effect there."""
+        """Return the default options, overridden by the `options` of one call; None returns the defaults.
+
+        It warns of options that have no effect: `timeout_seconds`, and `overlap`, `wire_dtype` and `wire_format`,
+        because these three concern only gradients.
+        """
         if options is None:
             return self.options
         merged = self.options.merge(options)
@@ -156,10 +161,11 @@ class MpiAllReduce(CrossDeviceOps):
 
         Args:
             values: for each value, its components on this rank: arrays, numbers, variables or IndexedSlices.
-            options: override the defaults.
-            label: words for the values, such as their structure; equal on all ranks.
+            options: override the defaults of this object; None: the defaults.
+            label: words for the values, such as their structure; equal on all ranks. Error messages show it.
 
-        Returns: a fresh array for each value; a Python number for Python numbers, IndexedSlices for IndexedSlices.
+        Returns: for each value a new array in its dtype (a MEAN of integers is a float), a Python number for Python
+            numbers, IndexedSlices for IndexedSlices. The components keep their values.
 
         Raises: InvalidArgumentError, on the other ranks CollectiveMismatchError, if components cannot be combined.
         """
@@ -182,7 +188,11 @@ class MpiAllReduce(CrossDeviceOps):
     def _finished(
         self, reduce_op: ReduceOp, totals: list[Any], values: Sequence[Sequence[Any]]
     ) -> list[Any]:
-        """Return the results: means divided, extrema and products in their own dtype, Python numbers as such."""
+        """Turn sums or extrema over all ranks into the results, in the list `totals` itself, and return it.
+
+        MEAN divides each sum by the number of components on all ranks. MAX, MIN and PRODUCT go back to the dtype of the
+        components. If the first component is a Python number, the result is one, too.
+        """
         for i, components in enumerate(values):
             first = components[0]
             if reduce_op is ReduceOp.MEAN:
@@ -204,12 +214,16 @@ class MpiAllReduce(CrossDeviceOps):
         label: str,
         kinds: Any,
     ) -> tuple[Communicator, list[Any], list[_ArrayPack]]:
-        """Prepare the reduction of `values`; gather their sparse values. Collective.
+        """Combine each value's components on this rank, and plan the packs that the ranks then reduce. Collective.
+
+        IndexedSlices are gathered from all ranks already here, so they are in no pack.
 
         Args:
-            kinds: dtypes and shapes, from `_plain`; the packs for sums of such values are kept. None keeps none.
+            kinds: the values' dtypes and shapes, from `_plain`: the plan for SUM or MEAN is kept for the next values of
+                these kinds. None keeps no plan.
 
-        Returns: the communicator that moves them, this rank's sums (complete for sparse values), and their packs.
+        Returns: the communicator that moves the packs; for each value this rank's part of the result (for
+            IndexedSlices, the sum over all ranks); the packs.
         """
         with self.communicator.raising_together():
             merged = self.merged(options)
@@ -234,7 +248,7 @@ class MpiAllReduce(CrossDeviceOps):
     def _reduce_joined(
         self, communicator: Communicator, pack: _ArrayPack, like: Sequence[Array]
     ) -> list[Array]:
-        """Combine a pack's arrays over the ranks, side by side in one buffer. Returns: fresh arrays.
+        """Copy a pack's arrays side by side into one buffer, and all-reduce the buffer. Returns: a new array for each.
 
         Args: like: the pack's arrays on this rank.
         """
@@ -250,7 +264,7 @@ class MpiAllReduce(CrossDeviceOps):
     def _reduce_alone(
         self, communicator: Communicator, pack: _ArrayPack, like: Sequence[Array]
     ) -> list[Array]:
-        """Combine a pack's only array over the ranks, without a copy of it. Returns: a list with one fresh array."""
+        """All-reduce the only array of a pack from its own memory. Returns: a list with one new array."""
         (first,) = like
         # NumPy's calls take a third of the time of torch's.
         host = first.numpy(force=True) if pack.to_numpy else first
@@ -271,16 +285,20 @@ class MpiAllReduce(CrossDeviceOps):
         contributions: Sequence[Sequence[Array | None]],
         reduction_of: Callable[[Sequence[int]], Reduction],
     ) -> dict[int, Array]:
-        """Sum the gradients of parameters over all replicas of all ranks; the sums lie in packs. Collective.
+        """Sum the gradients of parameters over all replicas of all ranks. Collective.
+
+        Called by: `DenseSums` of `pytorch.gradients`, at the end of a backward.
 
         Args:
-            packer: makes the packs.
+            packer: makes the packs, flat buffers with the sums side by side.
             like: the parameters.
-            indices: the indices of the parameters whose gradients are summed; the same on all ranks.
+            indices: the indices in `like` of the parameters to sum; the same on all ranks.
             contributions: for each replica of this rank, a gradient for each of `like`; None counts as zero.
-            reduction_of: a function of some of the indices; it returns the `Reduction` for their sum.
+            reduction_of: a function of the indices in one pack; it returns the `Reduction` (label, scale, compressor)
+                for that pack.
 
-        Returns: a dict from each index to its sum.
+        Returns: a dict from each index to its sum, a view of a pack. A single gradient on a GPU may be summed in its
+            own memory.
 
         Example:
             >>> from mpistrat.communicators import reducing
@@ -329,9 +347,12 @@ class MpiAllReduce(CrossDeviceOps):
 
         Args:
             values: this rank's components. Dtype and sizes along the other axes must be equal on all ranks.
+            axis: negative counts from the end.
             label: words for the values; equal on all ranks.
 
-        Returns: one array, on the device of `values[0]`.
+        Returns: one array with all components, on the device of `values[0]`.
+
+        Raises: ValueError for scalars or an axis out of range. InvalidArgumentError if dtypes or other sizes differ.
 
         Example:
             >>> ops = ms.MpiAllReduce(ms.OneDeviceStrategy("cpu").extended.communicator)
@@ -353,11 +374,12 @@ class MpiAllReduce(CrossDeviceOps):
 
 
 def _plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
-    """Return the only component of each value, and their dtypes and shapes, if all are plain.
+    """Return the components, and their dtypes and shapes, of values that need no preparation.
 
-    Plain values are host arrays of one library, without autograd, and have one component each.
+    Such values have one component each: NumPy arrays only, or only host tensors that need no gradients. `MpiAllReduce`
+    keeps its packs under their dtypes and shapes.
 
-    Returns: [] and None if any value is not plain.
+    Returns: [] and None if any value is of another kind.
     """
     if len(values) != 1 or len(values[0]) != 1:
         return _all_plain(values)
@@ -384,12 +406,12 @@ def _all_plain(values: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
 def _pack_of(
     communicator: Communicator, totals: Sequence[Array], group: list[int], op: str, name: str
 ) -> _ArrayPack:
-    """Make the pack of some of `totals`.
+    """Return the pack for some of the arrays `totals`. Nothing is copied yet.
 
     Args:
-        group: the indices of its arrays in `totals`.
-        op: the communicator's name of the operation.
-        name: the beginning of the pack's label.
+        group: the indices in `totals` of the pack's arrays.
+        op: the operation as communicators name it: "sum", "max".
+        name: the beginning of the pack's label; with several arrays, their shapes follow.
     """
     like = [totals[i] for i in group]
     first = like[0]

@@ -1,4 +1,4 @@
-"""Policies that reduce among the devices of one rank, and copy the result to each of them."""
+"""Policies that reduce among the devices of one rank, and copy the result to each of these devices."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from mpistrat.values import PerReplica
 
 
 class _PackedAllReduce(ReductionToOneDevice):
-    """Reduces packs of fused arrays among the devices of one rank.
+    """Joins the arrays of a batch into a few flat arrays (packs), and reduces these among the devices of one rank.
+
+    It joins dense arrays that have the dtype and the number of components of the batch's first value, if there are at
+    least two; it reduces each other value alone.
 
     Args:
-        num_packs: number of equal pieces that the dense arrays of a batch are fused into; 0 fuses nothing.
+        num_packs: number of packs, of equal length, for the dense arrays of a batch; 0 joins nothing.
 
     Raises: TypeError or ValueError unless `num_packs` is an integer >= 0.
     """
@@ -66,13 +69,14 @@ class _PackedAllReduce(ReductionToOneDevice):
 
 
 class NcclAllReduce(_PackedAllReduce):
-    """All-reduce among the GPUs of one rank, by torch's NCCL if each tensor is on a GPU of its own.
+    """All-reduce among the GPUs of one rank, by torch's NCCL if each component is a tensor on a different GPU.
 
-    Other values are reduced on one device. With one rank per GPU, as MPI programs use GPUs, nothing is left to reduce
-    inside a rank. Between ranks, also on several nodes, NCCL is used where all ranks can use it.
+    Other values are added up on one device. A rank with one GPU has nothing to reduce inside the rank. Between ranks,
+    also on several nodes, a strategy with this policy uses NCCL if all ranks can use it.
 
     Args:
-        num_packs: number of equal pieces that the dense arrays of a batch are fused into; 0 fuses nothing.
+        num_packs: number of flat arrays, of equal length, that the dense arrays of a batch are joined into; 0 joins
+            nothing.
 
     Example:
         >>> ops = ms.NcclAllReduce(num_packs=2)
@@ -94,14 +98,15 @@ class NcclAllReduce(_PackedAllReduce):
 
 
 class HierarchicalCopyAllReduce(_PackedAllReduce):
-    """All-reduce among the devices of one rank in two levels: in two halves, then between their two sums.
+    """All-reduce among the devices of one rank in two levels: each half of the devices, then the two halves' sums.
 
-    The copies follow the wiring of machines whose GPUs come in two fully connected groups: each half is added up on its
-    own first device. Between ranks on several nodes, large values on GPUs move as with
-    `CommunicationImplementation.HIERARCHICAL`.
+    Each half is added up on its first device. This suits machines with two groups of GPUs and fast links inside
+    each group. With fewer than four components, or IndexedSlices, all are added up at once. Between ranks on several
+    nodes, large values on GPUs move as with `CommunicationImplementation.HIERARCHICAL`.
 
     Args:
-        num_packs: number of equal pieces that the dense arrays of a batch are fused into; 0 fuses nothing.
+        num_packs: number of flat arrays, of equal length, that the dense arrays of a batch are joined into; 0 joins
+            nothing.
 
     Example:
         >>> ops = ms.HierarchicalCopyAllReduce()

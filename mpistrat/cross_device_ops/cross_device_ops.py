@@ -1,4 +1,7 @@
-"""The base class of all policies: public methods check operands, `_implementation` hooks have the algorithms."""
+"""`CrossDeviceOps`, the base class of policies: its public methods check operands, and then call the hooks.
+
+The hooks are the methods `…_implementation`; subclasses override them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from mpistrat.values import DistributedValues, Mirrored, PerReplica
 
 
 def check_destinations(destinations: Any) -> None:
-    """Check that `destinations` names devices: a device's name, an array, a variable or a distributed value.
+    """Check that `destinations` is a device's name, an array, a variable, IndexedSlices or a distributed value.
 
-    Raises: ValueError for anything else.
+    Raises: ValueError for anything else, and for the name of a device that does not exist.
     """
     if isinstance(destinations, str):
         check_device(destinations)
@@ -47,7 +50,11 @@ def check_pairs(value_destination_pairs: Any) -> None:
 
 
 def place(value: Any, destinations: Any) -> Any:
-    """Copy `value` to `destinations`. Returns: one value for one device, a `Mirrored` of copies for several."""
+    """Copy `value` to the devices of `destinations`.
+
+    Returns: for a device's name, the value there; for a distributed value of several components, a `Mirrored` with a
+        copy for each component; otherwise `value` itself.
+    """
     if isinstance(destinations, str) and arrays.is_array(value):
         return arrays.to_device(value, check_device(destinations))
     if not isinstance(destinations, DistributedValues) or len(destinations.values) == 1:
@@ -64,9 +71,9 @@ def place(value: Any, destinations: Any) -> Any:
 
 
 def _moved_to(destination: Any, tensor: Any) -> Any:
-    """Return `tensor` on the device of `destination`, a component of destinations.
+    """Return `tensor` on the device of `destination`, one component of a distributed value.
 
-    Components without a device (numbers, and arrays of NumPy before version 2) leave `tensor` where it is.
+    Returns: `tensor` itself if `destination` has no device, like a number, or an array of NumPy before version 2.
     """
     if isinstance(destination, IndexedSlices):
         destination = destination.values
@@ -74,7 +81,7 @@ def _moved_to(destination: Any, tensor: Any) -> Any:
 
 
 def components_of(value: Any) -> tuple[Any, ...]:
-    """Return the arrays of a per-replica operand, without autograd; a plain value gives a tuple of one."""
+    """Return the components of a distributed value, or any other value as the only component, without autograd."""
     components = value.values if isinstance(value, DistributedValues) else (value,)
     return tuple(
         c if isinstance(c, IndexedSlices) else arrays.as_operand(arrays.detach_read(c))
@@ -83,17 +90,17 @@ def components_of(value: Any) -> tuple[Any, ...]:
 
 
 class CrossDeviceOps:
-    """A policy: how the components of values on this rank are reduced, broadcast and gathered.
+    """A policy: how the components of a value, one for each replica of this rank, are reduced and gathered.
 
     For an algorithm of your own, subclass it and implement `reduce_implementation`; implement
-    `batch_reduce_implementation`, too, to reduce several values together. Operands hold the components of this rank's
-    replicas; a strategy that spans ranks combines the results over the ranks itself. `backward()` inside `run` passes
-    the gradients of all used parameters to one `batch_reduce` with SUM, each with its parameter.
+    `batch_reduce_implementation`, too, to reduce several values together. A policy sees this rank's components only; a
+    strategy that spans ranks combines the results over the ranks itself. `backward()` inside `run` passes the gradients
+    of all used parameters to one `batch_reduce` with SUM; the parameter is the destination of its gradient.
 
     Attributes:
-        between_ranks: how the results are combined over the ranks, unless the strategy's options say it.
-        reduce_ops: the operations that `reduce` and `batch_reduce` take. A strategy asks only for these, and makes
-            other maxima, minima and products itself.
+        between_ranks: how a strategy moves the results between ranks, unless its own options name an implementation.
+        reduce_ops: the operations that `reduce` and `batch_reduce` take. A strategy calls the policy only for these,
+            and computes other maxima, minima and products itself.
 
     Example:
         >>> class BackwardSum(ms.CrossDeviceOps):
@@ -146,7 +153,14 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Combine many (value, destinations) pairs at once, as `reduce` does one. Returns: a list in the same order."""
+        """Combine many values at once, each as `reduce` does.
+
+        Args: value_destination_pairs: a list or tuple of (value, destinations) tuples.
+
+        Returns: the results, in the order of the pairs; [] for no pairs.
+
+        Raises: ValueError for another `reduce_op`, or for pairs of another form.
+        """
         with self._checks():
             self._check_op(reduce_op)
             check_pairs(value_destination_pairs)
@@ -160,7 +174,7 @@ class CrossDeviceOps:
         return self.batch_reduce_implementation(reduce_op, checked, options)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Copy `tensor` to `destinations`. Returns: a `Mirrored` for several devices, else an array.
+        """Copy `tensor` to `destinations`. Returns: a `Mirrored` for several components, else an array.
 
         Example:
             >>> ms.ReductionToOneDevice().broadcast(np.ones(2), "cpu:0")
@@ -176,10 +190,13 @@ class CrossDeviceOps:
         axis: int,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Concatenate the components along `axis`, in replica order, on `destinations`; `IndexedSlices` become dense.
+        """Concatenate the components along `axis`, in replica order, and put the result on `destinations`.
+
+        `IndexedSlices` become dense arrays first.
 
         Raises: ValueError for scalars, an axis out of range, or IndexedSlices without `dense_shape`.
-            NotImplementedError for IndexedSlices that are not per replica.
+            InvalidArgumentError if dtypes, or sizes along other axes, differ. NotImplementedError if
+            `per_replica_value` is itself IndexedSlices, and not a `PerReplica` of them.
         """
         with self._checks():
             check_destinations(destinations)
@@ -215,7 +232,9 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Reduce several values, for `batch_reduce`, with checked operands; here one by one.
+        """Reduce several values, for `batch_reduce`, with checked operands; here each by `reduce_implementation`.
+
+        Returns: the results, in the order of the pairs.
 
         Example:
             >>> class Logging(ms.ReductionToOneDevice):
@@ -238,7 +257,10 @@ class CrossDeviceOps:
             )
 
     def _checks(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context for checks of operands: subclasses pass errors of a check on to all ranks."""
+        """Return the context around the checks of operands. It does nothing here.
+
+        `MpiAllReduce` returns a context that raises an error of this rank's operands on all ranks.
+        """
         return contextlib.nullcontext()
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
@@ -283,9 +305,11 @@ def sums_of_rank(
     pairs: Sequence[tuple[Any, Any]],
     options: CommunicationOptions | None = None,
 ) -> list[Any]:
-    """Sum (value, destinations) pairs over this rank's replicas, by the user's policy. Not collective.
+    """Sum values over this rank's replicas by `custom`, the user's policy. Not collective.
 
-    Returns: for each pair, one array; of a `Mirrored`, its first component.
+    Called by: `reduce` of strategies, and the reduction of gradients, before the ranks sum the results.
+
+    Returns: for each (value, destinations) pair, one array: the first component if the policy returned a `Mirrored`.
     """
     local = custom.batch_reduce(ReduceOp.SUM, pairs, options)
     return [v.values[0] if isinstance(v, DistributedValues) else v for v in local]

@@ -1,7 +1,8 @@
 """Maxima, minima and products of the components of one value.
 
-Floats are compared as integers in the same order, where NaN wins every comparison. So the result has the same bits in
-any order of comparisons, by NumPy, torch or MPI. MPI's own maxima of floats may drop a NaN.
+MAX and MIN of float32 and float64 compare integers that have the order of the floats; NaN is the greatest
+for MAX and the least for MIN. So a NaN on any rank makes the result NaN, and the order of comparisons does not change
+the result's bits. MPI's own maxima of floats may drop a NaN.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ _FLOATS = {integer: floating for floating, integer in _INTEGERS.items()}
 
 
 def of_rank(op: ReduceOp, components: Sequence[Any]) -> Array:
-    """Return this rank's part of an extremum or a product. The communicator combines the parts; `restored` ends it.
+    """Combine this rank's components by MAX, MIN or PRODUCT, in the form that ranks then exchange.
+
+    The caller all-reduces the result by the same operation, then passes it to `restored`.
 
     Args: components: arrays, numbers or variables of this rank's replicas.
 
-    Returns: for MAX and MIN, floats as integers in the same order, except on XLA. Booleans become uint8; for PRODUCT,
-        floats of 16 and 8 bits become float32.
+    Returns: one array. Booleans are uint8 there, and floats of 16 and 8 bits are float32. For MAX and MIN, floats are
+        then integers of their order (see `_comparable`), except on XLA devices.
     """
     values = [_comparable(op, value) for value in operands(op, components)]
     xp = api.array_namespace(values[0])
@@ -44,7 +47,9 @@ def of_rank(op: ReduceOp, components: Sequence[Any]) -> Array:
 
 
 def operands(op: ReduceOp, components: Sequence[Any]) -> list[Array]:
-    """Return components as arrays without autograd on one device; booleans as uint8, shorter floats as float32.
+    """Return components as arrays without autograd on the first one's device.
+
+    Booleans become uint8, and floats of 16 and 8 bits float32.
 
     Raises: NotImplementedError for IndexedSlices. InvalidArgumentError if shapes or dtypes differ, or for MAX and MIN
         of complex numbers.
@@ -64,7 +69,10 @@ def operands(op: ReduceOp, components: Sequence[Any]) -> list[Array]:
 
 
 def restored(op: ReduceOp, total: Array, like: Any) -> Array:
-    """Return the result in the dtype of `like`, one of the components. `total` combines all ranks' `of_rank`."""
+    """Return `total`, the combined results of `of_rank` of all ranks, in the dtype of the components.
+
+    Args: like: one of the components that `of_rank` was given.
+    """
     component = accumulation.operand(like)
     xp = api.array_namespace(total)
     integer = arrays.dtype_name(total)
@@ -79,10 +87,14 @@ def product(factors: Array) -> Array:
 
 
 def over_axes(op: ReduceOp, component: Any, axis: int | Sequence[int]) -> Array:
-    """Reduce one component along `axis`, an axis or several, by MAX, MIN or PRODUCT. The dtype stays.
+    """Reduce one component along `axis` by MAX, MIN or PRODUCT, on this rank.
 
-    Without elements the result is neutral: 1 for PRODUCT; the dtype's least number for MAX, minus infinity for floats;
-    the greatest for MIN.
+    Called by: `strategy.reduce(axis=)`, before it combines the components.
+
+    Args: axis: one axis, or several.
+
+    Returns: an array of the component's dtype without these axes. If they have no elements, it has neutral values: 1
+        for PRODUCT; for MAX minus infinity or the least integer; for MIN infinity or the greatest integer.
     """
     (value,) = operands(op, [component])
     dtype = accumulation.operand(component).dtype
@@ -107,9 +119,12 @@ def _widened(value: Array) -> Array:
 
 
 def _comparable(op: ReduceOp, value: Array) -> Array:
-    """Return floats as integers in the same order, with NaN as the winner.
+    """Return integers that compare like the floats in `value`, so that MAX and MIN give NaN if any rank has NaN.
 
-    Other dtypes, products and arrays of XLA stay as they are; XLA compares floats itself.
+    The integers have the floats' size. NaN becomes the greatest integer for MAX, and the least for MIN.
+
+    Returns: `value` itself for PRODUCT, for dtypes other than float32 and float64, and on XLA devices, because XLA's
+        own maxima keep NaN.
     """
     integer = _INTEGERS.get(arrays.dtype_name(value))
     if op is ReduceOp.PRODUCT or integer is None or arrays.is_on_xla(value):
@@ -130,7 +145,7 @@ def _limits(like: Array) -> tuple[Any, Any]:
 
 
 def _reordered(bits: Array) -> Array:
-    """Map the bits of floats to integers in the same order, or such integers back to bits."""
+    """Turn the bits of floats (as integers) into integers of the floats' order; the same call turns them back."""
     xp = api.array_namespace(bits)
     # For a negative float, flip all bits but the sign.
     return xp.where(bits < 0, bits ^ xp.full_like(bits, xp.iinfo(bits.dtype).max), bits)

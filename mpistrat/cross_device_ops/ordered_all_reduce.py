@@ -18,13 +18,17 @@ from mpistrat.reduce_op import ReduceOp
 
 
 class OrderedAllReduce(MpiAllReduce):
-    """An `MpiAllReduce` that adds up the replicas of all ranks in the order of the reduction tree.
+    """An `MpiAllReduce` that adds up the replicas' values in a fixed order, the reduction tree: neighbours first.
 
-    See `communicators.reduction.tree` for the order. Sums of integers are the same in any order, and sparse values are
-    joined in replica order, so both move as in `MpiAllReduce`.
+    See `communicators.reduction.tree` for the order. Integers and IndexedSlices move as in `MpiAllReduce`, because
+    sums of integers are the same in any order, and slices are joined in replica order anyway. A MEAN is the sum divided
+    by the sum of `components_of_ranks`.
+
+    Made by: deterministic strategies.
 
     Args:
-        components_of_ranks: the number of components of a value on each rank, in rank order.
+        components_of_ranks: the number of components of a value on each rank, in rank order. `all_reduce` raises
+            ValueError on a rank that passes another number.
     """
 
     def __init__(
@@ -69,12 +73,15 @@ class OrderedAllReduce(MpiAllReduce):
         options: CommunicationOptions | None,
         name: str,
     ) -> list[Any]:
-        """Sum `values` over all replicas, in the order of replicas if the dtype rounds. Collective.
+        """Return the sum of each of `values` over all replicas. Collective.
+
+        Floating-point and complex values are added up in the order of the reduction tree, other values in any order.
 
         Args:
-            merged: the defaults, overridden by `options`.
-            options: the options of this call, or None.
-            name: the beginning of labels.
+            values: for each value, its components on this rank.
+            merged: the default options, overridden by `options`; only `bytes_per_pack` counts here.
+            options: the options of this call; None: the defaults.
+            name: the beginning of the packs' labels.
         """
         with self.communicator.raising_together():
             operands = [accumulation.operands(components) for components in values]
@@ -115,7 +122,7 @@ class OrderedAllReduce(MpiAllReduce):
     def _product(
         self, components: Sequence[Any], options: CommunicationOptions, name: str
     ) -> Array:
-        """Multiply one value over all replicas, in the order of their ids, whichever ranks they are on. Collective."""
+        """Gather one value of all replicas, and return their product, multiplied in replica order. Collective."""
         with self.communicator.raising_together():
             factors = extrema.operands(ReduceOp.PRODUCT, components)
         gathered = self.all_gather([factor[None] for factor in factors], 0, name, options)
@@ -130,24 +137,24 @@ class OrderedAllReduce(MpiAllReduce):
         reduction: Reduction,
         cut: Callable[[Array, Sequence[Any]], list[Array]],
     ) -> list[Array]:
-        """Sum arrays of one dtype and device over all replicas, in one message. Collective.
+        """Sum arrays of one dtype and device over all replicas, in one message and in the tree's order. Collective.
 
         Args:
             packer: makes the memory for sums.
-            window: the memory whose window holds the sums, if there is room.
+            window: holds the sums in its window (memory that a node's ranks share), if there is room.
             like: arrays with the shapes and the dtype of the sums.
             values: for each replica of this rank, an array for each of `like`; None counts as zero.
             reduction: the label and the scale.
-            cut: cuts the message into arrays like `like`.
+            cut: a function of a flat array and `like`; it returns views in the shapes of `like`.
 
-        Returns: the sums, one for each of `like`.
+        Returns: the sums, one for each of `like`: views made by `cut`.
         """
         counted = self._components_of_ranks
         first = sum(counted[: self.communicator.rank])
         of_rank = tree_of_replicas(sum(counted), first, first + len(values))
         tree = tree_of_ranks(counted)
         length = sum(map(arrays.num_elements, like))
-        # Several replicas of a rank: 16-bit floats are summed as float32, and rounded once, at the end.
+        # If any rank has several replicas, 16-bit floats are summed as float32, and rounded once, at the end.
         short = arrays.dtype_name(like[0]).startswith(SUMMED_AS_FLOAT32)
         widens = short and max(counted) > 1
         summed = arrays.dtype_like("float32", like[0]) if widens else like[0].dtype
@@ -173,15 +180,15 @@ def _add_up(
     values: Sequence[Sequence[Array | None]],
     cut: Callable[[Array, Sequence[Any]], list[Array]],
 ) -> None:
-    """Add up the values of a rank's replicas in the order of `tree`, into `sums`.
+    """Add up the values of a rank's replicas, without other ranks, as far as `tree` allows, into `sums`.
 
     Args:
-        tree: over the rank's replicas; each of them counts as a rank.
-        sums: of shape [sums that remain, elements].
+        tree: the tree over the rank's replicas; each replica counts as a rank of the tree.
+        sums: uninitialized, of shape [sums that remain, elements]. Row i gets the sum at position `tree.left[i]`.
         packer: makes memory for unfinished sums.
         like: arrays with the shapes of the values.
-        values: for each replica, an array for each of `like`; None counts as zero.
-        cut: cuts flat memory into arrays like `like`.
+        values: for each replica of this rank, an array for each of `like`; None counts as zero.
+        cut: a function of a flat array and `like`; it returns views in the shapes of `like`.
     """
     places = dict(zip(tree.left, sums, strict=True))
     flats: dict[int, Array] = {}  # for each replica, its values; later ones are added
@@ -200,14 +207,20 @@ def _add_up(
         if added in flats:
             total += flats.pop(added)
         else:
-            # None is added as zero: else minus zero would survive, but only for some distributions of replicas.
+            # None is added as zero, because minus zero plus zero is zero: if None were skipped, the sign of a zero
+            # would depend on the distribution of replicas over ranks.
             packing.add(cut(total, like), values[added], absent="zero")
     for position in tree.left:
         flat_of(position)
 
 
 def _first_of_rounded(components: Sequence[Any]) -> Array | None:
-    """Return the first component if they are dense and the order of additions changes their sum; else None."""
+    """Return the first component if the sum depends on the order: for dense floats and complex numbers.
+
+    Returns: None for integers and IndexedSlices.
+
+    Raises: InvalidArgumentError if the components cannot be added up.
+    """
     if accumulation.are_slices(components):
         return None
     accumulation.check_summable(components)

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 _DTYPE, _SHAPE, _IS_CPU = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
 LAYOUT = operator.attrgetter("dtype", "device", "shape")
-# Parameters may take turns, such as a generator's and a discriminator's: the packs of this many turns are kept; two of
-# each, because a program that accumulates has the gradients of earlier backwards in one of them.
+# Programs may reduce different parameters in turn, such as a generator's and a discriminator's, so a packer keeps the
+# last _TURNS plans. A plan keeps _PACKS packs for each group of tensors, because a program that accumulates gradients
+# still holds the gradients of earlier backwards in one of them.
 _TURNS, _PACKS = 4, 2
 
 
@@ -48,7 +49,8 @@ class Pack:
         pieces: views of `flat`, in the shapes of the tensors.
         operand: `flat` as a NumPy array if it is on the host and NumPy has its dtype, because NumPy's calls take a
             third of the time of torch's; else `flat`.
-        alone: the value of `references()` while nothing else refers to the pack; None on an accelerator.
+        alone: the value of `references()` while nothing outside the pack refers to its memory; if `references()` still
+            returns it, the pack may be used again. None on an accelerator, where packs are not used again.
     """
 
     flat: Array
@@ -58,10 +60,10 @@ class Pack:
     alone: Any = None
 
     def references(self) -> Any:
-        """Count the references from Python and torch to the memory and to the pieces.
+        """Return how many references Python and torch have to the memory and to each piece.
 
-        Returns: the counts, the addresses, and whether pieces need gradients. Equal results say that nobody else has
-            come to refer to the pack, or has changed it.
+        Returns: a tuple of these counts, the addresses of the memory and of the pieces, and whether each piece needs
+            gradients. If it equals `alone`, nobody uses the pack, and nobody has changed its pieces.
         """
         torch, storage = sys.modules["torch"], self.flat.untyped_storage()
         return (
@@ -75,11 +77,12 @@ class Pack:
 
 
 class PackPlan(NamedTuple):
-    """The packs for some tensors; it is valid as long as their layouts stay as they are.
+    """How `Packer.packs` divides some tensors into packs, and the packs that it may use again.
 
     Attributes:
-        key: the communicator, whether it is asked for a window, the indices, and the tensors' layouts.
-        packs: for each pack, the indices of its tensors, and the last packs for them in host memory.
+        key: the communicator, `asks`, the indices, and the tensors' dtypes, devices, shapes and strides. The plan
+            serves every call of `Packer.packs` with an equal key.
+        packs: for each pack, the indices of its tensors, and the last two packs made for them in host memory.
     """
 
     key: tuple[Any, ...]
@@ -90,7 +93,7 @@ _packers: weakref.WeakSet[Packer] = weakref.WeakSet()  # all packers of this pro
 
 
 class Packer:
-    """Makes packs. On the host it uses a pack's memory again once nothing refers to it or to an array made of it."""
+    """Makes packs (flat buffers of several arrays). On the host, it uses memory again once nothing refers to it."""
 
     def __init__(self) -> None:
         self._recycled = RecycledBuffers()
@@ -101,21 +104,22 @@ class Packer:
         self._asked: dict[Communicator, int] = {}  # bytes of the largest window asked for
 
     def forget(self) -> None:
-        """Drop all packs and plans. Memory that is in use stays valid."""
+        """Drop all packs and plans, so that their idle memory is free. Memory that is in use stays valid."""
         self._plans.clear()
 
     def packs(
         self, like: Any, indices: Sequence[int], communicator: Communicator, *, asks: bool = True
     ) -> list[Pack]:
-        """Return uninitialized packs for tensors: one for each dtype and device, with the tensors in given order.
+        """Return uninitialized packs with a piece for each tensor: one pack for each dtype and device.
 
-        Collective if a pack may lie in the window of `communicator`, unless `asks` is False.
+        A pack may be one that an earlier call returned, if nobody uses it any more.
 
         Args:
-            like: the tensors; only their dtype, device, shape and strides count.
-            indices: the indices of the tensors to pack.
-            communicator: the packs lie in its window, if there is room.
-            asks: whether to ask for a larger window than the present one. That is collective.
+            like: the tensors; only their dtype, device, shape and strides count. Nothing is copied.
+            indices: the indices in `like` of the tensors to pack; pieces lie in this order.
+            communicator: host packs lie in its window (memory that a node's ranks share), if there is room.
+            asks: True asks for a larger window if a pack needs it; then the call is collective. False takes the window
+                as it is; a pack that does not fit lies in ordinary memory.
         """
         key = communicator, asks, [*indices], layouts(map(like.__getitem__, indices))
         for plan in [*self._plans]:
@@ -164,7 +168,8 @@ class Packer:
 
         Args:
             dtype: a dtype of the library of `like`.
-            window: its window holds memory on the host, if there is room; then the call is collective.
+            window: its window (memory that a node's ranks share) holds the array, if the array is on the host and
+                there is room; else ordinary memory. More than `window.window_capacity` bytes make the call collective.
         """
         if arrays.is_on_accelerator(like):  # the accelerator's own allocator recycles memory
             return api.array_namespace(like).empty(length, dtype=dtype, device=api.device(like))
@@ -189,7 +194,7 @@ class Packer:
             length: number of elements of all values together.
             shape: the shape of each value if all have the same shape, else None.
 
-        Returns: the flat array, and its pieces in the shapes of `values`.
+        Returns: the flat array, of shape [length], and for each value a view of it in the value's shape.
         """
         first = values[0]
         if not arrays.is_torch(first) or length * first.dtype.itemsize >= SMALLEST:
@@ -207,7 +212,13 @@ class Packer:
 
 
 def _new_plan(key: tuple[Any, ...], like: Any, indices: Sequence[int]) -> PackPlan:
-    """Make the plan for tensors that have none yet. Args: like, indices: the tensors of `Packer.packs`."""
+    """Return a plan with the largest group of tensors first, still without packs.
+
+    Args:
+        key: the attribute of the plan.
+        like: the tensors.
+        indices: the indices in `like` of the tensors to pack.
+    """
     plan = PackPlan(key, [(group, []) for group in alike(like, indices)])
     # The largest pack comes first: all other packs then lie in the window that it asks for.
     plan.packs.sort(key=lambda pack: -sum([like[i].nbytes for i in pack[0]]))
@@ -215,13 +226,16 @@ def _new_plan(key: tuple[Any, ...], like: Any, indices: Sequence[int]) -> PackPl
 
 
 def layouts(tensors: Iterable[Any]) -> list[Any]:
-    """Return the dtypes, devices, shapes and strides of tensors; if they are equal, so are the places in a pack."""
+    """Return the dtypes, devices, shapes and strides of tensors, to compare: equal lists have equal packs."""
     some = list(tensors)
     return [*map(LAYOUT, some), *map(sys.modules["torch"].Tensor.stride, some)]
 
 
 def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:
-    """Group `indices` by dtype and device of their tensors, in order. A tensor on "meta" counts as on the host."""
+    """Group `indices` by dtype and device of the tensors of `like`; groups are in the order of their first index.
+
+    A tensor on torch's device "meta" (without memory) counts as on the host.
+    """
     some = [like[i] for i in indices]
     if len(set(map(_DTYPE, some))) == 1 and _are_on_host(some):
         return [list(indices)]
@@ -232,7 +246,7 @@ def alike(like: Any, indices: Sequence[int]) -> list[list[int]]:
 
 
 def _are_on_host(values: Sequence[Any]) -> bool:
-    """Whether all values are certainly on the host. They must have one dtype, and so one library."""
+    """Whether all values, of one dtype, are on the host; False also if they are not NumPy's nor torch's."""
     if arrays.is_torch(values[0]):
         return all(map(_IS_CPU, values))
     return set(map(type, values)) == {np.ndarray}
@@ -245,10 +259,10 @@ def _device_of(array: Array) -> Any:
 
 
 def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Array]]:
-    """Cut `values`, in order, into groups of one dtype.
+    """Cut `values`, in order, into groups of consecutive arrays of one dtype.
 
-    A group ends once its bytes exceed `bytes_per_pack`, so the array that crosses the limit is in the group. 0 is no
-    limit.
+    Args: bytes_per_pack: a group ends once its bytes exceed this, so the array that exceeds it is in the group; 0 is no
+        limit.
     """
     groups: list[list[Array]] = []
     limit, filled = bytes_per_pack or sys.maxsize, math.inf  # the first value begins a group
@@ -262,7 +276,7 @@ def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Arr
 
 
 def concat_and_split(values: Sequence[Array], num_packs: int) -> list[Array]:
-    """Return all elements of `values` as `num_packs` flat arrays of equal length; the last also has the rest."""
+    """Join `values` into one flat array, cut into `num_packs` equal parts; the last part also takes the remainder."""
     flat = concatenated(values)
     length = arrays.num_elements(flat) // num_packs
     starts = (np.arange(num_packs) * length).tolist()
@@ -275,7 +289,7 @@ def concatenated(values: Sequence[Array]) -> Array:
 
 
 def unpack(flat: Array, like: Sequence[Array]) -> list[Array]:
-    """Cut `flat` into arrays of the shapes of `like`: views, not copies."""
+    """Return views of `flat`, one after the other, in the shapes of `like`."""
     if arrays.is_torch(flat):
         import torch
 
@@ -289,7 +303,10 @@ def unpack(flat: Array, like: Sequence[Array]) -> list[Array]:
 
 
 def pieces_of(flat: Array, like: Sequence[Any]) -> list[Array]:
-    """Cut `flat` into views of the shapes of `like`; tensors get its strides, too, so optimizers need no copies."""
+    """Return views of `flat`, one after the other, in the shapes and strides of the tensors `like`.
+
+    With the strides of the parameter, a gradient needs no copy in the optimizer. NumPy views have only the shapes.
+    """
     if not arrays.is_torch(flat):
         return unpack(flat, like)
     pieces = []
@@ -304,12 +321,14 @@ def pieces_of(flat: Array, like: Sequence[Any]) -> list[Array]:
 def pack_of_itself(
     like: Sequence[Any], indices: Sequence[int], contributions: Sequence[Sequence[Any]]
 ) -> list[Pack]:
-    """Return the pack of one gradient on a GPU in its own memory, in a list; [] if that memory cannot be used.
+    """Return a list with one pack: the memory of the only gradient itself, if it is on a GPU.
+
+    Returns: [] if the gradient is None, on another device, or if `flat_view` cannot use its memory.
 
     Args:
         like: the parameters.
-        indices: the one parameter's index.
-        contributions: the gradients of the one replica.
+        indices: one index in `like`.
+        contributions: a list with the gradients of the only replica, one for each of `like`.
     """
     (index,), (gradients,) = indices, contributions
     gradient = gradients[index]
@@ -320,11 +339,12 @@ def pack_of_itself(
 
 
 def flat_view(tensor: Any, like: Any) -> Any:
-    """Return a torch tensor's own memory as a flat view, so that the tensor is a pack of itself.
+    """Return a flat view of a torch tensor's memory, so that a reduction overwrites the tensor without a copy.
 
-    Args: like: a tensor with the dtype of the pack, and with the strides that a piece of the pack must have.
+    Args: like: the tensor's parameter. The tensor must have its dtype and, unless it has gaps, its strides.
 
-    Returns: None if dtype or strides differ, or if anything else refers to the memory, as it must not be overwritten.
+    Returns: None if the tensor is sparse, if dtype or strides differ, or if the memory is larger than the tensor or
+        another object refers to it.
     """
     import torch
 
@@ -345,7 +365,7 @@ def is_dense(tensor: Any) -> bool:
 
 
 def fill(pieces: Sequence[Array], values: Sequence[Any]) -> None:
-    """Copy `values` into `pieces`; None fills a piece with zeros, sparse tensors become dense."""
+    """Copy each of `values` into its piece; None fills the piece with zeros, a sparse tensor becomes dense."""
     if pieces[0].__class__ is np.ndarray:
         for piece, value in zip(pieces, values, strict=True):
             piece[...] = 0 if value is None else value
@@ -378,11 +398,11 @@ _WITHOUT = frozenset([IndexedSlices, type(None)])
 
 
 def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
-    """Return groups of indices of `values` that share a pack: by dtype, device and size.
+    """Return for each pack the indices of its `values`: arrays of one dtype and device.
 
-    IndexedSlices and None are in no group.
+    IndexedSlices and None are in no pack.
 
-    Args: bytes_per_pack: a group ends once it exceeds this many bytes; 0 is no limit.
+    Args: bytes_per_pack: a pack ends once it has more than this many bytes; 0 is no limit.
     """
     dense = [i for i, value in enumerate(values) if type(value) not in _WITHOUT]
     if len(dense) == 1:

@@ -19,9 +19,9 @@ class ReductionToOneDevice(CrossDeviceOps):
     """Copies all components to one device, adds them there, and copies the result to its destinations.
 
     Args:
-        reduce_to_device: name of the device; None takes the first component's.
-        accumulation_fn: adds up a list of arrays; None adds them in replica order. A mean divides its result by the
-            number of components.
+        reduce_to_device: name of the device; None: the device of the first component.
+        accumulation_fn: a function of a list of arrays that returns their sum; None adds them in replica order. MEAN
+            divides that sum by the number of components.
 
     Raises: TypeError if `accumulation_fn` is not callable.
 
@@ -53,12 +53,14 @@ class ReductionToOneDevice(CrossDeviceOps):
         return place(total, destinations)
 
     def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
-        """Return the sum or mean of two or more components of one value."""
+        """Return the sum, or for MEAN the mean, of two or more components of one value, on one device."""
         total = self.add(values)
         return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
 
     def add(self, values: Sequence[Any]) -> Any:
-        """Return the sum of two or more components of one value.
+        """Return the sum of two or more components of one value, on one device, by `accumulation_fn`.
+
+        IndexedSlices are concatenated instead.
 
         Raises: InvalidArgumentError if their shapes or dtypes differ, if they are booleans, or if only some are sparse.
 

@@ -16,35 +16,40 @@ from mpistrat.liveness.waiting import wait_until
 if TYPE_CHECKING:
     from mpistrat.communicators.transports.mpi import MpiTransport
 
-# How often a rank reads another rank's word before it sleeps: for 4 us. A rank that keeps step arrives in this time.
+# How often a rank reads another rank's word before it calls `wait_until`: for 4 us. Most ranks arrive in this time.
 _READS_BEFORE_WAITING = 100
 
 
 class CallAgreement(abc.ABC):
+    """How the ranks of a communicator find out, before each call, whether all are about to make the same call."""
+
     @abc.abstractmethod
     def agree(self, calls: int, digest: int) -> bool:
-        """Wait until all ranks have entered the call. Return whether they have the same digest.
+        """Wait until all ranks have entered the call. Return whether all passed the same `digest`.
+
+        Called by: `Contract.enter`, on every rank.
 
         Args:
             calls: the number of this call in the communicator; equal on all ranks.
-            digest: this rank's hash of the call, `DIGEST_BITS` bits.
+            digest: this rank's hash of its call (operation, dtype, shape, label), `DIGEST_BITS` bits.
+
+        Raises: StallError or RankLostError if a rank does not come.
         """
 
 
 class SharedMemoryAgreement(CallAgreement):
-    """Ranks agree through shared memory: each writes one word and reads all other words.
+    """The agreement of ranks on one node: each rank writes an 8-byte word to shared memory, and reads all other words.
 
-    A word has the digest, and the last 8 bits of the call's number.
+    A word has the digest, and the last 8 bits of the call's number. If a rank has written the word of the next call
+    already, it counts as equal, because that rank has seen that all ranks agreed on this call. No rank is further
+    ahead, because it waits in the next call for this rank's word.
 
-    A word of the next call counts as equal: its rank has seen that all ranks agreed on this call. No word is further
-    ahead, because its rank waits in the next call until this rank has written.
-
-    Once the ranks have agreed, each can read everything that another wrote to shared memory before. A rank may write
-    there again once they agree on the next call.
+    When the ranks have agreed, each rank can read what other ranks wrote to shared memory before the call. A rank may
+    overwrite it when they have agreed on the next call.
 
     Args:
-        watch: this rank's record and the records of its peers.
-        fence: orders the memory accesses before it and after it; None where the processor does so.
+        watch: this rank's record, in shared memory, of its calls, and the records of its peers; the words lie there.
+        fence: a function that orders memory accesses before it and after it; None where the processor does so itself.
     """
 
     def __init__(self, watch: CommunicatorWatch, fence: Callable[[], None] | None = FENCE) -> None:
@@ -72,11 +77,11 @@ class SharedMemoryAgreement(CallAgreement):
         return equal
 
     def wait_for(self, words: memoryview, position: int, number: int, word: int) -> bool:
-        """Wait until a rank has entered call `number`. Return whether it made the same call.
+        """Wait until another rank has entered call `number`. Return whether it makes the same call as this rank.
 
         Args:
-            words: the rank's record.
-            position: the index of the rank's word in `words`.
+            words: the other rank's record.
+            position: the index of the other rank's word in `words`.
             number: the low 8 bits of the call's number.
             word: this rank's word.
         """
@@ -92,7 +97,11 @@ class SharedMemoryAgreement(CallAgreement):
 
 
 class MessageAgreement(CallAgreement):
-    """Ranks agree by a 16-byte MAX of (h, -h) over MPI: the digests h are equal exactly if the two halves cancel."""
+    """The agreement of ranks on several nodes: one nonblocking all-reduce of 16 bytes over MPI.
+
+    Each rank with digest h gives (h, -h), and MAX gives (largest h, -smallest h). The digests are equal exactly if the
+    two numbers add up to 0.
+    """
 
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
         self._mpi = mpi

@@ -1,4 +1,4 @@
-"""The signature of a call: a tuple with its operation and the few words that must be equal on all ranks."""
+"""The signature of a call: its operation and the words (dtype, shape, label, …) that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from mpistrat.liveness.records.record import text_of
 
 # The other bits of a 64-bit word hold the call's number.
 DIGEST_BITS = 56
-# A signature keeps the texts of this many places; at more places it makes the texts again.
+# A signature keeps the texts of this many lines that make the call; at more lines it forgets all and makes them again.
 _MOST_SITES = 256
 
 
 class _TextsOfCall(dict[tuple[str, str, int], tuple[bytes, int]]):
-    """Texts of one call for the record, by (file, function, line). It makes a text at the place's first call."""
+    """From the line of the program that makes a call, (file, function, line), to the call's text for the rank's record.
+
+    A missing text is made at its first use.
+    """
 
     def __init__(self, words: tuple[Any, ...]) -> None:
         self._words = words
@@ -30,13 +33,13 @@ class _TextsOfCall(dict[tuple[str, str, int], tuple[bytes, int]]):
 
 
 class CallSignature:
-    """A kind of call. It is made once, and looked up when the program makes such a call again.
+    """The description of a call that ranks compare. `signature_of` returns the same object for equal words.
 
     Attributes:
-        words: the operation, followed by the words that the ranks must agree on.
+        words: the operation, followed by the words that must be equal on all ranks: dtype, shape, label, scale.
         digest: a hash of `words`, of `DIGEST_BITS` bits; equal on ranks that make the same call.
-        texts: the call's text and the length of its name, for the record, by the place in the program; see
-            `record.text_of`.
+        texts: from (file, function, line) of the program to the text for the rank's record, in bytes, and how many of
+            its bytes name the call; see `record.text_of`.
     """
 
     __slots__ = ("digest", "texts", "words")
@@ -57,7 +60,7 @@ signature_of = functools.lru_cache(maxsize=4096)(CallSignature)
 
 
 def describe(words: tuple[Any, ...]) -> str:
-    """Return the call as a user would write it."""
+    """Return the call that `words` describe as text for people: "all_reduce(mean, float32, (2,), loss)"."""
     operation, *rest = words
     if operation == "raise":
         return f"raised {': '.join(rest)}"
@@ -69,11 +72,13 @@ def describe(words: tuple[Any, ...]) -> str:
 
 
 def mismatch(calls: list[tuple[tuple[Any, ...], str]], rank: int) -> CollectiveMismatchError:
-    """Return an error that shows one line for each run of consecutive ranks that made the same call at the same place.
+    """Return, but do not raise, an error that shows the call of each rank, for all ranks of `calls`.
+
+    Consecutive ranks that made the same call on the same line of the program share an entry.
 
     Args:
-        calls: for each rank, the words of its call and its place in the program.
-        rank: this rank.
+        calls: for each rank, the words of its call, and the line of the program that made it, as text.
+        rank: this rank's number.
     """
     lines = []
     start, raised = 0, ""

@@ -1,4 +1,4 @@
-"""Shows collectives on the timeline, and as ranges of torch's profiler."""
+"""`CollectiveSpans`: shows collectives on the timeline of a trace, and as ranges in torch's profiler."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mpistrat.communicators.contract.call_signature import CallSignature
 from mpistrat.trace import profiler
 from mpistrat.trace.timeline import Timeline
 
-# How many calls, by call site, the timeline keeps a description of; beyond them it describes a call again.
+# For how many pairs of a call and a line of the program a description is kept; for more it is made again.
 _DISTINCT_CALLS = 4096
 
 
 class CollectiveSpans:
-    """Adds each call of a communicator to `timeline`, as an event.
+    """Adds each call of a communicator to this rank's timeline, as an event. Made by: `Contract`, for a trace.
 
     Args:
-        timeline: this rank's timeline.
+        timeline: this rank's timeline (the events of its trace file).
         name: the communicator's name. `merging` finds all ranks' events of one call by `name` and the call's number.
         size: number of ranks in the communicator.
     """
@@ -41,7 +41,7 @@ class CollectiveSpans:
         self._entered = self._timeline.now()
 
     def together(self) -> None:
-        """Note that all ranks have entered the collective."""
+        """Note the time at which all ranks have entered the collective, so this rank's wait for other ranks ends."""
         self._together = self._timeline.now()
 
     def end(self, number: int) -> None:
@@ -63,7 +63,7 @@ class CollectiveSpans:
 
 
 def _bytes_of(words: tuple[Any, ...]) -> int | None:
-    """The number of bytes of this rank's buffer; None where the signature does not contain its shape."""
+    """Return the number of bytes of this rank's buffer; None if `words` of the signature have no dtype and shape."""
     for dtype, shape in itertools.pairwise(words):
         if isinstance(dtype, str) and isinstance(shape, tuple):
             bits = re.search(r"\d+", dtype)

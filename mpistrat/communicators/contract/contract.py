@@ -32,23 +32,25 @@ if TYPE_CHECKING:
     from mpistrat.trace.timeline import Timeline
 
 
-# Contracts of collectives that a rank has left. MPI may still write to the words of their agreement, and mpi4py's
-# requests for collectives do not keep the words alive.
+# Contracts of communicators whose collective this rank has left by an error. They must stay alive, because MPI may
+# still write to the numbers of their agreement, and mpi4py's requests do not keep these numbers alive.
 _given_up: list[Contract] = []
 
 
 class Contract(Unchecked):
     """Records the calls of a communicator, and raises CollectiveMismatchError on all ranks when their calls differ.
 
-    A signature describes each call (operation, dtype, shape, label). The ranks compare its digest: in their records in
-    shared memory if all of them are on one node, else by a message. They exchange signatures only if digests differ.
+    A signature describes each call (operation, dtype, shape, label). The ranks compare its digest, a hash: in shared
+    memory if all of them are on one node, else by an MPI message. They exchange signatures only if digests differ, for
+    the error's text. The object is also the context of the call that `enter` has begun.
 
     Args:
-        mpi: the transport over the communicator's ranks.
-        name: the communicator's name, as in `Unchecked`.
-        watch: where the calls are recorded; None: in memory that no other process sees.
-        check: "always"; with "never" the ranks do not compare their calls.
-        timeline: shows the calls; None where no trace is written.
+        mpi: the MPI transport over the communicator's ranks.
+        name: the communicator's name, the same on all ranks, and different from all other names.
+        watch: the rank's record, in shared memory, of its calls, and the records of its peers; None: a record that no
+            other process sees.
+        check: "always": the ranks compare their calls; "never": they do not.
+        timeline: the trace to which calls are added; None where no trace is written.
     """
 
     watch: CommunicatorWatch
@@ -81,7 +83,8 @@ class Contract(Unchecked):
 
             self._spans = CollectiveSpans(timeline, name, self.size)
         self._called_at: tuple[CodeType, int] | None = None
-        # How a call is agreed on, by its `follows`: inside `following` not at all, as the ranks have agreed already.
+        # How ranks agree on a call, indexed by its `follows`. Inside `following` entry 1 is None: they do not agree
+        # again.
         self._agreements = self.agreement, self.agreement
         self._thread = 0  # the thread that is inside a collective, or was last
         self._abandoned: BaseException | None = None  # the error that made this rank leave a call
@@ -154,9 +157,9 @@ class Contract(Unchecked):
         return self
 
     def _leave(self, error: BaseException) -> None:
-        """Leave the current call because of `error`, while other ranks may still be about to enter the call.
+        """End the current call on this rank because of `error`, though other ranks may still enter the call.
 
-        No call can follow, except after CollectiveMismatchError, since all ranks raise it.
+        Later calls raise RuntimeError, except after CollectiveMismatchError, because all ranks raise that.
         """
         if not isinstance(error, CollectiveMismatchError):
             self._abandon(error)
@@ -168,7 +171,7 @@ class Contract(Unchecked):
         self.is_abandoned = self._is_closed = True
 
     def _check_usable(self, signature: CallSignature, thread: int) -> None:
-        """Check that this rank, and this thread of it, can enter a call.
+        """Check that this rank can enter the call `signature`, and that the thread with the id `thread` can.
 
         Raises: RuntimeError in a forked child, after a call that this rank has left, or during another thread's call.
         """
@@ -211,7 +214,7 @@ class Contract(Unchecked):
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        # Where this rank could not tell the other ranks of an error, they agree on each call.
+        # If this rank could not tell the other ranks of an error in the block, the ranks agree on each call as usual.
         can_tell = self._mpi.thread_multiple and self.watch.revocable_group is None
         may_follow = can_tell and self.agreement is not None
         if may_follow:
@@ -227,15 +230,20 @@ class Contract(Unchecked):
             self._agreements = self.agreement, self.agreement
 
     def _tell_others(self, call: str, error: Exception) -> None:
-        """Tell the ranks that this rank leaves `call` because of `error`, so that ranks that wait for it raise.
+        """Tell the other ranks that this rank leaves `call` because of `error`, so that ranks that wait for it raise.
+
+        It does nothing if a revocable group tells the other ranks. Unless ranks agree through shared memory, this
+        rank's later calls raise RuntimeError, because other ranks would take its next message for a part of this call.
 
         Called by: a rank alone, when all ranks have agreed on the call.
+
+        Args: call: words for the call, for the message.
         """
         watch = self.watch
         if watch.revocable_group is not None:
             return  # the group tells the other ranks
         if watch.peers is None or self.agreement is None:
-            self._abandon(error)  # others would take its next message for a part of this call
+            self._abandon(error)
         text = " ".join(str(error).split())  # in one line
         watch.tell_others(
             f"rank {self.rank} of {self.size} left collective number {self.calls}, {call}, for "
@@ -247,7 +255,7 @@ class Contract(Unchecked):
         mark_raised_by_all(error)
 
 
-# All contracts of this process. In a forked child their calls are errors.
+# All contracts of this process. In a forked child, calls on them raise RuntimeError.
 _contracts: weakref.WeakSet[Contract] = weakref.WeakSet()
 
 

@@ -10,7 +10,12 @@ from mpistrat.errors import CollectiveMismatchError, RankLostError, StallError
 
 
 class RaisingTogether(contextlib.AbstractContextManager[None]):
-    """A context that passes errors of its block to `raise_together`, unless the other ranks know of them already."""
+    """A context around checks of this rank's operands: it passes an error of its block to `raise_together`.
+
+    An error that all ranks raise already, or a KeyboardInterrupt or SystemExit, leaves the block as it is.
+
+    Args: raise_together: raises an error here, and CollectiveMismatchError on the ranks that wait in a collective.
+    """
 
     __slots__ = ("_raise_together",)
 
@@ -26,15 +31,18 @@ class RaisingTogether(contextlib.AbstractContextManager[None]):
 
 
 def is_raised_by_all(error: BaseException) -> bool:
-    """Whether the other ranks know of `error` already, because a collective has raised it on all of them.
+    """Whether the other ranks raise `error`, too, or have been told of it, so that this rank need not tell them.
 
-    True for CollectiveMismatchError, StallError and RankLostError, and for errors from `mark_raised_by_all`.
+    Returns: True for CollectiveMismatchError, StallError and RankLostError, and after `mark_raised_by_all(error)`.
     """
     known = (CollectiveMismatchError, StallError, RankLostError)
     return isinstance(error, known) or getattr(error, "_mpistrat_raised_by_all", False)
 
 
 def mark_raised_by_all(error: BaseException) -> None:
-    """Note on `error` that all ranks raise it or have been told; an exception class with slots takes no note."""
+    """Note on `error` that all ranks raise it or have been told of it, for `is_raised_by_all`.
+
+    It does nothing if the error's class has `__slots__`.
+    """
     with contextlib.suppress(AttributeError):  # it has slots
         error._mpistrat_raised_by_all = True  # type: ignore[attr-defined]

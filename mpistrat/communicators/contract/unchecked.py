@@ -1,4 +1,4 @@
-"""The interface of a contract, and the contract that stands in where calls are not checked."""
+"""`Unchecked`: the interface of a contract, and the contract of communicators without checks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Unchecked:
-    """The contract of a single rank, or of a group inside another group that checks and records the calls already.
+    """A contract that checks and records nothing; `Contract` overrides its methods.
 
-    It checks nothing and records nothing.
+    A contract belongs to a communicator. This class serves a communicator of one rank, and a router that another
+    communicator uses inside calls that it has checked and recorded itself.
 
     Attributes:
-        name: the group's name, the same on all its ranks, and different from all other groups' names.
-        watch: where the calls are recorded; None where they are not.
-        timeline: where the calls are shown; None where they are not.
-        agreement: how the ranks compare their calls; None where they do not.
+        name: the communicator's name, the same on all its ranks, and different from all other names.
+        watch: the rank's record, in shared memory, of its calls, with its peers' records; None if calls are not
+            recorded.
+        timeline: the trace to which calls are added; None if no trace is written.
+        agreement: how the ranks compare their calls; None if they do not.
         calls: number of collectives that this rank has entered.
         agreed: number of collectives that the ranks have compared.
         waiting_in: the signature of the collective that this rank is in, or None. A thread of `JobEnd` reads it.
@@ -58,16 +60,18 @@ class Unchecked:
         payload: Any = None,
         follows: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Return when all ranks have entered the same call. Returns: a context; the call lasts until its block ends.
+        """Wait until all ranks have entered the same call; here, do nothing.
 
         Args:
             signature: the call.
-            cause: the error that has brought this rank here, or None. If the other ranks make another call, their
-                CollectiveMismatchError shows it.
-            slot: the memory that takes `payload`; None if the call has no slot.
-            payload: bytes that the other ranks may read from the slot when `enter` returns.
-            follows: inside `following`, True returns at once. Such a call must not end on any rank before all ranks
-                have entered it.
+            cause: the error that made this rank come to this call, or None. If the other ranks make another
+                call, the CollectiveMismatchError shows its text.
+            slot: shared memory for `payload`; None if the call is not small, or if this rank writes nothing.
+            payload: bytes that are written to the slot first; other ranks read them when they have entered the call.
+            follows: True inside `following` does not wait for the other ranks. The call itself must then wait: it must
+                not end on any rank before all ranks have entered it.
+
+        Returns: a context around the moving of the bytes. The call ends with its block.
 
         Raises: CollectiveMismatchError on all ranks if their calls differ. RuntimeError if this rank can make no call.
             StallError or RankLostError if a rank does not come.
@@ -79,7 +83,7 @@ class Unchecked:
         return _NOTHING
 
     def raise_together(self, error: Exception) -> NoReturn:
-        """Raise `error` here; ranks that wait in a collective get CollectiveMismatchError.
+        """Raise `error`. With a `Contract`, ranks that wait in a collective raise CollectiveMismatchError.
 
         If all ranks call this with errors of the same class, each rank raises its own error.
         """
@@ -89,7 +93,15 @@ class Unchecked:
             del error
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Unchecked:
-        """Return the contract of some of the ranks. Collective over them. `name` must be a new name."""
+        """Return the contract of a communicator that is split off, over some of the ranks; here, `self`.
+
+        Called by: `Router.split`, on all ranks of the part.
+
+        Args:
+            mpi: the MPI transport over the ranks of the part.
+            name: a name that no other communicator has.
+            watch: the rank's record of its calls on the part, or None.
+        """
         return self
 
     def has_lost_a_rank(self) -> bool:
@@ -98,10 +110,12 @@ class Unchecked:
         return group is not None and group.lost
 
     def seconds_waited(self, last: int = 60) -> float:
-        """Return the seconds that this rank waited for others to enter collectives of any communicator. Not collective.
+        """Return the seconds that this rank waited for other ranks to enter collectives, of all communicators together.
+
+        Not collective.
 
         Args:
-            last: the time until now that counts, in seconds, at most 63.
+            last: only waits in this many seconds until now count; at most 63.
 
         Returns: 0.0 where calls are not recorded.
         """

@@ -1,7 +1,7 @@
 """A file of measured times, for later jobs.
 
-The file's name is a hash of a key: everything that the costs depend on. The file contains the key, too. If anything is
-wrong with the file or its folder, jobs measure the costs again.
+The file's name is a hash of a key: everything that the costs depend on (routes, MPI, settings, nodes, processors). The
+file contains the key, too. If the file or its folder is missing, old or damaged, jobs measure the costs again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def path_of(folder: str, key: dict[str, Any]) -> str:
 
 
 def read(folder: str, key: dict[str, Any]) -> list[Observation]:
-    """Return the observations for `key` that are not too old, the newest last; [] if there is no usable file."""
+    """Return the measurements for `key` that are at most a week old, the newest last; [] without a usable file."""
     try:
         with open(path_of(folder, key), encoding="utf-8") as file:
             content = json.load(file)
@@ -47,11 +47,11 @@ def read(folder: str, key: dict[str, Any]) -> list[Observation]:
 
 
 def add(folder: str, key: dict[str, Any], observation: Observation) -> None:
-    """Add an observation to the file for `key`, and remove files that are too old to be read.
+    """Add an observation (one job's times) to the file for `key`, and remove files that are more than a week old.
 
-    Of observations at about the same distance, only the newest MOST stay. The file is replaced as a whole, so other
-    jobs never read half of it; if two jobs write at the same time, one may lose its observation. If the folder cannot
-    be written, nothing happens.
+    The file keeps the newest MOST observations at about the same distance. It is replaced as a whole, so other jobs
+    never read half of it. If two jobs write at the same time, one may lose its observation. If the folder cannot be
+    written, nothing happens and nothing is raised.
     """
     import tempfile  # here, because it would slow down `import mpistrat`
 

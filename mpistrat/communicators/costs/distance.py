@@ -1,7 +1,7 @@
-"""The distance between the cores of a node's ranks, measured in seconds.
+"""The distance between the cores of a node's ranks: the seconds that it takes to pass 128 KB from core to core.
 
-Cores that share a cache pass each other memory three times as fast as other cores. The host of a virtual machine moves
-its processors at any time, and the kernel in the machine does not know. So the distance is measured.
+Cores that share a cache pass each other memory three times as fast as other cores. The host of a virtual machine may
+move its processors at any time, unknown to the kernel in the machine, so the distance must be measured.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from mpistrat.liveness.records.watch import CommunicatorWatch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# So many that Python's own time matters little, and fewer than a core's own cache holds.
+# Bytes to copy: so many that Python's own time matters little, and fewer than a core's own cache holds.
 NBYTES = 1 << 17
 _TIMES = 10
 
 
 def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[], None]) -> float:
-    """Return the seconds in which this rank writes 128 KB that another rank has read, and reads the next rank's 128 KB.
+    """Return the seconds that this rank needs to write 128 KB, and to read 128 KB that the next rank has just written.
 
-    The next rank has just written these bytes. The result is the median of several times: where ranks take turns on a
-    core, single times are far too short. Collective.
+    The result is the median of nine times, because single times are far too short where ranks share a core. Collective.
 
     Args:
         segments: the shared segment of each rank of a node, NBYTES each; None without shared memory.
         rank: this rank's number.
-        meet: returns once every rank has called it.
+        meet: waits until every rank has called it.
 
     Returns: 0.0 without shared memory.
     """
@@ -58,7 +57,9 @@ def distance(segments: Sequence[np.ndarray] | None, rank: int, meet: Callable[[]
 def distance_on_node(world: MPI.Intracomm) -> float:
     """Return this rank's `distance` from the next rank of its node, in seconds. Collective over `world`.
 
-    Returns: 0.0 if the rank is alone on its node, or shares no memory.
+    Called by: `mpistrat-doctor` and `mpistrat-bench`, for their reports.
+
+    Returns: 0.0 if the rank is alone on its node, or if the ranks cannot share memory.
     """
     from mpi4py import MPI  # here, because the import starts MPI
 

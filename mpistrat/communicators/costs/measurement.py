@@ -1,7 +1,7 @@
-"""Costs of routes (ways to move bytes): all ranks measure them once together, or read measurements of earlier jobs.
+"""Costs of routes (ways to move bytes): the ranks measure them together, or read measurements of earlier jobs.
 
-All ranks must choose the same route. So the first rank reads, fits and decides, and sends the costs to the other ranks.
-A measured time is the slowest rank's. The costs stay the same while a job runs.
+All ranks must choose the same route, so rank 0 reads and fits the times, and sends the costs to the other ranks. Each
+time is in seconds, and of the slowest rank. The costs stay the same while a job runs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from mpistrat.machine.network_links import network_links
 from mpistrat.machine.shared_caches import caches_of
 from mpistrat.settings import cache_folder, transport_settings
 
-# The sizes in bytes that are timed: from the smallest that MPI does not always move, to more than a core's caches hold.
+# The sizes in bytes that are timed: from the smallest that another route may move faster than MPI, to more than a
+# core's caches.
 SIZES = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
 # Sizes for the memory of a node: as long as caches hold the buffers, a route may win at one size and lose at the next.
 SIZES_ON_NODE = tuple(1 << power for power in range(15, 26))
 # Sizes for buffers on a device: devices are fast with larger buffers only.
 SIZES_ON_DEVICE = (1 << 17, 1 << 19, 1 << 21, 1 << 23)
-# Rounds that are timed, after a first round in which pages and connections are still missing.
+# Rounds that are timed, after a first round that does not count, because it makes pages and opens connections.
 ROUNDS = 9
 # Calls of a route with one buffer in a round, at most; deadlines.RANK_MEASURES_CALLS limits their time.
 _CALLS = 8
@@ -54,7 +55,7 @@ CLEARLY = 1.25
 
 Route = Callable[[Any], object]
 
-# If this process is the first rank: by key, the distance between the ranks' cores, and the costs.
+# On rank 0 of a communicator, by key: the distance in seconds between the ranks' cores, and the costs.
 costs_of_this_job: dict[str, tuple[float, Costs]] = {}
 
 
@@ -63,12 +64,13 @@ class Costs:
     """The costs of the routes between the ranks of a communicator. They are equal on all ranks.
 
     Attributes:
-        routes: the fitted cost of each route, by name; empty if the ranks ran out of time.
-        origin: where the costs come from, as text for people.
-        disturbed: whether other programs ran while this job measured; for people.
+        routes: from a route's name to its fitted cost; empty if the ranks ran out of time.
+        origin: when, and by how many jobs, the costs were measured, as text for people.
+        disturbed: whether a rank lacked a core for part of this job's measurement.
         jobs: number of jobs that have measured the costs.
         sizes: the measured sizes in bytes, in ascending order.
-        seconds: by route, the least time for each size; fewer than `sizes` if the ranks ran out of time.
+        seconds: from a route's name to its times in seconds, the least of all rounds and jobs for each size; fewer than
+            `sizes` if the ranks ran out of time.
     """
 
     routes: Mapping[str, Cost] = field(default_factory=dict)
@@ -79,14 +81,14 @@ class Costs:
     seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def cheaper_from(self, way: str, other: str, floor: int, clearly: float = CLEARLY) -> float:
-        """Return the number of bytes from which the route `way` is taken, and not `other`.
+        """Return the number of bytes from which the route `way` is taken in place of `other`.
 
-        At the latest it is taken from the largest measured size, unless it costs more than `clearly` times as much as
-        `other` there. Fewer than ENOUGH jobs do not prove that, because other programs may have disturbed them.
+        The fitted lines cross there; it is at most the largest measured size.
 
         Args: floor: the least result, in bytes.
 
-        Returns: infinity for never; UNMEASURED, or `floor` if that is larger, without measured costs.
+        Returns: infinity (`way` is never taken) if at least ENOUGH jobs measured, and `way` took more than `clearly`
+            times as long as `other` at the largest size. Without measured costs, UNMEASURED, or `floor` if larger.
         """
         if not self.routes:
             return max(floor, UNMEASURED)
@@ -97,13 +99,16 @@ class Costs:
         return max(floor, math.ceil(min(largest, this.cheaper_from(that))))
 
     def borders(self, way: str, other: str, floor: int) -> list[float]:
-        """Return the sizes, in bytes, at which the route changes: to `way` at the first, to `other` at the second, …
+        """Return the sizes, in bytes, where the route changes: to `way` at the first, to `other` at the second, …
 
-        A border lies midway (geometrically) between two measured sizes with different winners. For buffers that were
-        too large to be timed, the fitted lines decide. Fewer than ENOUGH jobs do not prove that `way` is dearer after
-        the largest size.
+        A border is the geometric mean of two neighbouring measured sizes with different faster routes. If the largest
+        sizes were not timed, the fitted lines decide there. While fewer than ENOUGH jobs have measured, `way` is taken
+        after the largest size, so that a disturbed measurement cannot exclude it.
 
         Args: floor: the least border, in bytes.
+
+        Returns: ascending sizes; [] if `way` is never taken. Without measured costs, [UNMEASURED] or [`floor`],
+            whichever is larger.
         """
         if not self.routes:
             return [max(floor, UNMEASURED)]
@@ -129,9 +134,10 @@ class Costs:
         return "\n".join([*lines, f"    {self.origin}"])
 
     def explain_from(self, *borders: float) -> str:
-        """Return text for people: the sizes for which a route is taken, and the costs.
+        """Return text for people: the sizes for a route, and the costs.
 
-        Args: borders: the sizes at which the route is taken, left, taken again, and so on; infinity for never.
+        Args: borders: sizes in bytes: from the first on the route is taken, from the second on not, and so on;
+            infinity or no border: never.
         """
         if self is NOT_MEASURED:
             return "once something large has been combined"
@@ -147,12 +153,12 @@ NOT_MEASURED = Costs()
 
 @dataclass(frozen=True)
 class BufferMemory:
-    """The memory in which the buffers for measurements lie.
+    """The memory of the buffers for measurements.
 
     Attributes:
         name: distinguishes the costs of different memory: "NVIDIA H100".
         sizes: the sizes of buffers to time, in bytes.
-        zeros: makes an array of that many float32 zeros in this memory.
+        zeros: a function of a length; it returns an array of that many float32 zeros in this memory.
     """
 
     name: str
@@ -161,7 +167,7 @@ class BufferMemory:
 
 
 def written(length: int) -> np.ndarray:
-    """Return `length` float32 zeros in pages that are written, as a program's are: unwritten pages are all one page."""
+    """Return `length` float32 zeros, and write them: the kernel maps all unwritten pages to one page of zeros."""
     return np.full(length, 0, np.float32)
 
 
@@ -179,18 +185,22 @@ def costs_of(
     memory: BufferMemory = HOST,
     distance: Callable[[], float] = float,
 ) -> Costs:
-    """Return the costs of all-reduces by `routes`. Collective over `communicator`; it takes less than half a second.
+    """Return the costs of all-reduces by `routes`, equal on all ranks. Collective; it takes less than half a second.
+
+    The costs come from this job's earlier call, from enough earlier jobs, or from a measurement now.
+
+    Called by: transports, at their first large buffer.
 
     Args:
-        routes: by name, a function of an array of zeros in `memory`. It combines the arrays of all ranks in place, and
-            returns when that is done.
-        mpi: the library's name and version.
+        routes: from a name to a function of an array of zeros in `memory`. The function sums the arrays of all ranks in
+            place, and returns when the sum is complete.
+        mpi: the MPI library's name and version; measurements of another library are not used.
         ranks_of_nodes: number of ranks on each node; the same on all ranks.
         abreast: number of such communicators over the same nodes that measure at the same time.
-        asleep: names of the routes that leave the core to other threads while they wait.
-        memory: where the buffers lie.
-        distance: measures the distance between the ranks' cores, in seconds; costs at another distance are not used.
-            By default it is 0.
+        asleep: names of the routes that sleep while they wait; their CPU time says nothing about other programs.
+        memory: the memory of the buffers.
+        distance: measures the distance between the ranks' cores, as seconds of a copy; costs at another distance are
+            not used. By default it is 0.
     """
     cpus = os.sched_getaffinity(0)
     cores = (cpu_model(), len(cpus), network_links())
@@ -225,7 +235,10 @@ def costs_of(
 
 
 def _known(kept: Sequence[Observation], key: dict[str, Any], here: float) -> Costs | None:
-    """Return the costs at about the distance `here` that this job, or enough earlier jobs, have measured; else None."""
+    """Return the costs that this job, or enough earlier jobs, measured at about the distance `here`.
+
+    Returns: None if the ranks must measure. Only rank 0's result counts.
+    """
     there, costs = costs_of_this_job.get(repr(key), (math.inf, None))
     if costs is not None and are_near(here, there):
         return costs
@@ -233,7 +246,7 @@ def _known(kept: Sequence[Observation], key: dict[str, Any], here: float) -> Cos
 
 
 def _kept(key: dict[str, Any], here: float) -> list[Observation]:
-    """Return the observations of earlier jobs at about the distance `here`, the newest last."""
+    """Return the measurements of earlier jobs that fit `key`, at about the distance `here`, the newest last."""
     return [
         observation
         for observation in cache.read(_folder(), key)
@@ -244,13 +257,14 @@ def _kept(key: dict[str, Any], here: float) -> list[Observation]:
 
 
 class Measured(NamedTuple):
-    """Times of calls, equal on all ranks.
+    """The result of `measure`, equal on all ranks.
 
     Attributes:
-        seconds: the slowest rank's times, of shape [rounds, sizes, routes]; fewer sizes if the ranks ran out of time.
-        cpu_share: the part of the time (0 to 1) in which a rank had its core, in routes that wait awake; the smallest
+        seconds: times of the slowest rank, in seconds, the least of a round's calls; of shape [rounds, sizes, routes],
+            with fewer sizes if the ranks ran out of time.
+        cpu_share: a rank's CPU time divided by its elapsed time in routes that wait awake (about 0 to 1); the smallest
             of all ranks.
-        stayed: whether the distance between the ranks' cores was as expected.
+        stayed: whether the distance between the ranks' cores, the median of all rounds, was about as expected.
     """
 
     seconds: np.ndarray
@@ -267,16 +281,18 @@ def measure(
     distance: Callable[[], float] = float,
     here: float = 0.0,
 ) -> Measured:
-    """Time ROUNDS rounds of all routes and buffers. Collective.
+    """Time each route with each buffer, in ROUNDS rounds after a first one. Collective.
 
-    In a round the routes take turns, in opposite order in every second round, so that other programs disturb all of
-    them alike.
+    A round calls all routes with a buffer, then with the next buffer. Every second round calls the routes in opposite
+    order, so that other programs disturb all routes alike. Each time is the slowest rank's, in seconds.
 
     Args:
-        seconds: the ranks stop earlier if the slowest rank needs more than this.
-        asleep: names of the routes that leave the core while they wait.
+        routes: from a name to a function that all-reduces an array.
+        buffers: arrays of ascending size; they are overwritten.
+        seconds: the ranks stop when the slowest rank has spent this much time.
+        asleep: names of the routes that sleep while they wait; they do not count in `cpu_share`.
         distance: measures the distance between the ranks' cores, in seconds.
-        here: the distance that is expected.
+        here: the expected distance, in seconds; `Measured.stayed` compares the measured distance with it.
     """
     rounds: list[list[np.ndarray]] = []
     started = time.perf_counter()
@@ -306,7 +322,7 @@ def measure(
 
 
 def _timed(route: Route, buffer: Any, communicator: Communicator) -> tuple[float, float]:
-    """Return the seconds of a call, and the seconds of CPU time of this thread in it. Collective."""
+    """Return the seconds that a call takes on this rank after a barrier, and this thread's CPU seconds in it."""
     if isinstance(buffer, np.ndarray):
         buffer[...] = 0  # a program, too, has just written the values that it combines
     communicator.barrier()
@@ -316,10 +332,14 @@ def _timed(route: Route, buffer: Any, communicator: Communicator) -> tuple[float
 
 
 def _times_of(rounds: Sequence[Sequence[np.ndarray]], sizes: int) -> np.ndarray:
-    """Return the array of `Measured.seconds`.
+    """Return the times of all complete rounds after the first, of shape [rounds, sizes, routes].
 
-    It has the complete rounds after the first. If there is none, it has one round: the second as far as it went, and
-    the sizes after that from the first.
+    If no such round is complete, return one round: the times of the second round, and for the sizes that it did not
+    reach, of the first.
+
+    Args:
+        rounds: for each round and size, an array with a time for each route; infinity for a route that was not called.
+        sizes: number of buffers.
     """
     first, *later = rounds
     whole = [times for times in later if len(times) == sizes]
@@ -328,9 +348,9 @@ def _times_of(rounds: Sequence[Sequence[np.ndarray]], sizes: int) -> np.ndarray:
 
 
 def _calls(nbytes: int, before: Sequence[np.ndarray]) -> int:
-    """Return how often each route is called with a buffer of `nbytes` in a round.
+    """Return how often a round calls each route with a buffer of `nbytes`: 1 to _CALLS; 0: the buffer needs no more.
 
-    Args: before: for each earlier round, the seconds of each route for this buffer.
+    Args: before: for each earlier round, an array with each route's seconds for this buffer.
     """
     if nbytes > _ONCE:
         return int(len(before) < 2)
@@ -345,15 +365,16 @@ def _joined(
     routes: Collection[str],
     key: dict[str, Any],
 ) -> Costs:
-    """Return the costs from the observations of earlier jobs and of this one.
+    """Return the costs from the measurements of earlier jobs and of this job; on rank 0.
 
-    It also keeps this job's observation for later jobs, unless the ranks' cores have moved.
+    It also adds this job's measurement to the file for later jobs, unless the ranks' cores moved meanwhile.
 
     Args:
-        kept: the observations of earlier jobs.
+        kept: the measurements of earlier jobs.
+        measured: the measurement of this job.
         here: the distance between the ranks' cores, in seconds.
 
-    Returns: costs without routes if nothing is kept and the ranks had no time for two sizes.
+    Returns: costs without routes if `kept` is empty and the ranks had no time for two sizes.
     """
     least = measured.seconds.min(axis=0)
     least = least[np.isfinite(least).all(axis=1)]  # the largest sizes are missing if time ran out
@@ -381,7 +402,7 @@ def _joined(
 
 
 def _fitted(observations: Sequence[Observation], key: dict[str, Any], origin: str) -> Costs:
-    """Return the costs by lines through the least times of `observations`."""
+    """Return the costs: for each route, a line fitted to the least time that any job measured at each size."""
     least, sizes = least_of(observations), key["memory"][1:]
     # One line cannot fit both times in the caches and times in memory.
     few = max(2, sum(size <= SIZES[-1] for size in sizes))
@@ -390,7 +411,7 @@ def _fitted(observations: Sequence[Observation], key: dict[str, Any], origin: st
 
 
 def _folder() -> str:
-    """Return the folder of measurements; where nothing is kept, a path that is no folder."""
+    """Return the folder of measurements; /dev/null, where no file can be made, if the user wants none kept."""
     return cache_folder() or os.devnull
 
 
@@ -400,7 +421,7 @@ def _limit(key: dict[str, Any]) -> float:
 
 
 def _read(kept: Sequence[Observation], key: dict[str, Any]) -> str:
-    """Return text for people: "2026-01-31 12:00 UTC, in 3 earlier jobs, read from ~/.cache/…"."""
+    """Return text on the earlier jobs, for people: "2026-01-31 12:00 UTC, in 3 earlier jobs, read from ~/.cache/…"."""
     path = cache.path_of(_folder(), key)
     home = os.path.expanduser("~")
     shown = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path

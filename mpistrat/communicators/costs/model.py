@@ -20,9 +20,9 @@ class Cost:
     """The cost of a route, as a line over the number of bytes.
 
     Attributes:
-        alpha: seconds that do not depend on the size.
+        alpha: seconds for a call without bytes.
         beta: seconds per byte.
-        error: the root mean square of (fitted - measured) / measured.
+        error: the root mean square of (fitted - measured) / measured; 0.05 means 5 %.
     """
 
     alpha: float
@@ -33,12 +33,12 @@ class Cost:
         return self.alpha + self.beta * nbytes
 
     def followed_by(self, other: Cost) -> Cost:
-        """Return the cost of this route followed by `other`."""
+        """Return the cost of this route followed by `other`: both times are added, and the larger error counts."""
         error = max(self.error, other.error)
         return Cost(self.alpha + other.alpha, self.beta + other.beta, error)
 
     def cheaper_from(self, other: Cost) -> float:
-        """Return the number of bytes from which this route costs no more than `other`; infinity for never."""
+        """Return the least number of bytes for which this route costs no more than `other`; infinity for never."""
         if self.beta > other.beta or (self.beta == other.beta and self.alpha > other.alpha):
             return math.inf
         if self.alpha <= other.alpha:
@@ -54,11 +54,13 @@ class Cost:
 
 
 def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
-    """Fit a line that minimizes the squares of relative errors, so that small sizes count, too. No term is negative.
+    """Return the cost: the line with the least squares of relative errors, so that small sizes count, too.
+
+    `alpha` and `beta` are at least 0: a negative one is set to 0, and the other fitted alone.
 
     Args:
         nbytes: at least two sizes, in bytes.
-        seconds: the time of each size, > 0.
+        seconds: the measured time of each size, > 0.
     """
     times = np.asarray(seconds, float)
     largest = max(nbytes)
@@ -74,18 +76,20 @@ def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
 
 
 def slowest(costs: Iterable[Cost]) -> Cost:
-    """Return a cost that is at least as large as each of `costs`."""
+    """Return the cost with the largest `alpha`, the largest `beta` and the largest `error` of `costs`."""
     return Cost(*map(max, zip(*map(astuple, costs), strict=True)))
 
 
 def fitted_in_two(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[int, Cost, Cost]:
-    """Fit two lines, because bytes cost more from the size on at which they no longer fit into the caches.
+    """Fit one line to the smaller sizes and one to the larger: a byte costs more where buffers exceed the caches.
+
+    The sizes are divided where the squares of both lines' errors are least; each line gets at least three.
 
     Args:
-        nbytes: at least six sizes, in ascending order. Each line gets at least three of them; the errors decide.
+        nbytes: at least six sizes, in ascending order.
         seconds: the time of each size, > 0.
 
-    Returns: the last size of the first line, and both lines.
+    Returns: the largest size of the first line, and the costs of both lines.
     """
 
     def error(cut: int) -> float:
@@ -104,17 +108,22 @@ def over_nodes(nodes: int, latency: float, seconds_per_byte: float) -> Cost:
     the time of a byte includes its addition).
 
     Args:
+        nodes: number of nodes, N.
         latency: seconds that a message without bytes takes.
-        seconds_per_byte: seconds in which a link moves a byte.
+        seconds_per_byte: seconds that a link needs to move a byte.
     """
     steps = 2 * math.ceil(math.log2(nodes))
     return Cost(steps * latency, 2 * (nodes - 1) / nodes * seconds_per_byte)
 
 
 def link(between: Cost, nodes: int) -> tuple[float, float]:
-    """Return the seconds of an empty message, and of a byte on a link, from the cost `between` two or more nodes.
+    """Return the seconds of an empty message, and the seconds of a byte on a link: the inverse of `over_nodes`.
 
-    It is the inverse of `over_nodes`.
+    Called by: `mpistrat-bench`.
+
+    Args:
+        between: the measured cost of an all-reduce between nodes.
+        nodes: number of these nodes, at least 2.
     """
     unit = over_nodes(nodes, 1.0, 1.0)
     return between.alpha / unit.alpha, between.beta / unit.beta

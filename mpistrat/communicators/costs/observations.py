@@ -1,7 +1,7 @@
-"""Measurements of jobs, and whether they suffice.
+"""Measurements of jobs, and whether there are enough.
 
-Other programs on a machine can only increase a time. So the least times of several jobs come nearer to the true ones
-with each job, in any order, and one quiet job among disturbed ones decides.
+Other programs on a machine can only increase a time. So the least time of several jobs comes nearer to the undisturbed
+time with each job, and one quiet job is enough.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from itertools import zip_longest
 
 import numpy as np
 
-# At least ENOUGH jobs measure; more, up to MOST, while the newest was clearly faster than the jobs before it.
+# At least ENOUGH jobs measure. Up to MOST measure, as long as the newest was clearly faster than the jobs before it.
 ENOUGH, MOST = 3, 5
 CLEARLY_FASTER = 0.9
-# Two distances are near if neither is more than this many times the other. Without a common cache the distance is three
-# times as large; if other threads use a core, too, it is up to 1.4 times as large.
+# Two distances (times of copies between cores) are near if neither is more than this many times the other. Between
+# cores without a common cache a copy takes three times as long; if other threads use a core, too, up to 1.4 times as
+# long.
 NEAR = 1.5
 
 
@@ -28,8 +29,9 @@ class Observation:
 
     Attributes:
         when: seconds since 1970.
-        distance: the distance between the ranks' cores, in seconds; 0 where it does not matter.
-        seconds: by route, the least time of each size, from the smallest size on; fewer sizes if time ran out.
+        distance: the distance between the ranks' cores: the seconds of a copy between them; 0 where none was measured.
+        seconds: from a route's name to the least time of each size, in seconds, from the smallest size on; fewer sizes
+            if the job ran out of time.
     """
 
     when: float
@@ -47,13 +49,13 @@ def are_near(*distances: float) -> bool:
 
 
 def least_of(observations: Sequence[Observation]) -> dict[str, list[float]]:
-    """Return by route the least time of each size; infinity for a size without a time. All have the same routes."""
+    """Return for each route's name the least time of each size over all jobs; infinity for a size that none timed."""
     times = {way: [o.seconds[way] for o in observations] for way in observations[0].seconds}
     return {way: [*map(min, zip_longest(*of, fillvalue=math.inf))] for way, of in times.items()}
 
 
 def suffice(observations: Sequence[Observation]) -> bool:
-    """Whether no other job needs to measure. The newest observation is the last."""
+    """Whether no other job needs to measure: MOST jobs have, or ENOUGH have and the last was not clearly faster."""
     if not ENOUGH <= len(observations) < MOST:
         return len(observations) >= MOST
     before, newest = least_of(observations[:-1]), observations[-1].seconds

@@ -1,4 +1,4 @@
-"""Blocks: a node's ranks pass each other buffers outside the window, in pieces, through shared memory."""
+"""`Blocks`: the ranks of a node copy buffers of ordinary memory to each other, in pieces, through shared memory."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
 
 PAGE = 4096
-# For each rank: blocks in flight, bytes of a block, and the bytes of it that one rank combines. A larger block goes
-# through main memory once more than through the caches; smaller blocks need more meetings.
+# For each rank: the number of its blocks, the bytes of a block, and how many of these bytes one rank combines. A larger
+# block does not stay in the caches until other ranks read it; smaller blocks need more meetings.
 _SLOTS = 3
 _BLOCK = 1 << 20
 _WIDTH = 1 << 18
-# Bytes that a rank writes for all others before they meet: they are still in the caches when the others read them.
+# Bytes that a rank writes for all other ranks before they meet. They are still in the caches when the other ranks read
+# them.
 _STEP = 1 << 19
 
-# The indices of words in a segment's first page.
+# The indices of 8-byte words in a segment's first page: the rank's number of meetings, and its number for `exchange`.
 _TICK, _PLACE = 0, 8
 
 
 class Blocks(Exchange):
-    """Shared memory in which the ranks of a node meet and pass each other blocks.
+    """Shared memory where the ranks of a node meet (`tick`), and pass each other pieces of buffers, called blocks.
 
-    A rank writes a block before tick t and combines it after tick t; all ranks read its result after tick t + 1. With
-    two slots a rank would write cache lines that another rank has only just read, and that takes longer.
+    Each rank has three blocks of 1 MB, used in turn. It writes its values into one before a tick; after the tick, each
+    rank combines its part of all ranks' blocks; after the next tick, all ranks read the results there. With two blocks
+    a rank would write cache lines that another rank has just read, and that takes longer.
 
     Args:
         segments: the shared segment of each rank, of `NBYTES` bytes, in rank order.
         rank: this rank's number.
-        watch: where ranks that wait are watched.
+        watch: the rank's record of the calls that it waits in; `tick` waits with its timeout.
 
     Attributes:
-        unbroken: a context for a collective; a collective may be part of another.
+        unbroken: the context around each collective. If an error leaves it, later collectives raise RuntimeError.
     """
 
     NBYTES = PAGE + _SLOTS * _BLOCK  # the bytes of a segment
@@ -67,7 +69,7 @@ class Blocks(Exchange):
         self._elements = elements
 
     def tick(self) -> None:
-        """Return once every rank has called `tick` as often as this rank.
+        """Wait until every rank has called `tick` as often as this rank. Their writes before it are visible then.
 
         Raises: StallError or RankLostError if a rank does not come.
         """
@@ -82,19 +84,19 @@ class Blocks(Exchange):
             FENCE()
 
     def exchange(self, place: int) -> list[int]:
-        """Return the `place` of each rank, in rank order. Collective.
+        """Return the integers `place` of all ranks, in rank order. Collective.
 
-        Ranks must meet elsewhere before they call it again.
+        Called by: `Window.find`. All ranks must have called `tick` once more before `exchange` is called again.
         """
         self._words[self.rank][_PLACE] = place
         self.tick()
         return [words[_PLACE] for words in self._words]
 
     def all_reduce(self, operands: Operands, takers: Sequence[int] = ()) -> None:
-        """All-reduce in blocks: this rank writes the next block, combines its part of this one, then reads results.
+        """All-reduce in blocks: between two ticks, write the next block, and combine a part of the present block.
 
-        A result overwrites the pieces that it combines. The combining rank was the last to read these cache lines, so
-        it need not ask the other ranks' cores for them: between distant cores, that costs ten times as much.
+        The combining rank writes its result over the other ranks' values. It has just read them, so these cache lines
+        are near its core. To fetch other lines from distant cores takes ten times as long.
 
         Args:
             operands: the result goes to `out`, or to `buffer` if `out` is None.
@@ -146,9 +148,9 @@ class Blocks(Exchange):
 
         Args:
             how: combines elements of the dtype.
-            source: this rank's buffer, as bytes.
-            bounds: for each rank, the first byte of its slice and the end.
-            out: elements for this rank's slice.
+            source: this rank's buffer, as bytes; it keeps its values.
+            bounds: for each rank, the first byte of its slice, and the byte after its last; some may be empty.
+            out: elements for this rank's slice; its last axis has them.
         """
         width = _width(self._size)
         first, end = bounds[self.rank]
@@ -169,12 +171,12 @@ class Blocks(Exchange):
                 self.tick()
 
     def _bring(self, source: np.ndarray, bounds: Sequence[tuple[int, int]], width: int) -> None:
-        """Write to this tick's slot the next bytes of this rank that other ranks combine.
+        """Copy into this rank's present block the next bytes for each other rank, up to `width` for each.
 
         Args:
             source: this rank's buffer, as bytes.
-            bounds: for each rank, where its remaining bytes in `source` begin and end.
-            width: the most bytes for each rank.
+            bounds: for each rank, the first of the bytes in `source` still to be copied for it, and the end.
+            width: bytes of the block that belong to each rank.
         """
         slot = self._slots[self._ticks % _SLOTS][self.rank]
         for peer in self._others:
@@ -195,7 +197,7 @@ class Blocks(Exchange):
                     part[:] = slot[: len(part)]
 
     def all_to_all(self, operands: Operands) -> None:
-        """Exchange rows, in pieces for each rank. `operands.starts` must be known."""
+        """Exchange rows: each block has a part for every rank. `operands.starts` must not be None."""
         source, target = bytes_of(operands.buffer), bytes_of(operands.target)
         starts = np.array(operands.starts) * operands.row_bytes
         lengths = np.diff(starts)
@@ -223,8 +225,8 @@ class Blocks(Exchange):
         """Copy every rank's `part` into `parts`, on all ranks. Collective.
 
         Args:
-            part: this rank's bytes. It may lie at its place in `parts` already.
-            parts: memory for each rank's bytes, in rank order.
+            part: this rank's bytes. It may be the memory of this rank's entry of `parts`; then it is not copied.
+            parts: for each rank, in rank order, memory for its bytes, as long as that rank's `part`.
         """
         target = parts[self.rank]
         lies_there = address_of(part) == address_of(target)
@@ -250,9 +252,9 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
 
 @functools.lru_cache
 def _width(size: int, nbytes: int | None = None) -> int:
-    """Return how many bytes of a block each of `size` ranks combines: whole cache lines, so whole elements.
+    """Return how many bytes of a block each of `size` ranks combines: a multiple of 64, so whole elements.
 
-    Args: nbytes: bytes of the buffer. If it is smaller than a block, all ranks combine equal parts. None: a block.
+    Args: nbytes: bytes of the whole buffer; a small buffer is divided equally. None: the buffer is large.
     """
     width = max(64, min(_WIDTH, _BLOCK // size // 64 * 64))
     return width if nbytes is None else min(width, max(64, -(-nbytes // (size * 64)) * 64))

@@ -1,12 +1,12 @@
-"""Common memory: the ranks of a node keep one copy of it, though each of them may write everywhere in it.
+"""`CommonMemory`: one copy of some memory for all ranks of a node; each rank may still write everywhere in its view.
 
-Every rank owns a slice, and only the owner changes the copy there. All ranks read the copy through views: mappings with
-copy-on-write. A page that a rank writes in its view is private to the rank until it renews the view. So a program may
-use such memory as its own, and a page that nobody writes exists once.
+Each rank owns a slice, and only the owner changes the common copy there. A rank reads the copy through a view: a
+mapping with copy-on-write. If the rank writes a page in its view, the page becomes private to the rank until it renews
+the view. So a program may use the view as ordinary memory, and a page that nobody writes exists once on the node.
 
-The kernel does this for a MAP_PRIVATE mapping of a file in memory: a page that this mapping has not written is the page
-of the file, and shows the other ranks' writes. POSIX leaves that open, so `CommonMemory` tries it before it relies on
-it. /proc/self/pagemap says which pages a mapping has written.
+The view is a MAP_PRIVATE mapping of a file in memory. On Linux, a page that this mapping has not written shows the
+file, with the other ranks' writes. POSIX leaves that open, so `CommonMemory` tests it before it relies on it.
+/proc/self/pagemap says which pages a mapping has written.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mpistrat.communicators.reduction.arithmetic import arithmetic_of, scale
 PAGE = mmap.PAGESIZE
 # Bytes that are combined completely before the next bytes, while they are in the caches.
 _CHUNK = 1 << 18
-# A view that is written before every renewal, as clipping writes gradients, keeps its pages, and the copy goes into
-# them: dropping pages costs page faults, ten times as much. After this many renewals the view drops them once, in case
-# the writing has stopped.
+# Some programs write a view before every renewal, such as gradients that they clip. Such a view keeps its private
+# pages, and the common copy is copied into them, because dropping pages costs page faults, ten times as much time.
+# After this many renewals the view drops the pages once, in case the program writes no more.
 _COPIED_TIMES = 50
 
 # Bits of a pagemap entry: a page in memory or swapped out, and a page of a file. See <linux/fs.h> and
@@ -38,13 +38,13 @@ _PRESENT_OR_SWAPPED, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
 class ByteRange(NamedTuple):
-    """Bytes of a `CommonMemory` whose contributions are summed.
+    """A part of a `CommonMemory` for `CommonMemory.sum`: the bytes that get the sum of the ranks' contributions.
 
     Attributes:
-        like: an array of the dtype of these bytes.
-        first: the first byte.
-        end: the byte after the last.
-        added: whether the sum is added to the values in this rank's view; if False, it replaces them.
+        like: an array with the dtype of the values in these bytes.
+        first: the index of the first byte.
+        end: the index after the last byte.
+        added: True: the copy becomes the values in this rank's view plus the sum; False: the sum alone.
     """
 
     like: Array
@@ -54,10 +54,10 @@ class ByteRange(NamedTuple):
 
 
 class View:
-    """A rank's mapping of a `CommonMemory`.
+    """A rank's mapping of a `CommonMemory`. The rank may write it without changing the common copy.
 
     Attributes:
-        memory: the mapping's bytes. A page that this rank writes here is private to the rank until it is renewed.
+        memory: the mapping's bytes. A page that this rank writes here is private to the rank until `renew`.
         address: the address of the first byte.
     """
 
@@ -71,7 +71,7 @@ class View:
         return self.address <= address < self.address + len(self.memory)
 
     def written(self) -> np.ndarray:
-        """Return a boolean for each page: whether the page is private to this rank, because the rank has written it."""
+        """Return a boolean for each page: True if this rank has written it, so it no longer shows the common copy."""
         pages = len(self.memory) // PAGE
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             pagemap.seek(8 * (self.address // PAGE))
@@ -79,7 +79,7 @@ class View:
         return ((entries & _PRESENT_OR_SWAPPED) != 0) & ((entries & _OF_FILE) == 0)
 
     def renew(self, pages: np.ndarray) -> None:
-        """Show the common copy again in `pages`: drop these private pages, or copy the common copy into them.
+        """Let `pages` have the values of the common copy again: drop the private pages, or copy the values into them.
 
         Args: pages: a boolean for each page; True only for pages that `written` reports.
         """
@@ -97,18 +97,19 @@ class View:
                 shared_memory.forget_written(self.memory[first:end])
 
     def detach(self, first: int, end: int) -> None:
-        """Make the pages from byte `first` to before byte `end` private, so that they keep their present values."""
+        """Make the pages from byte `first` to byte `end` - 1 private: they keep their values when the copy changes."""
         self.memory[first:end:PAGE] |= 0
 
 
 class CommonMemory:
-    """One copy of whole pages, zeros at first, that the ranks of a node share. Made by: `CommonMemory.make`.
+    """One copy of some memory, shared by the ranks of a node: whole pages, zeros at first. Made by: `make`.
 
     Attributes:
-        shared: the copy, as bytes. A rank writes only to its slice, and only while no rank reads.
-        first, end: the first byte of this rank's slice, and the byte after its last: whole pages.
-        contributions: for each rank, memory for the values that it adds to sums; empty without sums.
-        contribution: this rank's array of `contributions`; None without sums.
+        shared: the common copy, as bytes. A rank writes only to its slice, and only while no rank reads.
+        first, end: the index of the first byte of this rank's slice, and the index after its last: whole pages.
+        contributions: for each rank, in rank order, the memory (as long as the copy) for the values
+            that `sum` adds up; empty if made with `summed=False`.
+        contribution: this rank's entry of `contributions`; None if made with `summed=False`.
     """
 
     def __init__(
@@ -138,14 +139,14 @@ class CommonMemory:
         summed: bool,
         across: Callable[[Array], None] | None = None,
     ) -> tuple[CommonMemory | None, str]:
-        """Make the memory, where the ranks can. Collective over the ranks of a node.
+        """Make the memory, or return the reason why a rank cannot. Collective over the ranks of a node.
 
         Args:
             nbytes: bytes of whole pages.
-            bounds: the first byte of this rank's slice, and the end.
-            blocks: where the ranks meet.
-            summed: whether the memory also has contributions to sum.
-            across: combines this rank's slice with the same slice of other nodes, in place; None on a single node.
+            bounds: the index of the first byte of this rank's slice, and the index after its last.
+            blocks: lets the node's ranks wait for each other (`tick`).
+            summed: whether to make `contributions`, for `sum`.
+            across: sums an array, this rank's slice, over the nodes, in place; None on a single node.
 
         Returns: the memory and ""; on all ranks None and the reason if any rank cannot make it.
         """
@@ -176,9 +177,11 @@ class CommonMemory:
         return (None, failure) if failure else (memory, "")
 
     def _try(self) -> str:
-        """Try whether the kernel shows and reports written pages. The memory stays as it was.
+        """Test that views show writes to the copy, and that the kernel reports the pages that a view has written.
 
-        Returns: "" if all works, else words for the missing behaviour.
+        The copy keeps its values.
+
+        Returns: "" if both work, else words for the missing behaviour.
         """
         view = self.view()
         place = self.first if self.first < self.end else 0
@@ -200,20 +203,23 @@ class CommonMemory:
         return View(memory, self.shared)
 
     def publish(self, view: View, pages: np.ndarray) -> None:
-        """Copy `pages` of this rank's view to this rank's slice of the copy. No rank may read meanwhile."""
+        """Copy `pages` (a boolean for each) from this rank's view into this rank's slice of the common copy.
+
+        Pages outside the slice stay as they are. No rank may read the copy meanwhile.
+        """
         for first, end in _runs(pages):
             first, end = max(first, self.first), min(end, self.end)
             if first < end:
                 self.shared[first:end] = view.memory[first:end]
 
     def sum(self, parts: Sequence[ByteRange], view: View, factor: float | None) -> None:
-        """Sum the contributions of all ranks to `parts`, times `factor`, into the copy. Collective.
+        """Sum `parts` of all ranks' contributions, multiply by `factor`, and write into the common copy. Collective.
 
-        Each rank sums its own slice.
+        Each rank sums its own slice. When it returns, all slices are written.
 
         Args:
-            view: this rank's view. It shows the sum once it is renewed.
-            factor: multiplies the sum; None for none.
+            view: this rank's view: pages that it has written show the sum only after `renew`.
+            factor: multiplies the sum; None: the sum as it is.
         """
         with self._blocks.unbroken:
             self._blocks.tick()  # all contributions are written, and no rank reads the last sum any more
@@ -230,7 +236,7 @@ class CommonMemory:
         chunk = _CHUNK // how.itemsize
         chunks = [slice(start, start + chunk) for start in range(0, len(out), chunk)]
         if self._across is None:
-            # A page that the view has not written is the copy's: a sum in `out` would overwrite `before`.
+            # A page that the view has not written shows the copy, so a sum written to `out` would overwrite `before`.
             sums = how.view(np.empty(min(_CHUNK, end - first), np.uint8))
             for here in chunks:
                 total = sums[: len(out[here])] if part.added else out[here]
@@ -250,6 +256,6 @@ class CommonMemory:
 
 
 def _runs(pages: np.ndarray) -> list[tuple[int, int]]:
-    """Return for each run of True in `pages`, a boolean for each page, its first byte and the byte after its last."""
+    """Return (first byte, byte after the last) of each group of consecutive pages that are True in `pages`."""
     edges = np.flatnonzero(np.diff(pages.astype(np.int8), prepend=0, append=0)) * PAGE
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The interface to the memory that a communicator's ranks of a node share."""
+"""`NodeMemory`: the interface to the memory that the ranks of a communicator share on each node."""
 
 from __future__ import annotations
 
@@ -16,33 +16,41 @@ if TYPE_CHECKING:
 
 
 class NodeMemory:
-    """Memory that ranks share. This class is the interface, and serves ranks that share none. Methods are collective.
+    """Memory that the ranks of a node share. Its methods are collective.
+
+    This class is the interface; an object of the class itself (`NO_MEMORY`) serves ranks that share no memory.
 
     Attributes:
-        window_capacity: bytes up to which `window_buffer` is not collective, because all ranks have a window so large.
+        window_capacity: bytes of the largest buffer of the present window. Up to this size, `window_buffer` is not
+            collective.
     """
 
     window_capacity = 0
 
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
-        """Return `nbytes` uninitialized bytes of the window, where `all_reduce` need not copy; None if there are none.
+        """Return a buffer of `nbytes` uninitialized bytes in the window.
 
-        The window uses the memory again once nothing refers to it.
+        The window is memory that a node's ranks share: `all_reduce` combines buffers there without copying them. The
+        window uses the memory again once nothing refers to the buffer. If `nbytes` exceeds `window_capacity`, a larger
+        window is made.
 
-        Called by: all ranks, with equal `nbytes`. Some may get a buffer, and others None.
+        Called by: all ranks, with equal `nbytes`.
+
+        Returns: None if all buffers are in use, if `nbytes` is too small for the window to gain time, if the limit of
+            shared memory allows no larger window, or without shared memory. It may be None on some ranks only.
         """
         return None
 
     def common_memory(
         self, nbytes: int, *, summed: bool = False
     ) -> tuple[CommonMemory | None, str]:
-        """Make memory with one copy on each node.
+        """Make memory with one copy on each node, shared by the node's ranks, see `common_memory`.
 
         Args:
             nbytes: bytes of whole pages (`common_memory.PAGE`), equal on all ranks.
-            summed: whether the memory also has contributions, for `sum_into`.
+            summed: whether each rank also gets memory for its contribution to sums, for `sum_into`.
 
-        Returns: the memory and ""; None and the reason, on all ranks, if a rank cannot have it.
+        Returns: the memory and ""; on all ranks None and the reason if any rank cannot have it.
         """
         return None, "the ranks share no memory: bytes move by messages, as explain() says"
 
@@ -53,13 +61,14 @@ class NodeMemory:
         view: View,
         reduction: Reduction = SUM,
     ) -> None:
-        """Sum the contributions of all ranks to `parts` of `memory`, times the scale of `reduction`.
+        """Sum `parts` of all ranks' contributions into the common copy of `memory`, times the scale of `reduction`.
 
-        Each rank sums its own slice.
+        Called by: `SharedParameters`, for gradients.
 
         Args:
             memory: made by `common_memory(summed=True)`.
-            view: this rank's view of `memory`. Pages that were written show the sum once they are renewed.
+            parts: the bytes to sum; the same on all ranks.
+            view: this rank's view of `memory`. Pages that this rank has written show the sum only after `View.renew`.
         """
         memory.sum(parts, view, reduction.scale)
 
@@ -68,7 +77,7 @@ NO_MEMORY = NodeMemory()
 
 
 class CheckedMemory(NodeMemory):
-    """The memory of a router: it checks and records the calls that are collective.
+    """The memory of a router: its collective calls are checked and recorded like the router's other calls.
 
     Args:
         memory: the memory of the same ranks, without checks.

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share: each rank makes a segment, and all ranks map it.
+"""Memory that the ranks of a node share: each rank makes a segment (a piece of memory), and all ranks map it.
 
 A segment is an anonymous file of the kernel (memfd_create). It has no name, and the size of /dev/shm does not limit it.
 It disappears with the last process that maps it, however the process ends. MPI would put windows into files in
@@ -44,11 +44,12 @@ def share(
     Args:
         nbytes: bytes of each segment; equal on all ranks.
         rank: this rank's number on the node.
-        all_gather_object: gathers an object of each rank, in rank order.
-        populate: True allocates all pages now, so that they count as memory of this rank. If False, a page counts as
-            memory of the rank that writes it first.
+        all_gather_object: returns the objects of all ranks, in rank order; it is called twice.
+        populate: True allocates all pages now, and a lack of memory is found now. If False, the system allocates a page
+            when a rank first writes it, and counts it as memory of that rank.
 
-    Returns: the segments as bytes, in rank order, and ""; None and the reason, if a rank could not make or map one.
+    Returns: the segments as arrays of bytes, in rank order, and ""; on all ranks None and the first reason if any rank
+        could not make or map a segment.
     """
     descriptor, why = new_file(nbytes, rank, populate=populate)
     segments: list[np.ndarray] = []
@@ -73,9 +74,9 @@ def share(
 
 
 def new_file(nbytes: int, rank: int, *, populate: bool) -> tuple[int, str]:
-    """Make a file of `nbytes` bytes in memory. `populate` allocates its pages now.
+    """Make a file of `nbytes` zeros in memory. With `populate`, the system allocates its pages now.
 
-    Returns: its descriptor and ""; -1 and the reason if this rank could not make it.
+    Returns: its open descriptor, which the caller closes, and ""; -1 and the reason if this rank could not make it.
     """
     try:
         descriptor = anonymous_file()
@@ -97,7 +98,7 @@ def first_failure(reasons: Iterable[str]) -> str:
 
 
 def own_bytes() -> int:
-    """Return how many bytes of mapped shared memory count as this process's."""
+    """Return the bytes of shared memory that count as this process's own: the `counted` bytes of its mappings."""
     return sum(_counted.values())
 
 
@@ -123,13 +124,13 @@ def _opened(path: str, nbytes: int) -> np.ndarray:
 
 
 def mapped(descriptor: int, nbytes: int, *, counted: int = 0, private: bool = False) -> np.ndarray:
-    """Map a file as bytes, until nothing refers to them.
+    """Map a file, and return its bytes. The mapping ends when nothing refers to the array any more.
 
-    The C library maps the file, since Python's mmap would keep a descriptor open for each mapping.
+    The C library maps the file, because Python's mmap would keep a descriptor open for each mapping.
 
     Args:
-        counted: the number of bytes that count as this process's.
-        private: True keeps writes in this mapping; False writes to the file.
+        counted: the number of bytes that `own_bytes` adds for this mapping, while it exists.
+        private: True: writes stay in this mapping; False: they go to the file.
 
     Raises: OSError if the system cannot map it.
     """
@@ -149,7 +150,10 @@ def mapped(descriptor: int, nbytes: int, *, counted: int = 0, private: bool = Fa
 
 
 def forget_written(memory: np.ndarray) -> None:
-    """Drop the writes to whole pages of a private mapping, so that they show the file again. Raises: OSError."""
+    """Drop this process's writes to whole pages of a private mapping, so that the pages show the file again.
+
+    Raises: OSError if the system refuses.
+    """
     if _C.madvise(memory.ctypes.data, len(memory), mmap.MADV_DONTNEED) != 0:
         raise _error()
 
@@ -167,21 +171,21 @@ _lock = threading.Lock()
 
 
 def _full_barrier() -> None:
-    """Take a lock twice: no memory access overtakes the release of a lock and the next acquire of the same lock."""
+    """Order memory accesses before this call and after it, by releasing a lock and acquiring it again."""
     with _lock:
         pass
     with _lock:
         pass
 
 
-# All ranks that share memory see memory accesses before the fence earlier than accesses after it. Processors of the x86
-# family keep the order of loads, and the order of stores, without a fence.
+# A function that a rank calls between memory accesses that other ranks must see in this order. None on the x86 family,
+# because its processors keep the order of loads, and the order of stores.
 FENCE: Callable[[], None] | None = (
     None if platform.machine() in ("x86_64", "AMD64") else _full_barrier
 )
 
 
 def before_others_see() -> None:
-    """Order this rank's memory accesses for the other ranks; do nothing where the processor does so itself."""
+    """Let other ranks see this rank's earlier writes before its later ones; on x86 processors, do nothing."""
     if FENCE is not None:
         FENCE()

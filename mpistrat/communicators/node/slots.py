@@ -1,4 +1,4 @@
-"""Slots: shared memory in which the values of a small call travel together with the agreement on the call.
+"""Slots: shared memory that moves a small call's values while the ranks agree that all make the same call.
 
 A rank puts its buffer into its slot, then announces its call. When all ranks have announced theirs, every rank reads
 the other ranks' slots. So a small call takes one meeting, and no message.
@@ -21,22 +21,22 @@ _SLOTS = 2
 _LEAST_NUMBERS = 64  # as many dimensions as an array can have
 
 _T = TypeVar("_T")
-# The places in the slots of all ranks, in rank order: for even calls, and for odd calls.
+# Two lists, for calls with even and with odd numbers; each has an entry for each rank's slot, in rank order.
 Places: TypeAlias = tuple[list[_T], list[_T]]
 
 
 class Slot(Protocol):
-    """The memory that takes a rank's values, so that they travel with the agreement on a call.
+    """This rank's memory for the values of a small call; `Contract.enter` fills it before the ranks agree on the call.
 
     Attributes:
-        own: this rank's place for even calls, and its place for odd calls; `place[...] = payload` fills a place.
+        own: two objects, for calls with an even and with an odd number; `own[i][...] = payload` writes the values.
     """
 
     own: tuple[Any, Any]
 
 
 class SharedSlots:
-    """The slots of the ranks of a communicator. A slot holds a few 64-bit numbers, and the bytes of a buffer.
+    """The slots of a communicator's ranks, two for each: memory for a few 64-bit numbers and the bytes of a buffer.
 
     Args:
         segments: the shared segment of each rank, in rank order; `nbytes_for` gives its size.
@@ -55,12 +55,15 @@ class SharedSlots:
         return _SLOTS * (_bytes_of_numbers(ranks) + LARGEST)
 
     def bytes(self, nbytes: int) -> Places[np.ndarray]:
-        """Return the places of all ranks' buffers of `nbytes` bytes, at most LARGEST."""
+        """Return, for even and for odd calls, the memory of each rank's buffer of `nbytes` bytes, at most LARGEST."""
         even, odd = ([place[:nbytes] for place in places] for places in self._bytes)
         return even, odd
 
     def numbers(self, count: int) -> Places[memoryview]:
-        """Return the places of `count` 64-bit numbers of each rank; `count` is at most 64, or 1 + number of ranks."""
+        """Return, for even and for odd calls, the memory of each rank's `count` 64-bit numbers.
+
+        Args: count: at most 64, or 1 + the number of ranks if that is more.
+        """
         if count not in self._numbers:
             self._numbers[count] = self._places(lambda slot: slot[: 8 * count].data.cast("q"))
         return self._numbers[count]
@@ -75,5 +78,5 @@ class SharedSlots:
 
 
 def _bytes_of_numbers(ranks: int) -> int:
-    """Return the bytes that the numbers take in a slot: whole cache lines."""
+    """Return the bytes that the numbers take in a slot: a multiple of 64, the size of a cache line."""
     return -(-max(_LEAST_NUMBERS, ranks + 1) // 8) * 64

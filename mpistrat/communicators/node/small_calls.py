@@ -1,6 +1,6 @@
 """Small calls: their bytes move through slots (see `slots`), together with the agreement on the call.
 
-Each class is a kind of call. An object is made once for all calls of one dtype and shape.
+Each class is a kind of call. An object serves all calls of one dtype and shape.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class SmallCall(abc.ABC):
-    """One kind of call whose bytes move through slots.
+    """One kind of call that moves through slots (shared memory that ranks fill before they agree on the call).
 
     Attributes:
-        own: this rank's place for even calls, and its place for odd calls.
-        writes: whether this rank fills its place.
+        own: the memory that this rank fills, or the root's memory for a broadcast: for even calls, and for odd calls.
+        writes: whether this rank fills its slot; False on the ranks that receive a broadcast.
     """
 
     own: tuple[Any, Any]
@@ -40,20 +40,21 @@ class SmallCall(abc.ABC):
 
     @abc.abstractmethod
     def payload(self, operands: Operands) -> Any:
-        """Return the bytes or the array for this rank's place. It also replaces `operands.out` by `take`'s target.
+        """Return the bytes or the array to write into this rank's slot. It may replace `operands.out` by another view.
 
         Raises: any error of wrong operands, such as ValueError for a buffer that is not C-contiguous.
         """
 
     @abc.abstractmethod
     def take(self, odd: int, operands: Operands, payload: Any) -> Any:
-        """Read the slots, and write the result. All ranks must have entered the call.
+        """Read all ranks' slots, and write the result into the operands. Called when all ranks have entered the call.
 
         Args:
             odd: 1 if the call's number is odd, else 0.
-            payload: the result of `payload`.
+            payload: the result of the method `payload`.
 
-        Returns: the call's result, or TOO_LARGE on all ranks if a buffer did not fit into its slot.
+        Returns: the list of buffers for an all-gather, None for other calls; TOO_LARGE on all ranks if any rank's
+            buffer did not fit into its slot, so that a transport must move the bytes.
         """
 
 
@@ -127,7 +128,7 @@ class SmallAllGatherInto(SmallCall):
 
 
 class _NodeSlot:
-    """A place that takes constant numbers, followed by the bytes of a payload."""
+    """This rank's slot for a call with sizes: writing a payload to it also writes the call's constant numbers."""
 
     __slots__ = ("_bytes", "_numbers", "_place")
 
@@ -141,9 +142,9 @@ class _NodeSlot:
 
 
 class _Sized(SmallCall):
-    """A call in which ranks' buffers may differ in size: each rank adds numbers that say its sizes.
+    """A call with buffers that may differ in size between ranks: each rank writes its sizes before its bytes.
 
-    All ranks have equally many numbers. A buffer of more than LARGEST bytes is not written to its slot.
+    All ranks write equally many numbers. A buffer of more than LARGEST bytes is not written; its numbers are.
     """
 
     def __init__(self, slots: SharedSlots, operands: Operands, numbers: Sequence[int]) -> None:
@@ -219,9 +220,9 @@ _SMALL_CALLS: dict[str, Callable[[SharedSlots, Operands], SmallCall]] = {
 
 
 def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall | None:
-    """Return the object that moves a call through `slots`; None if the call is not small.
+    """Return the object that moves a call through `slots`. All ranks choose alike.
 
-    All ranks choose alike. None also if the ranks cannot combine the dtype in memory.
+    Returns: None if the buffer is too large for a slot, or if the ranks cannot combine its dtype themselves.
     """
     if call not in ("all_gather", "all_to_all"):  # in these, the ranks' sizes may differ
         largest = largest_combined(slots.size) if call in ("all_reduce", "reduce") else LARGEST
@@ -234,5 +235,5 @@ def small_call(call: str, slots: SharedSlots, operands: Operands) -> SmallCall |
 
 
 def largest_combined(ranks: int) -> int:
-    """Return the bytes of the largest buffer that each of `ranks` combines as a whole, rather than a slice of it."""
+    """Return the bytes of the largest buffer that each of `ranks` combines as a whole, by reading all slots."""
     return max(_LARGEST_OF_MANY, min(LARGEST, _MOST_TO_COMBINE // ranks))

@@ -1,4 +1,4 @@
-"""The window: memory that all ranks of a node share, and in which buffers are combined without a copy."""
+"""The window: memory that all ranks of a node share, where buffers are combined without a copy."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ NOWHERE = -1
 
 
 class Window(Exchange):
-    """Hands out buffers of shared memory, and combines them in place. A buffer's place may differ between ranks.
+    """Memory that a node's ranks share: it hands out buffers to arrays, and combines such buffers in place.
+
+    Each rank has three buffers in its segment. Ranks may use different ones for the same call.
 
     Args:
         segments: the shared segment of each rank, in rank order; `nbytes_for` gives its size.
         rank: this rank's number.
-        blocks: where the same ranks meet.
+        blocks: lets the same ranks wait for each other (`tick`).
 
     Attributes:
-        capacity: bytes of the largest buffer.
-        buffers: the memory that callers get for their arrays.
+        capacity: bytes of each of the three buffers.
+        buffers: hands out the buffers, and takes one again when nothing refers to it.
     """
 
     def __init__(self, segments: list[np.ndarray], rank: int, blocks: Blocks) -> None:
@@ -55,7 +57,7 @@ class Window(Exchange):
         return PAGE + _BUFFERS * -(-largest // PAGE) * PAGE
 
     def idle_bytes(self) -> int:
-        """Return the bytes that this rank frees if the window is dropped; 0 while anything refers to its buffers."""
+        """Return the bytes that this rank frees by dropping the window; 0 while anything refers to its buffers."""
         return len(self._segments[self.rank]) if self.buffers.are_idle() else 0
 
     def place_of(self, memory: np.ndarray) -> int:
@@ -64,10 +66,12 @@ class Window(Exchange):
         return place if 0 < place < len(self._segments[self.rank]) else NOWHERE
 
     def find(self, buffer: Array, out: Array | None) -> bool:
-        """Whether the `buffer` of each rank lies in the rank's segment. Collective.
+        """Whether every rank's `buffer` lies in the window, so that it can be combined there. Collective.
 
-        The other methods combine and fill the buffers of the last `find`. It is False if `out` is not None, or if
-        `buffer` is larger than `capacity`.
+        The other methods then work on the buffers of this call.
+
+        Returns: False, on all ranks, if any rank's buffer lies elsewhere, if `out` is not None on any rank, or if
+            `buffer` is larger than `capacity`.
         """
         if buffer.nbytes > self.capacity:
             return False
@@ -77,7 +81,7 @@ class Window(Exchange):
         return NOWHERE not in self._places
 
     def all_reduce(self, operands: Operands) -> None:
-        """Combine this rank's share of all ranks' buffers, and write the result into all of them. Collective."""
+        """Combine this rank's part of all ranks' buffers, and write the result into all these buffers. Collective."""
         how = how_to_combine(operands.buffer.dtype, operands.reduction.op, operands.tree)
         bounds = share_of(int(operands.buffer.nbytes), how.itemsize, self._size)[self.rank]
         with self._blocks.unbroken:
@@ -89,12 +93,12 @@ class Window(Exchange):
             self._blocks.tick()  # no rank may go on while others read or write its memory
 
     def combine(self, how: Arithmetic, bounds: tuple[int, int], out: Any) -> None:
-        """Combine the bytes between `bounds` of all ranks' buffers into `out`, elements of `how`'s dtype."""
+        """Combine the bytes from `bounds[0]` to before `bounds[1]` of all ranks' buffers into `out`. Not collective."""
         for here, pieces in self._chunks(how, bounds):
             how.combine(pieces, out[..., here], None)
 
     def spread(self, how: Arithmetic, bounds: tuple[int, int], value: Any) -> None:
-        """Copy `value` into all ranks' buffers, to the bytes between `bounds`."""
+        """Copy `value` into all ranks' buffers, from byte `bounds[0]` to before `bounds[1]`. Not collective."""
         for here, pieces in self._chunks(how, bounds):
             for piece in pieces:
                 piece[:] = value[here]
@@ -102,7 +106,10 @@ class Window(Exchange):
     def _chunks(
         self, how: Arithmetic, bounds: tuple[int, int]
     ) -> Iterator[tuple[slice, list[Any]]]:
-        """Yield slices of the elements between `bounds`, and for each slice its elements in all ranks' buffers."""
+        """Yield the elements between `bounds` chunk by chunk, for loops that stay in the caches.
+
+        Yields: the chunk as a slice, counted from `bounds[0]`, and a list with this chunk of each rank's buffer.
+        """
         first, end = bounds
         buffers = [
             how.view(segment[place + first : place + end])

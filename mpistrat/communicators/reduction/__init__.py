@@ -1,4 +1,4 @@
-"""How the buffers of all ranks are combined: operation, label, scale and compression in one object."""
+"""`Reduction`: how a collective combines the buffers of all ranks (operation, label, scale, compression)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Reduction:
             have sums and products.
         label: words for the reduced values (a structure, parameter names). The ranks must agree on it.
         scale: a factor of the result, for floating-point and complex buffers only; None for none.
-        compressor: a function that adds up, in place, the slices of a sum that go between nodes; for floats of 32 bits
-            or fewer. None sends them as they are.
-        summed_in: "bfloat16" or "float16": an accelerator's own collectives add floats of 32 bits or fewer in this
-            dtype. "": in float32.
+        compressor: a function of a communicator and 1-D float32 values; it adds up the values between nodes in
+            place, in fewer bytes. It is used for sums of floats of 32 bits or fewer. None sends the values as they are.
+        summed_in: "bfloat16" or "float16": collectives of an accelerator's library add floats of 32 bits or fewer in
+            this dtype. "": in float32.
 
     Example:
         >>> from mpistrat.communicators import Reduction
@@ -50,7 +50,7 @@ class Reduction:
 
     @functools.cached_property
     def agreed(self) -> tuple[str, str, float | None]:
-        """The operation, the label and the scale, which the ranks must agree on."""
+        """The operation, the label and the scale. They must be equal on all ranks."""
         return self.op, self.label, self.scale
 
     def compressed_by(self, compressor: Compressor | None) -> Reduction:
@@ -67,7 +67,7 @@ class Reduction:
 
 @functools.lru_cache(maxsize=4096)
 def reducing(op: str = "sum", label: str = "", scale: float | None = None) -> Reduction:
-    """Return the `Reduction` with these attributes; it is made once, then looked up.
+    """Return the `Reduction` with these attributes; equal arguments give the same object.
 
     Example:
         >>> from mpistrat.communicators import reducing
@@ -84,5 +84,5 @@ SUM = reducing()
 
 
 def as_reduction(reduction: Reduction | str) -> Reduction:
-    """Return `reduction` itself, or the `Reduction` without label and scale for the operation that a string names."""
+    """Return a `Reduction` as it is; for an operation's name, like "sum", the `Reduction` without label and scale."""
     return reduction if isinstance(reduction, Reduction) else reducing(reduction)

@@ -16,7 +16,7 @@ from mpistrat.arrays import Array, name_of_dtype
 from mpistrat.communicators.host_views import bytes_of, view_of
 from mpistrat.communicators.reduction import BITWISE
 
-# The dtypes that MPI can reduce. Shared memory takes no others either: they would fail once a message is needed.
+# The dtypes that MPI can reduce. Ranks of one node take only these, too, so that a program also runs on several nodes.
 KNOWN_TO_MPI = frozenset(
     ["float32", "float64", "complex64", "complex128"]
     + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
@@ -44,7 +44,9 @@ _UFUNCS: dict[str, np.ufunc] = {
 
 
 class Arithmetic(abc.ABC):
-    """Combines pieces of memory of one dtype by one operation. `view` makes the pieces.
+    """Combines pieces of memory, element by element, for one dtype and one operation. `arithmetic_of` makes it.
+
+    `view` turns bytes into a piece, an array of NumPy or torch.
 
     Attributes: itemsize: bytes of an element.
     """
@@ -67,19 +69,19 @@ class Arithmetic(abc.ABC):
 
     @abc.abstractmethod
     def totals(self, elements: int) -> Any:
-        """Return uninitialized memory for sums that are combined further: float32 if the dtype is a shorter float."""
+        """Return an uninitialized array of this many elements, for unfinished sums: float32 if the dtype is shorter."""
 
     @abc.abstractmethod
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
         """Combine `pieces` (sum, maximum, product, …) in their order, multiply by `scale`, and write into `out`.
 
-        NumPy warns of nothing and raises nothing here: the program's own settings could make one rank raise while
-        others wait.
+        An overflow or a NaN neither warns nor raises, whatever the program's `np.seterr` says, because one rank could
+        raise while other ranks wait.
 
         Args:
-            pieces: arrays of equal length; they stay as they are.
-            out: takes the result; it may be one of `pieces`.
-            scale: a factor of the result; None for none.
+            pieces: arrays of equal length; they keep their values, except for `out`.
+            out: gets the result; it may be one of `pieces`.
+            scale: a factor of the result; None: the result as it is.
         """
 
 
@@ -93,7 +95,7 @@ def can_combine(dtype: Any, op: str) -> bool:
 
 @functools.lru_cache
 def arithmetic_of(dtype: Any, op: str) -> Arithmetic:
-    """Return the object that combines elements of `dtype` by `op`, one of `OPS`. Raises: TypeError if none can."""
+    """Return the object that combines elements of `dtype` by `op`, one of `OPS`. Raises: TypeError unless it can."""
     name = name_of_dtype(dtype)
     if not can_combine(dtype, op):
         raise TypeError(
@@ -111,9 +113,10 @@ def share_of(
 
     Args:
         nbytes, itemsize: bytes of the buffer and of an element.
+        ranks: number of ranks.
         senders: only the first `senders` ranks get a part, and the other parts are empty; None: all ranks.
 
-    Returns: for each rank, the first byte of its part and the end.
+    Returns: for each rank, in rank order, the index of the first byte of its part, and the index after its last.
     """
     senders = senders or ranks
     elements = nbytes // itemsize
@@ -122,7 +125,7 @@ def share_of(
 
 
 class _Quiet(threading.local):
-    """Calls ufuncs so that NumPy warns of nothing and raises nothing."""
+    """For each thread, `call(ufunc, *args, out=out)` calls a ufunc without NumPy's warnings and errors."""
 
     def __init__(self) -> None:
         self.call: Callable[..., Any] = self._in_errstate
@@ -142,7 +145,7 @@ _quiet = _Quiet()
 
 
 def scale(buffer: Array, factor: float | None) -> None:
-    """Multiply `buffer` by `factor` in place, without warnings or errors of NumPy. None leaves it as it is."""
+    """Multiply `buffer` by `factor` in place, without warnings or errors of NumPy. None leaves `buffer` as it is."""
     if factor is None:
         return
     if isinstance(buffer, np.ndarray):

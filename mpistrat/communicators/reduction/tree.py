@@ -1,9 +1,9 @@
-"""The reduction tree: the order in which the values of replicas are added up, and sums in that order.
+"""The reduction tree: the order of additions of the replicas' values, and sums in that order.
 
-Neighbours come first, (0, 1), (2, 3), …, then neighbouring pairs, and so on; an odd value goes up unchanged. The order
-depends on the number of replicas alone, and not on the rank of a replica. A rank, or a node, adds up the part of the
-tree that it holds. The sums that are left there are sums of whole subtrees. A range of replica ids names each subtree,
-and other ranks add these sums up further.
+Replicas 0 and 1, 2 and 3, … are added up first, then neighbouring pairs, and so on; a value without a neighbour goes to
+the next level unchanged. The order depends on the number of replicas alone, and not on the rank of a replica. A rank,
+or a node, adds up its own replicas as far as the order allows. The sums that remain there are of whole subtrees, each
+named by its range of replica ids, and are then added up over the ranks.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ _CHUNK = 1 << 18
 
 
 class ReductionTree:
-    """The upper part of the tree: it adds up the sums that the ranks of a group hold. It is equal on all ranks.
+    """The order of additions of the sums that the ranks of a group hold. It is equal on all ranks.
+
+    A position numbers a sum: the sums of rank 0 come first, in their order, then the sums of rank 1, and so on.
 
     Args:
         replicas: number of replicas on all ranks of the job.
-        held: for each rank, the subtrees whose sums the rank holds, as ranges of replica ids.
+        held: for each rank of the group, its sums, each as the range of the replica ids in the sum.
 
     Attributes:
-        additions: pairs of positions in the flattened `held`, in the order of additions. The second sum of a pair is
-            added to the first.
-        left: positions of the sums that remain after all additions, in the order of replicas.
-        sums: the subtrees of the sums that remain, in the order of `left`.
+        additions: pairs of positions, in the order of additions. The second sum of a pair is added to the first.
+        left: positions of the sums that remain after all additions, in the order of replicas; one if the group has all
+            replicas.
+        sums: the ranges of replica ids of the sums that remain, in the order of `left`.
     """
 
     def __init__(self, replicas: int, held: Iterable[Sequence[range]]) -> None:
@@ -54,9 +56,9 @@ class ReductionTree:
         self.sums = [part for part, _ in sums]
 
     def _are_halves(self, left: range, right: range) -> bool:
-        """Whether two subtrees are the halves of one.
+        """Whether the sums of two ranges of replica ids are added to each other: the two halves of a subtree.
 
-        The left one is a power of two wide; the last replica may cut the right one short.
+        The right half may be shorter than the left half if it ends with the last replica.
         """
         end = left.start + 2 * len(left)
         starts = left.start % (2 * len(left)) == 0 and left.stop == right.start
@@ -68,21 +70,21 @@ class ReductionTree:
         return set(map(len, self.held)) == {1}
 
     def within(self, ranks: Sequence[int]) -> ReductionTree:
-        """Return the tree that adds up the sums of some of the ranks, as far as possible without the others."""
+        """Return the tree over only some `ranks`: the additions that they can make without the other ranks."""
         return ReductionTree(self.replicas, [self.held[rank] for rank in ranks])
 
 
 @functools.lru_cache
 def tree_of_replicas(replicas: int, first: int, end: int) -> ReductionTree:
-    """Return the tree over a rank's replicas, from `first` to before `end`. Each replica counts as a rank."""
+    """Return the tree over one rank's replicas, from `first` to `end` - 1; each replica is a "rank" of this tree."""
     return ReductionTree(replicas, [[range(i, i + 1)] for i in range(first, end)])
 
 
 @functools.lru_cache
 def tree_of_ranks(replicas_of_ranks: tuple[int, ...]) -> ReductionTree:
-    """Return the tree over the sums that remain when each rank has added up its replicas.
+    """Return the tree over all ranks, each with the sums that remain when it has added up its own replicas.
 
-    Args: replicas_of_ranks: number of replicas of each rank. Replica ids are in rank order.
+    Args: replicas_of_ranks: number of replicas of each rank, in rank order, as replica ids are.
     """
     ends = itertools.accumulate(replicas_of_ranks)
     total = sum(replicas_of_ranks)
@@ -94,13 +96,14 @@ def tree_of_ranks(replicas_of_ranks: tuple[int, ...]) -> ReductionTree:
 
 
 class TreeSum(Arithmetic):
-    """Adds up the sums that the ranks of `tree` hold, in the tree's order.
+    """Adds up pieces in the order of `tree`.
 
-    The result has the shape [sums that remain, elements], or [elements] where one sum remains.
+    `combine` takes a piece for each position of the tree. Its `out` has the shape [sums that remain, elements], or
+    [elements] if one sum remains.
 
     Args:
         pairwise: adds two pieces of the dtype.
-        tree: the tree over the ranks that hold the pieces.
+        tree: the order of additions.
     """
 
     def __init__(self, pairwise: Arithmetic, tree: ReductionTree) -> None:
@@ -126,7 +129,10 @@ class TreeSum(Arithmetic):
             self._combine([piece[chunk] for piece in pieces], [out[chunk] for out in outs], scale)
 
     def _combine(self, values: list[Any], outs: list[Any], scale: float | None) -> None:
-        """Combine one chunk. An array of `outs` may be one of `values`: it is written once no other value is needed."""
+        """Combine one chunk of the pieces `values` into `outs`, an array for each sum that remains.
+
+        An array of `outs` may be one of `values`, so it is written only by the last addition to its sum.
+        """
         tree, combine = self._tree, self._pairwise.combine
         out_of = dict(zip(tree.left, outs, strict=True))
         last = {to: i for i, (to, _) in enumerate(tree.additions)}
@@ -151,7 +157,7 @@ class TreeSum(Arithmetic):
 
 @functools.lru_cache
 def tree_sum_of(dtype: Any, tree: ReductionTree) -> TreeSum:
-    """Return the object that adds up elements of `dtype` in `tree`'s order. Raises: TypeError if MPI lacks `dtype`."""
+    """Return the object that adds up elements of `dtype` in `tree`'s order. Raises: TypeError unless it can."""
     if not can_combine(dtype, "sum"):
         raise TypeError(
             f"{name_of_dtype(dtype)} cannot be added up in the order of replicas; convert it to float32 or float64 "

@@ -1,4 +1,4 @@
-"""Sums of gradients in a wire format: in fewer bytes than as float32."""
+"""`CompressedTransport`: sums gradients in a wire format, in fewer bytes than as float32."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ _DTYPES = ("float32", *SUMMED_AS_FLOAT32)
 
 
 class CompressedTransport(Transport):
-    """Passes sums to their reduction's compressor. It comes before the transports that would send them whole.
+    """Lets the compressor of a reduction (the wire format of gradients) add up the values over the ranks.
+
+    It takes all-reduces by "sum" with a `Reduction.compressor`, of floats of 32 bits or fewer, in any order. A router
+    asks it before the transports that send float32.
 
     Args:
-        messages: a communicator of the same ranks, with which the compressor sends.
-        smallest: the least number of bytes for a compressor. A smaller message costs as much time as an empty one.
+        messages: a communicator of the same ranks, for the compressor's messages.
+        smallest: the least number of bytes that it takes. A smaller message takes as long as an empty one.
     """
 
     def __init__(self, messages: Communicator, smallest: int = 0) -> None:

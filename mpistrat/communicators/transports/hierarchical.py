@@ -1,7 +1,7 @@
 """Large buffers of ranks on several nodes: combined within each node, then slice by slice between the nodes.
 
-Every sender of a node carries a slice, so that no rank is the bottleneck. Each byte crosses the network as often as if
-a node were one rank.
+Several ranks of a node, its senders, each send one slice of the node's result, so that no rank is the bottleneck. Each
+byte crosses the network as often as if a node were one rank.
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ from mpistrat.communicators.transports.window import (
 # For smaller buffers, the meetings within a node cost more time than the network saves.
 SMALLEST = 1 << 16
 _CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
-# Names of routes. BY_NODE moves bytes in a node's memory, and between nodes as BETWEEN does.
+# Names of routes (ways to move bytes). BY_NODE is MEMORY, within each node, followed by BETWEEN.
 BY_NODE, BETWEEN = "by node", "slices between nodes"
 
 
 class HierarchicalTransport(Transport, NodeMemory):
-    """Moves large buffers of ranks on several nodes.
+    """Moves large buffers of ranks on several nodes, if that is faster than MPI over all ranks.
+
+    It takes all-reduces, reductions to one rank and broadcasts of at least 64 KB. The first such call measures `costs`.
 
     Args:
         mpi: the transport over all ranks.
-        node: the transport over the ranks of this node.
-        pipelined: the transport over the ranks with this rank's number on their nodes; None on ranks that are no
-            sender.
+        node: the transport over the ranks of this node, through shared memory.
+        pipelined: the transport over one rank of each node: the ranks with this rank's number on their nodes; None on
+            ranks that send no slice.
         across: the communicator of the ranks of `pipelined`; None where `pipelined` is None.
-        senders: number of ranks on the smallest node. On each node, as many ranks carry a slice.
+        senders: number of ranks on the smallest node. On each node, the first so many ranks each send a slice.
 
     Attributes:
-        costs: the costs of the routes; measured at the first large buffer, if the nodes have memory to share.
-        smallest: the number of bytes from which a buffer goes by node, according to `costs`.
+        costs: the costs of the routes; NOT_MEASURED before the first large buffer, and if a node has no shared memory.
+        smallest: this transport takes buffers of at least so many bytes, according to `costs`.
     """
 
     def __init__(
@@ -84,7 +86,10 @@ class HierarchicalTransport(Transport, NodeMemory):
         return self if is_sliced and self._by_node(buffer.nbytes) else None
 
     def _by_node(self, nbytes: int) -> bool:
-        """Whether a buffer of `nbytes` bytes goes by node. Collective; the first call measures."""
+        """Whether this transport is faster than MPI for a buffer of `nbytes`. Collective; the first call measures.
+
+        Returns: False if any node has no shared memory.
+        """
         if self._shared is None:
             self._shared = all(self.mpi.comm.allgather(self.node.shared_blocks() is not None))
             if self._shared:
@@ -92,7 +97,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         return self._shared and nbytes >= self.smallest
 
     def _measure(self) -> None:
-        """Measure the size from which the route by node is faster than MPI over all ranks. Collective."""
+        """Measure `costs`, and compute `smallest` from them. Collective."""
         if self.pipelined is not None:
             self.pipelined.settle(self.senders)
 
@@ -137,7 +142,11 @@ class HierarchicalTransport(Transport, NodeMemory):
         return (None, missing) if missing else (memory, "")
 
     def all_reduce(self, operands: Operands) -> None:
-        """Combine within the node, then slice by slice between the nodes, and collect the slices within the node."""
+        """Combine within each node, then slice by slice between the nodes, and collect the slices within each node.
+
+        If every rank of this node has its buffer in the window (shared memory), the buffers are combined there without
+        a copy; else they are copied in blocks.
+        """
         blocks, window = self.node.shared_blocks(), self.node.window
         if blocks is None:
             self._refuse("all_reduce")
@@ -166,7 +175,7 @@ class HierarchicalTransport(Transport, NodeMemory):
             blocks.gather(target[first:end], [target[start:stop] for start, stop in bounds])
 
     def broadcast(self, operands: Operands) -> None:
-        """Send within the root's node, then from its senders to the other nodes' senders, then within these nodes."""
+        """Send to all ranks of the root's node; its senders send slices to the other nodes; each node collects them."""
         blocks = self.node.shared_blocks()
         if blocks is None:
             self._refuse("broadcast")
@@ -184,12 +193,15 @@ class HierarchicalTransport(Transport, NodeMemory):
             blocks.gather(own_slice, slices)
 
     def _peers(self) -> list[int]:
-        """Return the first rank of each node that has a rank in `across`, in the order of `across`."""
+        """Return for each rank of `across`, in order, the first rank of its node, the node's name in `_nodes`."""
         of_ranks = zip(self._nodes, self._places, strict=True)
         return [first for first, place in of_ranks if place == self.node.rank]
 
     def _parts_of(self, tree: ReductionTree) -> tuple[ReductionTree, ReductionTree]:
-        """Return two parts of `tree`: this node's ranks add up the first, then the ranks of `across` the second."""
+        """Divide `tree`, an order of additions over all ranks.
+
+        Returns: the tree over this node's ranks, and the tree over the nodes' sums, for `across`.
+        """
         if tree not in self._parts:
             nodes: dict[int, list[int]] = {}
             for rank, first in enumerate(self._nodes):
@@ -217,10 +229,11 @@ def _combined(
     """Combine a sender's slice with the same slice of the other nodes.
 
     Args:
-        total: this node's slice, not scaled yet.
-        between: the order of additions; None for any order.
+        across: the communicator of the ranks that send this slice, one on each node.
+        total: this node's sum of the slice, not scaled yet; it is overwritten.
+        between: the order of additions over the nodes; None for any order.
 
-    Returns: the scaled result. It may lie in `total`.
+    Returns: the result, times the scale of `reduction`: `total`, or its first row with a tree.
     """
     if between is None:
         across.all_reduce(total, Reduction(reduction.op, compressor=reduction.compressor))

@@ -1,8 +1,8 @@
-"""Large sums between nodes, in messages that leave the core to the program while they wait.
+"""Large all-reduces between nodes, in pieces; the rank sleeps while it waits for the network.
 
-Between nodes a message waits for the network. MPI's blocking calls spin meanwhile, and take the core from a backward()
-that could use it: with 1 Gbit/s, half of the core that a rank shares with its communication thread. So this transport
-sends a buffer in pieces, several at a time, and its thread sleeps between looks at them.
+MPI's blocking calls spin while they wait, and take the core from a backward() that could use it: with 1 Gbit/s, half of
+the core that a rank shares with its communication thread. So this transport sends a buffer in pieces, several at a
+time, by nonblocking messages, and its thread sleeps between the tests whether they have arrived.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.records.watch import CommunicatorWatch
 from mpistrat.liveness.waiting import wait_until
 
-# In bytes. For smaller sums, pieces gain nothing.
+# In bytes. A smaller sum gains nothing by pieces.
 SMALLEST = 1 << 16
-# Bytes of a piece for each rank, as long as ranks are few; _ON_THEIR_WAY pieces are in flight at a time.
+# A piece has TO_EACH bytes for each rank, for at most _MOST_RANKS ranks; _ON_THEIR_WAY pieces are sent at a time.
 TO_EACH = 1 << 18
 _MOST_RANKS = 16
 _ON_THEIR_WAY = 4
-# Pieces may cost this many times as much as MPI alone, because they leave the core to the program.
+# Pieces are taken even if they need up to this many times as long as MPI, because they leave the core to the program.
 _CLEARLY = 1.1
 IN_PIECES, MPI_ALONE = "in pieces, asleep meanwhile", "MPI"
 _TAG = 2
@@ -45,17 +45,17 @@ _Requests = Sequence[MPI.Request]
 
 
 class PipelinedTransport(Transport):
-    """Moves large sums of ranks that are each on a node of their own.
+    """Moves all-reduces of 64 KB or more over ranks on different nodes, one on each, if MPI is not clearly faster.
 
     Args:
         mpi: the transport over the same ranks.
-        watch: where ranks that wait are watched.
+        watch: the rank's record of the calls that it waits in; the rank waits for messages with its timeout.
 
     Attributes:
-        costs: the costs of sums in pieces and of MPI; measured at the first large sum.
-        smallest: the number of bytes from which a sum goes in pieces, according to `costs`.
-        left: messages of sums that this process left in their middle. They are kept as long as the process, because
-            MPI may still write to their memory.
+        costs: the costs of pieces and of MPI; measured at the first large buffer, NOT_MEASURED before.
+        smallest: buffers of at least so many bytes go in pieces, according to `costs`.
+        left: MPI requests of all-reduces that this process left because of an error. They live as long as the process,
+            because MPI may still write to their memory.
     """
 
     left: ClassVar[list[MPI.Request]] = []
@@ -63,7 +63,7 @@ class PipelinedTransport(Transport):
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
         self._mpi, self._watch = mpi, watch
         self.rank, self.size = mpi.rank, mpi.size
-        # The other ranks would take messages of a sum that this rank has left for messages of the next sum.
+        # If this rank left a sum, the other ranks would take its messages of the next sum for messages of the first.
         self._unbroken = Unbroken("combine large values with other nodes", "a sum")
         self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
@@ -77,7 +77,9 @@ class PipelinedTransport(Transport):
         return self if buffer.nbytes >= self.smallest else None
 
     def settle(self, abreast: int = 1) -> None:
-        """Measure `costs` and `smallest`, unless they are known. Collective.
+        """Measure `costs`, and compute `smallest`, unless an earlier call has done so. Collective.
+
+        Called by: `choose`, and `HierarchicalTransport` when it measures its routes.
 
         Args:
             abreast: number of such communicators over the same nodes that measure at the same time.
@@ -97,9 +99,9 @@ class PipelinedTransport(Transport):
         self.smallest = self.costs.cheaper_from(IN_PIECES, MPI_ALONE, SMALLEST, _CLEARLY)
 
     def all_reduce(self, operands: Operands) -> None:
-        """Combine in pieces: every rank gets its part of each piece from all ranks, combines it, and sends it to all.
+        """All-reduce in pieces: each rank gets its part of a piece from all ranks, combines it, and sends it to all.
 
-        All ranks send and receive in the same order, so messages need no numbers.
+        All ranks send and receive in the same order, so all messages have the same tag.
         """
         how = arithmetic_of(operands.buffer.dtype, operands.reduction.op)
         source, target = bytes_of(operands.buffer), bytes_of(operands.target)
@@ -136,7 +138,8 @@ class PipelinedTransport(Transport):
     def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:
         """Begin to send every rank its part of `source`, and to receive this rank's part of all ranks' `source`.
 
-        Returns: the requests, and the parts that will arrive, in rank order.
+        Returns: the MPI requests, and the parts in rank order. The parts have their values when the requests are
+            complete.
         """
         bounds = share_of(len(source), how.itemsize, self.size)
         kept = source[slice(*bounds[self.rank])]
@@ -144,14 +147,15 @@ class PipelinedTransport(Transport):
         return self._exchange([source[slice(*cut)] for cut in bounds], parts), parts
 
     def _gather(self, total: np.ndarray, bounds: Sequence[tuple[int, int]]) -> _Requests:
-        """Begin to send this rank's part of `total` to all ranks, and to receive their parts into `total`."""
+        """Begin to send this rank's part of `total` to all ranks, and to receive the other parts into `total`."""
         parts = [total[slice(*cut)] for cut in bounds]
         return self._exchange([parts[self.rank]] * self.size, parts)
 
     def _exchange(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> _Requests:
-        """Begin to send and to receive; both sequences are in rank order.
+        """Begin to send an array to each other rank, and to receive one from each. Returns: the MPI requests.
 
-        The first message goes to the next rank, so that not all ranks send to the same one.
+        Both sequences have an entry for each rank, in rank order; this rank's own is not used. The first message goes
+        to the next rank, so that not all ranks send to the same rank.
         """
         comm = self._mpi.comm
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]

@@ -2,8 +2,8 @@
 
 It is the bandwidth-optimal all-reduce that tf.distribute calls RING (P. Patarasuk, X. Yuan, "Bandwidth optimal
 all-reduce algorithms for clusters of workstations", Journal of Parallel and Distributed Computing 69, 2009): each rank
-sends 2 (p - 1) / p of the bytes in 2 (p - 1) steps. MPI has that algorithm among its own; this transport is for
-programs that ask for it.
+of p ranks sends 2 (p - 1) / p of the bytes in 2 (p - 1) steps. MPI may choose this algorithm itself; this transport is
+for programs that ask for `CommunicationImplementation.RING`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TAG = 1
 
 
 class RingTransport(Transport):
-    """Moves all-reduces, reduce-scatters and all-gathers from rank to rank, in a ring.
+    """Moves all-reduces, reduce-scatters and all-gathers from rank to rank, in a ring; MPI moves other calls.
 
     Args:
         mpi: the transport over the same ranks.
@@ -63,11 +63,11 @@ class RingTransport(Transport):
         reduce_in_place(operands, around)
 
     def _parts(self, flat: np.ndarray) -> list[np.ndarray]:
-        """Return a view of `flat` for each rank, of equal lengths as far as possible; some are empty if it is short."""
+        """Cut `flat` into a view for each rank, in rank order; lengths differ by at most one element, and may be 0."""
         return [flat[first:end] for first, end in share_of(len(flat), 1, self.size)]
 
     def _combine(self, parts: Sequence[np.ndarray], op: str) -> None:
-        """Combine part r on rank r, in place. A rank's other parts end up with unfinished sums."""
+        """Combine part r of all ranks into rank r's `parts[r]`; a rank's other parts get sums of some ranks only."""
         arrived = np.empty(max(map(len, parts)), parts[0].dtype)
         how = arithmetic_of(arrived.dtype, op)
         for step in range(1, self.size):
@@ -77,12 +77,12 @@ class RingTransport(Transport):
             how.combine((part, received), part, None)
 
     def _hand_round(self, parts: Sequence[np.ndarray]) -> None:
-        """Send every part round the ring, until each rank has all of them. At first rank r has part r."""
+        """Send every part round the ring, until each rank has all parts. At first rank r has only part r."""
         for step in range(self.size - 1):
             self._exchange(parts[self.rank - step], parts[self.rank - step - 1])
 
     def _exchange(self, sent: np.ndarray, received: np.ndarray) -> None:
-        """Send to the next rank, and at the same time receive from the previous one, so that no ranks deadlock."""
+        """Send `sent` to the next rank, and at the same time receive `received` from the previous rank."""
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         self._mpi.comm.Sendrecv(sent, after, _TAG, received, before, _TAG)
 

@@ -1,7 +1,8 @@
 """Collectives of the ranks of one node, through shared memory.
 
-In a reduction each rank combines one slice of every rank's buffer, straight from their memory, then copies the other
-slices. A buffer in the window is combined where it lies, and nothing is copied into shared memory.
+In a reduction each rank combines one slice of all ranks' buffers, then reads the other slices from the other ranks.
+Buffers in the window (shared memory that programs use as arrays) are combined where they lie; other buffers are first
+copied into blocks.
 """
 
 from __future__ import annotations
@@ -39,19 +40,21 @@ MEMORY, MPI = "memory", "MPI"  # the routes that are compared
 
 
 class WindowTransport(Transport, NodeMemory):
-    """Moves large buffers of the ranks of a node.
+    """Moves buffers of the ranks of a node, of at least 32 KB, through shared memory or by MPI.
 
     Args:
         mpi: the transport over the same ranks.
-        watch: where ranks that wait are watched.
-        limit: the most bytes that this process may share in all. The smallest limit of a rank holds for all ranks.
+        watch: the rank's record of the calls that it waits in; ranks wait with its timeout.
+        limit: the most bytes of shared memory that this process may make, of all communicators together. The smallest
+            limit of a rank holds for all ranks.
 
     Attributes:
-        why_not: the reason why the ranks share no memory; then MPI moves all bytes. "" if they can share.
-        costs: the costs of memory and of MPI; measured at the first large buffer, if there is memory to share.
+        why_not: the reason why the ranks share no memory; then MPI moves all bytes. "" if they can, or if none of them
+            has tried yet.
+        costs: the costs of blocks and of MPI; measured when the first large buffer comes.
         borders: sizes in bytes, from `costs`. A buffer outside the window goes through blocks from the first border
             on, by MPI from the second on, and so on.
-        window: moves buffers that lie in it; None until a program asks for a buffer there.
+        window: shared memory where buffers are combined in place; None until a program asks for a buffer there.
     """
 
     def __init__(
@@ -86,9 +89,11 @@ class WindowTransport(Transport, NodeMemory):
         return self.window.buffers.free(nbytes)
 
     def shared_blocks(self) -> Blocks | None:
-        """Return the blocks in which the ranks meet; the first call makes them. Collective.
+        """Return the `Blocks`, shared memory for meetings of the ranks and copies of buffers. Collective.
 
-        Returns: None if the ranks cannot share memory; `why_not` says why.
+        The first call makes them, and measures `costs`.
+
+        Returns: None on all ranks if they cannot share memory; `why_not` says why.
         """
         if self._blocks is None and not self.why_not:
             segments, why = self._share(Blocks.NBYTES, populate=True)
@@ -102,7 +107,7 @@ class WindowTransport(Transport, NodeMemory):
         return self._blocks
 
     def shared_slots(self) -> SharedSlots | None:
-        """Make slots for small calls; None if the ranks cannot share memory. Collective."""
+        """Return new slots, shared memory for small calls; None if the ranks cannot share memory. Collective."""
         segments, _ = self._share(SharedSlots.nbytes_for(self.size), populate=True)
         return None if segments is None else SharedSlots(segments, self.rank)
 
@@ -114,11 +119,14 @@ class WindowTransport(Transport, NodeMemory):
         senders: int | None = None,
         across: Callable[[Array], None] | None = None,
     ) -> tuple[CommonMemory | None, str]:
-        """Make memory with one copy on the node, as `NodeMemory.common_memory` does.
+        """Make memory with one copy for all ranks of the node, as `NodeMemory.common_memory` does.
 
         Args:
-            senders: the first `senders` ranks own a slice; None: all ranks.
-            across: combines this rank's slice with the same slice of other nodes, in place; None on a single node.
+            senders: only the first `senders` ranks own a slice; None: all ranks do.
+            across: sums an array, this rank's slice, over the nodes, in place; None on a single node.
+
+        Returns: the memory and ""; on all ranks None and the reason if they have no shared memory, or if the limit of a
+            rank does not allow it.
         """
         blocks = self._blocks or self.shared_blocks()
         if blocks is None:
@@ -133,11 +141,14 @@ class WindowTransport(Transport, NodeMemory):
     def _share(
         self, nbytes: int, instead_of: int = 0, *, populate: bool
     ) -> tuple[list[np.ndarray] | None, str]:
-        """Make and map segments of `nbytes` on all ranks, as `shared_memory.share` does, if the limit allows them.
+        """Make a segment of `nbytes` on every rank, and map all of them, if every rank's limit allows it. Collective.
 
-        Args: instead_of: bytes of shared memory that this rank will free.
+        Args:
+            instead_of: bytes of shared memory that this rank will free, so they do not count.
+            populate: True allocates all pages now; False allocates a page when a rank first writes it.
 
-        Returns: None and "" if a rank's limit does not allow them.
+        Returns: the segments and ""; None and the reason if a rank could not make or map one; None and "" if a rank's
+            limit does not allow them.
         """
         gather = self.mpi.comm.allgather
         if min(gather(self._limit - own_bytes() + instead_of)) < nbytes:
@@ -148,7 +159,7 @@ class WindowTransport(Transport, NodeMemory):
         warn_on_first_rank(self.rank, f"no shared memory on this node, so {what}: {why}")
 
     def _measure(self, blocks: Blocks) -> None:
-        """Measure the sizes for which memory is faster than MPI. Collective."""
+        """Measure `costs`, and compute `borders` from them. Collective."""
         crowded = any(self.mpi.comm.allgather(self._watch.crowded))
         segments = None if crowded else self._share(NBYTES, populate=True)[0]
         sizes, written = measurement.SIZES_ON_NODE, measurement.written
@@ -173,9 +184,9 @@ class WindowTransport(Transport, NodeMemory):
         return bisect.bisect_right(self.borders, nbytes) % 2 == 1
 
     def _blocks_for(self, nbytes: int) -> Blocks | None:
-        """Return the blocks for parts of rows, or None for MPI. Collective.
+        """Return the blocks for `all_gather` or `all_to_all`, if they are faster than MPI; else None. Collective.
 
-        Args: nbytes: bytes of the largest rank's parts; the same on all ranks.
+        Args: nbytes: bytes of the largest buffer of a rank; the same on all ranks.
         """
         blocks = self.shared_blocks() if nbytes >= SMALLEST else None
         return blocks if self._gains(nbytes) else None
@@ -231,9 +242,10 @@ class WindowTransport(Transport, NodeMemory):
 
 @functools.lru_cache
 def are_sliced(call: str, op: str, dtype: Any, tree: ReductionTree | None) -> bool:
-    """Whether the ranks can move `call` in shared memory, where each rank combines one slice.
+    """Whether the ranks can move `call` through shared memory, where each rank combines one slice of all buffers.
 
-    False for a tree that leaves several sums on a rank (with 3, 5, 6, 7, … replicas on ranks): MPI combines them.
+    Returns: False if `op` does not combine `dtype`, or if `tree` has ranks with several sums, as ranks of 3, 5, 6, 7, …
+        replicas have; MPI moves such calls.
     """
     if tree is not None and not tree.one_each:
         return False
