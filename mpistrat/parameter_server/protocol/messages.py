@@ -111,7 +111,7 @@ class Updates(NamedTuple):
 
     Attributes:
         push: marks the updates that the client sends to other servers at the same time; None without any.
-        settled: the client repeats no update of its session with a smaller number.
+        settled: a number; the client sends no update of its session (outside closures) with a smaller number again.
     """
 
     updates: list[Update]
@@ -153,7 +153,7 @@ class TensorSpec(NamedTuple):
         return getattr(torch, self.dtype)
 
     def empty(self) -> Array:
-        """Return an array of this spec without memory: only its shape and dtype count."""
+        """Return an array of this shape and dtype, to check operands against. Its elements share one element's memory."""
         if not self.is_torch:
             return np.broadcast_to(np.empty((), self.dtype), self.shape)
         import torch
@@ -192,9 +192,9 @@ class SharedTensor(NamedTuple):
 
 
 class InlineTensor(NamedTuple):
-    """An array in the message itself, as bytes.
+    """An array in the message itself, as `data` of dtype uint8.
 
-    A pickled tensor would need torch on the receiver, and NumPy lacks some dtypes.
+    A pickled tensor would need torch on the receiver, and a NumPy array lacks some of torch's dtypes.
     """
 
     data: np.ndarray
@@ -209,7 +209,7 @@ PackedTensor = SharedTensor | InlineTensor
 
 
 def inline(array: Array) -> InlineTensor:
-    """Return an array in host memory as a part of a message. A contiguous array is not copied."""
+    """Return `array`, which is in host memory, for a message. A contiguous array's memory is used, not copied."""
     view = np.ascontiguousarray(view_of(array))
     return InlineTensor(view.reshape(-1).view(np.uint8), TensorSpec.of(array))
 
@@ -240,7 +240,10 @@ def pack(
 
 
 def unpack(packed: PackedTensor, mappings: segments.Mappings) -> Array:
-    """Return the array of a message, without a copy. Raises: OSError if the sender has died with its memory."""
+    """Return a message's array, without a copy: in the message's bytes, or in the sender's memory, mapped here.
+
+    Raises: OSError if the sender has died before its memory was mapped.
+    """
     if isinstance(packed, InlineTensor):
         return packed.spec.array_in(packed.data)
     return packed.spec.array_in(mappings.at(packed.handle))
