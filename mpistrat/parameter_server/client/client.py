@@ -68,7 +68,7 @@ class Client:
         return [address.name for address in list(self.used.values()) if address.server in lost]
 
     def create(self, address: Address, value: Array) -> None:
-        """Have the server make the array, with this first value, and wait until it has.
+        """Have the server make the array with this first value, and wait until it and its backup have it.
 
         Called by: the rank that makes variables.
         """
@@ -102,7 +102,11 @@ class Client:
         return out
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
-        """Copy arrays at the same time, each into an array of its shape and dtype, on any device."""
+        """Read arrays from all servers at the same time.
+
+        Args: wanted: pairs (address, array to overwrite, of the same shape and dtype, on any device).
+        Raises: UnavailableError if no living server has an array.
+        """
         calls: list[tuple[Array, messages.TensorSpec, SharedRegion | None, FailoverRequest]] = []
         for address, out in wanted:
             spec = address.spec
@@ -128,7 +132,7 @@ class Client:
             self._memory.buffers.give_back(region)
 
     def rows(self, address: Address, indices: Any) -> Array:
-        """Return a copy of an array's rows, in the order of `indices`.
+        """Return a copy of an array's rows, in host memory and in the order of `indices`.
 
         Args: indices: int64 of shape [n], each at least 0 and below the number of rows.
         """
@@ -143,10 +147,10 @@ class Client:
         return rows
 
     def change(self, changes: Sequence[Change]) -> list[Array | None]:
-        """Have the servers make changes, several servers at the same time, and wait until all changes are made.
+        """Have the servers make changes, several servers at the same time, and wait until they have.
 
-        Returns: for each change, the array's value after it; None above 4 KB, for an optimizer's step, and inside
-            `already_written`.
+        Returns: for each change, the array's value after it; None for an array above 4 KB, for an optimizer's step, and
+            inside `already_written`.
         Raises: the first error of a server, after all servers have answered.
         """
         if self._already_written or not changes:
@@ -201,7 +205,10 @@ class Client:
 
     @contextlib.contextmanager
     def already_written(self) -> Iterator[None]:
-        """Inside, `change` does nothing, because another rank has made the changes."""
+        """Inside, `change` does nothing. Returns None for each change.
+
+        Called by: a worker that loads a checkpoint, because the restoring rank has sent its values to the servers.
+        """
         self._already_written = True
         try:
             yield

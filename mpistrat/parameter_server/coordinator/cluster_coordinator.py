@@ -120,7 +120,9 @@ class ClusterCoordinator:
         self._cluster.joined()
 
     def done(self) -> bool:
-        """Whether all scheduled functions have ended; then the chief's torch modules have the servers' values.
+        """Whether all scheduled functions have ended. Does not wait for them, unless one has raised an error.
+
+        If it returns True, the chief's torch modules have the servers' values.
 
         Raises: the first error of a function, once, after the other functions have ended or been cancelled.
         """
@@ -147,9 +149,9 @@ class ClusterCoordinator:
             self._dispatcher.hand_out()
 
     def fetch(self, val: Any) -> Any:
-        """Wait for the RemoteValues in a nest, and return the nest with their results in place.
+        """Wait for the RemoteValues in a nest (dicts, lists, tuples), and return the nest with their results in place.
 
-        Tensors and variables in a result become NumPy arrays.
+        Tensors and variables in a result become NumPy arrays; other leaves stay as they are.
 
         Raises: the error of a function.
         """

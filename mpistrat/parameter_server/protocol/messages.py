@@ -153,7 +153,7 @@ class TensorSpec(NamedTuple):
         return getattr(torch, self.dtype)
 
     def empty(self) -> Array:
-        """Return an array of this shape and dtype, to check operands against. Its elements share one element's memory."""
+        """Return an array of this shape and dtype, to check operands against. It has the memory of one element."""
         if not self.is_torch:
             return np.broadcast_to(np.empty((), self.dtype), self.shape)
         import torch

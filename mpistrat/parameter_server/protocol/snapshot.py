@@ -1,8 +1,8 @@
 """Consistent snapshot: a client reads all servers as they are at one time.
 
 The client pauses changes on every server, in turn. A push is one change that a client sends to several servers at the
-same time. If only some of its servers have made a push, the client lets the missing parts pass the other servers' locks.
-So the client reads each push on all of its servers, or on none.
+same time. If only some of its servers have made a push, the client lets the missing parts pass the locks of the other
+servers. So the client reads each push on all of its servers, or on none.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _hold_all(routes: Routes, held: list[int]) -> None:
     """Pause changes on all living servers, and wait until each push is made on all of its servers, or on none.
 
     Args: held: this function appends each server before it asks the server, so that the caller can release it.
-    Raises: UnavailableError if a server dies meanwhile.
+    Raises: UnavailableError if a server and its backup have died.
     """
     passed: dict[int, Any] = {}
     for server in dict.fromkeys(map(routes.holder_of, routes.servers)):

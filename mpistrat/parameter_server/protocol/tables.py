@@ -88,9 +88,10 @@ class MappedTable:
         return self._words[_UPDATES]
 
     def copy_to(self, out: Array) -> bool:
-        """Copy the array to `out`. Returns: False if writes of the server disturbed three attempts, or one lasted 20 ms.
+        """Copy the array to `out`. Returns: False if the server's writes disturbed it.
 
-        `out` then has wrong values, and the caller asks the server for the array.
+        That is, if they disturbed three attempts, or one write lasted 20 ms. `out` may then have a mixture of values,
+        and the caller asks the server for the array.
         """
 
         def copy() -> Array:

@@ -219,7 +219,10 @@ class Channel:
         return bool(emptied)
 
     def _failed_elsewhere(self) -> list[int]:
-        """Return the ranks that MPI knows to have died; [] if it is not fault tolerant, or was asked 10 ms ago or less."""
+        """Return the ranks that MPI knows to have died.
+
+        Returns [] if MPI is not fault tolerant, or was asked less than 10 ms ago.
+        """
         now = time.monotonic()
         if not self._outlives_ranks or now - self._looked <= _SECONDS_BETWEEN_LOOKS:
             return []

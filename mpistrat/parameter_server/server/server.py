@@ -48,7 +48,10 @@ class Rounds:
         self._clock.leave(rank)
 
     def take_over(self) -> None:
-        """End rounds of arrays that this server has just taken over; drop the gradients of dead workers' last steps."""
+        """Drop dead workers' gradients of unfinished steps, then end the rounds that all living workers have ended.
+
+        Called by: `BackupCopies`, when this server has taken over the arrays of a dead server.
+        """
         for rank in self._rpc.channel.lost:
             self._optimizers.forget(rank, self._clock.steps_of(rank))
         self._clock.look()
@@ -87,7 +90,7 @@ class Rounds:
 
 
 class Announcements:
-    """Answers each rank that waits for a name once the name is announced.
+    """Answers the ranks that wait for a name: for the array with a key to be made, or for a value to be published.
 
     Args:
         creator: the rank that announces names; once it has left, waiting ranks get an UnavailableError.
@@ -108,7 +111,7 @@ class Announcements:
 
         Args:
             name: an array's key, or a published name.
-            outcome: the value that the waiting ranks get; they raise an exception.
+            outcome: the value that the waiting ranks get, or an exception that they raise.
         """
         self._announced.setdefault(name, outcome)
         for request in self._waiting.pop(name, []):
@@ -124,7 +127,10 @@ class Announcements:
         self._when_safe(partial(request.reply, outcome))
 
     def leave(self, rank: int, died: bool) -> None:
-        """If the rank is the creator, answer all waiting and later requests for other names with UnavailableError."""
+        """If the rank is the creator, answer requests for names that it has not announced with UnavailableError.
+
+        Requests that wait get the error now, later requests get it at once. Does nothing for any other rank.
+        """
         if rank != self._creator or self._no_more is not None:
             return
         self._no_more = UnavailableError(
@@ -214,7 +220,8 @@ class ParameterServer:
         updates: Updates = request.body
         forwarded = None
         if self._backup.covers(update.key for update in updates.updates):
-            # Forwarded first: the backup works at the same time, and missing memory for the copies stops all changes.
+            # Forwarded first, so that the backup works at the same time, and so that neither server makes the updates
+            # if there is no memory for the operands' copies.
             packed = itertools.chain(*(update.operand for update in updates.updates))
             operands = [unpack(operand, self.store.mappings) for operand in packed]
             forwarded = self._backup.forward_updates(request.source, updates, operands)
