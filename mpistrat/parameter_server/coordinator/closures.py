@@ -25,7 +25,7 @@ class Closure:
         payload: the function, its positional and its keyword arguments, pickled.
         resources: the resources that the worker needs for it.
         result: gets the function's result or error.
-        internal: whether the coordinator itself makes the closure. It then goes first, and only `result` gets its error.
+        internal: whether the coordinator itself makes the closure. It goes first, and only `result` gets its error.
         repeated: whether a worker that has died may have begun the closure; messages of that worker may still arrive.
         id: a number from 1, set by the queue. Servers make each update of a closure once, even if several workers begin
             the closure.
@@ -183,7 +183,10 @@ class ClosureQueue:
             return over, over_before
 
     def wait(self) -> None:
-        """Wait until all closures have ended. Raises: the first error of a closure, once; waiting ones are cancelled."""
+        """Wait until all closures have ended.
+
+        Raises: the first error of a closure, once, after cancelling the closures that wait.
+        """
         with self.changed:
             self.changed.wait_for(
                 lambda: not self._cancelling and (self._error is not None or self._is_empty())
@@ -191,7 +194,10 @@ class ClosureQueue:
             self._raise_error()
 
     def done(self) -> bool:
-        """Whether all closures have ended. Raises: the first error of a closure, once; waiting ones are cancelled."""
+        """Whether all closures have ended.
+
+        Raises: the first error of a closure, once, after cancelling the closures that wait.
+        """
         with self.changed:
             self.changed.wait_for(lambda: not self._cancelling)
             self._raise_error()

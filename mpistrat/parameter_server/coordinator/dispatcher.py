@@ -32,8 +32,8 @@ class Cluster:
 
     Attributes:
         workers: the workers' ranks, by worker index.
-        over: called with ids of closures that no worker executes again, and the id before which all have ended. It tells
-            the servers, so that they forget the outcomes of these closures' updates.
+        over: called with ids of closures that no worker executes again, and the id before which all have ended. It
+            tells the servers, so that they forget the outcomes of these closures' updates.
         joined: called when all closures have ended without an error.
         is_needed: returns whether a dead rank had the last copy of variables, so that no closure can be executed.
         coordinator: the only `ClusterCoordinator` of the strategy; None before it is made.
@@ -58,8 +58,8 @@ class Dispatcher:
     """Sends the queue's closures to workers as they become free.
 
     A worker that executes short closures gets several at a time, and more before it has ended them all. If a worker
-    dies, the other workers get its closures. If a server dies with the last copy of variables, all closures fail. A thread reads
-    the workers' messages until `end`, or the program's end.
+    dies, the other workers get its closures. If a server dies with the last copy of variables, all closures fail. A
+    thread reads the workers' messages until `end`, or the program's end.
     """
 
     def __init__(self, cluster: Cluster, queue: ClosureQueue, resources: ResourceTable) -> None:

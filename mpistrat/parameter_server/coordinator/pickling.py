@@ -29,10 +29,10 @@ class References(Protocol):
         """Return this rank's object for a key from another rank."""
 
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
-        """Return a reduction (a tuple, as `__reduce__` returns) for a torch module or optimizer; None for other objects.
+        """Return a reduction (a tuple, as `__reduce__` returns) of a torch module or optimizer; None for other objects.
 
-        Unpickling such a reduction makes the other rank register the module or optimizer. Pickling calls it for objects
-        without a key.
+        Unpickling the reduction makes the other rank register the module or optimizer. Pickling calls `reduction_of`
+        for objects without a key.
         """
 
 

@@ -45,7 +45,7 @@ class Worker:
         chief: the chief's rank.
         index: this worker's index, from 0.
         in_closure: returns, for a closure's id, the context to execute the closure in. The servers make updates inside
-            it once, also if another worker repeats the closure, and its exit sends what torch modules have changed. It
+            it once, also if another worker repeats the closure, and its exit sends the changes of modules' buffers. It
             yields a function to call between unpickling the closure and executing it.
     """
 
@@ -71,9 +71,10 @@ class Worker:
         rpc.handle(CLOSURES, self._receive)
 
     def serve(self, until: Callable[[], bool]) -> None:
-        """Receive and execute closures, and return when `until()` is true; it is checked between closures.
+        """Receive and execute closures, and return when `until()` is true.
 
-        Closures that have arrived by then and not begun may stay unexecuted.
+        All closures that wait are executed before `until` is checked again. Closures that arrive together with the
+        reason for `until()` to be true are not executed.
         """
         watch = threading.Thread(target=self._keep_returning, name="mpistrat closures", daemon=True)
         watch.start()

@@ -326,8 +326,8 @@ class LossPolicy:
     def _end_if_needed(self, rank: int) -> None:
         """End the job if this rank needs the dead `rank`: a server or the chief, and on a server also a client.
 
-        First wait 5 s, because most launchers end a job when a rank dies, and the observer (a process per node that
-        watches the ranks) then says which rank died first.
+        First wait 5 s, because most launchers end a job when a rank dies. The observer (a process per node that watches
+        the ranks) then says who died first.
         """
         job = self._job
         needed = {*job.servers, *job.roles.ranks.get("chief", ())}

@@ -52,7 +52,7 @@ def leave_on_servers(parameter: torch.Tensor, remote: RemoteTensor) -> None:
 
 
 class RemoteRows(torch.nn.Parameter):
-    """A parameter without memory: each use of it pulls its rows from the servers.
+    """A parameter without memory: a lookup pulls the rows that it needs from the servers, any other use all rows.
 
     Made by: `leave_on_servers`, which changes a parameter's class.
     """
@@ -152,10 +152,10 @@ class _Whole(torch.autograd.Function):
 
 
 def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `func`, an operation in place on its first tensor.
+    """Call `func`, an operation in place on its first tensor, and return its result.
 
-    If that tensor is a `RemoteRows`, `func` writes to a copy of all rows; the servers get it if this rank owns the
-    parameter, and the result is the `RemoteRows`.
+    If the first tensor is a `RemoteRows`, `func` writes to a copy of all rows. The servers get the copy if this rank
+    owns the parameter; otherwise it is lost. The result is then the `RemoteRows`.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))

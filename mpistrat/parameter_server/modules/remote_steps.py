@@ -37,9 +37,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Have the servers step an optimizer's parameters in place of this rank.
 
     Called by: torch, before `optimizer.step()`; `args` begin with the optimizer itself.
-    Returns: arguments for `step`, with a twin of the optimizer without parameters; None if no parameter is on servers.
-    Raises: RuntimeError for a closure, and, in a run or beside remote parameters, for a trainable parameter that is not
-        on servers.
+    Returns: arguments for `step`, with a copy of the optimizer without parameters in its place; None if no parameter is
+        on servers: then the optimizer steps here.
+    Raises: RuntimeError for a closure, if a parameter is on servers; RuntimeError for a trainable parameter that is not
+        on servers, if `step` is called in a run, or other parameters of the optimizer are on servers.
     """
     parameters = hooks.parameters_of(optimizer)
     remote = [*filter(_remote.__contains__, parameters)]
@@ -106,9 +107,10 @@ class RemoteSteps:
         _remote[parameter] = remote, self
 
     def step(self, optimizer: Optimizer) -> None:
-        """Send the gradients in `.grad` to the servers, and wait until they have applied or stored them.
+        """Send the gradients in `.grad` to the servers, and wait until the servers have applied them.
 
-        Parameters without a gradient get no step.
+        With a clock that combines the gradients of all workers, wait only until the servers have stored them.
+        Parameters without a gradient get no step. `.grad` stays as it is.
         """
         mean = self._rule() == "mean"
         remote = self.of(optimizer)
@@ -124,7 +126,10 @@ class RemoteSteps:
         self._tensors.client.change(changes)
 
     def of(self, optimizer: Optimizer) -> RemoteOptimizer:
-        """Return the optimizer's counterpart, made on the servers; it gets a number on first use."""
+        """Return the optimizer's `RemoteOptimizer`, and have the servers make the optimizer for its new parameters.
+
+        On the first call, the optimizer gets its number.
+        """
         remote = self._optimizers.get(optimizer) or self.know(optimizer, self._next_number())
         remote.make(optimizer)
         return remote
@@ -162,7 +167,9 @@ class RemoteOptimizer:
         hooks.state_of_copies(optimizer, self._state)
 
     def make(self, optimizer: Optimizer) -> None:
-        """Have the servers make the optimizer for new remote parameters, and move the state loaded here.
+        """Have the servers make the optimizer for new remote parameters.
+
+        State that `load_state_dict` has put into `optimizer.state` moves to the servers; only the owner sends it.
 
         Raises: TypeError if the servers cannot make or step this class of optimizer.
         """
@@ -189,7 +196,7 @@ class RemoteOptimizer:
             del optimizer.state[parameter]
 
     def made_elsewhere(self, optimizer: Optimizer) -> None:
-        """Note that another rank has had the servers make the optimizer."""
+        """Register the remote parameters as made: another rank (the chief) has had the servers make the optimizer."""
         parameters = hooks.parameters_of(optimizer)
         self._made.update((p, _remote[p][0]) for p in parameters if p in _remote)
 

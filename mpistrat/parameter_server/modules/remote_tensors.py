@@ -157,7 +157,10 @@ class RemoteTensors:
         return self._by_place[key[1]]
 
     def held(self, tensors: Iterable[torch.Tensor | None]) -> list[Held]:
-        """Return the tensors that are on servers and have a copy on this rank, each with its `RemoteTensor`."""
+        """Return a (RemoteTensor, detached copy on this rank) pair for each tensor that is on servers.
+
+        Leaves out None, tensors that are not on servers, and embeddings that have no copy on this rank.
+        """
         return [
             (self[tensor], tensor.detach())
             for tensor in tensors
@@ -192,7 +195,7 @@ class RemoteTensors:
         ]
 
     def end_run(self) -> None:
-        """Send the difference that the run has made to each buffer; the servers add it.
+        """Send the difference that the run has made to each buffer. The servers add the differences of all ranks.
 
         Buffers of dtype bool, and buffers whose shape has changed, are not sent.
         """

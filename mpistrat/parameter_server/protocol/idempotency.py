@@ -1,7 +1,7 @@
 """Servers make each update once, even if it arrives several times: clients number updates, servers remember numbers.
 
-An update arrives again when a worker has died and another worker repeats its closure (a function that the coordinator
-has scheduled), or when a server has died and its backup gets the request.
+An update arrives again when a worker has died and another worker repeats its closure, a function that the coordinator
+has scheduled. It also does when a server has died and its backup gets the request.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Request(NamedTuple):
 
     Attributes:
         source: the rank that has sent the request.
-        ticket: the request's number on that rank, which matches the reply to the request.
+        ticket: the request's number on that rank; the reply contains it.
         body: the method's argument, unpickled.
     """
 

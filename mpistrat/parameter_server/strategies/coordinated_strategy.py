@@ -42,7 +42,7 @@ _STRATEGY, _VARIABLE, _OF_TORCH = "strategy", "variable", "of torch"
 
 
 class ObjectReferences:
-    """Resolves keys of a strategy, its variables, and its torch tensors on servers; see `pickling.References`.
+    """Keys for a strategy, its variables, and its torch tensors on servers, in pickles (`pickling.References`).
 
     A key contains all that the other rank needs to find or make its own object.
     """
@@ -187,7 +187,10 @@ class ParameterServerStrategy(Strategy):
         return strategy
 
     def work(self) -> None:
-        """Run the chief's functions, and return when the chief ends. Called by: a worker."""
+        """Run the chief's functions, and return when the chief ends.
+
+        Called by: the constructor, on a worker, and `Server.join`.
+        """
         job = self._extended.job
         seed_for_worker(job.roles.task_id)
         chief, references = job.roles.ranks["chief"][0], ObjectReferences(self, job)
@@ -209,7 +212,10 @@ class ParameterServerStrategy(Strategy):
             self._modules.made.begin()
 
     def _refresh(self) -> None:
-        """Pull the servers' values into the chief's torch modules. Called by: the coordinator, when all has ended."""
+        """Pull the servers' values into the chief's torch modules, if there are any.
+
+        Called by: the coordinator's `join` and `done`, when all functions have ended.
+        """
         if self._modules.made is not None:
             self._modules.made.before_run()
 
@@ -282,11 +288,11 @@ class ParameterServerStrategy(Strategy):
             )
 
     def shutdown(self) -> None:
-        """Let workers and servers leave.
+        """Tell the workers and servers to end: their strategies' constructors then raise SystemExit.
 
         Functions that have not ended fail with UnavailableError, and an error message on stderr counts them.
 
-        Called by: the chief, which can use neither workers nor servers afterwards.
+        Called by: the chief. It can use neither workers nor servers afterwards.
         """
         cluster = self._extended.cluster
         if cluster is not None and cluster.coordinator is not None:

@@ -183,9 +183,9 @@ class BetweenGraphStrategy(Strategy):
         return result
 
     def shutdown(self) -> None:
-        """Leave the servers, as at the program's end. Other workers no longer wait for this worker's steps.
+        """Tell the servers that this worker has ended, as at the program's end. It cannot use variables afterwards.
 
-        The servers end when the last worker has left.
+        Other workers no longer wait for this worker's steps. The servers end when all workers have ended.
         """
         if self._servers is not None:
             self._servers.job.done()
