@@ -243,7 +243,9 @@ class DatasetOfWorker:
                 f"a dataset function must return a dataset, which can be iterated; got {dataset!r:.60}"
             )
         self._dataset = safe_dataset(dataset)
-        self._begun: IteratorOfWorker | None = None  # made by `element_spec`; the next `iterate` returns it
+        self._begun: IteratorOfWorker | None = (
+            None  # made by `element_spec`; the next `iterate` returns it
+        )
         self._last: weakref.ref[IteratorOfWorker] | None = None
 
     def iterate(self) -> IteratorOfWorker:
