@@ -38,7 +38,8 @@ class Change(NamedTuple):
 class Client:
     """Reads and changes arrays on servers. Called by: any thread.
 
-    A client maps the arrays of servers on its node, and reads them in place. The servers make all changes, in turn.
+    A client maps the arrays of servers on its node, and reads them in place. Only servers change arrays, one change
+    after the other. Each rank of a job with servers has one client.
 
     Args:
         servers: the servers' ranks, in task order.
@@ -63,7 +64,10 @@ class Client:
         self._already_written = False
 
     def names_lost(self) -> list[str]:
-        """Return the names of the arrays that this rank has used and that no living server has."""
+        """Return the names of the arrays that this rank has used and that no living server has; [] if there are none.
+
+        Called by: `LossPolicy.describe`, for the error about a dead server.
+        """
         lost = self.routes.lost()
         return [address.name for address in list(self.used.values()) if address.server in lost]
 

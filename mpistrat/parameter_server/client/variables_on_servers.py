@@ -115,7 +115,7 @@ class RemoteVariable(Variable):
 
 
 class RemoteShards(ShardedVariable):
-    """A split variable with its parts on servers: an update changes all parts at the same time."""
+    """A split variable with its parts on servers. A checkpoint has an update of all parts or of none."""
 
     variables: list[RemoteVariable]
 
@@ -126,7 +126,7 @@ class RemoteShards(ShardedVariable):
 
 
 class VariablesOnServers(VariableStore):
-    """Makes a strategy's variables: each variable or part goes to the next server, in turn.
+    """Makes a strategy's variables on the servers. Each variable or part goes to the next server, in turn.
 
     Args:
         owns: whether this rank makes the arrays, with its initial values; the other ranks find them.
@@ -180,7 +180,9 @@ class VariablesOnServers(VariableStore):
     def place(
         self, initial_value: Any, name: str, dtype: Any = None, shape: tuple[int, ...] | None = None
     ) -> list[Address]:
-        """Make a new variable's or torch tensor's arrays on the servers; a rank that does not own them waits for them.
+        """Make the arrays of a new variable or torch tensor on the servers.
+
+        The owner (the rank with `owns`) makes them, with its initial value; the other ranks wait until it has.
 
         Called by: every worker, in the same order.
         Args:

@@ -87,7 +87,10 @@ def _is_of_python(kind: type, method: str) -> bool:
 
 
 def _as_error(error: BaseException) -> Exception:
-    """Return the error for the chief to raise; replace errors that would silently end the chief or one of its loops."""
+    """Return `error`, or its replacement if the chief could not raise it without ending itself or a loop of its own.
+
+    StopIteration becomes OutOfRangeError. SystemExit and others that are no Exception become RuntimeError.
+    """
     if isinstance(error, StopIteration):
         return OutOfRangeError(
             "a scheduled function ended with StopIteration: an iterator that it called next() on has no more elements"

@@ -21,7 +21,7 @@ from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
 
 
 class _Key(NamedTuple):
-    """The key of a resource in a pickle. All other keys belong to `References`."""
+    """The key of a resource in a pickle. `ResourceCache` passes any other key to `References.resolve`."""
 
     resource: int
 
@@ -55,7 +55,7 @@ class Resource:
 
 
 class PerWorker:
-    """A value with a part on each worker; a closure that captures it gets the executing worker's part."""
+    """A value with a part on each worker. A scheduled function gets the part of the worker that executes it."""
 
     _resource: Resource
 
@@ -243,9 +243,7 @@ class DatasetOfWorker:
                 f"a dataset function must return a dataset, which can be iterated; got {dataset!r:.60}"
             )
         self._dataset = safe_dataset(dataset)
-        self._begun: IteratorOfWorker | None = (
-            None  # made by `element_spec`; the next `iterate` returns it
-        )
+        self._begun: IteratorOfWorker | None = None  # `element_spec` makes, `iterate` takes it
         self._last: weakref.ref[IteratorOfWorker] | None = None
 
     def iterate(self) -> IteratorOfWorker:

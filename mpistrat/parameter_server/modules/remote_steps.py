@@ -83,8 +83,7 @@ class RemoteSteps:
     Args:
         clock: this worker's clock; None in a job with a coordinator.
         rule: returns "sum" or "mean": how the servers combine the gradients of workers.
-        next_number: returns an optimizer's number for its first step, equal on all workers, for they run the same
-            program.
+        next_number: returns a new optimizer's number, equal on all workers, because all run the same program.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class RemoteOptimizer:
         self._move_loaded_state(optimizer)
 
     def _move_loaded_state(self, optimizer: Optimizer) -> None:
-        """Remove the state that was loaded here, and send it if this rank owns the tensors."""
+        """Remove state that the program has loaded into `optimizer.state`; first send it, if this rank is the owner."""
         for parameter in [p for p in optimizer.state if p in self._made]:
             if self._owns:
                 self._load(self._made[parameter], optimizer.state[parameter])

@@ -61,7 +61,8 @@ class RemoteTensor:
     def by_part(self, indices: torch.Tensor) -> list[tuple[Address, int, slice]]:
         """Divide ascending row `indices` among the parts.
 
-        Returns: for each part its address, the number of its first row, and the slice of `indices` that fall into it.
+        Returns: for each part its address, the number of its first row in the whole tensor, and the slice of `indices`
+            with the rows of this part, which may be empty.
         """
         bounds = [*itertools.accumulate(self.rows, initial=0)]
         cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
@@ -157,9 +158,9 @@ class RemoteTensors:
         return self._by_place[key[1]]
 
     def held(self, tensors: Iterable[torch.Tensor | None]) -> list[Held]:
-        """Return a (RemoteTensor, detached copy on this rank) pair for each tensor that is on servers.
+        """Return (RemoteTensor, the detached tensor) for each of the tensors that is on servers.
 
-        Leaves out None, tensors that are not on servers, and embeddings that have no copy on this rank.
+        Leaves out None, tensors that are not on servers, and embeddings without memory on this rank.
         """
         return [
             (self[tensor], tensor.detach())

@@ -176,7 +176,8 @@ class _Scheduler:
 class ChiefReferences:
     """Pickles the chief's torch objects for scheduled functions (`coordinator.pickling.References`).
 
-    It first sends the servers each needed tensor that the chief has written in place (`load_state_dict`, not `.data`).
+    It first sends the servers each needed tensor that the chief has written in place, such as by `load_state_dict`. It
+    does not notice a write through `.data`, because torch does not count that as a write.
     """
 
     def __init__(self, strategy: AnyStrategy, modules: RemoteModules) -> None:

@@ -140,7 +140,7 @@ class IdempotencyCache:
             del self._outcomes[work]
 
     def settle(self, session: int, before: int) -> None:
-        """Forget the outcomes of a session's updates with numbers below `before`: the client does not repeat them."""
+        """Forget the outcomes of a session's updates with numbers below `before`, which the client never repeats."""
         outcomes = self._outcomes.get(session, {})
         for which in [which for which in outcomes if which[1] < before]:
             del outcomes[which]

@@ -20,7 +20,8 @@ FIND, PULL, ROWS, OPTIMIZER_STATE = "find", "pull", "rows", "optimizer state"
 # Requests that change something.
 CREATE, UPDATE = "create", "update"
 MAKE_OPTIMIZER, LOAD_OPTIMIZER_STATE = "make optimizer", "load optimizer state"
-# Two notices of the rank that makes arrays, and the request of the ranks that wait for a published value.
+# Notices of the rank that makes arrays: CANNOT_CREATE: an array's number, and the error of making it. PUBLISH: a name
+# and a value. PUBLISHED: another rank's request for the value of a name, answered once the name is published.
 CANNOT_CREATE, PUBLISH, PUBLISHED = "cannot create", "publish", "published"
 # FORGET: no rank repeats some closures any more. DONE: a client does not use the server any more.
 FORGET, DONE = "forget", "done"
@@ -185,7 +186,7 @@ class Address(NamedTuple):
 
 
 class SharedTensor(NamedTuple):
-    """An array in memory that the sender and the receiver map."""
+    """An array as a message refers to it, in memory that the sender and the receiver map."""
 
     handle: segments.RegionHandle
     spec: TensorSpec

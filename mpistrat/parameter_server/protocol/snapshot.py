@@ -29,7 +29,7 @@ _Which = tuple[int, "int | None"]  # client, part
 
 
 class ChangeLock:
-    """A server's lock on changes. While one client holds it, the changes of other clients wait.
+    """A server's lock on changes. While one client holds it (in `consistent_snapshot`), other clients' changes wait.
 
     Args: when_safe: calls a function once the server's backup has made the changes that have passed.
     """

@@ -134,7 +134,7 @@ class RpcEndpoint:
     def call(self, to: int, method: str, body: Any = None) -> PendingReply:
         """Send a request, without waiting for the reply. Called by: any thread.
 
-        Returns: the future reply; it raises UnavailableError if the rank `to` is known to have died.
+        Returns: the future reply. Its `wait` raises UnavailableError if the rank `to` has died, now or later.
         """
         reply = PendingReply(self, to, method)
         ticket = next(self._tickets)

@@ -215,7 +215,8 @@ class BackupCopies:
     def _take_over(self) -> None:
         """Move the copies to this server's own store.
 
-        Later changes of the primary are refused: the clients send their requests again, to this server.
+        Later changes of the primary are refused, because the clients send their unanswered requests again, to this
+        server.
         """
         self._is_over = True
         self._store.adopt(self.copies)

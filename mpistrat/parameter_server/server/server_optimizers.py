@@ -23,8 +23,8 @@ from mpistrat.pytorch.gradients.values import as_sparse
 
 State = dict[str, Any]  # by name: NumPy arrays, also arrays without dimensions, and Python numbers
 
-# The server chooses how to compute a step: a worker's choice of `fused` and `capturable` may be for a GPU. Fused on the
-# CPU is one pass over memory: Adam takes a ninth of the time.
+# The server chooses how to compute a step, because a worker's choice of `fused` and `capturable` may be for a GPU. On
+# the CPU, fused is one pass over memory, and Adam takes a ninth of the time.
 _HOW = {"foreach": False, "fused": True, "capturable": False, "differentiable": False}
 # In torch 2.13 fused SGD on the CPU leaves bfloat16 and float16 unchanged (pytorch issue 191763).
 _FUSED = (torch.float32, torch.float64)

@@ -88,12 +88,12 @@ class ParameterServerStrategy(Strategy):
 
     The chief makes variables and schedules functions. A worker that is free runs the next function, and reads and
     changes the variables on the servers. On workers and servers the constructor works for the chief, and raises
-    SystemExit when the chief ends: only the chief runs the rest of the program. `run`, `reduce`, `gather` and a
+    SystemExit when the chief ends. So only the chief runs the rest of the program. `run`, `reduce`, `gather` and a
     replica's collectives, on the chief or in a function, combine only the replicas of the rank that calls them.
 
     Called by: every rank of the job (or of `comm`).
     Args:
-        cluster_resolver: names each rank's task; one task is "chief". MPI carries the bytes: addresses are not used.
+        cluster_resolver: names each rank's task; one task is "chief". Addresses are not used, as MPI carries the bytes.
             None if `num_ps`, TF_CONFIG, or a heterogeneous Slurm job gives the tasks. In such a Slurm job the first
             component has the chief and the servers.
         variable_partitioner: splits variables over servers; None splits none.

@@ -175,7 +175,7 @@ def with_servers(
     roles, coordinated = job.roles, clock is None
     owns = roles.rank == job.trainers[0]
     trains = roles.rank in job.trainers
-    # The program's topology has only the ranks that train: servers run no part of the program.
+    # The program's topology has only the ranks that train, because servers run no part of the program.
     topology = job.topology.part(job.trainers) if trains else Topology.single()
     group = ReplicaGroup(LocalCommunicator(), tuple(devices), (len(devices),), topology=topology)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
