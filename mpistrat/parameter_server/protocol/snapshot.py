@@ -118,7 +118,8 @@ class ChangeLock:
 def consistent_snapshot(routes: Routes) -> Iterator[None]:
     """Inside, no other client changes anything on the servers.
 
-    Waits until all servers have paused. If a server with a backup dies before that, pauses the others again.
+    Waits until all servers have paused. If a server with a backup dies before that, releases the others, and pauses them
+    again.
 
     Called by: the rank that saves or restores a checkpoint.
     Raises: UnavailableError if a server has died, and no living server has its arrays.
@@ -142,7 +143,7 @@ def _hold_all(routes: Routes, held: list[int]) -> None:
     """Pause changes on all living servers, and wait until each push is made on all of its servers, or on none.
 
     Args: held: this function appends each server before it asks the server, so that the caller can release it.
-    Raises: UnavailableError if a server and its backup have died.
+    Raises: UnavailableError if a server that it asks dies; the caller then releases all servers, and tries again.
     """
     passed: dict[int, Any] = {}
     for server in dict.fromkeys(map(routes.holder_of, routes.servers)):
