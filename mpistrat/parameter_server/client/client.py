@@ -89,8 +89,9 @@ class Client:
         self.rpc.notify_all(self.routes.copies_of(server), messages.CANNOT_CREATE, (key, error))
 
     def find(self, server: int, key: int) -> Address:
-        """Wait until another rank has made the array with number `key` on `server`, and return its address.
+        """Wait, without a limit, until another rank has made the array with number `key` on `server`.
 
+        Returns: the array's address.
         Raises: UnavailableError when the rank that makes arrays has left or died; the error that it has passed to
             `cannot_create`.
         """
@@ -99,7 +100,7 @@ class Client:
         return self.used[key]
 
     def pull(self, address: Address) -> Array:
-        """Return a copy of an array, in host memory."""
+        """Return a copy of an array, in host memory; later updates do not change it."""
         with self._recycling:
             out = self._results.empty(address.spec.shape, address.spec.native_dtype)
         self.pull_into([(address, out)])
@@ -228,7 +229,7 @@ class Client:
         self.rpc.notify_all(copies, messages.PUBLISH, (name, value))
 
     def await_published(self, name: Any) -> Any:
-        """Wait until the rank that makes variables has published this name, and return the value.
+        """Wait, without a limit, until the rank that makes variables has published this name, and return the value.
 
         Raises: UnavailableError if that rank leaves or dies before.
         """

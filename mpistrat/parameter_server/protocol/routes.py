@@ -37,7 +37,7 @@ class Routes:
         return (server, self.backups[server]) if server in self.backups else (server,)
 
     def holder_of(self, server: int) -> int:
-        """Return the living server that has the arrays made on `server`; `server` itself if none lives."""
+        """Return the rank of the living server that has the arrays made on `server`; `server` itself if none lives."""
         if server not in self.backups:
             return server
         living = itertools.filterfalse(self.rpc.channel.has_died, self.copies_of(server))

@@ -118,8 +118,8 @@ class ChangeLock:
 def consistent_snapshot(routes: Routes) -> Iterator[None]:
     """Inside, no other client changes anything on the servers.
 
-    Waits until all servers have paused. If a server with a backup dies before that, releases the others, and pauses them
-    again.
+    Waits until all servers have paused. If a server with a backup dies before that, releases the other servers, and
+    pauses them again.
 
     Called by: the rank that saves or restores a checkpoint.
     Raises: UnavailableError if a server has died, and no living server has its arrays.

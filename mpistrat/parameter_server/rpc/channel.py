@@ -118,7 +118,7 @@ class Channel:
         return self._pipes[rank].pid if rank in self._pipes else None
 
     def shares_memory_with(self, rank: int) -> bool:
-        """Whether this process can open the rank's files in /proc, and so map its memory."""
+        """Whether this process can open the rank's files in /proc, and so map its memory. True for this rank, too."""
         return rank in self._pipes
 
     def send(self, to: int, message: Any) -> None:

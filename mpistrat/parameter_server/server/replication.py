@@ -112,7 +112,7 @@ class Backup:
     def when_safe(self, call: Callable[[], None]) -> None:
         """Call a function when the backup has made all changes forwarded so far; call it now if it has.
 
-        Without a backup, it is called now; and it is also called when the backup dies or is abandoned.
+        Without a backup, call it now. Also call it when the backup dies or is abandoned.
         """
         if self._forwarded:
             self._forwarded[-1].waiting.append(call)
@@ -158,7 +158,7 @@ class BackupCopies:
 
     Args:
         store: this server's own arrays; it gets the copies when the primary has died.
-        lock: remembers the pushes that the primary has made, for clients that ask this server when it has died.
+        lock: remembers the pushes that the primary has made, so that this server knows them after the primary's death.
         taken_over: a function to call when `store` has got the copies.
     Attributes:
         copies: a separate store with the copies.

@@ -70,7 +70,7 @@ class Rounds:
         """End the rounds with numbers below `before`, on this server and on its backup.
 
         Called by: the clock, with the number of steps that the slowest worker has ended.
-        Returns: the first error of an array's step; None if all steps succeeded.
+        Returns: the first error of an array's step, for each worker's next request to begin; None if all succeeded.
         """
         rounds = self._optimizers.pending_rounds(before)
         if not rounds:
@@ -118,7 +118,7 @@ class Announcements:
             self.answer(request)
 
     def answer(self, request: Request) -> None:
-        """Reply to a request once the name in it is announced, or the creator has left."""
+        """Reply to a request with the outcome of its name: now, or once it is announced or the creator has left."""
         name = request.body
         if name not in self._announced and self._no_more is None:
             self._waiting.setdefault(name, []).append(request)

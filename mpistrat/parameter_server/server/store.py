@@ -188,7 +188,7 @@ class Store:
         return self.by_key[new.key]
 
     def has(self, key: int) -> bool:
-        """Whether the store has the array. If not, first calls `find_elsewhere`, which may add or refuse it."""
+        """Whether the store has the array. If not, first calls `find_elsewhere`, which may add the array or raise."""
         if key not in self.by_key:
             self._find_elsewhere(key)
         return key in self.by_key

@@ -288,7 +288,7 @@ class ParameterServerStrategy(Strategy):
             )
 
     def shutdown(self) -> None:
-        """Tell the workers and servers to end: their strategies' constructors then raise SystemExit.
+        """Tell the workers and servers to end. On their ranks the constructor then raises SystemExit.
 
         Functions that have not ended fail with UnavailableError, and an error message on stderr counts them.
 
