@@ -55,16 +55,16 @@ class UnfinishedClosures(NamedTuple):
 
 
 class ClosureQueue:
-    """Closures that wait for workers, first in, first out. Called by: any thread.
+    """Closures (scheduled functions) that wait for workers, first in, first out. Called by: any thread.
 
     The queue keeps the first error of a closure. The next `put`, `wait` or `done` waits until the closures under way
     have ended, cancels the waiting closures, and raises the error, once.
 
     Args:
         most: the number of closures that may wait.
-        most_bytes: the bytes of unfinished closures from which on `put` waits.
+        most_bytes: `put` waits while the unfinished closures have this many pickled bytes or more.
     Attributes:
-        changed: notified when closures have ended.
+        changed: the condition that is notified when closures have ended or the queue has room.
         under_way: the closures that were taken and have not ended; other code only reads it.
     """
 
@@ -83,7 +83,7 @@ class ClosureQueue:
         self._open: dict[int, None] = {}  # ids, in order
 
     def put(self, closure: Closure) -> None:
-        """Append a closure and set its id, once the queue has room; an internal closure goes to the front.
+        """Wait until the queue has room, append a closure, and set its id. An internal closure goes to the front.
 
         Raises: the error of an earlier closure, unless this closure is internal; after `close`, the error of `close`.
         """

@@ -55,7 +55,7 @@ _FEWEST_OVER = 64  # closures that have ended before the chief tells the servers
 
 
 class Dispatcher:
-    """Sends the queue's closures to workers as they become free.
+    """Sends the queue's closures (scheduled functions) to workers as they become free.
 
     A worker that executes short closures gets several at a time, and more before it has ended them all. If a worker
     dies, the other workers get its closures. If a server dies with the last copy of variables, all closures fail. A
@@ -80,7 +80,7 @@ class Dispatcher:
         threading.Thread(target=self._read, name="mpistrat coordinator", daemon=True).start()
 
     def hand_out(self) -> None:
-        """Send waiting closures to workers that have room for more, the least busy worker first.
+        """Send waiting closures to workers that have room for more, first to the worker with the fewest in hand.
 
         Called by: threads that have changed the queue or a worker's closures.
         """
@@ -96,7 +96,7 @@ class Dispatcher:
                     self._send(worker, self._queue.take(share))
 
     def end(self) -> None:
-        """Stop sending closures: unfinished closures fail with UnavailableError, and a message on stderr counts them.
+        """Stop sending closures. Unfinished ones fail with UnavailableError, and a message on stderr counts them.
 
         Called by: the coordinator's `end`, and the process's exit.
         """

@@ -39,7 +39,7 @@ Outcome = tuple[int, bytes | None, SentError | None]
 
 
 class Worker:
-    """Executes closures one after the other, in the thread that calls `serve`.
+    """Executes closures (scheduled functions) one after the other, in the thread that calls `serve`.
 
     Args:
         chief: the chief's rank.

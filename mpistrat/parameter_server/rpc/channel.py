@@ -114,7 +114,7 @@ class Channel:
         return any(self.has_died(rank) for rank in range(self.size))
 
     def pid_of(self, rank: int) -> int | None:
-        """Return the rank's process id; None if the rank is on another node or in another container."""
+        """Return the process id of `rank`; None if that rank is on another node or in another container."""
         return self._pipes[rank].pid if rank in self._pipes else None
 
     def shares_memory_with(self, rank: int) -> bool:

@@ -48,7 +48,7 @@ class Forwarded:
 
 
 class Backup:
-    """The primary's side of replication: forwards changes to the backup.
+    """The primary's side of replication: forwards the changes of this server's arrays to its backup.
 
     Args: rank: the backup's rank; None for a server without a backup.
     """

@@ -22,7 +22,9 @@ from mpistrat.parameter_server.server.store import ServerOptimizers, Store
 
 
 class Rounds:
-    """Ends rounds: when all workers have ended a step, it applies their combined gradients here and on the backup.
+    """Ends rounds (steps of all workers). When all workers have ended a step, it applies their combined gradients.
+
+    It does so on this server and on its backup.
 
     Args: workers: the workers' ranks.
     """
@@ -148,7 +150,7 @@ class ParameterServer:
     Args:
         clients: the ranks that use the server. `serve` returns when all of them have left or died.
         workers: the clients that count steps.
-        creator: the rank that makes arrays and announces checkpoints.
+        creator: the rank that makes arrays and announces checkpoints; None if there is none.
         backup: the rank of the server's backup; None for a server without a backup.
     Attributes:
         clients: the ranks that still use the server.

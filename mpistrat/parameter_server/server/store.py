@@ -41,7 +41,7 @@ class ServerOptimizers:
     def step(
         self, key: int, table: Table, step: messages.GradientMethod, gradient: Any, worker: int
     ) -> None:
-        """Step an array's optimizer with a worker's gradient, or keep a copy of it until its round ends.
+        """Step an array's optimizer with a worker's gradient, or keep a copy of the gradient until its round ends.
 
         Args:
             step: the method of the update. With `step.round` None, the step happens now.
@@ -71,9 +71,10 @@ class ServerOptimizers:
     def end_rounds(
         self, before: int, who_ended: Callable[[int], int]
     ) -> list[tuple[str, Exception]]:
-        """Apply the combined gradients of rounds below `before`, which all workers have ended.
+        """Apply the combined gradients of rounds (steps of all workers) with numbers below `before`.
 
-        Args: who_ended: returns the number of workers that took part in a round.
+        Called by: `Rounds` once all workers have ended these rounds, and the backup.
+        Args: who_ended: returns the number of workers that took part in a round; a mean is divided by it.
         Returns: (array's name, error) of failed steps; all other steps have happened.
         """
         failed = []
