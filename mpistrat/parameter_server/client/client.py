@@ -38,7 +38,8 @@ class Change(NamedTuple):
 class Client:
     """Reads and changes arrays on servers. Called by: any thread.
 
-    A client maps the arrays of servers on its node, and reads them in place. The servers make all changes, in turn.
+    A client maps the arrays of servers on its node, and reads them in place. Only servers change arrays, one change
+    after the other. Each rank of a job with servers has one client.
 
     Args:
         servers: the servers' ranks, in task order.
@@ -63,12 +64,15 @@ class Client:
         self._already_written = False
 
     def names_lost(self) -> list[str]:
-        """Return the names of the arrays that this rank has used and that no living server has."""
+        """Return the names of the arrays that this rank has used and that no living server has; [] if there are none.
+
+        Called by: `LossPolicy.describe`, for the error about a dead server.
+        """
         lost = self.routes.lost()
         return [address.name for address in list(self.used.values()) if address.server in lost]
 
     def create(self, address: Address, value: Array) -> None:
-        """Have the server make the array, with this first value, and wait until it has.
+        """Have the server make the array with this first value, and wait until it and its backup have it.
 
         Called by: the rank that makes variables.
         """
@@ -85,8 +89,9 @@ class Client:
         self.rpc.notify_all(self.routes.copies_of(server), messages.CANNOT_CREATE, (key, error))
 
     def find(self, server: int, key: int) -> Address:
-        """Wait until another rank has made the array with number `key` on `server`, and return its address.
+        """Wait, without a limit, until another rank has made the array with number `key` on `server`.
 
+        Returns: the array's address.
         Raises: UnavailableError when the rank that makes arrays has left or died; the error that it has passed to
             `cannot_create`.
         """
@@ -95,14 +100,18 @@ class Client:
         return self.used[key]
 
     def pull(self, address: Address) -> Array:
-        """Return a copy of an array, in host memory."""
+        """Return a copy of an array, in host memory; later updates do not change it."""
         with self._recycling:
             out = self._results.empty(address.spec.shape, address.spec.native_dtype)
         self.pull_into([(address, out)])
         return out
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
-        """Copy arrays at the same time, each into an array of its shape and dtype, on any device."""
+        """Read arrays from all servers at the same time.
+
+        Args: wanted: pairs (address, array to overwrite, of the same shape and dtype, on any device).
+        Raises: UnavailableError if no living server has an array.
+        """
         calls: list[tuple[Array, messages.TensorSpec, SharedRegion | None, FailoverRequest]] = []
         for address, out in wanted:
             spec = address.spec
@@ -128,7 +137,7 @@ class Client:
             self._memory.buffers.give_back(region)
 
     def rows(self, address: Address, indices: Any) -> Array:
-        """Return a copy of an array's rows, in the order of `indices`.
+        """Return a copy of an array's rows, in host memory and in the order of `indices`.
 
         Args: indices: int64 of shape [n], each at least 0 and below the number of rows.
         """
@@ -143,10 +152,10 @@ class Client:
         return rows
 
     def change(self, changes: Sequence[Change]) -> list[Array | None]:
-        """Have the servers make changes, several servers at the same time, and wait until all changes are made.
+        """Have the servers make changes, several servers at the same time, and wait until they have.
 
-        Returns: for each change, the array's value after it; None above 4 KB, for an optimizer's step, and inside
-            `already_written`.
+        Returns: for each change, the array's value after it; None for an array above 4 KB, for an optimizer's step, and
+            inside `already_written`.
         Raises: the first error of a server, after all servers have answered.
         """
         if self._already_written or not changes:
@@ -201,7 +210,10 @@ class Client:
 
     @contextlib.contextmanager
     def already_written(self) -> Iterator[None]:
-        """Inside, `change` does nothing, because another rank has made the changes."""
+        """Inside, `change` does nothing. Returns None for each change.
+
+        Called by: a worker that loads a checkpoint, because the restoring rank has sent its values to the servers.
+        """
         self._already_written = True
         try:
             yield
@@ -217,7 +229,7 @@ class Client:
         self.rpc.notify_all(copies, messages.PUBLISH, (name, value))
 
     def await_published(self, name: Any) -> Any:
-        """Wait until the rank that makes variables has published this name, and return the value.
+        """Wait, without a limit, until the rank that makes variables has published this name, and return the value.
 
         Raises: UnavailableError if that rank leaves or dies before.
         """

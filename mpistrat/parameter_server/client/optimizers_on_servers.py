@@ -48,7 +48,7 @@ class OptimizersOnServers:
             call.wait()
 
     def state(self, optimizer: int, address: Address) -> State:
-        """Return an optimizer's state for an array: NumPy arrays and numbers by name, {} before the first step."""
+        """Return a copy of an optimizer's state for an array: NumPy arrays and numbers by name, {} before a step."""
         body = optimizer, address.key
         state: State = self._routes.call(address.server, messages.OPTIMIZER_STATE, body).wait()
         return state

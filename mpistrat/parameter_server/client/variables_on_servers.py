@@ -35,8 +35,8 @@ class RemoteVariable(Variable):
     """A variable that is one array on a server; every worker reads and changes the array.
 
     `read_value` copies the array; later updates do not change the copy. The server makes each update at once and whole,
-    between the updates of other workers. An update of up to 4 KB returns the value after it; a larger update returns
-    the variable, and a later use reads the value.
+    between the updates of other workers. An update of a variable of up to 4 KB returns the value after it. An update of
+    a larger variable returns the variable, and a later use of it reads the value.
 
     Args: how: (trainable, synchronization, aggregation).
     Attributes: device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
@@ -73,7 +73,7 @@ class RemoteVariable(Variable):
     def sparse_read(self, indices: Any) -> Array:
         """Read and return only the rows at `indices` (integers of shape [n]), in their order.
 
-        Raises: ValueError for other indices, or a variable without dimensions.
+        Raises: ValueError for other indices, or a variable without dimensions; IndexError if a row does not exist.
         """
         check_strategy(self)
         rows = arrays.to_numpy(arrays.as_array(arrays.detach_read(indices)))
@@ -98,7 +98,7 @@ class RemoteVariable(Variable):
     def change(self, method: str, operand: Any) -> Change:
         """Return the update of this variable's array, for `Client.change`.
 
-        The operand is checked here, so that the server gets none that does not fit.
+        Raises: TypeError, InvalidArgumentError or IndexError if the operand does not fit the array.
         """
         like = self.address.spec.empty()
         fits = fitting_operand(method, like, operand, self.name)
@@ -115,7 +115,7 @@ class RemoteVariable(Variable):
 
 
 class RemoteShards(ShardedVariable):
-    """A split variable with its parts on servers: an update changes all parts at the same time."""
+    """A split variable with its parts on servers. A checkpoint has an update of all parts or of none."""
 
     variables: list[RemoteVariable]
 
@@ -126,7 +126,7 @@ class RemoteShards(ShardedVariable):
 
 
 class VariablesOnServers(VariableStore):
-    """Makes a strategy's variables: each variable or part goes to the next server, in turn.
+    """Makes a strategy's variables on the servers. Each variable or part goes to the next server, in turn.
 
     Args:
         owns: whether this rank makes the arrays, with its initial values; the other ranks find them.
@@ -180,7 +180,9 @@ class VariablesOnServers(VariableStore):
     def place(
         self, initial_value: Any, name: str, dtype: Any = None, shape: tuple[int, ...] | None = None
     ) -> list[Address]:
-        """Make a new variable's or torch tensor's arrays on the servers; a rank that does not own them waits for them.
+        """Make the arrays of a new variable or torch tensor on the servers.
+
+        The owner (the rank with `owns`) makes them, with its initial value; the other ranks wait until it has.
 
         Called by: every worker, in the same order.
         Args:
@@ -197,7 +199,8 @@ class VariablesOnServers(VariableStore):
                 shape = tuple(whole.shape)
                 sizes = self._sizes(shape, whole.dtype, name)
         except BaseException as error:
-            # Other ranks may have come further, and have used up one number: so does this rank.
+            # Ranks without this error may already wait for the variable's first array, and have used up one number for
+            # it. So this rank uses up the same number and, if it makes the arrays, sends them the error.
             self._publish_failure(*self._next_place(0), name, error)
             raise
 

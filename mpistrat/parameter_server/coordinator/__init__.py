@@ -1,1 +1,1 @@
-"""The coordinator of a ParameterServerStrategy: it schedules functions, and any worker executes each function."""
+"""The coordinator of a ParameterServerStrategy: it schedules functions, and the next free worker executes each."""

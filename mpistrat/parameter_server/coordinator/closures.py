@@ -25,8 +25,8 @@ class Closure:
         payload: the function, its positional and its keyword arguments, pickled.
         resources: the resources that the worker needs for it.
         result: gets the function's result or error.
-        internal: whether it is the coordinator's own: it goes first, and only its caller gets its error.
-        repeated: whether a worker that has died may have begun the closure; its messages may still arrive.
+        internal: whether the coordinator itself makes the closure. It goes first, and only `result` gets its error.
+        repeated: whether a worker that has died may have begun the closure; messages of that worker may still arrive.
         id: a number from 1, set by the queue. Servers make each update of a closure once, even if several workers begin
             the closure.
     """
@@ -55,16 +55,16 @@ class UnfinishedClosures(NamedTuple):
 
 
 class ClosureQueue:
-    """Closures that wait for workers, first in, first out. Called by: any thread.
+    """Closures (scheduled functions) that wait for workers, first in, first out. Called by: any thread.
 
     The queue keeps the first error of a closure. The next `put`, `wait` or `done` waits until the closures under way
     have ended, cancels the waiting closures, and raises the error, once.
 
     Args:
         most: the number of closures that may wait.
-        most_bytes: the bytes of unfinished closures from which on `put` waits.
+        most_bytes: `put` waits while the unfinished closures have this many pickled bytes or more.
     Attributes:
-        changed: notified when closures have ended.
+        changed: the condition that is notified when closures have ended or the queue has room.
         under_way: the closures that were taken and have not ended; other code only reads it.
     """
 
@@ -83,7 +83,7 @@ class ClosureQueue:
         self._open: dict[int, None] = {}  # ids, in order
 
     def put(self, closure: Closure) -> None:
-        """Append a closure and set its id, once the queue has room; an internal closure goes to the front.
+        """Wait until the queue has room, append a closure, and set its id. An internal closure goes to the front.
 
         Raises: the error of an earlier closure, unless this closure is internal; after `close`, the error of `close`.
         """
@@ -125,7 +125,10 @@ class ClosureQueue:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait until no closure is under way; inside, `take` returns none."""
+        """Wait until no closure is under way (taken and not ended); inside, `take` returns [].
+
+        Called by: `ClusterCoordinator.paused`, around a checkpoint.
+        """
         with self.changed:
             self._pauses += 1
         try:
@@ -169,7 +172,8 @@ class ClosureQueue:
     def over(self, fewest: int = 1) -> tuple[list[int], int]:
         """Return the ids of closures that have ended since the last call, and the id before which all have ended.
 
-        The list lacks closures that were begun repeatedly. It is [] while it would have fewer than `fewest` ids.
+        The list lacks closures that two workers may have begun, because the dead worker's messages may still arrive. It
+        is [] while it would have fewer than `fewest` ids; a later call returns them.
         """
         with self.changed:
             over_before = next(iter(self._open), self._next)
@@ -179,7 +183,10 @@ class ClosureQueue:
             return over, over_before
 
     def wait(self) -> None:
-        """Wait until all closures have ended. Raises: the first error of a closure, once; the rest is cancelled."""
+        """Wait until all closures have ended.
+
+        Raises: the first error of a closure, once, after cancelling the closures that wait.
+        """
         with self.changed:
             self.changed.wait_for(
                 lambda: not self._cancelling and (self._error is not None or self._is_empty())
@@ -187,7 +194,10 @@ class ClosureQueue:
             self._raise_error()
 
     def done(self) -> bool:
-        """Whether all closures have ended. Raises: the first error of a closure, once; the rest is cancelled."""
+        """Whether all closures have ended.
+
+        Raises: the first error of a closure, once, after cancelling the closures that wait.
+        """
         with self.changed:
             self.changed.wait_for(lambda: not self._cancelling)
             self._raise_error()
@@ -197,6 +207,7 @@ class ClosureQueue:
         """Fail all unfinished closures with `error`; later calls of `put` raise it.
 
         Called by: the dispatcher, when no worker can execute closures any more.
+        Returns: how many closures were unfinished, and the error that no call had raised yet.
         """
         with self.changed:
             unfinished = UnfinishedClosures(len(self._waiting), len(self.under_way), self._error)

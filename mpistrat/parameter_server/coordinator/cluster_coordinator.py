@@ -41,9 +41,9 @@ class UnbuiltDataset(Iterable[Any]):
 
 
 class ClusterCoordinator:
-    """Schedules functions on the workers, while the chief continues. Each strategy has one coordinator.
+    """Schedules functions on the workers, while the chief continues. A worker that is free executes the next function.
 
-    A second call with the same strategy returns the same object.
+    Each strategy has one coordinator, so a second call with the same strategy returns the same object.
 
     Called by: the chief.
     Args: strategy: a ParameterServerStrategy.
@@ -95,7 +95,7 @@ class ClusterCoordinator:
 
         `schedule` waits only while 262,144 functions wait, or the unfinished functions take 1 GiB.
 
-        Returns: the result of `fn`. Its `get` raises ValueError if `fn` makes a variable.
+        Returns: the future result of `fn`. Its `get` raises the error of `fn`; ValueError if `fn` makes a variable.
         Raises: the error of an earlier function, after all others have ended or been cancelled; TypeError if `fn` is
             not callable, or it or an argument cannot be pickled (the text names the part); ValueError for a RemoteValue
             among the arguments; UnavailableError if no worker lives, or the strategy was shut down.
@@ -120,7 +120,9 @@ class ClusterCoordinator:
         self._cluster.joined()
 
     def done(self) -> bool:
-        """Whether all scheduled functions have ended; then the chief's torch modules have the servers' values.
+        """Whether all scheduled functions have ended. Does not wait for them, unless one has raised an error.
+
+        If it returns True, the chief's torch modules have the servers' values.
 
         Raises: the first error of a function, once, after the other functions have ended or been cancelled.
         """
@@ -147,9 +149,9 @@ class ClusterCoordinator:
             self._dispatcher.hand_out()
 
     def fetch(self, val: Any) -> Any:
-        """Wait for the RemoteValues in a nest, and return the nest with their results in place.
+        """Wait for the RemoteValues in a nest (dicts, lists, tuples), and return the nest with their results in place.
 
-        Tensors and variables in a result become NumPy arrays.
+        Tensors and variables in a result become NumPy arrays; other leaves stay as they are.
 
         Raises: the error of a function.
         """
@@ -158,7 +160,7 @@ class ClusterCoordinator:
         )
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> per_worker.PerWorkerDataset:
-        """Make a dataset for each worker; pass `iter` of the result to `schedule`.
+        """Return a dataset with a copy on each worker. Pass `iter` of it to `schedule`; the chief cannot read elements.
 
         Each worker makes its own dataset when it first needs it, with all elements. Workers draw different random
         numbers, also if the program has seeded them. If the function seeds a generator itself, all workers draw the
@@ -196,7 +198,7 @@ class ClusterCoordinator:
         return f"<{type(self).__name__} {workers=} {waiting=} {under_way=}>"
 
     def end(self) -> None:
-        """Stop scheduling: unfinished functions fail with UnavailableError, and `schedule` raises it from now on.
+        """Stop scheduling. Unfinished functions fail with UnavailableError, and later calls of `schedule` raise it.
 
         Called by: the strategy's `shutdown`.
 

@@ -32,7 +32,8 @@ class Cluster:
 
     Attributes:
         workers: the workers' ranks, by worker index.
-        over: called with ids of closures that no worker will execute again, and the id before which all have ended.
+        over: called with ids of closures that no worker executes again, and the id before which all have ended. It
+            tells the servers, so that they forget the outcomes of these closures' updates.
         joined: called when all closures have ended without an error.
         is_needed: returns whether a dead rank had the last copy of variables, so that no closure can be executed.
         coordinator: the only `ClusterCoordinator` of the strategy; None before it is made.
@@ -47,18 +48,18 @@ class Cluster:
     coordinator: Any = None
 
 
-# The closures that a worker has in hand take about this many seconds, and are at most this many.
+# A worker gets closures in advance: as many as it executes in about this many seconds, and at most this many.
 _SECONDS_AHEAD = 5e-3
 _MOST_AHEAD = 64
 _FEWEST_OVER = 64  # closures that have ended before the chief tells the servers
 
 
 class Dispatcher:
-    """Sends the queue's closures to workers as they become free.
+    """Sends the queue's closures (scheduled functions) to workers as they become free.
 
-    A worker of short closures gets several at a time, and more before it has ended all of them. If a worker dies, the
-    other workers get its closures. If a server dies with the last copy of variables, all closures fail. A thread reads
-    the workers' messages until `end`, or the program's end.
+    A worker that executes short closures gets several at a time, and more before it has ended them all. If a worker
+    dies, the other workers get its closures. If a server dies with the last copy of variables, all closures fail. A
+    thread reads the workers' messages until `end`, or the program's end.
     """
 
     def __init__(self, cluster: Cluster, queue: ClosureQueue, resources: ResourceTable) -> None:
@@ -79,7 +80,7 @@ class Dispatcher:
         threading.Thread(target=self._read, name="mpistrat coordinator", daemon=True).start()
 
     def hand_out(self) -> None:
-        """Send waiting closures to workers that have room for more, the least busy worker first.
+        """Send waiting closures to workers that have room for more, first to the worker with the fewest in hand.
 
         Called by: threads that have changed the queue or a worker's closures.
         """
@@ -95,7 +96,7 @@ class Dispatcher:
                     self._send(worker, self._queue.take(share))
 
     def end(self) -> None:
-        """Stop sending closures: unfinished closures fail with UnavailableError, and a message on stderr counts them.
+        """Stop sending closures. Unfinished ones fail with UnavailableError, and a message on stderr counts them.
 
         Called by: the coordinator's `end`, and the process's exit.
         """
@@ -213,10 +214,10 @@ class _LivingWorker:
         self.ahead = 1
         self.known: set[int] = set()
         self.dropped: list[int] = []
-        # For a closure. A slow closure counts at once, and fades with later quick ones.
+        # Expected for a closure: a slow closure raises it at once, and later quick closures lower it bit by bit.
         self._seconds = 0.0
 
     def took(self, seconds: float) -> None:
-        """Note that a closure has taken this many seconds, and adapt `ahead`."""
+        """Adapt `ahead` to the seconds that one closure of this worker has taken (the mean of a message's closures)."""
         self._seconds = max(seconds, 0.8 * self._seconds + 0.2 * seconds)
         self.ahead = max(1, min(_MOST_AHEAD, int(_SECONDS_AHEAD / max(self._seconds, 1e-9))))

@@ -14,7 +14,7 @@ from mpistrat.parameter_server.coordinator.pickling import dumps, loads
 
 
 class SentError(NamedTuple):
-    """A closure's error in a message.
+    """The error of a closure (a scheduled function) in a message from its worker to the chief.
 
     Attributes:
         packed: the pickled exception; b"" if it cannot be pickled.
@@ -32,7 +32,7 @@ class WorkerTraceback(Exception):
 
 
 def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) -> SentError:
-    """Pack a closure's error for the chief. Called by: the worker, in the function that has caught the error.
+    """Pack a closure's error for the chief. Called by: the worker's function that has caught the error.
 
     Errors that would end the chief, such as SystemExit, become RuntimeErrors; StopIteration becomes OutOfRangeError.
     """
@@ -61,9 +61,10 @@ def unpack_error(failure: SentError, worker: str, resolve: Callable[[Any], Any])
 
 
 def _without_init(value: Any) -> tuple[Any, ...] | None:
-    """Return a reduction of an exception that does not call its class's own `__init__`; None for other values.
+    """Return a reduction, as `__reduce__` does, of an exception with an `__init__` in Python; None for other values.
 
-    Python's reduction calls the class's `__init__` with the arguments of the base class, and often fails.
+    Unpickling it calls only the built-in base class's `__init__`. Python's own reduction would call the class's
+    `__init__` with the arguments of the base class, and often fails. Also None for a class with its own `__reduce__`.
     """
     kind = type(value)
     if not isinstance(value, BaseException) or not _is_of_python(kind, "__init__"):
@@ -87,7 +88,10 @@ def _is_of_python(kind: type, method: str) -> bool:
 
 
 def _as_error(error: BaseException) -> Exception:
-    """Return the error for the chief to raise; replace errors that would silently end the chief or one of its loops."""
+    """Return `error`, or its replacement if the chief could not raise it without ending itself or a loop of its own.
+
+    StopIteration becomes OutOfRangeError. SystemExit and others that are no Exception become RuntimeError.
+    """
     if isinstance(error, StopIteration):
         return OutOfRangeError(
             "a scheduled function ended with StopIteration: an iterator that it called next() on has no more elements"

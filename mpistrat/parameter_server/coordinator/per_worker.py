@@ -21,15 +21,17 @@ from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
 
 
 class _Key(NamedTuple):
-    """The key of a resource in a pickle. All other keys belong to `References`."""
+    """The key of a resource in a pickle. `ResourceCache` passes any other key to `References.resolve`."""
 
     resource: int
 
 
 class Resource:
-    """A resource, on the chief. Workers forget their parts when the chief drops it.
+    """A value with a part on each worker, as the chief describes it: by pickled functions that make the parts.
 
-    Args: packed: the pickled functions that make the parts: one for all workers, or one each.
+    When the chief drops its last reference to the resource, the workers forget their parts.
+
+    Args: packed: the pickled functions, without arguments: one for all workers, or one for each worker.
     Attributes:
         id: the resource's number, from 1.
         needs: all resources that the functions use, directly or not.
@@ -53,7 +55,7 @@ class Resource:
 
 
 class PerWorker:
-    """A value with a part on each worker; a closure that captures it gets the executing worker's part."""
+    """A value with a part on each worker. A scheduled function gets the part of the worker that executes it."""
 
     _resource: Resource
 
@@ -65,7 +67,9 @@ class PerWorker:
 class ResourceTable:
     """Makes the resources of a coordinator, and pickles its closures.
 
-    Attributes: dropped: the ids of resources that workers must forget.
+    Attributes:
+        ids: the next resource's number, from 1.
+        dropped: the ids of resources that the chief has dropped, so that the workers have to be told to forget them.
     """
 
     def __init__(self, references: References, workers: int) -> None:
@@ -84,7 +88,10 @@ class ResourceTable:
         return Resource(self, packed, [*itertools.chain(*needs)])
 
     def pack(self, value: Any) -> tuple[bytes, list[Resource]]:
-        """Return `value` pickled, and all resources that a worker needs to unpickle it. Raises: the pickling error."""
+        """Return `value` pickled, and all resources that a worker needs to unpickle it (also indirectly).
+
+        Raises: the error of pickling.
+        """
         needs: list[Resource] = []
 
         def reference_of(part: Any) -> Any | None:
@@ -98,7 +105,7 @@ class ResourceTable:
 
 
 class ResourceCache:
-    """A worker's parts of resources, made on first use; it resolves the keys in closures."""
+    """A worker's parts of resources, made on first use. It finds the objects for the keys in pickled closures."""
 
     def __init__(self, references: References) -> None:
         self._references = references
@@ -193,7 +200,7 @@ class PerWorkerDataset(PerWorker, Iterable[Any]):
 
     @functools.cached_property
     def element_spec(self) -> Any:
-        """The structure of a worker's first element, with an ArraySpec for each array."""
+        """The structure of an element, with an ArraySpec for each array. Asks the next free worker, and waits, once."""
         return self._call(DatasetOfWorker.element_spec, self)
 
 
@@ -236,7 +243,7 @@ class DatasetOfWorker:
                 f"a dataset function must return a dataset, which can be iterated; got {dataset!r:.60}"
             )
         self._dataset = safe_dataset(dataset)
-        self._begun: IteratorOfWorker | None = None  # begun for `element_spec`, for `iterate`
+        self._begun: IteratorOfWorker | None = None  # `element_spec` makes, `iterate` takes it
         self._last: weakref.ref[IteratorOfWorker] | None = None
 
     def iterate(self) -> IteratorOfWorker:
@@ -271,7 +278,7 @@ class IteratorOfWorker(Iterator[Any]):
         return next(self._elements)
 
     def peek(self) -> list[Any]:
-        """Return a list of the next element without consuming it; [] at the end."""
+        """Return a list with the next element alone, without consuming the element; [] at the end."""
         first = [*itertools.islice(self._elements, 1)]
         self._elements = itertools.chain(first, self._elements)
         return first

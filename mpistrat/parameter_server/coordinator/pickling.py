@@ -29,9 +29,10 @@ class References(Protocol):
         """Return this rank's object for a key from another rank."""
 
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
-        """Return a reduction, as `__reduce__` does, that makes the other rank take note of the object; None for others.
+        """Return a reduction (a tuple, as `__reduce__` returns) of a torch module or optimizer; None for other objects.
 
-        Pickling calls it for objects without a key, such as torch modules and optimizers.
+        Unpickling the reduction makes the other rank register the module or optimizer. Pickling calls `reduction_of`
+        for objects without a key.
         """
 
 
@@ -113,7 +114,7 @@ def raise_explained(
     """Raise an error that says why `values` could not be pickled.
 
     Args:
-        values: the values, by names for people.
+        values: the values, by the names that the error's text is to use.
         pack: pickles one value.
         error: the error of pickling all values together.
     Raises: TypeError that names the innermost part that cannot be pickled alone, such as "the function step → its
@@ -138,7 +139,7 @@ def _innermost(
 ) -> tuple[str, Any, Exception]:
     """Descend from `value` to its innermost part that cannot be pickled alone, at most 8 levels deep.
 
-    Returns: the path of descriptions, the part, and its error.
+    Returns: the descriptions on the way, joined by arrows; the part; and the error of pickling it.
     """
     path, seen = [name], {id(value)}
     while len(path) <= _DEEPEST:

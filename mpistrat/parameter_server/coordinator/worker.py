@@ -39,13 +39,14 @@ Outcome = tuple[int, bytes | None, SentError | None]
 
 
 class Worker:
-    """Executes closures one after the other, in the thread that calls `serve`.
+    """Executes closures (scheduled functions) one after the other, in the thread that calls `serve`.
 
     Args:
         chief: the chief's rank.
         index: this worker's index, from 0.
-        in_closure: returns the context to execute a closure (by id) in. Servers make the updates in it once, and its
-            exit waits for them. It yields a function to call between unpickling the closure and executing it.
+        in_closure: returns, for a closure's id, the context to execute the closure in. The servers make updates inside
+            it once, also if another worker repeats the closure, and its exit sends the changes of modules' buffers. It
+            yields a function to call between unpickling the closure and executing it.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class Worker:
         rpc.handle(CLOSURES, self._receive)
 
     def serve(self, until: Callable[[], bool]) -> None:
-        """Receive and execute closures until `until()` is true; check it after each message.
+        """Receive and execute closures, and return when `until()` is true.
 
-        Closures that have not begun by then are not executed.
+        All closures that wait are executed before `until` is checked again. Closures that arrive together with the
+        reason for `until()` to be true are not executed.
         """
         watch = threading.Thread(target=self._keep_returning, name="mpistrat closures", daemon=True)
         watch.start()
@@ -126,7 +128,10 @@ class Worker:
             return closure, None, pack_error(error, reference_of)
 
     def _send_outcomes(self, now: float) -> None:
-        """Send the collected outcomes to the chief. Called by: a thread that holds `_sending`. Args: now: the time."""
+        """Send the collected outcomes to the chief. Called by: a thread that holds `_sending`.
+
+        Args: now: the time, in seconds of `time.perf_counter`.
+        """
         if self._outcomes:
             self._rpc.notify(self._chief, OUTCOMES, (self._outcomes, self._seconds))
         self._outcomes, self._seconds, self._sent = [], 0.0, now
@@ -142,9 +147,10 @@ class Worker:
             job_end().end_job(f"ending the job: {who} cannot take closures any more: {what}", 1)
 
     def _return_what_waits(self) -> None:
-        """While a closure runs longer than 50 ms, give the chief the closures behind it back, and earlier results.
+        """When a closure has run for 50 ms, send earlier results, and give waiting closures back to the chief.
 
-        Called by: a thread of its own, until the worker ends.
+        Other workers then execute the closures that the chief has got back. Called by: the worker's own second thread,
+        until the worker ends.
         """
         while True:
             self._busy.wait()

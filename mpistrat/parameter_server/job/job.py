@@ -27,11 +27,11 @@ from mpistrat.topology import Topology
 
 # A notice to workers that run closures: the chief has no more closures.
 END = "end"
-# Notices. _HERE: a rank has come to `begin`. _BEGIN: all ranks have.
+# Notices. _HERE: a rank has come to `begin`. _BEGIN: all ranks have come to it.
 _HERE, _BEGIN = "here", "begin"
 # A notice: the path of the job's last checkpoint.
 _CHECKPOINT = "checkpoint"
-# One rank says why the job ends, and ends it. Other ranks, which would say the same, wait this time.
+# One rank says why the job ends, and ends it. Other ranks that would end it, too, first wait this long.
 _SECONDS_FOR_THE_FIRST = 5.0
 _SECONDS_FOR_THE_OTHERS = 10.0  # the chief's longest wait at its end for the other ranks to leave
 _SECONDS_TO_SEND = 60.0  # the longest wait at a rank's end for other ranks to read its messages
@@ -39,11 +39,13 @@ _SECONDS_TO_SEND = 60.0  # the longest wait at a rank's end for other ranks to r
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Surround the collective work of the ranks before `begin`: if a rank dies in it, end the job.
+    """Surround the ranks' collective calls before `ServerJob.begin`. If a rank dies in them, end the job.
 
-    Fault tolerant MPI raises errors on the other ranks, and MPI_Finalize would wait for the dead rank.
+    With fault tolerant MPI the other ranks get an MPI.Exception. An orderly end would then wait in MPI_Finalize for the
+    dead rank, so this rank ends the job at once.
 
-    Raises: MPI.Exception as it is, if MPI is not fault tolerant.
+    Called by: `join_job`.
+    Raises: the MPI.Exception, unchanged, if MPI is not fault tolerant.
     """
     try:
         yield
@@ -68,16 +70,16 @@ class ServerJob:
         replicated: whether each server has a backup.
     Attributes:
         outlives_ranks: whether the job continues when a rank other than the chief has died.
-        why_not_fault_tolerant: the reason why it does not; "" if MPI is fault tolerant.
+        why_not_fault_tolerant: why the job cannot continue after a death; "" if MPI is fault tolerant.
         rpc: the messages between all ranks.
         servers, workers: the ranks of the servers, and of the workers.
-        clients: the ranks that use servers.
+        clients: the ranks that use servers: all ranks that are no server.
         trainers: the chief's rank if there is a chief, then the workers' ranks.
         client: reads and changes arrays on the servers; every rank has one.
         server: this rank's server; None on a rank that is no server.
         coordinator: the rank that schedules functions on workers, once all ranks have begun; None if no rank does.
         ended: whether the chief has announced its end.
-        is_done: whether this rank has stopped serving, or using servers.
+        is_done: whether this rank has stopped serving (a server), or has told the servers that it has ended (a client).
         checkpoint: the path of the job's last checkpoint; "" before the first.
     """
 
@@ -126,7 +128,8 @@ class ServerJob:
     def begin(self, coordinates: bool) -> None:
         """Let the job outlive the deaths of ranks from now on, if MPI is fault tolerant. Collective.
 
-        Waits until all ranks are here: before, ranks may wait for each other in MPI, and would not hear of a death.
+        Waits until all ranks have called `begin`, because before that a rank may wait for another in MPI, and would not
+        hear of its death. Without fault tolerant MPI, returns at once.
 
         Args: coordinates: whether this rank schedules functions on the workers.
         """
@@ -149,7 +152,7 @@ class ServerJob:
         self._begun, self.coordinator = True, coordinator
 
     def tell_of_checkpoint(self, path: str) -> None:
-        """Remember a checkpoint's path on all ranks: errors about lost variables name it.
+        """Send a checkpoint's path to all ranks, because errors about lost variables name the last checkpoint.
 
         Called by: the rank that saves or restores checkpoints, any thread.
         """
@@ -175,9 +178,10 @@ class ServerJob:
             self._leave()
 
     def done(self) -> None:
-        """Leave the servers; on the chief, let the workers end, too. A second call does nothing.
+        """Tell the servers that this rank has ended; on the chief, tell the workers to end, too.
 
-        After a death, the coordinator first waits up to 10 s for the other ranks to leave.
+        Waits until these messages have gone out. After a death, the coordinator also waits up to 10 s for the other
+        ranks to end. A second call does nothing.
 
         Called by: `shutdown`, workers at their end, and the process's exit.
         """
@@ -197,9 +201,10 @@ class ServerJob:
             self.rpc.run_until(lambda: len(lost) == others, _SECONDS_FOR_THE_OTHERS)
 
     def _send_the_rest(self) -> None:
-        """Receive until all of this rank's messages have gone out: a full pipe takes the rest only during a receive.
+        """Wait until this rank's messages to the servers, and the coordinator's to workers, have gone out.
 
-        If a rank does not read its messages for 60 s, end the job.
+        It receives meanwhile, because a full pipe takes the rest of a message only then. If a rank has not read its
+        messages after 60 s, end the job.
         """
         to = (*self.servers, *(self.workers if self.rpc.rank == self.coordinator else ()))
         if not self.rpc.run_until(lambda: not self.rpc.channel.unsent(to), _SECONDS_TO_SEND):
@@ -219,7 +224,7 @@ class ServerJob:
 
 
 class LossPolicy:
-    """Decides whether the job continues after the death of a rank, and which rank tells people.
+    """Decides whether the job continues after the death of a rank, and which rank writes the message about it.
 
     Args: job: the job on this rank.
     """
@@ -230,7 +235,8 @@ class LossPolicy:
     def describe(self, rank: int) -> str:
         """Return the text about a dead rank for errors and messages.
 
-        For a server it names the variables, and the backup that has them, or else the last checkpoint.
+        For a dead server, the text names its variables, and the server that has their backup copies. If no server has
+        copies, it names the job's last checkpoint.
         """
         job, died = self._job, f"{self._job.name_of(rank)} has died"
         if rank not in job.servers:
@@ -254,9 +260,11 @@ class LossPolicy:
         )
 
     def lost(self, rank: int) -> None:
-        """Handle the death of a rank, or its exit without leaving: end the job, or let one rank tell that it continues.
+        """Handle the end of a rank's process: end the job, or have one rank write that the job continues.
 
-        Called by: the thread that reads.
+        Does nothing once this rank is done, or on a server that the dead rank does not concern.
+
+        Called by: the thread that reads messages, once for each dead rank.
         """
         job = self._job
         if job.is_done or not self._concerns_server(rank):
@@ -279,16 +287,20 @@ class LossPolicy:
         tell(self._who_goes_on(rank, others), "ERROR")
 
     def _concerns_server(self, rank: int) -> bool:
-        """Whether a death matters to this rank: a server ignores ranks that have left, and all without clients."""
+        """Whether this rank must react to the death of `rank`: always, if this rank is no server.
+
+        A server reacts to a client that has not told it of its end, and to another server while it has clients itself.
+        """
         if self._job.server is None:
             return True
         clients = self._job.server.clients
         return rank in clients or (rank in self._job.servers and bool(clients))
 
     def _speaker(self, lost: int) -> int:
-        """Return the rank that tells people about the death of `lost`; -1 if there is none.
+        """Return the rank that writes the message about the death of `lost`; -1 if there is none.
 
-        A dead server's backup tells, because it has the names of the arrays; else the coordinator, or the first server.
+        That is a dead server's backup, because it has the names of the arrays; otherwise the coordinator; without a
+        coordinator, the first living server.
         """
         job = self._job
         holder = job.client.routes.holder_of(lost)
@@ -314,7 +326,8 @@ class LossPolicy:
     def _end_if_needed(self, rank: int) -> None:
         """End the job if this rank needs the dead `rank`: a server or the chief, and on a server also a client.
 
-        First wait 5 s, because most launchers end a job when a rank dies, and the observer then tells who died first.
+        First wait 5 s, because most launchers end a job when a rank dies. The observer (a process per node that watches
+        the ranks) then says who died first.
         """
         job = self._job
         needed = {*job.servers, *job.roles.ranks.get("chief", ())}

@@ -33,8 +33,9 @@ def join_job(
     description: str | None = None,
     replication: int = 1,
 ) -> tuple[ServerJob, tuple[str, ...]]:
-    """Meet the other ranks, and find this rank's task. Called by: every rank of `comm`.
+    """Meet the other ranks, and find this rank's task. Waits for all ranks. Warns if `replication` has no effect.
 
+    Called by: every rank of `comm`, in the constructor of its strategy or in `Server.start`.
     Args:
         devices: this rank's devices; a server ignores them and uses its CPU.
         chief: whether a chief schedules functions; None if this rank makes a `Server` and does not know.
@@ -43,7 +44,7 @@ def join_job(
     Returns: the job, and the names of this rank's devices.
     Raises: on all ranks: CollectiveMismatchError if the ranks make different strategies; ValueError if workers have
         different numbers of devices, for two copies on a single server, or for wrong tasks; TopologyError if ranks
-        contradict each other about tasks; the error of a rank's devices.
+        contradict each other about tasks; the error of a rank that cannot use its devices.
     """
     resolver = MPIClusterResolver(comm)
     if resolver.comm is None:  # without MPI, so that a single rank gets the same errors as with MPI
@@ -82,7 +83,9 @@ def _agreed_replication(
     """Compare the ranks' arguments, and return the number of servers that keep each variable. Collective.
 
     Args: arguments: this rank's strategy (None without one), replication, and number of devices.
-    Raises: CollectiveMismatchError or ValueError, as `join_job`.
+    Returns: the largest `replication` of all ranks, because a rank that makes a `Server` gives 1.
+    Raises: on all ranks: CollectiveMismatchError if the ranks make different strategies; ValueError if workers and
+        chief have different numbers of devices, or there are fewer servers than copies.
     """
     strategies, copies, replicas = zip(
         *communicator.all_gather_object(arguments, label="strategies"), strict=True
@@ -119,10 +122,10 @@ def resolver_of_task(
     task_type: str | None,
     task_id: int | None,
 ) -> ClusterResolver | None:
-    """Return a resolver of the task that the program names; None if it gives no argument.
+    """Return a resolver of the task that `cluster_spec`, `task_type` and `task_id` name.
 
-    Without `cluster_spec` the cluster comes from TF_CONFIG.
-    Raises: ValueError for both a resolver and another argument.
+    Without `cluster_spec` the cluster comes from TF_CONFIG. Without all three, return `cluster_resolver`, also if None.
+    Raises: ValueError if `cluster_resolver` and one of the three are given.
     """
     if not cluster_spec and task_type is None and task_id is None:
         return cluster_resolver
@@ -141,8 +144,9 @@ def resolver_of_task(
 def devices_of_worker(
     devices: Sequence[str] | None, num_gpus_per_worker: int | None
 ) -> Sequence[str] | None:
-    """Return the first GPUs that the rank sees, ["cpu:0"] for 0 GPUs, or `devices` if the number is None.
+    """Return names of the first `num_gpus_per_worker` GPUs, ["cpu:0"] for 0, or `devices` if the number is None.
 
+    Does not check that the rank has these GPUs.
     Raises: ValueError if both arguments are given, or the number is no int of 0 or more.
     """
     if num_gpus_per_worker is None:

@@ -34,7 +34,7 @@ class RemoteModules(StrategyModules):
     Args:
         place: makes or finds the arrays of a tensor (by name) on the servers and returns their addresses; every worker
             calls it in the same order. The first values come from the rank with `owns=True`.
-        owns: whether the servers take the values that this rank writes outside optimizers' steps.
+        owns: whether the servers take the values that this rank writes outside optimizers' steps. True on one rank.
         clock: this worker's clock; None on a chief.
     Attributes:
         recorder: knows the modules that this rank has made in the scope.
@@ -61,7 +61,10 @@ class RemoteModules(StrategyModules):
         return "sum" if workers == 1 else self.parts.rule.decided(f"step() over {workers} workers")
 
     def before_run(self) -> None:
-        """Place new tensors on the servers, send written tensors if this rank owns them, and pull all tensors."""
+        """Place new tensors on the servers, and pull the servers' values into all tensors.
+
+        If this rank owns the tensors, first send those that the program has written.
+        """
         self.mirror_new()
         self.tensors.begin_run(self.registry)
 
@@ -93,7 +96,7 @@ class RemoteModules(StrategyModules):
             self._place_new(new)
 
     def refresh(self, module: torch.nn.Module) -> None:
-        """Pull the servers' values into the module's own parameters and buffers, not into its submodules'.
+        """Pull the servers' values into the parameters and buffers of this module alone, without its submodules.
 
         Called by: torch, before `state_dict()`, pickling, saving and copying.
         """

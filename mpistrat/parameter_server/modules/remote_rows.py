@@ -35,7 +35,7 @@ _NUMBERS = tuple(
 
 
 def looks_up(module: torch.nn.Module) -> bool:
-    """Whether the module is an embedding without `max_norm`: it uses its weight only by rows."""
+    """Whether the module is an embedding without `max_norm`, so that it reads only the rows that it looks up."""
     embeds = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
     return embeds and module.max_norm is None
 
@@ -52,7 +52,7 @@ def leave_on_servers(parameter: torch.Tensor, remote: RemoteTensor) -> None:
 
 
 class RemoteRows(torch.nn.Parameter):
-    """A parameter without memory: each use of it pulls its rows from the servers.
+    """A parameter without memory: a lookup pulls the rows that it needs from the servers, any other use all rows.
 
     Made by: `leave_on_servers`, which changes a parameter's class.
     """
@@ -105,7 +105,7 @@ def _refuse_rows(module: torch.nn.Module) -> None:
 
 
 def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call an embedding function with only the rows at its indices in place of the weight.
+    """Call an embedding function, and return its result. The weight that it gets has only the rows that it looks up.
 
     Raises: RuntimeError with `max_norm`; TypeError if only the indices are a `RemoteRows`.
     """
@@ -125,7 +125,7 @@ def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 class _Rows(torch.autograd.Function):
-    """Pull rows of a weight, by ascending indices; backward gives the weight a sparse gradient."""
+    """Pull a weight's rows at ascending indices, as a tensor [n, ...]; backward gives the weight a sparse gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: RemoteRows, indices: torch.Tensor) -> torch.Tensor:
@@ -152,10 +152,10 @@ class _Whole(torch.autograd.Function):
 
 
 def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `func`, an operation in place on its first tensor.
+    """Call `func`, an operation in place on its first tensor, and return its result.
 
-    If that tensor is a `RemoteRows`, `func` writes to a copy of all rows; the servers get it if this rank owns the
-    parameter, and the result is the `RemoteRows`.
+    If the first tensor is a `RemoteRows`, `func` writes to a copy of all rows. The servers get the copy if this rank
+    owns the parameter; otherwise it is lost. The result is then the `RemoteRows`.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))

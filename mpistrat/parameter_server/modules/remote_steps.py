@@ -37,9 +37,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Have the servers step an optimizer's parameters in place of this rank.
 
     Called by: torch, before `optimizer.step()`; `args` begin with the optimizer itself.
-    Returns: arguments for `step`, with a twin of the optimizer without parameters; None if no parameter is on servers.
-    Raises: RuntimeError for a closure, and, in a run or beside remote parameters, for a trainable parameter that is not
-        on servers.
+    Returns: arguments for `step`, with a copy of the optimizer without parameters in its place; None if no parameter is
+        on servers: then the optimizer steps here.
+    Raises: RuntimeError for a closure, if a parameter is on servers; RuntimeError for a trainable parameter that is not
+        on servers, if `step` is called in a run, or other parameters of the optimizer are on servers.
     """
     parameters = hooks.parameters_of(optimizer)
     remote = [*filter(_remote.__contains__, parameters)]
@@ -82,8 +83,7 @@ class RemoteSteps:
     Args:
         clock: this worker's clock; None in a job with a coordinator.
         rule: returns "sum" or "mean": how the servers combine the gradients of workers.
-        next_number: returns an optimizer's number for its first step, equal on all workers, for they run the same
-            program.
+        next_number: returns a new optimizer's number, equal on all workers, because all run the same program.
     """
 
     def __init__(
@@ -106,9 +106,10 @@ class RemoteSteps:
         _remote[parameter] = remote, self
 
     def step(self, optimizer: Optimizer) -> None:
-        """Send the gradients in `.grad` to the servers, and wait until they have applied or stored them.
+        """Send the gradients in `.grad` to the servers, and wait until the servers have applied them.
 
-        Parameters without a gradient get no step.
+        With a clock that combines the gradients of all workers, wait only until the servers have stored them.
+        Parameters without a gradient get no step. `.grad` stays as it is.
         """
         mean = self._rule() == "mean"
         remote = self.of(optimizer)
@@ -124,7 +125,10 @@ class RemoteSteps:
         self._tensors.client.change(changes)
 
     def of(self, optimizer: Optimizer) -> RemoteOptimizer:
-        """Return the optimizer's counterpart, made on the servers; it gets a number on first use."""
+        """Return the optimizer's `RemoteOptimizer`, and have the servers make the optimizer for its new parameters.
+
+        On the first call, the optimizer gets its number.
+        """
         remote = self._optimizers.get(optimizer) or self.know(optimizer, self._next_number())
         remote.make(optimizer)
         return remote
@@ -162,7 +166,9 @@ class RemoteOptimizer:
         hooks.state_of_copies(optimizer, self._state)
 
     def make(self, optimizer: Optimizer) -> None:
-        """Have the servers make the optimizer for new remote parameters, and move the state loaded here.
+        """Have the servers make the optimizer for new remote parameters.
+
+        State that `load_state_dict` has put into `optimizer.state` moves to the servers; only the owner sends it.
 
         Raises: TypeError if the servers cannot make or step this class of optimizer.
         """
@@ -182,14 +188,14 @@ class RemoteOptimizer:
         self._move_loaded_state(optimizer)
 
     def _move_loaded_state(self, optimizer: Optimizer) -> None:
-        """Remove the state that was loaded here, and send it if this rank owns the tensors."""
+        """Remove state that the program has loaded into `optimizer.state`; first send it, if this rank is the owner."""
         for parameter in [p for p in optimizer.state if p in self._made]:
             if self._owns:
                 self._load(self._made[parameter], optimizer.state[parameter])
             del optimizer.state[parameter]
 
     def made_elsewhere(self, optimizer: Optimizer) -> None:
-        """Note that another rank has had the servers make the optimizer."""
+        """Register the remote parameters as made: another rank (the chief) has had the servers make the optimizer."""
         parameters = hooks.parameters_of(optimizer)
         self._made.update((p, _remote[p][0]) for p in parameters if p in _remote)
 

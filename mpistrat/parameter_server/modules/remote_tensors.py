@@ -55,13 +55,17 @@ class RemoteTensor:
         return list(zip(self.addresses, tensor.split(self.rows), strict=True))
 
     def changes(self, method: str | GradientMethod, operand: torch.Tensor) -> list[Change]:
-        """Return a change for each part: `method`, "assign" or an optimizer's step, by its rows of `operand`."""
+        """Return a change for each part, by the part's rows of `operand`, for `Client.change`.
+
+        Args: method: "assign", "assign_add", or an optimizer's step with `operand` as the gradient.
+        """
         return [Change(address, method, piece) for address, piece in self.pieces(operand)]
 
     def by_part(self, indices: torch.Tensor) -> list[tuple[Address, int, slice]]:
         """Divide ascending row `indices` among the parts.
 
-        Returns: for each part its address, the number of its first row, and the slice of `indices` that fall into it.
+        Returns: for each part its address, the number of its first row in the whole tensor, and the slice of `indices`
+            with the rows of this part, which may be empty.
         """
         bounds = [*itertools.accumulate(self.rows, initial=0)]
         cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
@@ -157,7 +161,10 @@ class RemoteTensors:
         return self._by_place[key[1]]
 
     def held(self, tensors: Iterable[torch.Tensor | None]) -> list[Held]:
-        """Return the tensors that are on servers and have a copy on this rank, each with its `RemoteTensor`."""
+        """Return (RemoteTensor, the detached tensor) for each of the tensors that is on servers.
+
+        Leaves out None, tensors that are not on servers, and embeddings without memory on this rank.
+        """
         return [
             (self[tensor], tensor.detach())
             for tensor in tensors
@@ -165,7 +172,7 @@ class RemoteTensors:
         ]
 
     def sync(self, held: Sequence[Held]) -> None:
-        """Pull the servers' values into the tensors of `held`; if this rank owns them, first send written tensors."""
+        """Pull the servers' values into the tensors of `held`. An owner first sends the tensors that it has written."""
         if self.owns:
             self.send_written(held)
         self.client.pull_into([piece for remote, tensor in held for piece in remote.pieces(tensor)])
@@ -173,7 +180,11 @@ class RemoteTensors:
             remote.version = version(tensor)
 
     def send_written(self, held: Sequence[Held]) -> None:
-        """Send the tensors of `held` that this rank has written since they last equalled the servers' values."""
+        """Send the tensors of `held` that this rank has written since they last had the servers' values.
+
+        Torch's version counters show the writes. Called by: the rank that owns the tensors, in `sync` and before a
+        function that uses a tensor is sent.
+        """
         written = [(remote, tensor) for remote, tensor in held if version(tensor) != remote.version]
         self.client.change(
             [change for remote, tensor in written for change in remote.changes("assign", tensor)]
@@ -192,7 +203,7 @@ class RemoteTensors:
         ]
 
     def end_run(self) -> None:
-        """Send the difference that the run has made to each buffer; the servers add it.
+        """Send the difference that the run has made to each buffer. The servers add the differences of all ranks.
 
         Buffers of dtype bool, and buffers whose shape has changed, are not sent.
         """

@@ -1,7 +1,7 @@
 """Torch modules in the functions that a chief schedules on its workers.
 
-The chief sends a tensor on servers as its place there. It sends everything else of a module by value with each
-function, also the hyperparameters of an optimizer's param groups.
+The chief sends a tensor on servers as the servers and numbers of its arrays. It sends everything else of a module by
+value with each function, also the hyperparameters of an optimizer's param groups.
 
 A worker has a tensor of its own for each parameter and buffer. Each function, and each run in it, begins by pulling the
 servers' values into the tensor. The worker unpickles the modules anew for each function, without gradients, so no
@@ -44,7 +44,8 @@ SCHEDULER = "scheduler"  # the key of each learning-rate scheduler
 class WorkerModules(StrategyModules):
     """The chief's torch modules in the function that this worker executes.
 
-    A module that the function itself makes is not on servers. Also resolves tensors' keys (`pickling.References`).
+    A module that the function itself makes is not on servers. The object also finds or makes this worker's tensor for a
+    key in a pickled function (`pickling.References`).
     """
 
     def __init__(self, parts: ModuleParts, client: Client) -> None:
@@ -98,7 +99,7 @@ class WorkerModules(StrategyModules):
         self._tensors.drop_run()
 
     def arrived(self, value: torch.nn.Module | Optimizer, number: int | None) -> None:
-        """Take note of a module or an optimizer that the function contains.
+        """Register a module or an optimizer of the function: `begin` places modules, and servers step for optimizers.
 
         Args: number: an optimizer's number on the servers; None for a module.
         """
@@ -144,7 +145,7 @@ class WorkerModules(StrategyModules):
 
 
 def arrive(strategy: AnyStrategy, number: int | None, value: Any, state: dict[str, Any]) -> None:
-    """Set the state of an unpickled module or optimizer, and have this worker take note of it.
+    """Set the state of an unpickled module or optimizer, and register it with this worker's modules.
 
     Called by: pickle, on the worker, while it unpickles a function.
     Args: number: an optimizer's number on the servers; None for a module.
@@ -175,7 +176,8 @@ class _Scheduler:
 class ChiefReferences:
     """Pickles the chief's torch objects for scheduled functions (`coordinator.pickling.References`).
 
-    It first sends the servers each needed tensor that the chief has written in place (`load_state_dict`, not `.data`).
+    It first sends the servers each needed tensor that the chief has written in place, such as by `load_state_dict`. It
+    does not notice a write through `.data`, because torch does not count that as a write.
     """
 
     def __init__(self, strategy: AnyStrategy, modules: RemoteModules) -> None:
@@ -216,7 +218,8 @@ class ChiefReferences:
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
         """Return the reduction of a recorded module, or of an optimizer with remote parameters; None for other values.
 
-        It has the worker call `arrive`.
+        Unpickling it makes the worker call `arrive`. Also None if the object's own `__reduce_ex__` gives no state, or
+        gives list or dict items besides.
         """
         number = None
         if isinstance(value, torch.nn.Module):

@@ -1,1 +1,1 @@
-"""The protocol of clients and servers: messages, arrays in shared memory, and both sides of each guarantee."""
+"""The protocol of clients and servers: messages, arrays in shared memory, numbered updates, snapshots, clocks."""

@@ -1,7 +1,7 @@
 """Servers make each update once, even if it arrives several times: clients number updates, servers remember numbers.
 
-An update arrives again when a worker has died and another worker repeats its closure, or when a server has died and its
-backup gets the request.
+An update arrives again when a worker has died and another worker repeats its closure, a function that the coordinator
+has scheduled. It also does when a server has died and its backup gets the request.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from mpistrat.parameter_server.rpc.endpoint import outcome_of
 
 
 def session_of(client: int) -> int:
-    """Return the number, below 0, of the session of a client (by rank): of its updates outside closures."""
+    """Return the number of a client's session: its updates outside closures. Below 0, unlike ids of closures.
+
+    Args: client: the client's rank.
+    """
     return -1 - client
 
 
 class UpdateNumbers:
-    """Numbers a client's updates.
+    """Numbers a client's updates, so that servers recognize an update that arrives again.
 
-    Args: session: the number of the client's session, if servers have backups and updates outside closures may arrive
-        again; otherwise None.
+    Args: session: the number of the client's session (its updates outside closures); None if servers have no backups,
+        because no client then sends these updates again.
     """
 
     def __init__(self, session: int | None = None) -> None:
@@ -42,7 +45,7 @@ class UpdateNumbers:
     def within(self, work: int) -> Iterator[None]:
         """Inside, the updates of all threads belong to a closure, and their numbers begin at 0 for each array.
 
-        A worker that repeats the closure gives its updates the same numbers.
+        A worker that repeats the closure gives its updates the same numbers. Called by: a worker, around each closure.
 
         Args: work: the closure's id.
         """
@@ -55,9 +58,10 @@ class UpdateNumbers:
             self._work = None
 
     def number(self, key: int) -> tuple[int | None, int]:
-        """Return (work, number) for the next update of the array `key`, as `Update` has them.
+        """Return `work` and `number` of the next `Update` of the array `key`.
 
-        Outside `within`: (session, number), or (None, 0) without a session.
+        Inside `within`, they are the closure's id and the number of the closure's earlier updates of this array.
+        Outside, they are the session and a number that grows; without a session, (None, 0).
         """
         with self._lock:
             if self._work is None:
@@ -67,9 +71,11 @@ class UpdateNumbers:
 
     @contextlib.contextmanager
     def push(self) -> Iterator[int]:
-        """Surround a push, from before its updates get numbers until the servers have answered it.
+        """Surround a push (updates that the client sends together) until the servers have answered it.
 
-        Yields `settled`: the servers have answered all updates of the session with smaller numbers.
+        Entered before the updates get their numbers.
+
+        Yields: `settled`, a number: the servers have answered all updates of the session with smaller numbers.
         """
         with self._lock:
             opened = 0 if self._session is None else next(self._numbers)
@@ -98,8 +104,8 @@ class IdempotencyCache:
     ) -> InlineTensor | None:
         """Make an update unless it was made before. Return, or raise, the outcome of `make` from the first time.
 
-        An update without a number is always made. An OSError is not remembered: the client has died with its memory,
-        and the update arrives again.
+        An update without `work` is always made. An OSError is raised, and not remembered, because it means that the
+        client has died with its memory. The update then arrives again, from another client.
 
         Args: name: the array's name, for the error.
         Raises: FailedPreconditionError if the update's closure is over; the error of `make`.
@@ -123,7 +129,7 @@ class IdempotencyCache:
         return found
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
-        """Forget the outcomes of closures that no worker repeats: the ids in `over`, and all ids below `over_before`.
+        """Forget the outcomes of closures that no worker repeats: the ids in `over`, and the ids below `over_before`.
 
         Later updates of closures below `over_before` raise FailedPreconditionError in `once`.
         """
@@ -134,7 +140,7 @@ class IdempotencyCache:
             del self._outcomes[work]
 
     def settle(self, session: int, before: int) -> None:
-        """Forget the outcomes of a session's updates with numbers below `before`: the client does not repeat them."""
+        """Forget the outcomes of a session's updates with numbers below `before`, which the client never repeats."""
         outcomes = self._outcomes.get(session, {})
         for which in [which for which in outcomes if which[1] < before]:
             del outcomes[which]

@@ -20,7 +20,8 @@ FIND, PULL, ROWS, OPTIMIZER_STATE = "find", "pull", "rows", "optimizer state"
 # Requests that change something.
 CREATE, UPDATE = "create", "update"
 MAKE_OPTIMIZER, LOAD_OPTIMIZER_STATE = "make optimizer", "load optimizer state"
-# Two notices of the rank that makes arrays, and the request of the ranks that wait for a published value.
+# Notices of the rank that makes arrays: CANNOT_CREATE: an array's number, and the error of making it. PUBLISH: a name
+# and a value. PUBLISHED: another rank's request for the value of a name, answered once the name is published.
 CANNOT_CREATE, PUBLISH, PUBLISHED = "cannot create", "publish", "published"
 # FORGET: no rank repeats some closures any more. DONE: a client does not use the server any more.
 FORGET, DONE = "forget", "done"
@@ -111,7 +112,7 @@ class Updates(NamedTuple):
 
     Attributes:
         push: marks the updates that the client sends to other servers at the same time; None without any.
-        settled: the client repeats no update of its session with a smaller number.
+        settled: a number; the client sends no update of its session (outside closures) with a smaller number again.
     """
 
     updates: list[Update]
@@ -153,7 +154,7 @@ class TensorSpec(NamedTuple):
         return getattr(torch, self.dtype)
 
     def empty(self) -> Array:
-        """Return an array of this spec without memory: only its shape and dtype count."""
+        """Return an array of this shape and dtype, to check operands against. It has the memory of one element."""
         if not self.is_torch:
             return np.broadcast_to(np.empty((), self.dtype), self.shape)
         import torch
@@ -185,16 +186,16 @@ class Address(NamedTuple):
 
 
 class SharedTensor(NamedTuple):
-    """An array in memory that the sender and the receiver map."""
+    """An array as a message refers to it, in memory that the sender and the receiver map."""
 
     handle: segments.RegionHandle
     spec: TensorSpec
 
 
 class InlineTensor(NamedTuple):
-    """An array in the message itself, as bytes.
+    """An array in the message itself, as `data` of dtype uint8.
 
-    A pickled tensor would need torch on the receiver, and NumPy lacks some dtypes.
+    A pickled tensor would need torch on the receiver, and a NumPy array lacks some of torch's dtypes.
     """
 
     data: np.ndarray
@@ -209,7 +210,7 @@ PackedTensor = SharedTensor | InlineTensor
 
 
 def inline(array: Array) -> InlineTensor:
-    """Return an array in host memory as a part of a message. A contiguous array is not copied."""
+    """Return `array`, which is in host memory, for a message. A contiguous array's memory is used, not copied."""
     view = np.ascontiguousarray(view_of(array))
     return InlineTensor(view.reshape(-1).view(np.uint8), TensorSpec.of(array))
 
@@ -240,7 +241,10 @@ def pack(
 
 
 def unpack(packed: PackedTensor, mappings: segments.Mappings) -> Array:
-    """Return the array of a message, without a copy. Raises: OSError if the sender has died with its memory."""
+    """Return a message's array, without a copy: in the message's bytes, or in the sender's memory, mapped here.
+
+    Raises: OSError if the sender has died before its memory was mapped.
+    """
     if isinstance(packed, InlineTensor):
         return packed.spec.array_in(packed.data)
     return packed.spec.array_in(mappings.at(packed.handle))

@@ -14,7 +14,7 @@ from mpistrat.parameter_server.rpc.segments import Mappings
 
 
 class Routes:
-    """Sends requests to the living server that has an array.
+    """Sends requests about an array to the server that made it, or to that server's backup after its death.
 
     Args:
         servers: the servers' ranks, in task order.
@@ -33,31 +33,35 @@ class Routes:
         self._has_left = False
 
     def copies_of(self, server: int) -> tuple[int, ...]:
-        """Return the server and its backup, if any: both have the arrays made on `server`."""
+        """Return the ranks that keep the arrays made on `server`, dead or alive: `server`, and its backup if any."""
         return (server, self.backups[server]) if server in self.backups else (server,)
 
     def holder_of(self, server: int) -> int:
-        """Return the living server that has the arrays made on `server`; `server` itself if none lives."""
+        """Return the rank of the living server that has the arrays made on `server`; `server` itself if none lives."""
         if server not in self.backups:
             return server
         living = itertools.filterfalse(self.rpc.channel.has_died, self.copies_of(server))
         return next(living, server)
 
     def is_lost_with(self, rank: int) -> bool:
-        """Whether a dead server `rank` had the last copy of arrays, its own or its primary's."""
+        """Whether the dead `rank` had the last copy of arrays: its own, or copies as another server's backup.
+
+        False for a rank that is no server.
+        """
         return not self.lost().isdisjoint((rank, self.primaries.get(rank)))
 
     def lost(self) -> set[int]:
-        """Return the servers that have died with all copies of their arrays."""
+        """Return the ranks of the servers that have died with all copies of their arrays; an empty set if none has."""
         died = self.rpc.channel.has_died
         return {server for server in self.servers if died(self.holder_of(server))}
 
     def call(
         self, server: int, method: str, body: Any = None, to: int | None = None
     ) -> FailoverRequest:
-        """Send a request about arrays made on `server` to the living server that has them.
+        """Send a request about arrays made on `server` to the living server that has them. Does not wait.
 
         Args: to: the server that the body's tensors were packed for; None if the body has no tensors.
+        Returns: the request; its `wait` returns the reply.
         Raises: RuntimeError after `leave`.
         """
         self.check_use()
@@ -65,12 +69,12 @@ class Routes:
         return FailoverRequest(self, server, method, body, holder)
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
-        """Return a new `Push` for messages to these servers; None for a single server."""
+        """Return a new `Push`, the mark of one change's messages to several servers; None for a single server."""
         to = tuple(servers)
         return Push(next(self._pushes), to) if len(to) > 1 else None
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
-        """Tell all servers that no worker repeats the closures `over`, nor any with an id below `over_before`."""
+        """Tell all servers that no worker repeats the closures with ids in `over`, or below `over_before`."""
         self.rpc.notify_all(self.servers, messages.FORGET, (list(over), over_before))
 
     def leave(self) -> None:
@@ -79,7 +83,7 @@ class Routes:
         self.rpc.notify_all(self.servers, messages.DONE)
 
     def check_use(self) -> None:
-        """Raises: RuntimeError if this rank has called `leave`."""
+        """Check that this rank may use the servers. Raises: RuntimeError if this rank has called `leave`."""
         if self._has_left:
             raise RuntimeError(
                 "this rank has left the parameter servers (shutdown(), or the program's end): read and change "
@@ -88,7 +92,10 @@ class Routes:
 
 
 class FailoverRequest:
-    """A request that goes to the backup when the server has died. Clients may repeat every request."""
+    """A request that goes to the backup when the server has died.
+
+    Every request may arrive twice, because a server makes an array, an optimizer or a numbered update only once.
+    """
 
     def __init__(self, routes: Routes, server: int, method: str, body: Any, to: int) -> None:
         self._routes, self._server = routes, server
@@ -100,9 +107,11 @@ class FailoverRequest:
         return self._reply.come
 
     def wait(self, *, limited: bool = True) -> Any:
-        """Wait for the reply's value, without a limit if not `limited`. If the server dies, ask its backup.
-        Raises: the server's error; UnavailableError if neither server nor backup lives; StallError after
-            MPISTRAT_STALL_SECONDS.
+        """Wait for the reply, and return its value. If the server dies, send the request to its backup, and wait.
+
+        Args: limited: False waits without a limit, and only warns after MPISTRAT_STALL_SECONDS.
+        Raises: the server's error; UnavailableError if neither server nor backup lives; with `limited`, StallError
+            after MPISTRAT_STALL_SECONDS.
         """
         rpc = self._routes.rpc
         while True:

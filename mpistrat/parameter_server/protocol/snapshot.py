@@ -1,7 +1,8 @@
 """Consistent snapshot: a client reads all servers as they are at one time.
 
-The client pauses changes on every server, in turn. Some servers may then have made a push that other servers have not:
-the client lets the missing parts pass the locks. So it reads each push on all of its servers, or on none.
+The client pauses changes on every server, in turn. A push is one change that a client sends to several servers at the
+same time. If only some of its servers have made a push, the client lets the missing parts pass the locks of the other
+servers. So the client reads each push on all of its servers, or on none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _Which = tuple[int, "int | None"]  # client, part
 
 
 class ChangeLock:
-    """A server's lock on changes. While one client holds it, the changes of other clients wait.
+    """A server's lock on changes. While one client holds it (in `consistent_snapshot`), other clients' changes wait.
 
     Args: when_safe: calls a function once the server's backup has made the changes that have passed.
     """
@@ -49,7 +50,7 @@ class ChangeLock:
     def enter(self, source: int, push: Push | None, work: Callable[[], None]) -> None:
         """Call `work`, a change of the client `source`: now, or once no other client holds the lock.
 
-        A part of a push that the holder has admitted passes at once.
+        `work` is also called now if it is a part of a push that the lock's holder has admitted (by ADMIT).
 
         Args: push: the push that the change is a part of; None for a change of one server.
         """
@@ -117,10 +118,11 @@ class ChangeLock:
 def consistent_snapshot(routes: Routes) -> Iterator[None]:
     """Inside, no other client changes anything on the servers.
 
-    If a server with a backup dies meanwhile, the client pauses the remaining servers again.
+    Waits until all servers have paused. If a server with a backup dies before that, releases the other servers, and
+    pauses them again.
 
     Called by: the rank that saves or restores a checkpoint.
-    Raises: UnavailableError if arrays are lost with a server.
+    Raises: UnavailableError if a server has died, and no living server has its arrays.
     """
     held: list[int] = []
     try:
@@ -138,9 +140,10 @@ def consistent_snapshot(routes: Routes) -> Iterator[None]:
 
 
 def _hold_all(routes: Routes, held: list[int]) -> None:
-    """Pause changes on all living servers, and drain the pushes that only some servers have made.
+    """Pause changes on all living servers, and wait until each push is made on all of its servers, or on none.
 
-    Args: held: this function appends each server that it asks, even if the server does not answer in time.
+    Args: held: this function appends each server before it asks the server, so that the caller can release it.
+    Raises: UnavailableError if a server that it asks dies; the caller then releases all servers, and tries again.
     """
     passed: dict[int, Any] = {}
     for server in dict.fromkeys(map(routes.holder_of, routes.servers)):
@@ -161,10 +164,13 @@ def not_yet_everywhere(
     passed: Mapping[int, Mapping[_Which, Sequence[Push]]],
     holder: Callable[[int], int],
 ) -> dict[int, set[_PartOfPush]]:
-    """Return, by server, the parts of pushes that the server lacks although another server has made its part.
+    """Return, for each server, the parts of pushes that it lacks although another server has made its own part.
+
+    A part is (client, push number, server that the part is for or None). The set is empty for a server that lacks none.
 
     Args:
-        passed: each server's last pushes, by client and part. Their numbers may be out of order: several threads send.
+        passed: each server's last pushes, by client and part. Their numbers may be out of order, because several
+            threads of a client send.
         holder: returns the living server that stands in for a server.
     """
     missing: dict[int, set[_PartOfPush]] = {server: set() for server in passed}
@@ -180,6 +186,6 @@ def not_yet_everywhere(
 
 
 def _knows(passed: Sequence[Push], number: int) -> bool:
-    """Whether a server has made the push `number`, or has forgotten it: it remembers 16 per client and part."""
+    """Whether a server has made the push `number`, or it is too old for the last 16 pushes in `passed`."""
     known = [push.number for push in passed]
     return number in known or (len(known) == REMEMBERED and number < min(known))

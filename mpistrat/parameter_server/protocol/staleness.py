@@ -18,7 +18,7 @@ from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint, outcome
 
 
 class ServerClock:
-    """A server's clock: it counts the steps of all workers, and lets them begin steps.
+    """A server's clock: it counts the steps of all workers, and answers workers that ask whether they may begin.
 
     Args:
         workers: the workers' ranks. A worker that has left or died holds no other worker back.
@@ -64,7 +64,10 @@ class ServerClock:
         self.look()
 
     def look(self) -> None:
-        """Report the steps of the slowest worker to `ended`, then answer the workers that may begin their steps."""
+        """Call `ended` with the number of steps of the slowest worker, then answer the workers that may begin.
+
+        Called by: each change of the clock, and `Rounds.take_over`. Without workers the number is 2**62.
+        """
         slowest = min((self._steps[rank] for rank in self._working), default=1 << 62)
         error = self._on_ended(slowest)
         if error is not None:
@@ -99,14 +102,17 @@ class WorkerClock:
         self._has_sent = False
 
     def round_to_send_in(self) -> int | None:
-        """Return the step that a gradient sent now belongs to; None if servers apply gradients at once."""
+        """Return the number (from 0) of the step that a gradient sent now belongs to.
+
+        Returns None if servers apply gradients at once, because `max_staleness` is not 0.
+        """
         if not self.combines:
             return None
         self._has_sent = True
         return self.steps
 
     def begin(self) -> None:
-        """Wait until the next step may begin.
+        """Wait until no other worker is more than `max_staleness` steps behind; return at once if that is None.
 
         Raises: the error of a server that could not apply an earlier combined step, once; StallError if a worker stays
             too far behind for MPISTRAT_STALL_SECONDS.
@@ -149,13 +155,13 @@ class WorkerClock:
         self._routes.rpc.notify_all(self._servers, method, (self.steps, push))
 
     def all_steps(self) -> dict[str, int]:
-        """Return the number of steps that each worker has ended, by the worker's name ("worker 0 (rank 0)")."""
+        """Ask the first server how many steps each worker has ended. Returns: the numbers by "worker 0 (rank 0)"."""
         steps = self._routes.call(self._servers[0], STEPS).wait()
         return {self._routes.rpc.name_of(rank): ended for rank, ended in steps.items()}
 
 
 def _all_of(calls: Sequence[FailoverRequest]) -> list[int]:
-    """Wait for the replies of several servers.
+    """Wait for the replies of several servers, and return their values, in the order of `calls`.
 
     Raises: StallError or UnavailableError at once; the first other error after all replies have arrived.
     """

@@ -51,9 +51,10 @@ class Table:
 
     @contextlib.contextmanager
     def writing(self, updates: int = 1) -> Iterator[Array]:
-        """Surround a change of the array: a process that reads the array meanwhile reads it again.
+        """Surround a change of the array, so that a process that reads it meanwhile notices, and reads it again.
 
-        Args: updates: the number to add to `updates` if the change succeeds.
+        Args: updates: the number to add to the attribute `updates` if the change succeeds.
+        Yields: the array, to be changed in place.
         """
         words = self._words
         words[_TURN] += 1
@@ -87,7 +88,11 @@ class MappedTable:
         return self._words[_UPDATES]
 
     def copy_to(self, out: Array) -> bool:
-        """Copy the array to `out`. Returns: False if the server was writing in each of three attempts."""
+        """Copy the array to `out`. Returns: False if the server's writes disturbed it.
+
+        That is, if they disturbed three attempts, or one write lasted 20 ms. `out` may then have a mixture of values,
+        and the caller asks the server for the array.
+        """
 
         def copy() -> Array:
             out[...] = self._array
@@ -96,13 +101,14 @@ class MappedTable:
         return self._undisturbed(copy) is not None
 
     def rows(self, indices: Any) -> Array | None:
-        """Return a copy of the rows at `indices`; None if the server was writing in each of three attempts."""
+        """Return a copy of the rows at `indices`; None if writes disturbed three attempts, or one lasted 20 ms."""
         return self._undisturbed(partial(self._array.__getitem__, indices))
 
     def _undisturbed(self, read: Callable[[], T]) -> T | None:
-        """Return the result of a call of `read` that no write has disturbed: the counter stays even and the same.
+        """Call `read` until no write has disturbed it, and return its result.
 
-        As in Linux's seqlock. Returns: None if a write lasts more than 20 ms, or writes disturb three calls.
+        As in Linux's seqlock, the table's counter (of begins and ends of writes) is even and the same before and after
+        an undisturbed call. Returns: None if a write lasts more than 20 ms, or writes disturb three calls.
         """
         words = self._words
         for _ in range(_ATTEMPTS):

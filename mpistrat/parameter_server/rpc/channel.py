@@ -22,7 +22,7 @@ _PAUSE = 1 / 32
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
 _SECONDS_BETWEEN_LOOKS = 0.01  # between questions to MPI about dead ranks of other nodes
 
-LOST: Final = "lost"  # the last message of a rank that has died
+LOST: Final = "lost"  # `receive` gives this message once for a rank that has died
 
 
 class Unreadable:
@@ -33,7 +33,7 @@ class Unreadable:
 
 
 def read_message(data: bytes | bytearray, buffers: Sequence[Any] = ()) -> Any:
-    """Unpickle a message. Returns: an Unreadable if that fails, so that the rank still reads other messages."""
+    """Unpickle a message. Returns: the message; an `Unreadable` with the error if that fails. Raises nothing."""
     try:
         return pickle.loads(data, buffers=buffers)
     except Exception as error:
@@ -47,11 +47,11 @@ class Channel:
 
     Args:
         comm: a communicator that only this channel uses.
-        outlives_ranks: whether MPI is fault tolerant: the living ranks continue when a rank has died.
+        outlives_ranks: whether MPI is fault tolerant, so that the living ranks continue when a rank has died.
         pipes: False sends everything through MPI.
     Attributes:
         rank, size: this rank, and the number of ranks, in `comm`.
-        lost: the ranks that this rank knows to have died, or to have ended without leaving.
+        lost: the ranks that `receive` has found dead. A process that has ended normally counts, too.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Channel:
         self._poll.register(pidfd, select.POLLIN)
 
     def has_died(self, rank: int) -> bool:
-        """Whether a rank has died, as far as this rank knows or its pidfd shows. Reads no messages.
+        """Whether the process of `rank` has ended. Asks the kernel for a rank of this node; reads no messages.
 
-        False for a rank of another node until `receive` has noticed its death. Called by: any thread.
+        For a rank of another node or container: whether `receive` has already noticed the death. Called by: any thread.
         """
         if rank in self.lost or rank not in self._pidfds:
             return rank in self.lost
@@ -110,22 +110,22 @@ class Channel:
         return bool(poll.poll(0))
 
     def has_lost(self) -> bool:
-        """Whether any rank has died, as far as `has_died` can tell. Called by: any thread."""
+        """Whether `has_died` is True for any rank. Called by: any thread."""
         return any(self.has_died(rank) for rank in range(self.size))
 
     def pid_of(self, rank: int) -> int | None:
-        """Return the rank's process id; None if the rank is on another node or in another container."""
+        """Return the process id of `rank`; None if that rank is on another node or in another container."""
         return self._pipes[rank].pid if rank in self._pipes else None
 
     def shares_memory_with(self, rank: int) -> bool:
-        """Whether this process can open the rank's files in /proc, and so map its memory."""
+        """Whether this process can open the rank's files in /proc, and so map its memory. True for this rank, too."""
         return rank in self._pipes
 
     def send(self, to: int, message: Any) -> None:
         """Send any object that can be pickled, without waiting for the receiver. Called by: any thread.
 
-        If the receiver's pipe is full, the rest of the message goes out while a thread of this rank receives. A message
-        to a rank that has died is dropped.
+        If the receiver's pipe is full, the rest of the message goes out while a thread of this rank is in `receive`. A
+        message to a rank that has died is dropped. Raises: the error of pickling.
         """
         with self._sending:
             pipe = self._pipes.get(to)
@@ -139,7 +139,10 @@ class Channel:
                 self._pipes[self.rank].put(b"")  # wakes a thread that polls already
 
     def unsent(self, to: Sequence[int]) -> list[int]:
-        """Return the living ranks of `to` with messages from this rank still to be sent. Called by: any thread."""
+        """Return the living ranks of `to` that have not got all of this rank's messages; [] if all went out.
+
+        Called by: any thread.
+        """
         with self._sending:
             return [rank for rank in to if rank not in self.lost and self._is_sending(rank)]
 
@@ -148,7 +151,7 @@ class Channel:
         return self._mpi.is_sending(rank) if pipe is None else pipe.descriptor in self._full
 
     def wake(self) -> None:
-        """Make a waiting `receive` return. Called by: any thread."""
+        """Make this rank's `receive` that waits now (else the next one) return at once. Called by: any thread."""
         with self._sending:
             self._pipes[self.rank].put(b"")
 
@@ -171,10 +174,10 @@ class Channel:
                 time.sleep(min(left, max(_SHORTEST_PAUSE, min(waited * _PAUSE, _LONGEST_PAUSE))))
 
     def _look(self, seconds: float) -> tuple[list[tuple[int, Any]], bool]:
-        """Wait at most `seconds` for a pipe, and read all messages that have arrived.
+        """Wait at most `seconds` until a pipe has data or room, and read all messages that have arrived.
 
-        Returns: the messages, and whether `receive` should return without one, because a thread called `wake` or a
-            message has gone out.
+        Returns: (sender, message) pairs, also (rank, LOST) for each rank that has died now; and True if `receive` is to
+            return even without a message, because a thread has called `wake` or a waiting message has gone out.
         """
         timeout = None if seconds == math.inf else math.ceil(seconds * 1000)
         ready = {descriptor for descriptor, _ in self._poll.poll(timeout)}
@@ -198,7 +201,10 @@ class Channel:
         return found, woken
 
     def _exited(self, ready: set[int]) -> list[int]:
-        """Return the ranks of this node with an ended process, each once."""
+        """Return the ranks of this node that have ended, each rank in one call only.
+
+        Args: ready: the descriptors that a poll has just found ready.
+        """
         pidfds = ready & self._watched.keys()
         for pidfd in pidfds:
             self._poll.unregister(pidfd)
@@ -213,7 +219,10 @@ class Channel:
         return bool(emptied)
 
     def _failed_elsewhere(self) -> list[int]:
-        """Return the ranks that fault tolerant MPI knows to have died; [] if it was asked less than 10 ms ago."""
+        """Return the ranks that MPI knows to have died.
+
+        Returns [] if MPI is not fault tolerant, or was asked less than 10 ms ago.
+        """
         now = time.monotonic()
         if not self._outlives_ranks or now - self._looked <= _SECONDS_BETWEEN_LOOKS:
             return []

@@ -1,4 +1,4 @@
-"""Remote procedure calls between ranks: requests, replies, notices, and errors that travel to another rank."""
+"""Remote procedure calls between ranks: requests with replies, notices (messages without a reply), and errors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ SECONDS_BEHIND_ANOTHER = 0.05  # a thread waits while another thread reads, befo
 
 
 class Request(NamedTuple):
-    """A request, as its handler gets it.
+    """A request, as its handler gets it. The handler, or a later event, calls `reply` once.
 
     Attributes:
         source: the rank that has sent the request.
-        ticket: the request's number on that rank.
+        ticket: the request's number on that rank; the reply contains it.
+        body: the method's argument, unpickled.
     """
 
     channel: Channel
@@ -58,9 +59,10 @@ class PendingReply:
     def wait(self, *, limited: bool = True) -> Any:
         """Wait for the reply, and return its value.
 
-        Args: limited: False if the reply depends on a third rank and may take any time: the wait then only warns.
-        Raises: the error that the other rank replied with; UnavailableError if that rank has died; StallError if a
-            limited wait lasts MPISTRAT_STALL_SECONDS.
+        Args: limited: False for a reply that depends on a third rank and may take any time. After the endpoint's
+            `stall_seconds` the wait then warns, and continues.
+        Raises: the error that the other rank replied with; UnavailableError if that rank has died; with `limited`,
+            StallError after `stall_seconds`.
         """
         if not self.come:
             self._rpc.wait_for(self, limited)
@@ -76,7 +78,8 @@ class PendingReply:
 class RpcEndpoint:
     """Sends and handles requests and notices.
 
-    The endpoint has no thread of its own: a thread that waits reads the messages for all threads of the rank.
+    The endpoint has no thread of its own. A thread that waits reads the messages for all threads of the rank, and calls
+    the messages' handlers.
 
     Args:
         channel: the messages between ranks; only this endpoint may use it.
@@ -108,8 +111,8 @@ class RpcEndpoint:
     def handle(self, method: str, handler: Callable[..., None]) -> None:
         """Set the handler of a method: `handler(source, body)` for its notices, or `handler(Request)` for its requests.
 
-        The thread that reads calls it; for messages that have already arrived, this thread does. A handler must not
-        wait for a reply.
+        The thread that reads messages (in `run_until` or a wait for a reply) calls the handler. For messages that have
+        already arrived, `handle` itself calls it. A handler must not wait for a reply.
         """
         with self._registering:  # messages that another thread reads now are handled later
             self._handlers[method] = handler
@@ -131,7 +134,7 @@ class RpcEndpoint:
     def call(self, to: int, method: str, body: Any = None) -> PendingReply:
         """Send a request, without waiting for the reply. Called by: any thread.
 
-        Returns: the future reply; it raises UnavailableError if the rank `to` is known to have died.
+        Returns: the future reply. Its `wait` raises UnavailableError if the rank `to` has died, now or later.
         """
         reply = PendingReply(self, to, method)
         ticket = next(self._tickets)
@@ -146,7 +149,9 @@ class RpcEndpoint:
     def run_until(self, until: Callable[[], bool], seconds: float = math.inf) -> bool:
         """Read messages and call their handlers until `until()` is true.
 
-        A thread checks `until` again after another thread has handled messages. Called by: any thread.
+        While another thread reads, this thread waits, and checks `until` after that thread has handled messages.
+
+        Called by: any thread.
         Returns: True once `until()` is true; False if `seconds` pass before.
         Raises: the first error of a handler, after all messages that were read together have been handled.
         """
@@ -174,7 +179,7 @@ class RpcEndpoint:
     def wait_for(self, reply: PendingReply, limited: bool = True) -> None:
         """Read and handle messages until the reply has arrived.
 
-        Raises: StallError if a limited wait lasts `stall_seconds`. Another wait warns after that time, and continues.
+        Raises: StallError after `stall_seconds`. With `limited=False` it warns after that time, and continues to wait.
         """
         if self.run_until(lambda: reply.come, self.stall_seconds or math.inf):
             return
@@ -190,7 +195,7 @@ class RpcEndpoint:
         self.run_until(lambda: reply.come)
 
     def death_error(self, rank: int) -> UnavailableError:
-        """Return the error for a caller that needs the dead `rank`; `describe_death` makes its text."""
+        """Return the error for a caller that needs the dead `rank`, with the text of `describe_death`."""
         return UnavailableError(self.describe_death(rank))
 
     def _handle(self, source: int, message: Any) -> None:
@@ -246,7 +251,7 @@ _KNOWN_EVERYWHERE: tuple[type[Exception], ...] = (
 
 
 def outcome_of(work: Callable[[], Any]) -> Any:
-    """Call `work`, and return its result, or the Exception that it raises."""
+    """Call `work`, and return its result, or the Exception that it raises. Raises KeyboardInterrupt and SystemExit."""
     try:
         return work()
     except Exception as error:
@@ -262,10 +267,10 @@ def without_errors(outcomes: list[Any]) -> list[Any]:
 
 
 def portable_error(error: Exception) -> Exception:
-    """Make a server's error fit to be sent to the rank that sent the request.
+    """Convert a server's error to an error that the rank with the request can unpickle.
 
-    Returns: an error with the same text, of its class or a base class in `_KNOWN_EVERYWHERE`; otherwise a RuntimeError
-        with the server's traceback.
+    Returns: a new error with the same text, of the first class in `_KNOWN_EVERYWHERE` that `error` is an instance of;
+        if there is none, a RuntimeError with the server's traceback in its text.
     """
     for known in _KNOWN_EVERYWHERE:
         if isinstance(error, known):
@@ -275,7 +280,7 @@ def portable_error(error: Exception) -> Exception:
 
 
 def attributed_error(error: BaseException, who: str) -> Exception:
-    """Copy a rank's error for the ranks that wait for its work.
+    """Return a copy of a rank's error for the other ranks, which wait for the work that failed.
 
     Args: who: the rank and the failed work, such as "worker 0 (rank 0) has not restored".
     Returns: an error of the same class, if the class is built in or in `mpistrat.errors` and can be made from a text;

@@ -48,7 +48,7 @@ class MpiMessages:
         self.flush()
 
     def flush(self) -> bool:
-        """Forget the messages that MPI has sent. Returns: whether MPI has sent any since the last call."""
+        """Free the buffers of messages that MPI has sent. Returns: whether it has sent any since the last call."""
         before = len(self._sent)
         self._dropped = [message for message in self._dropped if not _all_done(message.requests)]
         self._sent = deque(entry for entry in self._sent if not _all_done(entry[1]))
@@ -60,7 +60,7 @@ class MpiMessages:
         return to in {entry[0] for entry in self._sent}
 
     def forget(self, rank: int) -> None:
-        """Drop the incomplete messages of a dead rank, whose rest never arrives."""
+        """Drop the incomplete messages of a dead rank, and ignore all later ones."""
         self._broken.add(rank)
         self._drop(rank)
 
@@ -79,7 +79,10 @@ class MpiMessages:
             failed.Free()
 
     def read(self) -> Iterator[tuple[int, tuple[bytes, list[np.ndarray]]]]:
-        """Yield the messages that have arrived, as (source, (pickle, buffers)), in each source's order of sending."""
+        """Yield the messages that have arrived whole, as (source, (pickle, buffers)), in each source's order.
+
+        Does not wait; the caller unpickles the messages.
+        """
         status = MPI.Status()
         while (head := self._probe(status)) is not None:
             if status.source in self._broken:

@@ -28,7 +28,8 @@ _AT_ONCE = 1 << 18  # bytes of a read
 class PipeAddress(NamedTuple):
     """The writing end of a process's pipe.
 
-    Attributes: inode: the pipe's inode, because `pid` may be another process in another container.
+    Attributes: inode: the pipe's inode. PipeOutbox compares it, because in another container `pid` may be a different
+        process.
     """
 
     pid: int
@@ -56,7 +57,7 @@ class PipeInbox:
         self._begun: dict[int, bytearray] = {}  # by writer
 
     def read(self, *, everything: bool = False) -> list[tuple[int, bytes | bytearray]]:
-        """Return the messages that have arrived whole, as (writer's rank, message), in each writer's order.
+        """Return the messages that have arrived whole, as (writer's rank, message), in each writer's order; [] if none.
 
         Args: everything: True reads until the pipe is empty; False reads once, at most 256 KB, because other processes
             may write all the time.
@@ -72,7 +73,7 @@ class PipeInbox:
                 return found
 
     def _take(self, data: bytes, found: list[tuple[int, bytes | bytearray]]) -> int:
-        """Append the messages that `data` completes to `found`. Returns: the offset of the first incomplete piece."""
+        """Append to `found` the messages that `data` completes. Returns: the offset of the first incomplete piece."""
         start = 0
         while len(data) - start >= _HEADER.size:
             writer, length, last = _HEADER.unpack_from(data, start)

@@ -27,6 +27,7 @@ class RegionHandle(NamedTuple):
     """Names a region of shared memory for another process, which opens it as /proc/PID/fd/N.
 
     Attributes:
+        pid, descriptor: the process that has made the region, and its descriptor of the in-memory file.
         inode: the file's inode, because the descriptor may later belong to another file.
         size: the file's size in bytes.
         first: the region's offset in the file, in bytes.
@@ -55,7 +56,7 @@ _NOTHING = SharedRegion(np.empty(0, np.uint8), RegionHandle(0, 0, 0, 0, 0, 0))
 
 
 class Segments:
-    """Makes regions of shared memory. A region of 1 MB or more has a file of its own; smaller regions share files."""
+    """Makes regions of shared memory, in in-memory files. A region of 1 MB or more has its own file; others share."""
 
     def __init__(self) -> None:
         self._rest = _NOTHING  # the free part of the file that small regions share
@@ -63,7 +64,7 @@ class Segments:
     def make(self, nbytes: int) -> SharedRegion:
         """Return a new region of `nbytes` zeros.
 
-        Raises: OSError, MemoryError: there is no file or no memory.
+        Raises: OSError or MemoryError if the system gives no more files or memory.
         """
         if nbytes >= _SLAB // 4:
             return _region_of_file(nbytes)
@@ -109,7 +110,7 @@ def _new_file() -> int:
 
 
 class Buffers:
-    """Regions for operands and replies, recycled by size. Called by: any thread."""
+    """Regions for the arrays in requests and replies; regions given back are used again. Called by: any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,7 +140,10 @@ class Mappings:
         self._files: dict[tuple[int, int, int], np.ndarray] = {}
 
     def at(self, handle: RegionHandle) -> np.ndarray:
-        """Return the region's bytes. Raises: OSError if its process had died before."""
+        """Return the region as a uint8 array in the shared memory itself. The region's file is mapped once, and kept.
+
+        Raises: OSError if the region's process had died before its file was mapped.
+        """
         key = handle[:3]
         memory = self._files.get(key)
         if memory is None:

@@ -48,7 +48,7 @@ class Forwarded:
 
 
 class Backup:
-    """The primary's side of replication: forwards changes to the backup.
+    """The primary's side of replication: forwards the changes of this server's arrays to its backup.
 
     Args: rank: the backup's rank; None for a server without a backup.
     """
@@ -71,7 +71,7 @@ class Backup:
     ) -> Forwarded:
         """Send a change that the rank `source` asked for to the backup; without a backup, send nothing.
 
-        Returns: the forwarded change, for the caller to set `failed`.
+        Returns: the forwarded change. The caller sets its `failed` if the change fails on this server.
         """
         forwarded = Forwarded(self._count + 1, region)
         if self._rank is not None:
@@ -81,7 +81,11 @@ class Backup:
         return forwarded
 
     def forward_new(self, source: int, new: messages.NewArray, table: Table) -> None:
-        """Have the backup make a copy of a new array. No client changes the array before the primary has answered."""
+        """Have the backup make a copy of a new array; without a backup, do nothing.
+
+        The backup may read the value in the primary's memory, because no client changes the array before the primary
+        has answered, and it answers after the backup.
+        """
         if self._rank is None:
             return
         value = table.shared if self._shares_memory else messages.inline(table.array)
@@ -108,7 +112,7 @@ class Backup:
     def when_safe(self, call: Callable[[], None]) -> None:
         """Call a function when the backup has made all changes forwarded so far; call it now if it has.
 
-        The function is also called when the backup dies or is abandoned.
+        Without a backup, call it now. Also call it when the backup dies or is abandoned.
         """
         if self._forwarded:
             self._forwarded[-1].waiting.append(call)
@@ -154,7 +158,7 @@ class BackupCopies:
 
     Args:
         store: this server's own arrays; it gets the copies when the primary has died.
-        lock: remembers the pushes that the primary has made, for clients that ask this server after its death.
+        lock: remembers the pushes that the primary has made, so that this server knows them after the primary's death.
         taken_over: a function to call when `store` has got the copies.
     Attributes:
         copies: a separate store with the copies.
@@ -189,8 +193,11 @@ class BackupCopies:
         rpc.handle(ABANDON, self._give_up)
 
     def claim(self, key: int) -> None:
-        """Take over if the array `key` is among the copies: only clients that know of the primary's death ask for it.
+        """Take over from the primary if the array `key` is among the copies; otherwise do nothing.
 
+        A client asks this server for such an array only if it knows of the primary's death.
+
+        Called by: this server's store, for an array that it lacks.
         Raises: UnavailableError if the array's copy was given up.
         """
         if key in self.given_up:
@@ -208,7 +215,8 @@ class BackupCopies:
     def _take_over(self) -> None:
         """Move the copies to this server's own store.
 
-        Later changes of the primary are refused: the clients send their requests again, to this server.
+        Later changes of the primary are refused, because the clients send their unanswered requests again, to this
+        server.
         """
         self._is_over = True
         self._store.adopt(self.copies)

@@ -22,7 +22,9 @@ from mpistrat.parameter_server.server.store import ServerOptimizers, Store
 
 
 class Rounds:
-    """Ends rounds: when all workers have ended a step, it applies their combined gradients here and on the backup.
+    """Ends rounds (steps of all workers). When all workers have ended a step, it applies their combined gradients.
+
+    It does so on this server and on its backup.
 
     Args: workers: the workers' ranks.
     """
@@ -48,7 +50,10 @@ class Rounds:
         self._clock.leave(rank)
 
     def take_over(self) -> None:
-        """End rounds of arrays that this server has just taken over; drop the gradients of dead workers' last steps."""
+        """Drop dead workers' gradients of unfinished steps, then end the rounds that all living workers have ended.
+
+        Called by: `BackupCopies`, when this server has taken over the arrays of a dead server.
+        """
         for rank in self._rpc.channel.lost:
             self._optimizers.forget(rank, self._clock.steps_of(rank))
         self._clock.look()
@@ -67,7 +72,7 @@ class Rounds:
         """End the rounds with numbers below `before`, on this server and on its backup.
 
         Called by: the clock, with the number of steps that the slowest worker has ended.
-        Returns: the first error of an array's step; None if all steps succeeded.
+        Returns: the first error of an array's step, for each worker's next request to begin; None if all succeeded.
         """
         rounds = self._optimizers.pending_rounds(before)
         if not rounds:
@@ -87,7 +92,7 @@ class Rounds:
 
 
 class Announcements:
-    """Answers each rank that waits for a name once the name is announced.
+    """Answers the ranks that wait for a name: for the array with a key to be made, or for a value to be published.
 
     Args:
         creator: the rank that announces names; once it has left, waiting ranks get an UnavailableError.
@@ -108,14 +113,14 @@ class Announcements:
 
         Args:
             name: an array's key, or a published name.
-            outcome: the value that the waiting ranks get; they raise an exception.
+            outcome: the value that the waiting ranks get, or an exception that they raise.
         """
         self._announced.setdefault(name, outcome)
         for request in self._waiting.pop(name, []):
             self.answer(request)
 
     def answer(self, request: Request) -> None:
-        """Reply to a request once the name in it is announced, or the creator has left."""
+        """Reply to a request with the outcome of its name: now, or once it is announced or the creator has left."""
         name = request.body
         if name not in self._announced and self._no_more is None:
             self._waiting.setdefault(name, []).append(request)
@@ -124,7 +129,10 @@ class Announcements:
         self._when_safe(partial(request.reply, outcome))
 
     def leave(self, rank: int, died: bool) -> None:
-        """If the rank is the creator, answer all waiting and later requests for other names with UnavailableError."""
+        """If the rank is the creator, answer requests for names that it has not announced with UnavailableError.
+
+        Requests that wait get the error now, later requests get it at once. Does nothing for any other rank.
+        """
         if rank != self._creator or self._no_more is not None:
             return
         self._no_more = UnavailableError(
@@ -142,7 +150,7 @@ class ParameterServer:
     Args:
         clients: the ranks that use the server. `serve` returns when all of them have left or died.
         workers: the clients that count steps.
-        creator: the rank that makes arrays and announces checkpoints.
+        creator: the rank that makes arrays and announces checkpoints; None if there is none.
         backup: the rank of the server's backup; None for a server without a backup.
     Attributes:
         clients: the ranks that still use the server.
@@ -214,7 +222,8 @@ class ParameterServer:
         updates: Updates = request.body
         forwarded = None
         if self._backup.covers(update.key for update in updates.updates):
-            # Forwarded first: the backup works at the same time, and missing memory for the copies stops all changes.
+            # Forwarded first, so that the backup works at the same time, and so that neither server makes the updates
+            # if there is no memory for the operands' copies.
             packed = itertools.chain(*(update.operand for update in updates.updates))
             operands = [unpack(operand, self.store.mappings) for operand in packed]
             forwarded = self._backup.forward_updates(request.source, updates, operands)

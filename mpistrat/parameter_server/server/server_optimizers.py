@@ -23,8 +23,8 @@ from mpistrat.pytorch.gradients.values import as_sparse
 
 State = dict[str, Any]  # by name: NumPy arrays, also arrays without dimensions, and Python numbers
 
-# The server chooses how to compute a step: a worker's choice of `fused` and `capturable` may be for a GPU. Fused on the
-# CPU is one pass over memory: Adam takes a ninth of the time.
+# The server chooses how to compute a step, because a worker's choice of `fused` and `capturable` may be for a GPU. On
+# the CPU, fused is one pass over memory, and Adam takes a ninth of the time.
 _HOW = {"foreach": False, "fused": True, "capturable": False, "differentiable": False}
 # In torch 2.13 fused SGD on the CPU leaves bfloat16 and float16 unchanged (pytorch issue 191763).
 _FUSED = (torch.float32, torch.float64)
@@ -42,7 +42,7 @@ class OptimizerDefinition:
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerDefinition:
-        """Describe `group`, one of the optimizer's param groups.
+        """Return the definition of an optimizer of this class, with the arguments in `group`, one of its param groups.
 
         Raises: TypeError if `step` requires a closure, or the param group lacks an argument of the constructor.
         """
@@ -110,14 +110,14 @@ class ServerOptimizer:
         if shard and why:
             raise TypeError(f"a variable in shards cannot be stepped: {why}")
         self._why_no_rows = _why_no_rows(definition.cls)
-        # It steps different tensors: the whole array, rows gathered from it, and a row of zeros.
+        # The optimizer steps different tensors in turn: the whole array, rows gathered from it, and a row of zeros.
         self._optimizer = definition.make(self._whole)
         self._group = self._optimizer.param_groups[0]
         self._state: dict[str, Any] = self._optimizer.state[self._whole]
         self._optimizer.state.clear()
 
     def step(self, gradient: Array | IndexedSlices, hyperparameters: Mapping[str, Any]) -> None:
-        """Update the array by `gradient`, of its shape and dtype, or of some of its rows.
+        """Update the array in place by a gradient: of the whole array, or (`IndexedSlices`) of some of its rows.
 
         A step by rows reads and writes only these rows of the array and of its state; the indices may repeat. All other
         rows stay as they are: neither weights nor moments decay there, as with torch.optim.SparseAdam and TensorFlow
@@ -195,7 +195,7 @@ class ServerOptimizer:
     def _take(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Step `parameter`, with the optimizer state `state`. Returns: the state after the step."""
+        """Step `parameter` in place, with the optimizer state `state`. Returns: the state after the step."""
         if issubclass(self._cls, torch.optim.SparseAdam) and parameter is not self._whole:
             every = torch.arange(len(gradient), device=gradient.device)
             gradient = as_sparse(every, gradient, gradient.shape, is_coalesced=True)
@@ -211,7 +211,10 @@ class ServerOptimizer:
             self._optimizer.state.clear()
 
     def _initial(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """Return the first values of a row's state tensors, by name: the state after a zero gradient steps zeros."""
+        """Return the values that rows without a step have in these state tensors, by name, in shape [1, ...].
+
+        They are the state after a row of zeros was stepped with a gradient of zeros. {} for no names.
+        """
         if not names:
             return {}
         row = self._whole.new_zeros((1, *self._whole.shape[1:]))

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 
 class ServerOptimizers:
-    """The optimizers of a server's arrays, and the gradients that wait to be combined.
+    """The optimizers of a server's arrays, and the gradients that wait until their round (a step of all workers) ends.
 
     Attributes:
         by_key: the optimizers, by (optimizer number, array key).
-        pending: the workers' gradients: by round, then by (optimizer number, array key, earlier steps in the round).
+        pending: the workers' gradients, by the round's number, then by (optimizer number, array key, number of the
+            worker's earlier steps in the round).
     """
 
     def __init__(self) -> None:
@@ -40,10 +41,10 @@ class ServerOptimizers:
     def step(
         self, key: int, table: Table, step: messages.GradientMethod, gradient: Any, worker: int
     ) -> None:
-        """Step an array's optimizer with a worker's gradient, or keep a copy of it until its round ends.
+        """Step an array's optimizer with a worker's gradient, or keep a copy of the gradient until its round ends.
 
         Args:
-            step: the method of the update; without a round, the step happens now.
+            step: the method of the update. With `step.round` None, the step happens now.
             gradient: an array or `IndexedSlices`, in memory that may change later.
         Raises: ValueError, TypeError, IndexError: the gradient does not fit; TypeError if one worker of the round sends
             rows and another a whole array.
@@ -70,9 +71,10 @@ class ServerOptimizers:
     def end_rounds(
         self, before: int, who_ended: Callable[[int], int]
     ) -> list[tuple[str, Exception]]:
-        """Apply the combined gradients of rounds below `before`, which all workers have ended.
+        """Apply the combined gradients of rounds (steps of all workers) with numbers below `before`.
 
-        Args: who_ended: returns the number of workers that took part in a round.
+        Called by: `Rounds` once all workers have ended these rounds, and the backup.
+        Args: who_ended: returns the number of workers that took part in a round; a mean is divided by it.
         Returns: (array's name, error) of failed steps; all other steps have happened.
         """
         failed = []
@@ -88,7 +90,7 @@ class ServerOptimizers:
         return failed
 
     def forget(self, worker: int, ended: int) -> None:
-        """Drop a worker's gradients of rounds from `ended` on: the worker has died or failed."""
+        """Drop a worker's gradients of the rounds from number `ended` on: it has died, or its step has failed."""
         for number, of_round in self.pending.items():
             if number >= ended:
                 for pending in of_round.values():
@@ -140,7 +142,8 @@ def _copied(gradient: Any) -> Any:
 def _combined(pending: _Pending, workers: int) -> Any:
     """Add or average a step's gradients in the order of ranks, so that the bits are the same each time.
 
-    Args: workers: the number of workers that ended the round; it divides a mean.
+    Args: workers: the number of workers that ended the round. It divides a mean, unless more workers sent gradients.
+    Returns: an array (the first gradient, overwritten) or `IndexedSlices`.
     """
     gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
     if isinstance(gradients[0], IndexedSlices):
@@ -186,7 +189,7 @@ class Store:
         return self.by_key[new.key]
 
     def has(self, key: int) -> bool:
-        """Whether the array is here, or `find_elsewhere` adds it."""
+        """Whether the store has the array. If not, first calls `find_elsewhere`, which may add the array or raise."""
         if key not in self.by_key:
             self._find_elsewhere(key)
         return key in self.by_key
@@ -271,7 +274,7 @@ class Store:
         self.optimizers.of(optimizer, key).load_state_dict(state)
 
     def sibling(self) -> Store:
-        """Return an empty store that shares this store's numbered updates and mappings."""
+        """Return an empty store that shares this store's `idempotency` and `mappings`. Called by: `BackupCopies`."""
         sibling = Store()
         sibling.idempotency, sibling.mappings = self.idempotency, self.mappings
         return sibling

@@ -42,7 +42,7 @@ _STRATEGY, _VARIABLE, _OF_TORCH = "strategy", "variable", "of torch"
 
 
 class ObjectReferences:
-    """Resolves keys of a strategy, its variables, and its torch tensors on servers; see `pickling.References`.
+    """Keys for a strategy, its variables, and its torch tensors on servers, in pickles (`pickling.References`).
 
     A key contains all that the other rank needs to find or make its own object.
     """
@@ -88,12 +88,12 @@ class ParameterServerStrategy(Strategy):
 
     The chief makes variables and schedules functions. A worker that is free runs the next function, and reads and
     changes the variables on the servers. On workers and servers the constructor works for the chief, and raises
-    SystemExit when the chief ends: only the chief runs the rest of the program. `run`, `reduce`, `gather` and a
+    SystemExit when the chief ends. So only the chief runs the rest of the program. `run`, `reduce`, `gather` and a
     replica's collectives, on the chief or in a function, combine only the replicas of the rank that calls them.
 
     Called by: every rank of the job (or of `comm`).
     Args:
-        cluster_resolver: names each rank's task; one task is "chief". MPI carries the bytes: addresses are not used.
+        cluster_resolver: names each rank's task; one task is "chief". Addresses are not used, as MPI carries the bytes.
             None if `num_ps`, TF_CONFIG, or a heterogeneous Slurm job gives the tasks. In such a Slurm job the first
             component has the chief and the servers.
         variable_partitioner: splits variables over servers; None splits none.
@@ -187,7 +187,10 @@ class ParameterServerStrategy(Strategy):
         return strategy
 
     def work(self) -> None:
-        """Run the chief's functions, and return when the chief ends. Called by: a worker."""
+        """Run the chief's functions, and return when the chief ends.
+
+        Called by: the constructor, on a worker, and `Server.join`.
+        """
         job = self._extended.job
         seed_for_worker(job.roles.task_id)
         chief, references = job.roles.ranks["chief"][0], ObjectReferences(self, job)
@@ -209,7 +212,10 @@ class ParameterServerStrategy(Strategy):
             self._modules.made.begin()
 
     def _refresh(self) -> None:
-        """Pull the servers' values into the chief's torch modules. Called by: the coordinator, when all has ended."""
+        """Pull the servers' values into the chief's torch modules, if there are any.
+
+        Called by: the coordinator's `join` and `done`, when all functions have ended.
+        """
         if self._modules.made is not None:
             self._modules.made.before_run()
 
@@ -282,11 +288,11 @@ class ParameterServerStrategy(Strategy):
             )
 
     def shutdown(self) -> None:
-        """Let workers and servers leave.
+        """Tell the workers and servers to end. On their ranks the constructor then raises SystemExit.
 
         Functions that have not ended fail with UnavailableError, and an error message on stderr counts them.
 
-        Called by: the chief, which can use neither workers nor servers afterwards.
+        Called by: the chief. It can use neither workers nor servers afterwards.
         """
         cluster = self._extended.cluster
         if cluster is not None and cluster.coordinator is not None:

@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 
 
 class CheckpointsOfJob(CheckpointRole):
-    """A rank's role in checkpoints of a job with servers: one rank saves and restores, and the other ranks follow it.
+    """A rank's role in checkpoints of a job with servers: one rank saves, and one restores for all ranks.
+
+    The other ranks that use the servers wait in `follow` for the result, which comes through the first server.
 
     Args:
-        owns: whether this rank makes the variables.
+        owns: whether this rank makes the variables; it then also restores checkpoints.
         paused: returns a context in which no worker executes a function.
     """
 
@@ -139,7 +141,7 @@ class ServersExtended(StrategyExtended):
         self.job, self._is_worker = job, is_worker
 
     def check_destination(self, destinations: Any) -> None:
-        """Check a `reduce` destination, as TensorFlow does; a server's device, or this worker's, is fine.
+        """Check a destination of `reduce`, as TensorFlow does. A device of a server or of this worker is accepted.
 
         Raises: ValueError if a worker without a coordinator names a device of another worker.
         """
@@ -160,8 +162,9 @@ def with_servers(
     gradients: str | None,
     clock: WorkerClock | None = None,
 ) -> ServersExtended:
-    """Make the `extended` of a strategy on this rank. On a server, serve instead, and raise SystemExit at the end.
+    """Make the `extended` of a strategy on this rank. On a server, serve instead, and raise SystemExit(0) at the end.
 
+    Called by: the strategies' constructors, after `join_job`, and `ParameterServerStrategy.of_worker`.
     Args:
         gradients: "sum", "mean", or None: how a worker combines the gradients of its replicas.
         clock: the clock of a worker that trains by itself; None on a chief, and on a worker of a chief.
@@ -172,7 +175,7 @@ def with_servers(
     roles, coordinated = job.roles, clock is None
     owns = roles.rank == job.trainers[0]
     trains = roles.rank in job.trainers
-    # The program's topology has only the ranks that train: servers run no part of the program.
+    # The program's topology has only the ranks that train, because servers run no part of the program.
     topology = job.topology.part(job.trainers) if trains else Topology.single()
     group = ReplicaGroup(LocalCommunicator(), tuple(devices), (len(devices),), topology=topology)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)

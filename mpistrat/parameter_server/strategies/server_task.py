@@ -74,7 +74,7 @@ class Server:
             self.start()
 
     def start(self) -> None:
-        """Meet the other ranks. Collective. A second call does nothing."""
+        """Wait for the other ranks, and join the job. Collective. A second call does nothing."""
         if self._job is not None:
             return
         task = self.server_def

@@ -50,7 +50,7 @@ class BetweenGraphStrategy(Strategy):
     Called by: every rank of the job (or of `comm`). On a server the constructor serves, and raises SystemExit when all
     workers have ended.
     Args:
-        cluster_resolver: names each rank's task. MPI carries the bytes: addresses are not used. None if `num_ps`,
+        cluster_resolver: names each rank's task. Addresses are not used, as MPI carries the bytes. None if `num_ps`,
             TF_CONFIG, or a heterogeneous Slurm job gives the tasks. In such a Slurm job the first component has the
             servers. A single rank without any of these keeps the variables itself.
         num_ps: the number of ranks that are servers: the last rank of each node, in turn.
@@ -158,7 +158,7 @@ class BetweenGraphStrategy(Strategy):
     ) -> Any:
         """Make one step of this worker: pull the servers' values, and call `fn` on each of the worker's replicas.
 
-        With `max_staleness`, the worker first waits until no worker is further behind than that.
+        With `max_staleness`, the worker first waits until no other worker is more than that many steps behind it.
 
         Called by: each worker, as often as it likes.
         Args:
@@ -183,16 +183,16 @@ class BetweenGraphStrategy(Strategy):
         return result
 
     def shutdown(self) -> None:
-        """Leave the servers, as at the program's end. Other workers no longer wait for this worker's steps.
+        """Tell the servers that this worker has ended, as at the program's end. It cannot use variables afterwards.
 
-        The servers end when the last worker has left.
+        Other workers no longer wait for this worker's steps. The servers end when all workers have ended.
         """
         if self._servers is not None:
             self._servers.job.done()
 
     @property
     def steps(self) -> dict[str, int]:
-        """The number of steps that each worker has ended, such as {"worker 0 (rank 0)": 17}: it shows who lags."""
+        """The number of steps that each worker has ended, such as {"worker 0 (rank 0)": 17}; asks the first server."""
         if self._servers is None:
             return {"worker 0 (rank 0)": self.runs}
         return self._servers.clock.all_steps()
