@@ -1,8 +1,8 @@
-"""Whether gradients leave while `backward()` runs: as the program chooses, else as measured.
+"""Whether gradients are sent while `backward()` runs ("overlap"): as the program chooses, else as measured.
 
-A device gains by overlap: it sums up some gradients while it computes others. The host gains where messages wait for a
-network. It may lose where a reduction takes cores from backward(). So on the host both ways are timed over the first
-steps, and the faster one stays.
+An accelerator gains by overlap, because it sums up some gradients while it computes others. The host gains where
+messages wait for a network, and may lose where a reduction takes cores from backward(). So on the host both ways are
+timed over the first backwards, and the faster way is kept.
 """
 
 from __future__ import annotations
@@ -41,14 +41,18 @@ _GAIN = 0.97
 
 
 class Overlap:
-    """Decides for each backward whether its gradients leave while it runs. All ranks decide alike.
+    """Decides for each backward whether its gradients are sent while it runs ("overlap"). All ranks decide alike.
 
+    The first backwards on the host are timed without and with overlap. Overlap stays on if its time is less than 97 %.
     Called by: one replica per rank, equally often on all ranks.
     Args:
-        shares: whether the ranks of a node share parameters.
+        parts: the strategy's communicator and options.
+        packer: makes flat buffers for buckets on the host.
+        wires: make the reductions of buckets.
+        shares: whether the ranks of a node share parameters. Then overlap stays off.
 
     Attributes:
-        may_come: whether overlap is on, or not decided yet.
+        may_come: whether overlap is on, or not decided yet. False once it is off for good.
     """
 
     def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires, *, shares: bool) -> None:
@@ -74,20 +78,23 @@ class Overlap:
             self._decline(why_not)
 
     def forget(self) -> None:
-        """Forget the expected slots: slots have new numbers. Called by: every rank."""
+        """Forget the slots that are expected to get gradients. Called by: every rank, when slots get new numbers."""
         self._expected, self._last, self._like, self._buckets = None, (), {}, None
 
     def begin(self, parameters: _Parameters, scale: float | None) -> Buckets | None:
-        """Return the buckets for a backward that begins; None if its gradients are reduced afterwards.
+        """Return the buckets for a backward that begins; None if all its gradients are to be reduced afterwards.
 
-        Not collective: if a rank skips this backward, the agreement at its end finds out.
+        The call is not collective. If a rank skips this backward, the agreement at the backward's end raises.
+        Args:
+            parameters: this rank's parameters by slot; None for a dropped one.
+            scale: number that multiplies the sums; None for plain sums.
         """
         if self._sender is None or not self._expected:
             return None
         turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
         buckets = None
         if self._overlaps or turn:
-            # Python collects a dropped model at another time on each rank, so its parameters are still sent.
+            # Each rank's Python collects a dropped model at another time, so zeros are sent for dropped parameters.
             sent = {
                 s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()
             }
@@ -112,9 +119,14 @@ class Overlap:
         return HostBuckets(sender, self._packer, *how)
 
     def end(self, step: ReplicaBackward, agreed: AgreedGradients) -> None:
-        """Learn from a backward that has ended: its time, its slots, and calls of the program inside it. Collective.
+        """Record the time and the slots of a backward that has ended, and decide on overlap when all are timed.
 
-        Args: agreed: the slots `agreed.dense` got gradients on some rank.
+        The next backward is expected to use the same slots if the last two backwards did. On an accelerator, overlap
+        goes off for good if the program communicates inside backward() and that could interleave with buckets.
+        Called by: every rank, after its gradients are summed up. Collective.
+        Args:
+            step: the backward.
+            agreed: what the ranks agreed on. The slots `agreed.dense` got gradients on some rank.
         """
         if self._overlaps is None and self._started:
             self._seconds[step.buckets is not None].append(time.perf_counter() - self._started)
@@ -122,7 +134,7 @@ class Overlap:
         self._started = 0.0
         self._buckets = step.buckets or self._buckets
         last, self._last = self._last, tuple(agreed.dense)
-        # Where two models take turns, buckets of the other model would be sent for nothing.
+        # If two models take turns, no slots are expected: the buckets of the wrong model would be sent for nothing.
         self._expect(last if last == self._last else None, step.parameters)
         self._communicates |= agreed.communicates
         self._differ |= not agreed.alike
@@ -138,7 +150,12 @@ class Overlap:
             self._decline(f"the program communicates inside backward(), and {why_not}")
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
-        """Expect gradients of the slots `last` in the next backward; None: expect none. Collective."""
+        """Make the buckets' layout for gradients of the slots `last` in the next backward. Collective.
+
+        Args:
+            last: the slots; None or empty to send no gradients early.
+            parameters: this rank's parameters by slot; None for a dropped one.
+        """
         self._expected = last
         if not last:
             return
@@ -157,11 +174,14 @@ class Overlap:
             self._sender.communicator.memory.window_buffer(_nbytes(self._like.values()))
 
     def state(self) -> dict[str, Any]:
-        """Return the slots that leave in the next backward, for `load`; the same on all ranks."""
+        """Return the last backward's slots and the slots that the next one is expected to use, for `load`.
+
+        The dict is the same on all ranks. "expected" is None if the last two backwards used different slots.
+        """
         return {"last": self._last, "expected": self._expected}
 
     def load(self, state: Mapping[str, Any], parameters: _Parameters) -> None:
-        """Go on with a `state` from a checkpoint. Collective."""
+        """Expect the slots of a checkpoint's `state`; do nothing if overlap is off for good. Collective."""
         if self.may_come:
             self._last = state["last"]
             self._expect(state["expected"], parameters)
@@ -171,7 +191,11 @@ class Overlap:
         return f"gradients are reduced {how}: {self._why}"
 
     def _agree_on_sender(self, devices: frozenset[torch.device]) -> None:
-        """Choose the thread or stream that sends buckets, or decline overlap for good. Collective."""
+        """Choose the thread or stream that sends buckets, or turn overlap off for good. Collective.
+
+        Overlap is on without timing on an accelerator, with `overlap=True`, and with a wire format.
+        Args: devices: the devices of this rank's parameters that are expected to get gradients; may be empty.
+        """
         communicator = self._communicator
         facts = (
             self._asked,
@@ -194,7 +218,7 @@ class Overlap:
         why = _first_that_holds(
             ("as asked for", self._asked),
             ("a device computes and communicates at a time", kind != "cpu"),
-            # Timing both ways would lose the residuals of the buffers of the slower way.
+            # The two ways have buffers of other lengths. Timing both would lose the residuals of the slower one.
             ("a trial would lose residuals of the wire format", self._wires.has_format),
         )
         if why:
@@ -202,7 +226,10 @@ class Overlap:
         self._sender = self._make_sender(next(iter(devices), torch.device(kind)))
 
     def _make_sender(self, device: torch.device) -> _Sender:
-        """Make the thread or stream that sends buckets of `device`. Collective."""
+        """Return the sender of buckets on `device`: a communication thread on the host, else a `SideStream`. Collective.
+
+        The side stream gets a communication thread if the host has to wait for the sums.
+        """
         communicator = self._communicator
         is_host = device.type == "cpu"
         if not (is_host or self._wires.wait_for_host(communicator.ordered_by_streams)):
@@ -216,9 +243,10 @@ class Overlap:
         return SideStream(device, thread.communicator, thread)
 
     def _decline(self, why: str) -> None:
-        """Reduce all gradients after backward() from now on, and warn on rank 0 if the program asked for overlap.
+        """Turn overlap off for good, so that all gradients are reduced after backward().
 
-        Called by: all ranks, if by any.
+        Rank 0 warns if the program set `overlap=True`.
+        Called by: all ranks, or none.
         """
         self.may_come, self._overlaps, self._why, self._buckets = False, False, why, None
         if self._asked:
@@ -240,7 +268,7 @@ class Overlap:
 
 
 def _why_never(parts: ModuleParts, shares: bool) -> str:
-    """Return why gradients of this strategy cannot leave while backward() runs; empty if they can."""
+    """Return why this strategy can never send gradients while backward() runs; "" if nothing speaks against it yet."""
     return _first_that_holds(
         ("parameters are shared", shares),
         ("a step is recorded first, and then computed", parts.replicas.records_steps),
@@ -255,9 +283,13 @@ def _why_never(parts: ModuleParts, shares: bool) -> str:
 
 
 def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str], str]:
-    """Return the kinds of all devices, and why gradients should not leave while backward() runs; empty if they may.
+    """Return whether something speaks against sending gradients while backward() runs.
 
-    Args: of_ranks: the facts of each rank, from `Overlap._agree_on_sender`.
+    Args:
+        of_ranks: the facts of each rank, from `Overlap._agree_on_sender`.
+        on_one_node: whether all ranks are on one node.
+    Returns: the device types of all ranks' parameters, and the reason against overlap. The reason is "" if there is
+        none.
     """
     asked, thread_multiple, of_rank, devices, nbytes, masks, threads = zip(*of_ranks, strict=True)
     kinds: frozenset[str] = frozenset().union(*of_rank)
@@ -270,7 +302,7 @@ def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str]
         ("MPI was started without MPI_THREAD_MULTIPLE", not min(thread_multiple)),
         ("parameters are on several devices", max(len(kinds), *devices) > 1),
         ("parameters are on an XLA device", "xla" in kinds),
-        # The reasons below hold only on the host, and if the program does not choose.
+        # This entry ends the search with "": the reasons below count only on the host, and if no rank sets `overlap`.
         ("", None not in asked or not kinds <= {"cpu"}),
         (f"{nbytes[0]} bytes are too few", nbytes[0] < SMALLEST),
         ("no core of the node is free, and memory does not wait", busy),
