@@ -226,7 +226,7 @@ class Overlap:
         self._sender = self._make_sender(next(iter(devices), torch.device(kind)))
 
     def _make_sender(self, device: torch.device) -> _Sender:
-        """Return the sender of buckets on `device`: a communication thread on the host, else a `SideStream`. Collective.
+        """Return what sends buckets of `device`: a communication thread on the host, else a `SideStream`. Collective.
 
         The side stream gets a communication thread if the host has to wait for the sums.
         """

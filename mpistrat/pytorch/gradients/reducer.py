@@ -268,9 +268,9 @@ class GradientReducer:
     def _weight(self, in_block: bool) -> float:
         """Return the factor for this replica's loss, and set `share`.
 
-        Inside `replica()`, with a mean, the factor is the replica's fraction of the examples in its loader's step, times
-        the number of replicas. So losses that are means over each replica's own batch give the gradient of the mean over
-        the global batch, even if the batches differ in size. Else, and if no loader gave a step, the factor is 1.0.
+        Inside `replica()`, with a mean, the factor is the replica's fraction of the examples in its loader's step,
+        times the number of replicas. So losses that are means over each replica's own batch give the gradient of the
+        mean over the global batch, even if the batches differ in size. Else, or if no loader gave a step, it is 1.0.
         Args: in_block: whether the backward runs inside `replica()` and not inside `run`.
         """
         steps, sharded = self._extended.given_steps, self._extended.sharded

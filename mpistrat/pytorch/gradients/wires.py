@@ -17,8 +17,8 @@ from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.pytorch.modules.registry import ParameterSlot, Registry
 from mpistrat.wire_formats import ShortFloats, WireFormat, name_of
 
-# Backwards may alternate between models, such as a generator and a discriminator, and each model keeps its residuals. All
-# residuals together have at most this many times the values of the backward with the most values.
+# Backwards may alternate between models, such as a generator and a discriminator, and each model keeps its residuals.
+# All residuals together have at most this many times the values of the backward with the most values.
 _TURNS = 4
 
 
