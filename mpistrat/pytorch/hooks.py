@@ -194,7 +194,7 @@ def before_state_dict(module: torch.nn.Module, call: Callable[[torch.nn.Module],
 
 
 def before_copy(module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:
-    """Have the method `call` called with `module` before it is pickled, saved or copied, and before its `state_dict()`.
+    """Have pickling, saving and copying `module`, and its `state_dict()`, first call the method `call` with it.
 
     Inside a replica, and inside `copied_as_it_is`, copies do not call it. Called by: modules with parameter servers.
     """
@@ -397,9 +397,10 @@ def watch_other_steps(before: Callable[[Any], None]) -> None:
 
 @functools.cache
 def refuse_steps_of_schedulers() -> None:
-    """Have schedulers, gradient scalers and averaged models raise RuntimeError inside `run` of several replicas a rank.
+    """Have schedulers, gradient scalers and averaged models raise RuntimeError inside `run`, with several replicas.
 
-    They would step once for each replica. A disabled scaler does not raise, because it only calls the optimizer's step.
+    They would step once for each replica of the rank. A disabled scaler does not raise, because it only calls the
+    optimizer's step.
     """
     for cls in _scheduler_classes():
         _refuse(cls, "step", "the scheduler's step()")

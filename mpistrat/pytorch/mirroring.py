@@ -63,8 +63,8 @@ class Mirroring(StrategyModules):
     def mirror_new(self) -> NewTensors:
         """Mirror all tensors of recorded modules that are not mirrored yet: rank 0's values go to all ranks.
 
-        These are tensors of new modules, materialized lazy parameters, and parameters that the program has replaced. With
-        shared parameters, parameters that have got other memory are mirrored again.
+        These are tensors of new modules, materialized lazy parameters, and parameters that the program has replaced.
+        With shared parameters, parameters that have got other memory are mirrored again.
         Called by: every rank, at the end of `scope()` and before each `run`. Collective if there is such a tensor.
         Returns: the tensors that were mirrored now; both lists are empty if there were none.
         """
@@ -186,7 +186,7 @@ class Mirroring(StrategyModules):
         tensors_of: Callable[[Module], NewTensors],
         new: NewTensors,
     ) -> None:
-        """Add the tensors of modules to `new`, except lazy and "meta" tensors. Those are looked for before the next `run`.
+        """Add the tensors of modules to `new`, except lazy and "meta" tensors: the next `mirror_new` looks again.
 
         Args:
             roots: the modules, with their submodules.
@@ -242,7 +242,7 @@ class Mirroring(StrategyModules):
             )
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Copy rank 0's values into `tensors` on all ranks, through the host, in messages of about 128 MiB. Collective."""
+        """Copy rank 0's values into `tensors` on all ranks, in messages of about 128 MiB from the host. Collective."""
         is_root = self._communicator.rank == 0
         as_bytes = [torch.empty(t.nbytes, dtype=torch.uint8, device="meta") for t in tensors]
         rest = iter(tensors)

@@ -44,8 +44,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     Called by: torch, before each `optimizer.step()` of the process.
     Returns: None if `step` keeps its arguments. Else other (args, kwargs): with a closure that returns the loss of all
         ranks for LBFGS, or with the optimizer that steps slices of parameters that a node's ranks share.
-    Raises: RuntimeError inside a hook of backward(), for a parameter that is not mirrored, or for a closure if this rank
-        has several replicas; ValueError if the ranks' optimizers differ.
+    Raises: RuntimeError inside a hook of backward(), for a parameter that is not mirrored, or for a closure if this
+        rank has several replicas; ValueError if the ranks' optimizers differ.
     """
     here = replica_here()
     if here is None:

@@ -86,9 +86,9 @@ def _statistics(
 def _statistics_of_sums(
     context: Any, x: torch.Tensor, axes: list[int], elements: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return mean, variance and count like `_statistics`, by two all-reduces, which XLA devices do without the host.
+    """Return mean, variance and count like `_statistics`, by two all-reduces. Collective.
 
-    Collective.
+    XLA devices compute all-reduces without the host.
 
     Args:
         axes: all axes of `x` but the channels'.
@@ -104,8 +104,8 @@ class _Normalized(torch.autograd.Function):
     """Computes (input - mean) · rate · weight + bias. `mean` and `rate` (1 / standard deviation) are of all replicas.
 
     The gradient includes the effect of each replica's input on the mean and variance of all replicas. If `input` needs
-    a gradient, the backward makes one all-reduce; with `create_graph=True` it makes two more, so that the gradient has a
-    gradient. The gradients of weight and bias are this replica's own.
+    a gradient, the backward makes one all-reduce. With `create_graph=True` it makes two more, so that the gradient has
+    a gradient. The gradients of weight and bias are this replica's own.
     """
 
     @staticmethod

@@ -43,7 +43,7 @@ class TorchState:
         self._left: dict[Slot, tuple[torch.Tensor | None, int]] = {}
 
     def begin(self) -> None:
-        """Begin a run: give the other replicas copies of replica 0's gradients and buffers that the program has changed.
+        """Begin a run: copy gradients and buffers of replica 0 that the program has changed to the other replicas.
 
         Tensors that are the same and unwritten since the last run are not copied: each replica keeps its own.
         """
