@@ -176,7 +176,10 @@ class Settling:
             memory.publish(view, pages)
 
     def end(self) -> None:
-        """Wait for all ranks, then have this rank's views show all slices. Writes to other slices are lost. Collective."""
+        """Wait for all ranks, then have this rank's views show all slices. Collective.
+
+        This rank's writes to slices of other ranks are lost.
+        """
         # Wait until all slices are there.
         self._communicator.barrier(label=f"after {self._why}")
         for _, view, pages in self._written:

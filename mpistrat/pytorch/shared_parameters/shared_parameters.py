@@ -102,7 +102,7 @@ class SharedParameters:
         _leave(blocks, [p for p in mirrored if self.place_of(p) is None])
 
     def _alone(self, registry: Registry) -> set[int]:
-        """Return the `id`s of the parameters in `registry` that share no storage with another on any rank. Collective."""
+        """Return the `id`s of the parameters that share no storage with another one on any rank. Collective."""
         parameters = registry.parameters()
         storages = [0 if p is None else _storage(p) for p in parameters]
         in_storage = collections.Counter(storages)
@@ -176,7 +176,7 @@ class SharedParameters:
         return list(dict.fromkeys(place.block for place in places if place is not None))
 
     def settle(self) -> None:
-        """Make all shared parameters equal on all ranks: each slice gets the values of the rank that owns it. Collective.
+        """Make all shared parameters equal on all ranks: each slice gets the values of its owner. Collective.
 
         Makes no collective if nothing was ever shared.
         """
