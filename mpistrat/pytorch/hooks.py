@@ -185,8 +185,8 @@ def around_calls(
 def before_state_dict(module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:
     """Have `module.state_dict()` first call the method `call` with the module.
 
-    Inside a replica, and after the method's object is freed, `state_dict()` does not call it. Another `before_state_dict`
-    for the same module replaces `call`. Copies of the module do not call it.
+    Inside a replica, and after the method's object is freed, `state_dict()` does not call it. Another
+    `before_state_dict` for the same module replaces `call`. Copies of the module do not call it.
     Args: call: a bound method; this keeps a weak reference to its object.
     """
     _replace_state_dict()

@@ -50,7 +50,7 @@ class CallsAfterBackward:
 
         Called by: a collective with `async_op=True`, on a thread that is inside backward().
         Args:
-            call: makes the collective; it raises nothing.
+            call: makes the collective, and keeps its error.
             thread: the group's communication thread.
             frame: the line of the program that made the call, for reports.
         """

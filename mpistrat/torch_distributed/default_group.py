@@ -40,9 +40,10 @@ _NO_GROUP = _Known(-1, 0, "")
 
 
 def share_default_group(what: str, comm: Any, communicator: Communicator) -> None:
-    """Make torch's default group over a strategy's ranks if no rank has one; else check the program's group. Collective.
+    """Make torch's default group over a strategy's ranks if no rank has one; else check the program's group.
 
-    Called by: every rank of `communicator`, when a strategy with `torch_distributed=True` is made.
+    Called by: every rank of `communicator`, when a strategy is made with `torch_distributed=True`, or under
+        `mpistrat run` if there is no default group. Collective.
     Args:
         what: the class name of the strategy, for the message.
         comm: the mpi4py communicator of the same ranks; None for one rank without MPI.
