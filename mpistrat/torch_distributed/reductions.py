@@ -47,7 +47,8 @@ def combination_of(op: Any, dtype: torch.dtype, ranks: int) -> Combination:
     Args:
         op: a `ReduceOp` or one of its constants.
         ranks: number of ranks, by which AVG divides.
-    Raises: TypeError for a bitwise `op` of floats, for AVG of booleans, and for float8.
+    Raises: TypeError for a bitwise `op` of floats or complex numbers, for AVG and PREMUL_SUM of booleans, and for
+        float8.
     """
     name = getattr(op, "op", op).name
     if name == "PREMUL_SUM":

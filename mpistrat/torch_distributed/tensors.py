@@ -75,7 +75,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's memory holds its elements in order, as MPI needs. A transposed or conjugated view does not."""
+    """Whether the tensor's memory holds its elements in order. That of a transposed or conjugated view does not."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 

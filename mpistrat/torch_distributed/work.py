@@ -212,9 +212,9 @@ class GroupCalls:
         """
         self.check_usable()
         thread = self._thread
-        # This thread may be in a callback of a future, of a call that the thread has just made. The callback's calls come
-        # next on all ranks, whether a rank's communication thread or its thread of backward() makes them. So they are
-        # made now: a wait for calls that this thread still has to make would never end.
+        # This thread may be in a callback of the future of a call that it has just made. The callback's calls come next
+        # on all ranks, whether a rank's communication thread or its thread of backward() makes them. So they are made
+        # now: a wait for calls that this thread still has to make would never end.
         if thread is not None and (self._after_backward.is_making() or thread.is_current()):
             self._make(call, operands)
             self._stay_inside(True)
