@@ -367,7 +367,10 @@ def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | N
 
 
 class OptimizerSteps:
-    """Attributes: count: number of steps of all optimizers since `optimizer_steps` was first called."""
+    """The counter that `optimizer_steps` returns.
+
+    Attributes: count: number of steps of all optimizers in this process since `optimizer_steps` was first called.
+    """
 
     count = 0
 

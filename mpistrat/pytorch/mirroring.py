@@ -259,7 +259,10 @@ class Mirroring(StrategyModules):
                         tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def _drop_dead(self) -> None:
-        """Forget the parameters and buffers that the program has dropped on every rank. Collective."""
+        """Forget the parameters and buffers that the program has dropped on every rank. Collective.
+
+        The remaining slots get new numbers, so layouts of packs and buckets are forgotten, too.
+        """
         alive = np.array(self.registry.alive(), np.uint8)
         if alive.size:
             self._communicator.all_reduce(alive, reducing("max", "parameters still in use"))

@@ -114,7 +114,7 @@ def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], 
             f"returns, and the losses of the ranks cannot be combined ({returned}). Have the closure call backward() "
             "on the loss of this rank's part and return it, a tensor of one number; or return the same on all ranks"
         )
-    # A part without examples has no weight: its mean is NaN.
+    # A rank without examples has the weight 0 and a loss of NaN, so it is left out.
     total = sum(share * part for share, part in zip(shares, values, strict=True) if share)
     return torch.full_like(loss.detach(), total) if arrays.is_torch(loss) else total
 
@@ -209,7 +209,7 @@ def _check_parameters(
     _check_mirrored(optimizer, reducer)
     if before is not None and [key for key, _ in before[1:]] != list(map(id, parameters)):
         compared.discard(optimizer)
-    # Only the first replica of each rank gets here: the others find the check done.
+    # The rank's other replicas do not get here, because they find the entry in `_checked`.
     _compare(optimizer, context, reducer)
     if optimizer not in reducer.optimizers.values():
         reducer.optimizers[next(reducer.numbers)] = optimizer

@@ -55,7 +55,7 @@ class TorchState:
             if tensor is left and (tensor is None or version(tensor) == left_version):
                 continue
             if tensor is not None and id(tensor) not in clones:
-                # Copies made for an evaluation must serve the training that follows it.
+                # In inference mode clones would be inference tensors, which a later training could not write.
                 with torch.inference_mode(False):
                     clones[id(tensor)] = [tensor.detach().clone() for _ in others]
             for away, clone in zip(others, clones[id(tensor)], strict=True):

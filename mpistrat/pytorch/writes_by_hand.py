@@ -58,8 +58,8 @@ class WritesByHand:
         self._registry, self._count, self._modules = registry, count, modules
         self._memories = weakref.WeakValueDictionary[ParameterSlot, _ParameterData]()
         self._seen: dict[ParameterSlot, Any] = {}
-        # The bytes of each parameter after replica 0 wrote it, since the last meeting of the replicas; None if an
-        # optimizer has written the parameter.
+        # For each parameter that was written since the last meeting of the replicas: its bytes after the turn of the
+        # first replica that wrote it; None if an optimizer has written it.
         self._written: dict[ParameterSlot, bytes | None] = {}
 
     def begin(self) -> None:
@@ -75,8 +75,8 @@ class WritesByHand:
         """Check the parameters that a replica has written in its turn, which ends now.
 
         Args: replica: number of the replica among this rank's.
-        Raises: RuntimeError if a replica after the first gives a parameter other bytes than the replica before it did,
-            or than the optimizer; not for an embedding with `max_norm`.
+        Raises: RuntimeError if a replica other than 0 has written a parameter after an optimizer, or has left other
+            bytes than an earlier replica since the last meeting; not for an embedding with `max_norm`.
         """
         for slot, parameter in self._look():
             now = _bits(parameter)

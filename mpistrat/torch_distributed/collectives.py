@@ -39,7 +39,7 @@ class Collectives:
         self.communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
         self._combinations: dict[Any, Combination] = {}  # for NumPy, by (operation, dtype)
-        # A list of tensors moves as one: it needs a buffer to send from, and a buffer to receive in.
+        # A list of tensors is sent from one buffer, and received in another.
         self._buffers = RecycledBuffers(kept=2)
 
     def all_reduce(self, tensors: Tensors, op: Any) -> None:

@@ -109,7 +109,7 @@ class CommunicatorPools:
         self._numbers = self._private.allgather(MPI.COMM_WORLD.rank)  # ranks in the job
         mpi, name = MpiTransport(self._private), self._private.bcast(uuid.uuid4().hex)
         watch = job_end().records.watch_of(self._private, name)
-        # What records the meetings of `meeting`, by the ranks that meet.
+        # The contracts (they record calls and waits) for `meeting`, by the ranks that meet.
         self._contracts = {self._all: Contract(mpi, name, watch, "never")}
         job_end().watch(self._contracts[self._all], self._private)
 

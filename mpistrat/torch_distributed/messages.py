@@ -235,7 +235,7 @@ class Message(UnfinishedWork):
     def get_future(self) -> torch.futures.Future[Any]:
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             self.wait()  # no thread would move the message
-        # A wait for a future of torch has no limit of its own.
+        # A wait for a future of torch has no timeout. So `test` lets the message fail after this limit.
         self._asked_for, self._limit = time.monotonic(), self._messages.limit()
         return super().get_future()
 

@@ -56,7 +56,7 @@ class NativeGroups:
     def abort(self) -> None:
         """Abort all calls of torch's groups at once. A later call makes new groups.
 
-        Called by: the abort of the process group; and any thread, when a rank is lost, before calls raise RankLostError.
+        Called by: the abort of the process group; and any thread, when a rank is lost, before calls raise.
         """
         for group in list(self._groups.values()):
             abort_group(group)

@@ -151,7 +151,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._collectives = Collectives(communicator)
         self._calls = GroupCalls(communicator, name, cpu_share)
 
-    # Questions of torch. Without the properties, DeviceMesh and functional collectives find no group.
+    # Attributes and methods by which torch asks about the group. Without the properties, DeviceMesh and functional collectives find no group.
 
     @property
     def group_name(self) -> str:

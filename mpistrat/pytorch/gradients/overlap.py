@@ -34,7 +34,7 @@ _Sender = CommunicationThread | SideStream
 
 # With fewer bytes of gradients than this, overlap has nothing to hide.
 SMALLEST = 1 << 20
-# For each way, five backwards are timed, after two that are not timed.
+# With and without overlap, five backwards each are timed, after two that are not timed.
 _TIMED, _UNTIMED = 5, 2
 # Overlap stays if its time is less than this fraction of the time without it.
 _GAIN = 0.97
@@ -273,7 +273,7 @@ def _why_never(parts: ModuleParts, shares: bool) -> str:
         ("parameters are shared", shares),
         ("a step is recorded first, and then computed", parts.replicas.records_steps),
         ("several replicas of a rank take turns", parts.replicas.count > 1),
-        # A gradient that grows after its bucket has left would be added in another order.
+        # A gradient that grows after its bucket was sent would be added in another order.
         ("deterministic=True", parts.group.deterministic),
         (
             "a cross_device_ops of the program's own sees all gradients first",

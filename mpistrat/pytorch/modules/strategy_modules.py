@@ -44,7 +44,7 @@ class StrategyModules(abc.ABC):
         """
 
     def has_made(self, module: torch.nn.Module) -> bool:
-        """Whether this rank is known to have made `module` in the strategy's scope."""
+        """Whether this rank has made `module` in the strategy's scope; False if the strategy does not record modules."""
         return False
 
     def after_run(self) -> None:  # noqa: B027
