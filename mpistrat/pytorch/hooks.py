@@ -93,9 +93,9 @@ def replace_sync_batch_norm(replacement: Callable[[Any, torch.Tensor], torch.Ten
 
 
 def before_data_parallel(see: Callable[[torch.nn.Module, str, Any], None]) -> None:
-    """Have the constructor of `DistributedDataParallel` first call `see`, which may raise to refuse the wrapper.
+    """Have the constructor of `DistributedDataParallel` first call `see`. It may raise to refuse the wrapper.
 
-    Torch's constructor, which looks for a process group, runs afterwards.
+    Torch's constructor runs afterwards, and looks for a process group.
     Args: see: a function of the new wrapper, the name "module", and the module to wrap.
     """
     cls = torch.nn.parallel.DistributedDataParallel
@@ -125,7 +125,7 @@ def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor
     handle = parameter.register_post_accumulate_grad_hook(not_compiled(hook))
     parameter.requires_grad_(required)
     others = parameter._post_accumulate_grad_hooks
-    # The engine calls hooks in the order in which the dictionary was filled; `move_to_end` does not change that order.
+    # The engine calls hooks in the order of their insertion into the dictionary. `move_to_end` does not change that.
     kept = [(handle.id, others.pop(handle.id)), *others.items()]
     others.clear()
     others.update(kept)
@@ -163,7 +163,7 @@ def around_calls(
     module: torch.nn.Module,
     around: Callable[[torch.nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
 ) -> None:
-    """Have `module(…)` call `around`, which calls the module's forward with arguments of its choice.
+    """Have `module(…)` call `around`. It calls the module's forward, perhaps with other arguments.
 
     `around` is stored where `Module.compile` stores its compiled function, so a later `Module.compile` removes it. If
     the module is compiled already, nothing happens. Copies, saved and scripted modules, and modules that

@@ -62,7 +62,7 @@ def _replace_sync() -> None:
 def _warn(metric: str) -> None:
     """Warn once, on rank 0, that a metric combines nothing. Does nothing if no strategy is alive.
 
-    The ranks are those of the strategy in force, or, without one, of the latest strategy.
+    The ranks are the ranks of the strategy in force, or, without one, of the latest strategy.
     Args: metric: the class name of the metric.
     """
     global _has_warned

@@ -119,7 +119,7 @@ class Mirroring(StrategyModules):
     def average_written_buffers(self, module: Module) -> None:
         """Average the own buffers of `module` over all replicas, in place, if a replica has written one of them.
 
-        Writes count since the last average, which each reduction of gradients makes. Buffers of submodules are left
+        Writes count since the last average; each reduction of gradients makes one. Buffers of submodules are left
         alone. If nothing was written here, this rank makes no collective.
         Called by: `module.state_dict()`, on every rank.   Context: cross-replica or top level.
         """
@@ -190,7 +190,7 @@ class Mirroring(StrategyModules):
 
         Args:
             roots: the modules, with their submodules.
-            tensors_of: returns the tensors of a module: all, or those that are not mirrored yet.
+            tensors_of: returns the tensors of a module: all, or only tensors that are not mirrored yet.
             new: the lists that grow.
         """
         for root in roots:

@@ -55,7 +55,7 @@ class TorchState:
             if tensor is left and (tensor is None or version(tensor) == left_version):
                 continue
             if tensor is not None and id(tensor) not in clones:
-                # In inference mode clones would be inference tensors, which a later training could not write.
+                # In inference mode clones would be inference tensors, and a later training could not write them.
                 with torch.inference_mode(False):
                     clones[id(tensor)] = [tensor.detach().clone() for _ in others]
             for away, clone in zip(others, clones[id(tensor)], strict=True):
@@ -96,7 +96,7 @@ class TorchState:
         self._seed = torch.initial_seed()
 
     def inherit(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Return a function that makes a context manager, with which a replica's thread enters this thread's modes.
+        """Return a function that makes a context manager. Inside, a replica's thread has the modes of this thread.
 
         The modes are inference mode, whether gradients are recorded, the default device, autocast, and the
         accelerator's current stream, all as they are now.

@@ -63,7 +63,7 @@ class WritesByHand:
         self._written: dict[ParameterSlot, bytes | None] = {}
 
     def begin(self) -> None:
-        """Forget all writes before this run, which the program may make. Called by: the start of each run."""
+        """Forget all writes before this run: the program may write then. Called by: the start of each run."""
         self._written.clear()
         self._look()
 
@@ -72,7 +72,7 @@ class WritesByHand:
         self._written.update((slot, None) for slot, _ in self._look())
 
     def end_turn(self, replica: int) -> None:
-        """Check the parameters that a replica has written in its turn, which ends now.
+        """Check the parameters that a replica has written in its turn. Called by: the end of the turn.
 
         Args: replica: number of the replica among this rank's.
         Raises: RuntimeError if a replica other than 0 has written a parameter after an optimizer, or has left other
@@ -105,7 +105,7 @@ class WritesByHand:
         return written
 
     def _mark(self, slot: ParameterSlot, parameter: torch.Tensor) -> Any:
-        """Return a value that is another one after each write to `parameter`: its versions, or its bytes."""
+        """Return a value that changes with each write to `parameter`: its versions, or its bytes."""
         if not isinstance(parameter, torch.nn.Parameter):
             return _bits(parameter)  # only `Parameter.data` is replaced
         memory = self._memories.get(slot)

@@ -225,7 +225,7 @@ def _all_reduce_sparse(communicator: Communicator, tensor: Tensor, op: Any) -> N
 
 
 def _one_row_to(root: int, communicator: Communicator) -> tuple[list[int], list[int]]:
-    """Return arguments for an all-to-all in which each rank sends one row to `root`.
+    """Return arguments for an all-to-all that sends one row of each rank to `root`.
 
     Returns: the number of rows that this rank sends to, and receives from, each rank: two lists by rank.
     """

@@ -64,7 +64,7 @@ class _Pool:
     """The communicators of all groups with the same ranks in the same order.
 
     Attributes:
-        comm: the MPI communicator of these ranks, from which the others are duplicated.
+        comm: the MPI communicator of these ranks. All others are its duplicates.
         made: number of `GroupCommunicators` that were made so far.
         free: the `GroupCommunicators` that this rank has given back, by number.
     """
@@ -186,7 +186,7 @@ def _come_together(comm: MPI.Intracomm, members: Sequence[int], watch: Communica
     Each member sends the first member an empty message. The first member answers when it has all messages.
     Args:
         members: ranks in `comm`.
-        watch: what shows this rank's wait to the other ranks; the wait raises its errors, such as StallError.
+        watch: this rank's record in shared memory, where other ranks see the wait. It raises StallError.
     """
     steps: list[Callable[..., MPI.Request]] = [comm.Isend, comm.Irecv]
     first, *partners = members

@@ -1,4 +1,4 @@
-"""torch's own process groups, such as NCCL's, which move tensors of accelerators for a process group of ours."""
+"""torch's own process groups, such as NCCL's. They move tensors of accelerators for a process group of ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NativeGroups:
     """torch's own process groups over the ranks of a process group of ours, one for each type of device.
 
     Args:
-        store: torch's store of our process group, by which the ranks find each other.
+        store: torch's store of our process group; the ranks find each other by it.
         rank, size: this process's rank in the group, and the number of ranks.
         timeout: the timeout of torch's groups.
         name: the name of our process group.

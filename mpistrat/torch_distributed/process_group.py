@@ -151,7 +151,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._collectives = Collectives(communicator)
         self._calls = GroupCalls(communicator, name, cpu_share)
 
-    # Attributes and methods by which torch asks about the group. Without the properties, DeviceMesh and functional collectives find no group.
+    # torch asks about the group by these names. Without the properties, DeviceMesh and functional collectives find no
+    # group.
 
     @property
     def group_name(self) -> str:
@@ -223,7 +224,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         """Make a collective: of CPU tensors by `communicator`, of others by torch's own group for their device.
 
         Args:
-            collective: which collective.
+            collective: the collective's description.
             opts: torch's options. A program that calls the group's method itself may give the root's rank or the
                 operation instead.
             operands: the tensors, or lists of tensors.

@@ -46,7 +46,7 @@ def combination_of(op: Any, dtype: torch.dtype, ranks: int) -> Combination:
 
     Args:
         op: a `ReduceOp` or one of its constants.
-        ranks: number of ranks, by which AVG divides.
+        ranks: number of ranks; AVG divides by it.
     Raises: TypeError for a bitwise `op` of floats or complex numbers, for AVG and PREMUL_SUM of booleans, and for
         float8.
     """

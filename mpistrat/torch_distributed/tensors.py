@@ -1,4 +1,4 @@
-"""Turns a program's tensors into contiguous buffers, which a communicator can send and receive."""
+"""Turns a program's tensors into contiguous buffers that a communicator can send and receive."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Tensors = Sequence[Tensor]
 def written(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a contiguous buffer with the elements of `tensor`, for a call that writes it inside the block.
 
-    The buffer is the tensor's own memory if that is contiguous. Else it is a copy, which is copied back to `tensor`
-    after the block; not if the block raises.
+    The buffer is the tensor's own memory if that is contiguous. Else it is a copy, and its contents are copied back to
+    `tensor` after the block, unless the block raises.
     """
     detached = tensor.detach()
     buffer = _plain(detached)
@@ -105,6 +105,6 @@ def flat(tensors: Tensors, buffers: RecycledBuffers) -> Tensor:
 
 
 def unflatten(buffer: Tensor, tensors: Tensors) -> None:
-    """Copy the elements of `buffer`, which are in the order of `flat(tensors)`, into `tensors`."""
+    """Copy the elements of `buffer`, in the order of `flat(tensors)`, into `tensors`."""
     for tensor, part in zip(tensors, buffer.split(lengths(tensors)), strict=True):
         tensor.detach().copy_(part.view(tensor.shape))

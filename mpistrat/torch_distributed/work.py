@@ -168,7 +168,7 @@ class Steps(DoneWork):
 
 
 class GroupCalls:
-    """Makes the calls of a process group, one after another, in the program's order, which is the same on all ranks.
+    """Makes the calls of a process group, one after another, in the program's order: the same order on all ranks.
 
     A synchronous call runs on the program's thread, after all earlier asynchronous calls have ended. An asynchronous
     call (`async_op=True`, DDP's buckets) runs on a communication thread. If the node has no core to spare for such a
@@ -324,8 +324,8 @@ class GroupCalls:
     def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
         """Make `call(*operands)` on this thread.
 
-        Raises: the call's error. If it is of this rank alone, the other ranks, which are in the call or will be, raise
-            CollectiveMismatchError.
+        Raises: the call's error. If only this rank has the error, the other ranks raise CollectiveMismatchError in the
+            call.
         """
         with self._order:
             try:

@@ -2,8 +2,8 @@
 
 A bucket is a buffer of several gradients that are summed up in one message. Buckets are filled in reverse order of the
 parameters, because backward() computes gradients in about this order. A bucket is sent once all of its gradients are
-there and all earlier buckets have been sent. So all ranks send the same buckets in the same order, whichever parameters
-each rank uses.
+there and all earlier buckets have been sent. So all ranks send the same buckets in the same order, even if ranks use
+different parameters.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def cut(slots: Sequence[int], like: Any, nbytes: int) -> list[list[int]]:
     """Divide gradients into buckets. The gradients of a bucket have one dtype and device.
 
     Args:
-        slots: the parameters' slots in the order in which backward() is expected to compute gradients.
+        slots: the parameters' slots in the order that backward() is expected to compute their gradients in.
         like: the parameters by slot.
         nbytes: the most bytes of a bucket. A larger gradient gets a bucket to itself.
     Returns: a list of slots for each bucket. The bucket that is expected to be full first comes first.
@@ -102,7 +102,7 @@ class Buckets:
 
     Attributes:
         places: the bucket of each parameter, by the parameter's `id`.
-        taken: slots of the parameters whose gradients are in buckets in this backward, by the parameter's `id`.
+        taken: slots of the parameters with gradients in buckets in this backward, by the parameter's `id`.
         shown: gradients that also stay in `.grad`, because a hook of the program will read them: (parameter, gradient,
             version), by the parameter's `id`.
         stream: a function that returns the accelerator's current stream; None on the host.
@@ -198,7 +198,7 @@ class Buckets:
         """Send the buckets that are not sent yet, with zeros for missing gradients. Does not wait for the sums.
 
         Called by: the rank's replica, when the autograd engine has ended.
-        Returns: slots of the parameters whose gradients are in buckets on this rank.
+        Returns: slots of the parameters with gradients in buckets on this rank.
         Raises: RuntimeError if a gradient that stayed in `.grad` for a hook has changed since its bucket took it.
         """
         for bucket in self._buckets:

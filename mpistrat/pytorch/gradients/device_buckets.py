@@ -49,7 +49,7 @@ def let_go(gradients: Iterable[torch.Tensor | None]) -> None:
 
 
 class SideStream:
-    """A stream of an accelerator, beside the program's, on which buckets are summed up.
+    """A second stream of an accelerator, beside the program's. Buckets are summed up on it.
 
     Args:
         device: the device of all gradients.
@@ -88,10 +88,10 @@ class SideStream:
 
 
 class DeviceBuckets(Buckets):
-    """Buckets in device memory. A bucket's memory is allocated when its gradients are there, which are then freed.
+    """Buckets in device memory. A bucket's memory is allocated when its gradients are there. These are then freed.
 
     Args:
-        side: the stream on which buckets are summed up.
+        side: the stream that sums up buckets.
         nbytes: the most bytes of a bucket; 0 for the result of `bucket_bytes`.
     """
 

@@ -29,7 +29,7 @@ class _Split(NamedTuple):
 
 
 class EarlierGradients:
-    """Knows which of one replica's gradients are local (from `no_sync()`, not reduced yet). The others are reduced."""
+    """Tells the local gradients of one replica (from `no_sync()`, not reduced yet) from its reduced gradients."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

@@ -126,7 +126,7 @@ class Overlap:
         Called by: every rank, after its gradients are summed up. Collective.
         Args:
             step: the backward.
-            agreed: what the ranks agreed on. The slots `agreed.dense` got gradients on some rank.
+            agreed: the result of the agreement. The slots `agreed.dense` got gradients on some rank.
         """
         if self._overlaps is None and self._started:
             self._seconds[step.buckets is not None].append(time.perf_counter() - self._started)
@@ -226,7 +226,7 @@ class Overlap:
         self._sender = self._make_sender(next(iter(devices), torch.device(kind)))
 
     def _make_sender(self, device: torch.device) -> _Sender:
-        """Return what sends buckets of `device`: a communication thread on the host, else a `SideStream`. Collective.
+        """Return the sender for buckets of `device`: a thread on the host, else a `SideStream`. Collective.
 
         The side stream gets a communication thread if the host has to wait for the sums.
         """

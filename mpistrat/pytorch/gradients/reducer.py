@@ -51,7 +51,7 @@ from mpistrat.wire_formats import ShortFloats
 if TYPE_CHECKING:
     from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
 
-# `id`s of the reducers whose `no_sync()` the program is inside. A replica's thread inherits the value from the thread
+# `id`s of the reducers with a `no_sync()` block around this code. A replica's thread inherits the value from the thread
 # that called `run`.
 _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "not_synchronizing", default=frozenset()
@@ -333,7 +333,7 @@ class GradientReducer:
         Called by: every rank, when a checkpoint is restored.
         Args:
             some: the result of `held_back` of any rank that saved.
-            states: the results of `held_back` whose residuals this rank takes; may be empty.
+            states: the results of `held_back` for this rank, with the residuals to add up; may be empty.
         """
         if some["parameters"] != [slot.name for slot in self.registry.slots]:
             warn_on_first_rank(
@@ -356,7 +356,7 @@ class GradientReducer:
     ) -> dict[int, torch.Tensor]:
         """Sum up the gradients that any replica has used, and average the module buffers over the replicas. Collective.
 
-        At the end each piggyback (an object whose words were sent with the agreement) gets the maxima of its words.
+        At the end each piggyback (an object that sends words with the agreement) gets the maxima of its words.
         Args:
             steps: the backwards of this rank's replicas.
             agreed: the result of the agreement.
@@ -369,7 +369,7 @@ class GradientReducer:
                 agreed.dense, step.parameters, step.gradients, step.earlier, step.scale
             )
         early = {} if buckets is None else buckets.wait()
-        # Gradients that were not in a bucket, and gradients of parameters that got another one after their bucket.
+        # Gradients that were not in a bucket, and gradients that came after their parameter's bucket was sent.
         slots = sorted({*agreed.dense} - ({*reduced, *early} - agreed.again))
         if slots:
             following = self._communicator.contract.following

@@ -61,7 +61,7 @@ class Wires:
     """The wires of all buffers of a strategy's gradients. A wire is the wire format and residual of one buffer.
 
     Args:
-        wire_format: the format in which gradients cross the network; None sends them as they are.
+        wire_format: the format of gradients in messages between nodes; None sends them as they are.
         registry: the mirrored parameters. Wires are found by `ParameterSlot` objects, because slot numbers change.
 
     Attributes: has_format: whether there is a wire format.

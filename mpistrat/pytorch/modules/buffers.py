@@ -42,7 +42,7 @@ _LIMITS = np.iinfo(np.int32)
 
 
 def flags_of(snapshots: Sequence[Snapshot]) -> np.ndarray:
-    """Return flags that tell which buffers this rank's replicas have written. The ranks take the MAX of all flags.
+    """Return flags of the buffers that this rank's replicas have written. The ranks take the MAX of all flags.
 
     Args: snapshots: a snapshot for each replica of this rank.
     Returns: int32 of shape [3 · buffers]: for each buffer 1 if it was written, else 0; the checksum of its shape; and
@@ -190,7 +190,7 @@ def _byte_packs(copies: _Copies, floats: Sequence[int], integers: Sequence[int])
 def _broadcast(
     parts: ModuleParts, copies: _Copies, indices: Sequence[int], label: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield pairs of a buffer's index and rank 0's values, which are broadcast through the host. Collective."""
+    """Broadcast rank 0's values through the host, and yield pairs of a buffer's index and values. Collective."""
     like = {i: tensors[0].detach() for i, tensors in copies.items()}
     for group in packing.alike(like, indices):
         tensors = [like[i] for i in group]

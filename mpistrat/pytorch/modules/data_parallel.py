@@ -1,4 +1,4 @@
-"""Refuses torch's own data parallelism around a module that a strategy mirrors, which would reduce gradients twice."""
+"""Refuses torch's own data parallelism around mirrored modules, because gradients would be reduced twice."""
 
 from __future__ import annotations
 

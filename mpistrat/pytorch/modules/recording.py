@@ -24,7 +24,7 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 @functools.cache
 def _watch_registrations() -> None:
-    """Register torch's global hooks, which tell all recorders of each parameter, buffer and submodule of any module.
+    """Register torch's global hooks, so that all recorders hear of each parameter, buffer and submodule of any module.
 
     The hooks are never removed. Torch iterates over its hooks, and the garbage collector may free a strategy meanwhile.
     """
@@ -46,7 +46,7 @@ class Recorder:
     Args:
         strategy: modules are recorded in the scope of this strategy.
         is_mirrored: returns whether a parameter is mirrored.
-        made_in_run: a mapping to which the recorder adds the name of each parameter that a replica makes inside `run`.
+        made_in_run: a mapping. The recorder adds the name of each parameter that a replica makes inside `run`.
 
     Attributes:
         changed: whether there may be tensors to mirror. It becomes True when a recorded module gets a parameter, buffer
@@ -88,7 +88,7 @@ class Recorder:
             self._made_in_run[value] = f"{type(module).__name__}.{name}"
 
     def _check_wrapper(self, parent: Module, module: Module, in_scope: bool) -> None:
-        """Check that `parent`, which gets the submodule `module`, does not reduce its gradients itself.
+        """Check that `parent` does not itself reduce the gradients of its new submodule, `module`.
 
         Raises: ValueError if `parent` is a `DistributedDataParallel` or `FullyShardedDataParallel`, and this happens in
             the scope, or `module` is recorded or has a mirrored parameter. Not with one replica.

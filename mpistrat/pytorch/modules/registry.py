@@ -137,7 +137,7 @@ class Registry:
     def own_tensors(self) -> list[tuple[Slot, torch.Tensor | None]]:
         """Return pairs of a slot and its tensor: the `.grad` of each parameter, then each buffer.
 
-        The tensors are those of the replica that runs now. None stands for no gradient and for a dropped buffer.
+        The tensors belong to the replica that runs now. None stands for no gradient and for a dropped buffer.
         """
         pairs = zip(self.slots, self.parameters(), strict=True)
         gradients = [(slot, None if p is None else p.grad) for slot, p in pairs]

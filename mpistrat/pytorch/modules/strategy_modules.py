@@ -1,4 +1,4 @@
-"""`StrategyModules`: the interface through which a strategy treats torch modules."""
+"""`StrategyModules`: the interface between a strategy and its torch modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ all_modules: weakref.WeakSet[StrategyModules] = weakref.WeakSet()  # of all stra
 
 
 class StrategyModules(abc.ABC):
-    """The torch modules of a strategy on this rank, and the hooks by which the strategy keeps them equal.
+    """The torch modules of a strategy on this rank, and the methods that keep them equal.
 
     Attributes:
         parts: the parts of the strategy that modules use.
@@ -44,7 +44,7 @@ class StrategyModules(abc.ABC):
         """
 
     def has_made(self, module: torch.nn.Module) -> bool:
-        """Whether this rank has made `module` in the strategy's scope; False if the strategy does not record modules."""
+        """Whether this rank has made `module` in the strategy's scope; False if the strategy records no modules."""
         return False
 
     def after_run(self) -> None:  # noqa: B027
@@ -89,8 +89,8 @@ class StrategyModules(abc.ABC):
 def strategy_of(value: Any) -> AnyStrategy | None:
     """Return the strategy that a module or an optimizer belongs to.
 
-    It mirrors any parameter of `value`. If no strategy does, it is the strategy in whose scope a module in `value` was
-    made; so modules whose parameters torch has sharded are found, too.
+    This strategy mirrors a parameter of `value`. If no strategy does, a module in `value` was made in this strategy's
+    scope; so modules with sharded parameters are found, too.
     Args: value: a module or an optimizer.
     Returns: None if there is no such strategy, or for other values.
     """

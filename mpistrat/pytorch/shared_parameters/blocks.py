@@ -1,4 +1,4 @@
-"""Where shared parameters and gradients lie in a node's memory, and how ranks publish what they write there."""
+"""Where shared parameters and gradients lie in a node's memory, and how ranks publish their writes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Block:
     Args:
         values: the memory of the parameters.
         gradients: the memory of the summed gradients, of the same size.
-        contribution: the bytes in which this rank puts its own gradients before the sum, of the same size.
+        contribution: bytes for this rank's own gradients before the sum, of the same size.
 
     Attributes:
         value_view: this rank's copy-on-write view of `values`; parameters are tensors in it.
@@ -101,7 +101,7 @@ class Block:
     ) -> None:
         self.values, self.gradients, self._contribution = values, gradients, contribution
         self.value_view, self.gradient_view = values.view(), gradients.view()
-        # Keys are first bytes and not `ParameterPages`, which refer to their block: the cycle would keep both alive.
+        # Keys are first bytes. `ParameterPages` refer to their block, so as keys they would keep it alive.
         self._contributions: dict[int, torch.Tensor] = {}
         # Weak references to the memory of each `.grad` that `lend` returned, alive while the program refers to it.
         self._lent: dict[int, weakref.ref[np.ndarray]] = {}
@@ -109,7 +109,7 @@ class Block:
     def bring(
         self, places: Sequence[ParameterPages], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Copy this rank's gradients to its contribution, from which the ranks sum them.
+        """Copy this rank's gradients to its contribution, so that the ranks can sum them.
 
         Args:
             places: the places of the parameters.

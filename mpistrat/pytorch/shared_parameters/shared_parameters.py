@@ -5,7 +5,7 @@ parameters (`slice_steps`), so nothing is copied back.
 
 Parameters and `.grad` are copy-on-write views of the shared memory (`common_memory`). When a program clips, scales,
 loads or averages them, each rank does so in its own memory, as without sharing. At the next step each rank publishes
-what it has written in its slice of the parameters. Its writes to other slices are lost.
+its writes to its slice of the parameters. Its writes to other slices are lost.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SharedParameters:
     def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
         """Return the parameters that can be shared. Of all others each rank keeps its own copy.
 
-        Not shared are parameters on a GPU, of which rank 0 warns once; of integers; sparse; in one storage with others,
+        Not shared are parameters on a GPU (rank 0 warns once); of integers; sparse; in one storage with others,
         since they must stay together; and of one element, because the state of one element looks like a step counter.
         Args: alone: `id`s of the parameters that share no storage with another.
         """
@@ -231,7 +231,7 @@ class SharedParameters:
         Args:
             places: the place of each parameter, by slot.
             contributions: this rank's gradients by slot; None counts as zeros.
-            before: the gradients of earlier backwards by slot, which are added to the sums.
+            before: the gradients of earlier backwards by slot. They are added to the sums.
             scale: number that multiplies the new gradients' sums; None for plain sums.
         Returns: the sums by slot. A tensor of `before` that lies in the block is itself the sum.
         """
