@@ -81,7 +81,8 @@ class Arrivals:
     def _backward(self) -> ReplicaBackward:
         """Return the record of the backward of this thread's replica.
 
-        Several replicas of a rank are on the host. There the engine calls hooks on the thread that called backward().
+        If a rank has several replicas, its parameters are on the host, and the engine calls hooks on the thread that
+        called backward(). So the thread tells the replica.
         Raises: RuntimeError if no replica of this rank is in a backward, because the gradient would not be reduced.
         """
         if self._backwards:

@@ -202,7 +202,7 @@ class Buckets:
         Raises: RuntimeError if a gradient that stayed in `.grad` for a hook has changed since its bucket took it.
         """
         for bucket in self._buckets:
-            if bucket.missing:  # gradients of earlier backwards in no_sync() may be in `.grad`: no hook saw them now
+            if bucket.missing:  # its gradients may come from earlier backwards, in no_sync(): no hook was called now
                 self.filled(bucket)
         for parameter, gradient, version in self.shown.values():
             if parameter.grad is not gradient or gradient._version != version:

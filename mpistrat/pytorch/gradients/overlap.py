@@ -36,14 +36,15 @@ _Sender = CommunicationThread | SideStream
 SMALLEST = 1 << 20
 # With and without overlap, five backwards each are timed, after two that are not timed.
 _TIMED, _UNTIMED = 5, 2
-# Overlap stays if its time is less than this fraction of the time without it.
+# Overlap is kept if its time is less than this fraction of the time without it.
 _GAIN = 0.97
 
 
 class Overlap:
     """Decides for each backward whether its gradients are sent while it runs ("overlap"). All ranks decide alike.
 
-    The first backwards on the host are timed without and with overlap. Overlap stays on if its time is less than 97 %.
+    The first backwards on the host are timed, without and with overlap. Overlap is kept if the slowest rank's median
+    time with it is less than 97 % of the slowest rank's median time without it.
     Called by: one replica per rank, equally often on all ranks.
     Args:
         parts: the strategy's communicator and options.
@@ -150,7 +151,7 @@ class Overlap:
             self._decline(f"the program communicates inside backward(), and {why_not}")
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
-        """Make the buckets' layout for gradients of the slots `last` in the next backward. Collective.
+        """Prepare buckets for gradients of the slots `last` in the next backward. Collective.
 
         Args:
             last: the slots; None or empty to send no gradients early.
@@ -218,7 +219,7 @@ class Overlap:
         why = _first_that_holds(
             ("as asked for", self._asked),
             ("a device computes and communicates at a time", kind != "cpu"),
-            # The two ways have buffers of other lengths. Timing both would lose the residuals of the slower one.
+            # With and without overlap, buffers have different lengths. Timing both would lose the residuals of the slower one.
             ("a trial would lose residuals of the wire format", self._wires.has_format),
         )
         if why:
@@ -283,7 +284,7 @@ def _why_never(parts: ModuleParts, shares: bool) -> str:
 
 
 def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str], str]:
-    """Return whether something speaks against sending gradients while backward() runs.
+    """Return the devices of all ranks, and the reason against sending gradients while backward() runs.
 
     Args:
         of_ranks: the facts of each rank, from `Overlap._agree_on_sender`.

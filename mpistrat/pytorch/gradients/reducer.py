@@ -179,8 +179,8 @@ class GradientReducer:
     def backward(self, context: AnyReplicaContext, tensors: Any, *arguments: Any) -> None:
         """Run the autograd engine, reduce the new gradients over all replicas, and add the result to `.grad`.
 
-        Inside `no_sync()` the gradients are not reduced. If this raises, `.grad` gets the reduced gradients from before
-        the call back.
+        Inside `no_sync()` the gradients are not reduced. If this raises, the reduced gradients from before the call are
+        put back into `.grad`.
         Called by: `reducing_backward`, in every replica equally often, on the replica's thread.
         Args:
             context: the replica's context.
@@ -396,7 +396,7 @@ class GradientReducer:
         """Put earlier gradients back into `.grad`, and give up the buckets of a backward that failed by `error`.
 
         If `error` is a CollectiveMismatchError, and the program made collectives while buckets were sent, this adds a
-        hint at `overlap=False` to its text.
+        hint to its text: use `overlap=False`.
         """
         self._earlier[step.replica].undo(step.parameters, step.earlier)
         buckets, step.buckets = step.buckets, None  # the error keeps the step

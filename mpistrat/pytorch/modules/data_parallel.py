@@ -23,7 +23,7 @@ def wrapper_of(module: torch.nn.Module) -> str:
 
 
 def check_not_wrapped(root: torch.nn.Module, rank: int) -> None:
-    """Check that a module that is to be mirrored is in no wrapper of torch that reduces its gradients.
+    """Check that a module that is to be mirrored contains no wrapper of torch that reduces gradients itself.
 
     Args: rank: this rank, for the message.
     Raises: ValueError if `root` is, or contains, a `DistributedDataParallel` or `FullyShardedDataParallel`.

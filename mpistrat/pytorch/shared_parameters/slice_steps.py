@@ -168,7 +168,7 @@ class _Slices:
                 self._slices[parameter] = _Slice(parameter, place)
 
     def _take_state(self, optimizer: Optimizer) -> None:
-        """Fill the twin's state from `optimizer.state`, where the program may have put another state since the last step.
+        """Fill the twin's state from `optimizer.state`, where the program may have put other state since the last step.
 
         Tensors of a parameter's shape move to shared memory; `optimizer.state` then has views of it.
         """
