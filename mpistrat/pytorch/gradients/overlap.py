@@ -219,7 +219,8 @@ class Overlap:
         why = _first_that_holds(
             ("as asked for", self._asked),
             ("a device computes and communicates at a time", kind != "cpu"),
-            # With and without overlap, buffers have different lengths. Timing both would lose the residuals of the slower one.
+            # With and without overlap, buffers have different lengths, so the residuals of the slower way would be
+            # lost.
             ("a trial would lose residuals of the wire format", self._wires.has_format),
         )
         if why:
