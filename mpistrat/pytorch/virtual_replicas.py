@@ -171,7 +171,8 @@ def install(
 ) -> None:
     """Have `replicas` swap gradients, buffers and generators whenever this rank switches to another replica.
 
-    From now on writes to parameters by hand raise at the end of a replica's turn (its work between two collectives).
+    From now on writes to parameters by hand raise at the end of a replica's turn (its work between two meetings of
+    the rank's replicas).
     Args: modules: returns the strategy's modules.
     """
     writes = WritesByHand(registry, replicas.count, modules)

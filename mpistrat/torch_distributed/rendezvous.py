@@ -68,8 +68,8 @@ def base() -> Base:
 class _AgentStore:
     """A thread that listens at a store's address, and opens torch's TCP store there once a process connects.
 
-    A store that is opened at once would delay each start, because it connects to itself. torch then looks up the name of
-    the address, and waits 5 s for a name server that does not answer.
+    A store that is opened at once would delay each start, because it connects to itself. torch then looks up the name
+    of the address, and waits 5 s for a name server that does not answer.
     Args:
         listener: a socket that listens at the address.
         size: number of ranks.
