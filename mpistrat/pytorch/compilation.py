@@ -1,6 +1,6 @@
-"""Marks the functions of this package that `torch.compile` must not compile: they run as they are written.
+"""Marks functions of this package, on import, so that `torch.compile` leaves them out of its graphs.
 
-Without the mark Dynamo would trace our functions down to MPI.
+Without the mark Dynamo would trace the functions down to MPI.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
-    """Replace every `torch.nn.BatchNorm*d` in `module` by one that normalizes over the batches of all replicas.
+    """Replace every `torch.nn.BatchNorm*d` in `module` by a `SyncBatchNorm` that normalizes over all replicas' batches.
 
-    Call it before or after you make the optimizer: the parameters and running statistics stay the same objects.
+    Call it before or after you make the optimizer, because the parameters and running statistics stay the same objects.
     Args:
         module: changed in place, unless it is itself a batch norm.
     Returns:

@@ -11,9 +11,10 @@ _ELEMENTWISE = frozenset[type[Optimizer]](getattr(torch.optim, name) for name in
 
 
 def why_not_elementwise(optimizer: type[Optimizer]) -> str:
-    """Return why parts of a parameter cannot be stepped without the rest; empty if they can.
+    """Return why this optimizer class cannot step a slice of a parameter without the rest; "" if it can.
 
-    A program's own class counts as elementwise if it has the attribute `elementwise = True`.
+    It can if it is an elementwise class of torch itself (a subclass does not count), or has `elementwise = True`.
+    Called by: steps of parameters that ranks share, and parameter servers.
     """
     if optimizer in _ELEMENTWISE or getattr(optimizer, "elementwise", False) is True:
         return ""

@@ -1,7 +1,7 @@
 """Replacements of torch's functions, and hooks of all optimizers. Only this file replaces functions of torch itself.
 
-Each replacement happens once per process, however often it is asked for. Nothing is put into a program's own modules
-and optimizers that their copies would have. A module that the program copies, saves, exports or scripts is a plain
+Each function is replaced once per process, however often the replacement is asked for. Copies of a program's modules
+and optimizers carry nothing of these hooks. A module that the program copies, saves, exports or scripts becomes a plain
 torch module.
 """
 
@@ -39,7 +39,10 @@ _state_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def replace_backward(replacement: Callable[..., None]) -> None:
-    """Have programs, and `Tensor.backward`, call `replacement` instead of `torch.autograd.backward`."""
+    """Have programs, and `Tensor.backward`, call `replacement` instead of `torch.autograd.backward`, for good.
+
+    A second call does nothing. `replacement` may call `original_backward`.
+    """
     if torch.autograd.backward is original_backward:
         torch.autograd.backward = not_compiled(replacement)
         when_dynamo_loads(_keep_backward_out_of_graphs)
@@ -48,8 +51,9 @@ def replace_backward(replacement: Callable[..., None]) -> None:
 def _keep_backward_out_of_graphs() -> None:
     """Have `torch.compile` break its graph at `loss.backward()`, whatever `trace_autograd_ops` says.
 
-    With that option a graph writes gradients itself, and calls neither `torch.autograd.backward` nor any hook. Called
-    when Dynamo is loaded.
+    With that option a graph would write gradients itself, and call neither `torch.autograd.backward` nor hooks. With
+    `fullgraph=True` a function that calls backward() raises.
+    Called by: Dynamo's import.
     """
     from torch._dynamo import config, exc, reset
     from torch._dynamo.variables.tensor import TensorVariable
@@ -70,9 +74,11 @@ def _keep_backward_out_of_graphs() -> None:
 
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the autograd engine itself runs backwards, and calls hooks when gradients are there.
+    """Return a context for a call of `original_backward`: inside, compiled autograd is off.
 
-    If compiled autograd is off, the context does nothing.
+    So the autograd engine itself runs the backward, and calls a parameter's hooks as soon as its gradient is there. If
+    compiled autograd is off already, the context does nothing.
+    Called by: `reducing_backward`, around each backward that reduces gradients.
     """
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
@@ -87,9 +93,10 @@ def replace_sync_batch_norm(replacement: Callable[[Any, torch.Tensor], torch.Ten
 
 
 def before_data_parallel(see: Callable[[torch.nn.Module, str, Any], None]) -> None:
-    """Have each new `DistributedDataParallel` call `see` before it looks for a process group.
+    """Have the constructor of `DistributedDataParallel` first call `see`. It may raise to refuse the wrapper.
 
-    Args: see: gets the wrapper, the name "module", and the wrapped module.
+    Torch's constructor runs afterwards, and looks for a process group.
+    Args: see: a function of the new wrapper, the name "module", and the module to wrap.
     """
     cls = torch.nn.parallel.DistributedDataParallel
     original = cls.__init__
@@ -107,14 +114,18 @@ data_given_by: Any = functools.partial(property, fset=torch.Tensor.data.__set__)
 
 
 def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Have `hook` called when the gradient of `parameter` has grown, before all hooks of the program."""
+    """Register a post-accumulate-grad hook on `parameter` that runs before all such hooks of the program.
+
+    The parameter may be frozen: `requires_grad` stays as it is.
+    Args: hook: a function of the parameter; the engine calls it when it has added to `.grad`.
+    """
     required = parameter.requires_grad
     # Torch takes hooks only of parameters that require gradients. A frozen parameter may be unfrozen later.
     parameter.requires_grad_(True)
     handle = parameter.register_post_accumulate_grad_hook(not_compiled(hook))
     parameter.requires_grad_(required)
     others = parameter._post_accumulate_grad_hooks
-    # The engine calls hooks in the order in which the dictionary was filled; `move_to_end` does not change that order.
+    # The engine calls hooks in the order of their insertion into the dictionary. `move_to_end` does not change that.
     kept = [(handle.id, others.pop(handle.id)), *others.items()]
     others.clear()
     others.update(kept)
@@ -122,10 +133,11 @@ def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor
 
 @contextlib.contextmanager
 def noticing_data() -> Iterator[list[tuple[int, torch.Tensor, int]]]:
-    """Record each `.data` of a parameter that any thread takes inside the block. One block at a time.
+    """Record each read of a parameter's `.data`, by any thread, inside the block. Only one block may be open at a time.
 
-    Torch counts a write through `.data` in the version of the `.data` tensor, not of the parameter.
-    Gives: a list that grows: (id of the parameter, the `.data` tensor, its version).
+    Torch counts a write through `.data` in the version of the `.data` tensor, not in the parameter's version.
+    Called by: `Arrivals.watched`, around the autograd engine.
+    Yields a list that grows by a tuple at each read: (`id` of the parameter, the `.data` tensor, its version then).
     """
     taken: list[tuple[int, torch.Tensor, int]] = []
     before: Any = vars(torch.nn.Parameter).get("data")
@@ -151,11 +163,14 @@ def around_calls(
     module: torch.nn.Module,
     around: Callable[[torch.nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
 ) -> None:
-    """Have `module(…)` call `around` with the module, the function to call, its positional and its keyword arguments.
+    """Have `module(…)` call `around`. It calls the module's forward, perhaps with other arguments.
 
-    `around` is kept in the place of the function that `Module.compile` makes, and `Module.compile` replaces it. Copies,
-    saved and scripted modules do not have it, nor do modules that `torch.compile` returns. If the module is compiled
-    already, nothing happens.
+    `around` is stored where `Module.compile` stores its compiled function, so a later `Module.compile` removes it. If
+    the module is compiled already, nothing happens. Copies, saved and scripted modules, and modules that
+    `torch.compile` returns, do not call `around`.
+    Called by: `placing.compute_there`.
+    Args: around: gets the module, the function to call, and the positional and keyword arguments of the call. Its
+        result is the result of `module(…)`.
     """
     if module._compiled_call_impl is None:
         reference = weakref.ref(module)
@@ -170,25 +185,30 @@ def around_calls(
 def before_state_dict(module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:
     """Have `module.state_dict()` first call the method `call` with the module.
 
-    It is not called inside `run`, nor once its object is freed. A later call for the same module replaces `call`.
-    Copies of the module do not call anything.
+    Inside a replica, and after the method's object is freed, `state_dict()` does not call it. Another
+    `before_state_dict` for the same module replaces `call`. Copies of the module do not call it.
+    Args: call: a bound method; this keeps a weak reference to its object.
     """
     _replace_state_dict()
     _before_state_dict[module] = weakref.WeakMethod(call)
 
 
 def before_copy(module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:
-    """Have `call` called before `module` is pickled, saved or copied, and before its `state_dict()`."""
+    """Have pickling, saving and copying `module`, and its `state_dict()`, first call the method `call` with it.
+
+    Inside a replica, and inside `copied_as_it_is`, copies do not call it. Called by: modules with parameter servers.
+    """
     before_state_dict(module, call)
     _replace_reductions()
     _before_copy[module] = weakref.WeakMethod(call)
 
 
 def state_of_copies(optimizer: Optimizer, state: Callable[[Optimizer], Any]) -> None:
-    """Replace the state of `optimizer` in its pickles, saved files and copies.
+    """Have pickles, saved files and copies of `optimizer` contain another state than `optimizer.state`.
 
-    Args: state: a method; it gets the optimizer and returns the state for the copy. It is not called once its object is
-        freed.
+    The optimizer itself is not changed.
+    Args: state: a bound method that gets the optimizer and returns the state for the copy. After its object is freed,
+        copies get `optimizer.state`.
     """
     _replace_reductions()
     _state_of_copies[optimizer] = weakref.WeakMethod(state)
@@ -196,7 +216,7 @@ def state_of_copies(optimizer: Optimizer, state: Callable[[Optimizer], Any]) -> 
 
 @contextlib.contextmanager
 def copied_as_it_is() -> Iterator[None]:
-    """Inside the block, on this thread, `before_copy` and `state_of_copies` do nothing."""
+    """Inside the block, copies and pickles that this thread makes ignore `before_copy` and `state_of_copies`."""
     before, _copying.as_it_is = _copying.as_it_is, True
     try:
         yield
@@ -214,7 +234,7 @@ _copying = _Copying()
 def _call_for(calls: WeakIdKeyDictionary, module: torch.nn.Module) -> None:
     reference = calls.get(module)
     call = None if reference is None else reference()
-    # Inside run a replica reads its own buffers.
+    # A replica reads its own buffers.
     if call is not None and not (has_strategy() and get_replica_context() is not None):
         call(module)
 
@@ -248,9 +268,9 @@ def _replace_reductions() -> None:
 
 @functools.cache
 def before_export(check: Callable[[torch.nn.Module], None]) -> None:
-    """Have `torch.export.export` call `check` with its module first, and `torch.jit.script` with each embedding.
+    """Have `torch.export.export` first call `check` with its module, and `torch.jit.script` with each embedding in it.
 
-    Args: check: may raise, to refuse the export.
+    Args: check: a function of a module. It raises to refuse the export.
     """
     original = torch.export.export
 
@@ -279,16 +299,19 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether a step is called with a closure. Args: args, kwargs: from a step hook; `args[0]` is the optimizer."""
+    """Whether an optimizer's `step` was called with a closure.
+
+    Args: args, kwargs: the arguments of torch's step hook; `args[0]` is the optimizer.
+    """
     return kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:])
 
 
 def with_closure(args: Any, kwargs: Any, call: Callable[..., Any]) -> tuple[Any, Any]:
-    """Replace the closure of a step.
+    """Return a step's arguments with another closure: the step calls `call(closure)` where it called `closure()`.
 
     Args:
-        args, kwargs: as step hooks get them; `args[0]` is the optimizer.
-        call: the step is to call `call(closure)` instead of `closure()`.
+        args, kwargs: the arguments of torch's step hook; `args[0]` is the optimizer. They are not changed.
+        call: a function that gets the closure, and returns the loss.
     Returns: the new positional and keyword arguments of the step.
     """
     others = [functools.partial(call, a) if callable(a) else a for a in args[1:]]
@@ -300,9 +323,11 @@ def with_closure(args: Any, kwargs: Any, call: Callable[..., Any]) -> tuple[Any,
 def twin_of(
     optimizer: Optimizer, instead: Callable[[list[torch.Tensor]], list[torch.Tensor]]
 ) -> Optimizer:
-    """Return a twin of `optimizer`: the same attributes, but the parameters `instead(parameters)` in each group.
+    """Return a second optimizer, the twin, that steps other tensors with the options of `optimizer`.
 
-    The twin is the same object at each step, because compiled steps need that. Call `dismiss_twin` after the step.
+    The twin has the same class and attributes, and its own groups. Each step of `optimizer` gets the same twin object,
+    because compiled steps need that. Call `dismiss_twin` after the step.
+    Args: instead: gets the parameters of a group, and returns the tensors for the twin's group.
     """
     twin = _twins.get(optimizer)
     if twin is None:
@@ -318,9 +343,9 @@ def is_twin(optimizer: Optimizer) -> bool:
 
 
 def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
-    """Drop the attributes that a twin shares with its optimizer, since they may refer to the optimizer.
+    """Empty a twin after its step, because its attributes may refer to the optimizer and keep it alive.
 
-    Args: stepped: the optimizer that took the step: the twin, or `optimizer` itself; then nothing happens.
+    Args: stepped: the optimizer that took the step. If it is `optimizer` itself, nothing happens.
     """
     if stepped is not optimizer:
         stepped.__dict__.clear()
@@ -328,7 +353,13 @@ def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
 
 @functools.cache
 def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | None = None) -> None:
-    """Have every optimizer call `before` and `after` around each step, with the arguments of torch's step hooks."""
+    """Register torch's global step hooks: every optimizer calls `before` and `after` around each step.
+
+    A second call with the same functions does nothing.
+    Args:
+        before: gets (optimizer, args, kwargs), and may return new args and kwargs; None for no hook.
+        after: gets (optimizer, args, kwargs); None for no hook.
+    """
     if before is not None:
         register_optimizer_step_pre_hook(not_compiled(before))
     if after is not None:
@@ -336,15 +367,19 @@ def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | N
 
 
 class OptimizerSteps:
-    """Attributes: count: number of steps of all optimizers since `optimizer_steps` was first called."""
+    """The counter that `optimizer_steps` returns.
+
+    Attributes: count: number of steps of all optimizers in this process since `optimizer_steps` was first called.
+    """
 
     count = 0
 
 
 @functools.cache
 def optimizer_steps() -> OptimizerSteps:
-    """Return the counter of all optimizer steps of this process, also of steps without a strategy of several ranks.
+    """Return the counter of all optimizer steps of this process. It starts at 0 in the first call.
 
+    Each call returns the same object. Steps outside any strategy count, too.
     Called by: `PreemptionCheckpointHandler`.
     """
     steps = OptimizerSteps()
@@ -358,16 +393,16 @@ def optimizer_steps() -> OptimizerSteps:
 
 @functools.cache
 def watch_other_steps(before: Callable[[Any], None]) -> None:
-    """Have every scheduler and gradient scaler call `before` with itself before each `step`."""
+    """Have every learning rate scheduler and gradient scaler call `before` with itself before each `step`."""
     for cls in (*_scheduler_classes(), torch.amp.GradScaler):
         _replace_method(cls, "step", not_compiled(before))
 
 
 @functools.cache
 def refuse_steps_of_schedulers() -> None:
-    """Have schedulers, gradient scalers and averaged models refuse to step once for each replica of a rank.
+    """Have schedulers, gradient scalers and averaged models raise RuntimeError inside `run`, with several replicas.
 
-    Inside `run` of several replicas per rank they raise RuntimeError. A disabled scaler is allowed: it only calls the
+    They would step once for each replica of the rank. A disabled scaler does not raise, because it only calls the
     optimizer's step.
     """
     for cls in _scheduler_classes():
@@ -401,7 +436,7 @@ def _refuse(cls: type, name: str, call: str) -> None:
 
 
 def _replace_method(cls: type, name: str, before: Callable[[Any], None]) -> None:
-    """Have the method first call `before` with its object. If `cls` only inherits the method, nothing happens."""
+    """Have the method `cls.name` first call `before` with its object. If `cls` only inherits it, nothing happens."""
     original = cls.__dict__.get(name)
     if original is None:
         return

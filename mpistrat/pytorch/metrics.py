@@ -1,7 +1,7 @@
-"""A warning for metrics of torchmetrics that see only one rank's examples.
+"""A warning, once per process, for metrics of torchmetrics that see only one rank's examples.
 
-torchmetrics adds up over the ranks of torch's default group. Without one, each rank computes its own value, and says
-nothing. The warning comes once. This file does not load torchmetrics.
+torchmetrics adds up over the ranks of torch's default process group. Without such a group, each rank computes its own
+value without a warning. This file does not import torchmetrics.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _has_warned = False
 
 
 def warn_of_metrics_of(strategy: AnyStrategy) -> None:
-    """Have metrics warn while `strategy` is alive and torch has no default group.
+    """Have metrics of torchmetrics warn while `strategy` is alive and torch has no default process group.
 
-    Called by: each new strategy of several ranks.
+    Works also if the program imports torchmetrics later. Called by: each new strategy of several ranks.
     """
     _strategies[next(_numbers)] = strategy
     _see_metrics()
@@ -38,7 +38,7 @@ def _see_metrics() -> None:
 
 
 def _replace_sync() -> None:
-    """Have `Metric.sync` warn first if it combines nothing. Each `Metric.compute` calls it."""
+    """Have torchmetrics' `Metric.sync` warn first if it will combine nothing. Each `Metric.compute` calls `sync`."""
     metric: Any = sys.modules[_METRIC].Metric
     original = metric.sync
 
@@ -60,8 +60,9 @@ def _replace_sync() -> None:
 
 
 def _warn(metric: str) -> None:
-    """Warn once that the metric combines nothing, on rank 0 of the strategy in force, else of the latest strategy.
+    """Warn once, on rank 0, that a metric combines nothing. Does nothing if no strategy is alive.
 
+    The ranks are the ranks of the strategy in force, or, without one, of the latest strategy.
     Args: metric: the class name of the metric.
     """
     global _has_warned

@@ -1,4 +1,4 @@
-"""Torch modules as mirrored variables: equal on every replica from the end of `scope()` on."""
+"""Torch modules as mirrored variables: their values are equal on every replica from the end of `scope()` on."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ _BYTES_PER_BROADCAST = 1 << 27
 
 
 class Mirroring(StrategyModules):
-    """The modules of a strategy with parameters and buffers that are equal on all replicas.
+    """The torch modules of a strategy that keeps parameters and buffers equal on all replicas.
 
     Args:
+        parts: the strategy's communicator, replicas, options and rule for gradients.
         shared_parameters: whether the ranks of a node keep one copy of the parameters.
 
     Attributes: recorder: the modules that this rank has made in the strategy's scope.
@@ -60,10 +61,12 @@ class Mirroring(StrategyModules):
             virtual_replicas.install(parts.replicas, registry, self.recorder.roots)
 
     def mirror_new(self) -> NewTensors:
-        """Mirror the tensors of new modules, materialized lazy modules, and replaced or moved parameters.
+        """Mirror all tensors of recorded modules that are not mirrored yet: rank 0's values go to all ranks.
 
-        Called by: every rank, at the end of `scope()` and before each `run`. Collective if there are any.
-        Returns: the tensors that were mirrored.
+        These are tensors of new modules, materialized lazy parameters, and parameters that the program has replaced.
+        With shared parameters, parameters that have got other memory are mirrored again.
+        Called by: every rank, at the end of `scope()` and before each `run`. Collective if there is such a tensor.
+        Returns: the tensors that were mirrored now; both lists are empty if there were none.
         """
         new = NewTensors([] if self._shared is None else self._shared.moved(self.registry), [])
         if self.recorder.changed:
@@ -85,12 +88,16 @@ class Mirroring(StrategyModules):
             self.mirror_new()
 
     def mirror(self, module: Any) -> NewTensors:
-        """Do the work of `Strategy.mirror`. Collective.
+        """Mirror `module` now: rank 0's values go to all ranks. Does the work of `Strategy.mirror`. Collective.
 
+        Tensors that are mirrored already get rank 0's values again.
         Args: module: a module, a parameter, or an iterable of them.
-        Returns: the tensors that were mirrored.
-        Raises: TypeError for other values; ValueError for the result of an operation, or for torch's own data
-            parallelism.
+        Returns: the tensors that were mirrored; not DTensors, and not lazy or "meta" tensors of a module.
+        Raises:
+            TypeError: `module` is, or contains, another value.
+            ValueError: `module` is the result of an operation, or a module that contains a `DistributedDataParallel` or
+                `FullyShardedDataParallel`.
+            CollectiveMismatchError: names, shapes or dtypes differ between ranks.
         """
         require_cross_replica(self.parts.strategy, "mirror")
         values = list(_flatten(module))
@@ -110,9 +117,11 @@ class Mirroring(StrategyModules):
         return new
 
     def average_written_buffers(self, module: Module) -> None:
-        """Average the buffers of `module` itself that a replica has written since the last reduction of gradients.
+        """Average the own buffers of `module` over all replicas, in place, if a replica has written one of them.
 
-        Called by: every rank, by `state_dict()`.   Context: cross-replica or top level.
+        Writes count since the last average; each reduction of gradients makes one. Buffers of submodules are left
+        alone. If nothing was written here, this rank makes no collective.
+        Called by: `module.state_dict()`, on every rank.   Context: cross-replica or top level.
         """
         found = (self.registry.buffer(module, key) for key in module._buffers)
         slots = [slot for slot in found if slot is not None]
@@ -124,7 +133,10 @@ class Mirroring(StrategyModules):
             buffers.average(self.parts, slots, snapshots, present, label)
 
     def after_loader(self) -> None:
-        """Average the buffers that forwards have written since the last backward, for `state_dict()`. Collective."""
+        """Average all buffers that forwards have written since the last backward, so that a rank alone can save them.
+
+        Called by: every rank, when a loader inside `Strategy.replica()` ends. Collective if buffers are mirrored.
+        """
         slots = self.registry.buffers
         if self._is_alone or not slots:
             return
@@ -134,10 +146,13 @@ class Mirroring(StrategyModules):
         buffers.average(self.parts, slots, snapshots, buffers.to_average(flags), label)
 
     def _place(self, modules: Sequence[Module], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Move `modules`, and the parameters `tensors`, to the device that the strategy names, if any.
+        """Move `modules` and `tensors` to the strategy's device, with the optimizers' state of moved parameters.
 
-        Raises: on all ranks, NotImplementedError if this rank has several devices, and RuntimeError if a parameter
-            cannot move.
+        Does nothing if the strategy names no device for modules.
+        Args: tensors: parameters that are in no module.
+        Raises:
+            NotImplementedError: this rank has several devices that are not the CPU.
+            RuntimeError: a parameter cannot move. After either error the other ranks raise CollectiveMismatchError.
         """
         name = self.parts.replicas.device_of_modules
         if name is None:
@@ -171,7 +186,13 @@ class Mirroring(StrategyModules):
         tensors_of: Callable[[Module], NewTensors],
         new: NewTensors,
     ) -> None:
-        """Add to `new` the `tensors_of` each root, except pending ones, without a shape or values so far."""
+        """Add the tensors of modules to `new`, except lazy and "meta" tensors: the next `mirror_new` looks again.
+
+        Args:
+            roots: the modules, with their submodules.
+            tensors_of: returns the tensors of a module: all, or only tensors that are not mirrored yet.
+            new: the lists that grow.
+        """
         for root in roots:
             _reshard(root)
             found = tensors_of(root)
@@ -183,8 +204,9 @@ class Mirroring(StrategyModules):
             self.recorder.changed |= (parameters, known) != found
 
     def _mirror_tensors(self, new: NewTensors) -> None:
-        """Compare the tensors over the ranks, broadcast rank 0's values, and register the tensors. Collective.
+        """Compare tensors over the ranks, copy rank 0's values into them, and register them as mirrored. Collective.
 
+        Tensors that the program has dropped on all ranks are forgotten.
         Raises: CollectiveMismatchError on all ranks if names, shapes or dtypes differ.
         """
         with spans.current.range("mirror"):
@@ -220,7 +242,7 @@ class Mirroring(StrategyModules):
             )
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Copy rank 0's values into `tensors` on all ranks, in few messages of about `_BYTES_PER_BROADCAST`."""
+        """Copy rank 0's values into `tensors` on all ranks, in messages of about 128 MiB from the host. Collective."""
         is_root = self._communicator.rank == 0
         as_bytes = [torch.empty(t.nbytes, dtype=torch.uint8, device="meta") for t in tensors]
         rest = iter(tensors)
@@ -237,7 +259,10 @@ class Mirroring(StrategyModules):
                         tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def _drop_dead(self) -> None:
-        """Forget the parameters and buffers that the program has dropped on every rank. Collective."""
+        """Forget the parameters and buffers that the program has dropped on every rank. Collective.
+
+        The remaining slots get new numbers, so layouts of packs and buckets are forgotten, too.
+        """
         alive = np.array(self.registry.alive(), np.uint8)
         if alive.size:
             self._communicator.all_reduce(alive, reducing("max", "parameters still in use"))
@@ -262,7 +287,7 @@ def _flatten(value: Any) -> Iterator[Module | torch.Tensor]:
 
 
 def _reshard(root: Module) -> None:
-    """Have modules of `fully_shard` show their shards: after a forward some show whole, plain parameters."""
+    """Have the `fully_shard` modules in `root` hold DTensors: after a forward some hold whole, plain parameters."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for module in root.modules():
@@ -275,7 +300,7 @@ def _has_tensors(module: Module) -> bool:
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:
-    """Whether shape or values come later: with a lazy module's first forward, or from "meta" by `to_empty`."""
+    """Whether `tensor` has no values yet: it is a lazy module's before its first forward, or on the device "meta"."""
     return is_lazy(tensor) or tensor.is_meta
 
 

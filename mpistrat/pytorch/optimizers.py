@@ -1,7 +1,7 @@
-"""Optimizer steps inside `run`: only of mirrored parameters, once per rank, alike on all ranks.
+"""Checks of optimizer steps inside `run`: they step only mirrored parameters, once per rank, alike on all ranks.
 
-Torch calls the global hooks of this file before and after each `optimizer.step()`. They also warn of ranks that train
-apart, without `run`.
+Torch calls the hooks of this file before and after each `optimizer.step()`. They also warn if each rank trains a model
+of its own, without `run`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
 from mpistrat.pytorch.modules.preparing import check_alike, compared
 from mpistrat.pytorch.modules.strategy_modules import all_modules, strategy_of
 
-# The parameters (id, and whether frozen) of each optimizer at its last check, after the key of the reducer that checked
-# them.
+# A list for each optimizer, as of its last check: first (id of the reducer, whether it had reduced gradients), then
+# (`id`, requires_grad) of each parameter.
 _checked: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 _has_warned = False
 _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
@@ -39,11 +39,13 @@ def install() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Check a step inside `run`, or warn of ranks that train apart. Called by: torch, before each `optimizer.step()`.
+    """Check a step inside `run`. Outside, warn once if each rank seems to train a model of its own.
 
-    Returns: other arguments for `step`, or None.
-    Raises: RuntimeError inside backward(), for a parameter that is not mirrored, or for a closure if replicas share
-        parameters.
+    Called by: torch, before each `optimizer.step()` of the process.
+    Returns: None if `step` keeps its arguments. Else other (args, kwargs): with a closure that returns the loss of all
+        ranks for LBFGS, or with the optimizer that steps slices of parameters that a node's ranks share.
+    Raises: RuntimeError inside a hook of backward(), for a parameter that is not mirrored, or for a closure if this
+        rank has several replicas; ValueError if the ranks' optimizers differ.
     """
     here = replica_here()
     if here is None:
@@ -68,10 +70,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _let_first_step(optimizer: Optimizer, context: AnyReplicaContext, has_closure: bool) -> None:
-    """Let only the first replica of this rank step, because the replicas share their parameters.
+    """Let only the first replica of this rank step, because the rank's replicas share one copy of the parameters.
 
-    All replicas wait here. Then the other replicas find no gradients.
-    Raises: RuntimeError for a step with a closure.
+    Each replica waits until all have come here. Then the gradients of the other replicas are set to None, so that their
+    steps change nothing. `_after_step` puts their gradients back.
+    Raises: RuntimeError if `has_closure`.
     """
     if has_closure:
         raise RuntimeError(
@@ -86,15 +89,18 @@ def _let_first_step(optimizer: Optimizer, context: AnyReplicaContext, has_closur
 
 
 def _nothing(replicas: Any) -> None:
-    """Do nothing: the replicas of this rank have only met."""
+    """Do nothing. `meet` needs a function, though here the replicas only wait for each other."""
 
 
 def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], Any]) -> Any:
-    """Call `closure`, and return the loss of all ranks together. Collective.
+    """Call `closure`, and return the weighted sum of all ranks' losses, equal on all ranks. Collective.
 
-    Each rank's loss has the weight of its last backward (`GradientReducer.share`). Losses that are equal on all ranks,
-    to the bit, stay: the program has combined them itself.
-    Raises: CollectiveMismatchError if the losses are of different kinds, or are not single numbers.
+    A rank's weight is its `GradientReducer.share` of the last backward; a rank with weight 0 does not count. If all
+    losses are equal already, the closure's own result is returned: the program has combined the losses itself.
+    Called by: LBFGS, instead of the program's closure.
+    Returns: a tensor like the loss, without a graph; a float if the loss is a number.
+    Raises: CollectiveMismatchError if the losses differ in type or shape, are not single real numbers, or a rank has
+        made no backward yet.
     """
     loss = closure()
     of_rank = (*_kind_and_value(loss), reducer.share)
@@ -108,13 +114,13 @@ def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], 
             f"returns, and the losses of the ranks cannot be combined ({returned}). Have the closure call backward() "
             "on the loss of this rank's part and return it, a tensor of one number; or return the same on all ranks"
         )
-    # A part without examples has no weight: its mean is NaN.
+    # A rank without examples has the weight 0 and a loss of NaN, so it is left out.
     total = sum(share * part for share, part in zip(shares, values, strict=True) if share)
     return torch.full_like(loss.detach(), total) if arrays.is_torch(loss) else total
 
 
 def _kind_and_value(loss: Any) -> tuple[str, float | None]:
-    """Return the kind of `loss` in words, and its value; None if it is not one real number."""
+    """Return words for the type and shape of `loss`, and its value as a float; None if it is not one real number."""
     if isinstance(loss, numbers.Real):
         return "a number", float(loss)
     if not arrays.is_torch(loss):
@@ -146,10 +152,10 @@ def _before_other_step(value: torch.amp.GradScaler | LRScheduler) -> None:
 
 
 def _compare(value: Any, context: AnyReplicaContext, reducer: GradientReducer) -> None:
-    """Compare `value`, an optimizer, scheduler or scaler, over the ranks in its first step.
+    """Compare `value`, an optimizer, scheduler or scaler, over the ranks. Collective in its first step; else nothing.
 
-    Before the first reduction of gradients nothing is compared: the reduction reports ranks in different steps better.
-    Twins are not compared: each rank's has other slices of shared parameters.
+    Before the first reduction of gradients nothing is compared, because the reduction has a better message for ranks in
+    different steps. Optimizers that step slices of shared parameters (`hooks.twin_of`) differ, so they are left out.
     Raises: ValueError on all ranks if `value` differs.
     """
     if reducer.has_reduced and value not in compared and not hooks.is_twin(value):
@@ -157,9 +163,11 @@ def _compare(value: Any, context: AnyReplicaContext, reducer: GradientReducer) -
 
 
 def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
-    """Warn once when a program seems to have forgotten both `scope()` and `run`: its ranks train apart.
+    """Warn once, on rank 0, if a program seems to have forgotten `scope()` and `run`, so that each rank trains alone.
 
-    A program that steps mirrored parameters inside `run` has a reason to step others elsewhere.
+    There is no warning if torch has a default process group, a strategy mirrors a parameter of `optimizer`, or any
+    optimizer has stepped inside `run`.
+    Called by: each step outside replicas of several ranks.
     """
     global _has_warned
     if _has_warned or (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -185,10 +193,11 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
 def _check_parameters(
     optimizer: Optimizer, context: AnyReplicaContext, reducer: GradientReducer
 ) -> None:
-    """Check the optimizer, unless its parameters are the same as at the last check.
+    """Check an optimizer's parameters before its step, unless they are the same as at the last check.
 
+    The optimizer then gets its number in `reducer.optimizers`. Collective in the first step of these parameters.
     Raises:
-        RuntimeError: the step would change a parameter that is neither mirrored nor sharded by torch.
+        RuntimeError: a trainable parameter is neither mirrored nor a DTensor.
         ValueError: on all ranks, if their optimizers differ when they first step these parameters.
     """
     parameters = hooks.parameters_of(optimizer)
@@ -200,7 +209,7 @@ def _check_parameters(
     _check_mirrored(optimizer, reducer)
     if before is not None and [key for key, _ in before[1:]] != list(map(id, parameters)):
         compared.discard(optimizer)
-    # Only the first replica of each rank gets here: the others find the check done.
+    # The rank's other replicas do not get here, because they find the entry in `_checked`.
     _compare(optimizer, context, reducer)
     if optimizer not in reducer.optimizers.values():
         reducer.optimizers[next(reducer.numbers)] = optimizer

@@ -19,18 +19,21 @@ from mpistrat.replicas import differentiable
 
 
 def install() -> None:
-    """Have `torch.nn.SyncBatchNorm` normalize over all replicas where several run together."""
+    """Replace the forward of `torch.nn.SyncBatchNorm`: inside replicas it normalizes over the batches of all."""
     hooks.replace_sync_batch_norm(_forward)
 
 
 @functools.wraps(hooks.original_sync_batch_norm)
 def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """Normalize over the examples of all replicas, each example counted once, however many a replica has.
+    """Normalize `input` by the mean and variance of the examples of all replicas. Each example counts equally.
 
-    Inside `run`, in training, every replica calls it equally often, with an empty batch if it has no examples.
-    Elsewhere, and with a process group in the module, torch's own forward runs.
+    Inside a replica, in training, this is collective: every replica calls it equally often, with an empty batch if it
+    has no examples. Torch's own forward runs outside replicas, in evaluation with running statistics, and if the module
+    has a process group.
     Args: input: of shape [examples, channels, ...].
-    Raises: ValueError if all replicas together have one value per channel. On XLA devices the result is NaN instead.
+    Returns: a tensor of the shape and dtype of `input`.
+    Raises: ValueError if all replicas together have at most one value per channel. On XLA devices the result is NaN
+        instead.
     """
     context = get_replica_context() if has_strategy() else None
     batch_statistics = self.training or self.running_mean is None
@@ -56,10 +59,11 @@ def _statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return mean and variance of each channel over all replicas, and the number of values per channel. Collective.
 
-    Each replica gives its own mean and variance in one message. Chan, Golub and LeVeque, "Updating formulae and a
-    pairwise algorithm for computing sample variances" (1979), combine them without the cancellation of a mean of
-    squares.
-    Returns: mean and variance of shape [channels], in float32 or wider; and the count, a tensor of one number.
+    The replicas gather their own means and variances in one message. They are combined by the formulae of Chan, Golub
+    and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979), because a mean of
+    squares would lose digits by cancellation.
+    Returns: mean and variance of shape [channels], in float32 or wider; and the count, a tensor of one number. The
+        variance is divided by the count, not by count - 1.
     """
     x = input.to(torch.promote_types(input.dtype, torch.float32))
     axes = _axes(x)
@@ -82,7 +86,9 @@ def _statistics(
 def _statistics_of_sums(
     context: Any, x: torch.Tensor, axes: list[int], elements: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the same as `_statistics`, by two sums, because XLA devices compute sums without the host. Collective.
+    """Return mean, variance and count like `_statistics`, by two all-reduces. Collective.
+
+    XLA devices compute all-reduces without the host.
 
     Args:
         axes: all axes of `x` but the channels'.
@@ -95,10 +101,11 @@ def _statistics_of_sums(
 
 
 class _Normalized(torch.autograd.Function):
-    """(input - mean) · rate · weight + bias, with mean and rate of the inputs of all replicas.
+    """Computes (input - mean) · rate · weight + bias. `mean` and `rate` (1 / standard deviation) are of all replicas.
 
-    The gradient is complete: it includes the effect of each replica's input on the statistics of all. The backward
-    makes one collective call. With `create_graph=True` it makes two more, so that the gradient has a gradient.
+    The gradient includes the effect of each replica's input on the mean and variance of all replicas. If `input` needs
+    a gradient, the backward makes one all-reduce. With `create_graph=True` it makes two more, so that the gradient has
+    a gradient. The gradients of weight and bias are this replica's own.
     """
 
     @staticmethod
@@ -166,13 +173,16 @@ def _axes(x: torch.Tensor) -> list[int]:
 
 
 def _shape(x: torch.Tensor) -> list[int]:
-    """Return the shape that makes a vector of one value per channel broadcast against `x`."""
+    """Return the shape [1, channels, 1, …] as [1, -1, 1, …], so that a vector of channels broadcasts against `x`."""
     return [1, -1, *[1] * (x.dim() - 2)]
 
 
 @torch.no_grad()
 def _update_statistics(self: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """Move the running statistics towards this batch's, as torch's batch norm does. Only in training."""
+    """Update the running mean and variance by this batch's, as torch's batch norm does. Does nothing in evaluation.
+
+    Args: variance: unbiased, of shape [channels].
+    """
     if not self.training or not self.track_running_stats:
         return
     self.num_batches_tracked.add_(1)
@@ -184,10 +194,11 @@ def _update_statistics(self: Any, mean: torch.Tensor, variance: torch.Tensor) ->
 
 
 def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
-    """Do the work of `mpistrat.convert_sync_batchnorm`.
+    """Replace every batch norm inside `module`, in place, by a `SyncBatchNorm`.
 
-    Returns: `module`, or a `SyncBatchNorm` if it is a batch norm.
-    Raises: ValueError for a lazy batch norm without channels so far.
+    Called by: `mpistrat.convert_sync_batchnorm`.
+    Returns: `module`; or its `SyncBatchNorm` if `module` itself is a batch norm.
+    Raises: ValueError if a lazy batch norm has not seen an input, so that its number of channels is unknown.
     """
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         if isinstance(module, LazyModuleMixin):

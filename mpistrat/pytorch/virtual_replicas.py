@@ -1,6 +1,6 @@
-"""Several replicas of a torch module in one rank: they share the parameters, and take turns.
+"""Several replicas of torch modules in one rank. They share one copy of the parameters, and run one after another.
 
-Each replica has its own `.grad`, buffers and random generator states. They are swapped between turns.
+Each replica has its own `.grad`, buffers and random generator states. These are swapped when the next replica runs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ if TYPE_CHECKING:
 
 
 class TorchState:
-    """The `ReplicaState` for PyTorch.
+    """The `ReplicaState` (the state of each replica that is swapped) for PyTorch: gradients, buffers and generators.
 
-    Between runs replica 0's state is in place, and the program may change it: set gradients to None, load buffers,
-    seed. Such a change holds for all replicas.
-    Args: writes: finds parameters that replicas have written themselves.
+    Between runs replica 0's state is in the modules. The program may change it there: set gradients to None, load
+    buffers, seed. The next run gives such a change to all replicas.
+    Args:
+        registry: the mirrored parameters and buffers.
+        count: number of replicas of this rank.
+        writes: finds parameters that replicas have written themselves.
     """
 
     def __init__(self, registry: Registry, count: int, writes: WritesByHand) -> None:
         self._registry, self.writes = registry, writes
-        # Each replica's gradients and buffers, as they were when its turn ended.
+        # Each replica's gradients and buffers, as they were when the rank last switched to another replica.
         self._away: list[dict[Slot, torch.Tensor | None]] = [{} for _ in range(count)]
         self._generators: list[list[torch.Tensor]] = []
         self._seed = torch.initial_seed()
@@ -40,7 +43,10 @@ class TorchState:
         self._left: dict[Slot, tuple[torch.Tensor | None, int]] = {}
 
     def begin(self) -> None:
-        """Give the other replicas copies of replica 0's tensors that the program has changed since the last run."""
+        """Begin a run: copy gradients and buffers of replica 0 that the program has changed to the other replicas.
+
+        Tensors that are the same and unwritten since the last run are not copied: each replica keeps its own.
+        """
         others = self._away[1:]
         # Modules that share a tensor share its copies, too.
         clones: dict[int, Sequence[torch.Tensor | None]] = {id(None): [None] * len(others)}
@@ -49,7 +55,7 @@ class TorchState:
             if tensor is left and (tensor is None or version(tensor) == left_version):
                 continue
             if tensor is not None and id(tensor) not in clones:
-                # Copies made for an evaluation must serve the training that follows it.
+                # In inference mode clones would be inference tensors, and a later training could not write them.
                 with torch.inference_mode(False):
                     clones[id(tensor)] = [tensor.detach().clone() for _ in others]
             for away, clone in zip(others, clones[id(tensor)], strict=True):
@@ -62,11 +68,13 @@ class TorchState:
         self._seed = torch.initial_seed()
 
     def generators(self) -> list[list[torch.Tensor]]:
-        """Return the generator states of each replica for the next run.
+        """Return the random generator states of each replica for the next run.
 
-        All replicas get the program's states if it has seeded, or if their states were equal after the last run.
-        Otherwise only replica 0 does. So one seed gives each replica the numbers that it would draw on a rank of its
-        own.
+        All replicas get the generators' present states before the first run, if the program has called
+        `torch.manual_seed` with another seed, or if all replicas had equal states after the last run. Otherwise only
+        replica 0 gets them, and each other replica goes on with its own. So after one seed each replica draws the same
+        numbers as it would as a rank's only replica.
+        Returns: a list for each replica: the CPU generator's state, and an accelerator's if one is in use.
         """
         now = _generators()
         others = self._generators[1:]
@@ -76,7 +84,7 @@ class TorchState:
         return [now, *others]
 
     def set_generators(self, states: list[list[torch.Tensor]]) -> None:
-        """Let the next run begin with `states`, one list for each replica."""
+        """Let the next run begin with `states`, one list for each replica. The generators get replica 0's now."""
         _set_generators(states[0])
         self._generators = [_generators(), *states[1:]]
         self._seed = torch.initial_seed()
@@ -88,9 +96,10 @@ class TorchState:
         self._seed = torch.initial_seed()
 
     def inherit(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Return a function that sets up this thread's torch modes on a replica's thread.
+        """Return a function that makes a context manager. Inside, a replica's thread has the modes of this thread.
 
-        The modes are inference mode, gradients, default device, autocast, and the accelerator's stream.
+        The modes are inference mode, whether gradients are recorded, the default device, autocast, and the
+        accelerator's current stream, all as they are now.
         """
         device, module = arrays.default_device(), _accelerator_in_use()
         modes: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
@@ -124,7 +133,11 @@ class TorchState:
         _set_generators(self._generators[entering])
 
     def copies(self, slots: Sequence[BufferSlot]) -> list[list[torch.Tensor | None]]:
-        """Return each replica's copies of the buffers `slots`, while replica 0's are in the modules."""
+        """Return a list for each replica with its tensors of the buffers `slots`; None for a dropped buffer.
+
+        A replica that has never run has replica 0's tensors. Context: between runs, when replica 0's buffers are in the
+        modules.
+        """
         copies = [[slot.tensor() for slot in slots]]
         for away in self._away[1:]:
             kept = zip(map(away.get, slots), copies[0], strict=True)
@@ -140,7 +153,7 @@ def _accelerator_in_use() -> Any:
 
 
 def _generators() -> list[torch.Tensor]:
-    """Return the state of the CPU's generator and, if an accelerator is in use, of its current device's."""
+    """Return the state of the CPU's random generator and, if in use, of the accelerator's current device."""
     states, module = [torch.get_rng_state()], _accelerator_in_use()
     if module is not None:
         states.append(module.get_rng_state())
@@ -156,7 +169,12 @@ def _set_generators(states: list[torch.Tensor]) -> None:
 def install(
     replicas: Replicas, registry: Registry, modules: Callable[[], Iterable[torch.nn.Module]]
 ) -> None:
-    """Swap the state of torch modules when `replicas` take turns. Args: modules: returns the strategy's modules."""
+    """Have `replicas` swap gradients, buffers and generators whenever this rank switches to another replica.
+
+    From now on writes to parameters by hand raise at the end of a replica's turn (its work between two meetings of
+    the rank's replicas).
+    Args: modules: returns the strategy's modules.
+    """
     writes = WritesByHand(registry, replicas.count, modules)
     replicas.states.append(TorchState(registry, replicas.count, writes))
     replicas.at_turn_end.append(writes.end_turn)
@@ -164,7 +182,10 @@ def install(
 
 
 def stepped(replicas: Replicas) -> None:
-    """Note that an optimizer's step has changed parameters. Called by: local replica 0, inside `run`."""
+    """Note that an optimizer has changed parameters, so that the change is no error at the end of the replica's turn.
+
+    Called by: the hook after `optimizer.step()`, for the rank's replica 0. Does nothing if the rank has one replica.
+    """
     state = _state_of(replicas)
     if state is not None:
         state.writes.stepped()
@@ -175,13 +196,19 @@ def _state_of(replicas: Replicas) -> TorchState | None:
 
 
 def generators_of(replicas: Replicas, num_local_replicas: int) -> list[list[torch.Tensor]]:
-    """Return the generator states of each local replica: the CPU's and, if in use, the accelerator's."""
+    """Return a list of generator states for each replica of this rank: the CPU's and, if in use, the accelerator's.
+
+    Called by: a checkpoint that saves random states.
+    """
     state = _state_of(replicas)
     return [_generators()] * num_local_replicas if state is None else state.generators()
 
 
 def set_generators_of(replicas: Replicas, states: list[list[torch.Tensor]]) -> None:
-    """Set the generator states of each local replica, of accelerators only where there are some."""
+    """Set the generator states of each replica of this rank. An accelerator's states are ignored if there is none.
+
+    Args: states: a list for each replica, from `generators_of`.
+    """
     if not torch_accelerator():
         states = [of_replica[:1] for of_replica in states]
     state = _state_of(replicas)
@@ -202,6 +229,6 @@ def seeded_generators(seed: int) -> list[torch.Tensor]:
 def copies_of_buffers(
     replicas: Replicas, slots: Sequence[BufferSlot]
 ) -> list[list[torch.Tensor | None]]:
-    """Return each local replica's copies of the buffers `slots`. Context: cross-replica."""
+    """Return, for each replica of this rank, its own tensors of the buffers `slots`. Context: cross-replica."""
     state = _state_of(replicas)
     return [[slot.tensor() for slot in slots]] if state is None else state.copies(slots)

@@ -1,8 +1,10 @@
-"""Writes of a program to parameters inside `run`, where several replicas of a rank share one copy of them.
+"""Finds writes of a program to parameters inside `run`, if several replicas of a rank share one copy of them.
 
-Each replica would write, so the change would count once for each: an error, found when a turn ends. Torch counts the
-writes to a parameter in its version. It counts a write through `.data` in the `.data` tensor. Here the writes through
-all `.data` of a parameter count together.
+Each replica would make the change, so it would be made several times. That is an error. It is found when a replica's
+turn (its work between two meetings of the rank's replicas) ends.
+
+Torch counts the writes to a parameter in its `_version`, but a write through `.data` in the version of the `.data`
+tensor. So `Parameter.data` is replaced here: all `.data` of a parameter share one version.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ _memory_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the `_ParameterData` 
 
 
 class _ParameterData:
-    """The one tensor behind all `.data` of a parameter, so that torch counts their writes together."""
+    """The one tensor that all `.data` of a parameter are views of, so that torch counts their writes in its version.
+
+    Attributes:
+        tensor: a detached tensor with the parameter's memory.
+        replaced: how often the parameter has got other memory.
+    """
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.tensor = hooks.original_data(parameter)
@@ -35,9 +42,12 @@ class _ParameterData:
 
 
 class WritesByHand:
-    """Finds parameters that replicas have written themselves. Between two meetings each replica has one turn, in order.
+    """Finds parameters that replicas have written without an optimizer.
 
+    Between two meetings of the rank's replicas each replica has one turn, in order of their numbers.
     Args:
+        registry: the mirrored parameters.
+        count: number of replicas of this rank.
         modules: returns the strategy's modules.
     """
 
@@ -48,12 +58,12 @@ class WritesByHand:
         self._registry, self._count, self._modules = registry, count, modules
         self._memories = weakref.WeakValueDictionary[ParameterSlot, _ParameterData]()
         self._seen: dict[ParameterSlot, Any] = {}
-        # The bytes of the parameters that replicas have written since the last meeting; None if an optimizer has
-        # written.
+        # For each parameter that was written since the last meeting of the replicas: its bytes after the turn of the
+        # first replica that wrote it; None if an optimizer has written it.
         self._written: dict[ParameterSlot, bytes | None] = {}
 
     def begin(self) -> None:
-        """Forget earlier writes, since a run begins."""
+        """Forget all writes before this run: the program may write then. Called by: the start of each run."""
         self._written.clear()
         self._look()
 
@@ -62,9 +72,11 @@ class WritesByHand:
         self._written.update((slot, None) for slot, _ in self._look())
 
     def end_turn(self, replica: int) -> None:
-        """Check the parameters that the local replica `replica` has written in its turn.
+        """Check the parameters that a replica has written in its turn. Called by: the end of the turn.
 
-        Raises: RuntimeError if it has changed a parameter that another replica, or an optimizer, has written.
+        Args: replica: number of the replica among this rank's.
+        Raises: RuntimeError if a replica other than 0 has written a parameter after an optimizer, or has left other
+            bytes than an earlier replica since the last meeting; not for an embedding with `max_norm`.
         """
         for slot, parameter in self._look():
             now = _bits(parameter)
@@ -81,7 +93,7 @@ class WritesByHand:
             self._written.clear()
 
     def _look(self) -> list[tuple[ParameterSlot, torch.Tensor]]:
-        """Return the slots and parameters that were written since the last look."""
+        """Return the slots and parameters that were written, by anything, since the last call of `_look`."""
         before, self._seen = self._seen, {}
         written = []
         for slot in self._registry.slots:
@@ -93,7 +105,7 @@ class WritesByHand:
         return written
 
     def _mark(self, slot: ParameterSlot, parameter: torch.Tensor) -> Any:
-        """Return a value that differs after `parameter` was written: versions, or the parameter's bytes."""
+        """Return a value that changes with each write to `parameter`: its versions, or its bytes."""
         if not isinstance(parameter, torch.nn.Parameter):
             return _bits(parameter)  # only `Parameter.data` is replaced
         memory = self._memories.get(slot)

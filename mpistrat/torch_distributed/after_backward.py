@@ -1,7 +1,8 @@
-"""Calls inside a backward() that wait for its end, as DDP's buckets do if no core of the node is free.
+"""Collective calls inside a backward(), such as DDP's buckets, that are put off until its end.
 
-Messages in memory do not wait as on a network, so a communication thread would only take the core from backward().
-Instead the thread of backward() makes the calls itself, after backward() and before DDP waits for them.
+This happens if no core of the node is free. A communication thread would then only take the core from backward(),
+because messages in memory do not wait as on a network. Instead the thread of backward() makes the calls itself, after
+backward() and before DDP waits for them.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ def inside_backward() -> bool:
 
 
 class CallsAfterBackward:
-    """The calls of one group that wait for the end of a backward(). They are made in the order of their arrival.
+    """The queue of one group's calls that are put off until the end of a backward(). They are made in this order.
 
     Attributes:
-        is_worth_it: whether later calls should wait, too; False once a backward() has not ended in time.
+        is_worth_it: whether later calls should be put off, too. It becomes False for good when a backward() has not
+            ended in time, so that the communication thread has made its calls.
     """
 
     def __init__(self) -> None:
         self.is_worth_it = True
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._thread: CommunicationThread | None = None
-        # Two events for the calls that wait now: the thread has made all earlier calls; the waiting calls are made.
+        # Two events for the calls in the queue. First: the communication thread has made all earlier calls. Second: the
+        # calls of the queue are made.
         self._batch = threading.Event(), threading.Event()
         self._order = threading.RLock()
         self._maker = 0  # id of the thread that makes the calls; 0 for none
@@ -43,9 +46,13 @@ class CallsAfterBackward:
     def add(
         self, call: Callable[[], None], thread: CommunicationThread, frame: FrameType | SourceLine
     ) -> None:
-        """Keep `call` until the end of the current backward(). If that takes too long, `thread` makes it.
+        """Put `call` off until the end of the current backward(). If that takes too long, `thread` makes it.
 
-        Args: frame: the line of the program that made the call, for reports.
+        Called by: a collective with `async_op=True`, on a thread that is inside backward().
+        Args:
+            call: makes the collective, and keeps its error.
+            thread: the group's communication thread.
+            frame: the line of the program that made the call, for reports.
         """
         with self._order:
             self._calls.append(call)
@@ -57,7 +64,11 @@ class CallsAfterBackward:
                 thread.submit(late, frame)
 
     def make(self) -> None:
-        """Make all calls that wait, on this thread, after the calls that the communication thread got before."""
+        """Make all calls of the queue on this thread, after the communication thread has made its earlier calls.
+
+        Called by: the engine at the end of backward(), a wait for one of the calls, and the group's next call that the
+        program waits for.
+        """
         earlier, made = self._batch
         if self._thread is not None and not self._thread.is_current():
             earlier.wait()
@@ -71,17 +82,22 @@ class CallsAfterBackward:
             made.set()
 
     def leave(self) -> None:
-        """Drop all calls that wait."""
+        """Drop all calls of the queue. Called by: the abort of the group."""
         self._calls.clear()
         for event in self._batch:
             event.set()
 
     def is_making(self) -> bool:
-        """Whether this thread makes the calls now: then a call from a future's callback must not wait."""
+        """Whether this thread is inside `make`. A call from a future's callback must then be made at once."""
         return self._maker == threading.get_ident()
 
     def _make_late(self, earlier: threading.Event, made: threading.Event) -> None:
-        """Make the calls on the communication thread if backward() has not ended in time."""
+        """Wait on the communication thread for `made`; if backward() does not end in time, make the calls here.
+
+        Args:
+            earlier: is set at once, because this thread has made all earlier calls.
+            made: is set when the calls of the queue are made.
+        """
         earlier.set()
         # If another thread holds the lock, it is making all of the calls.
         if not made.wait(deadlines.COMMUNICATION_THREAD_WAITS_FOR_BACKWARD) and self._order.acquire(

@@ -23,9 +23,13 @@ from mpistrat.torch_distributed.rendezvous import base
 
 
 def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
-    """Make the process group of `options`, torch's `_DistributedBackendOptions`. Collective over its ranks.
+    """Return a new process group of the backend "mpistrat". Collective over the group's ranks.
 
-    Raises: RuntimeError if the default group is to have another number of ranks than MPI.
+    Called by: torch's `init_process_group` and `new_group`.
+    Args:
+        options: torch's `_DistributedBackendOptions`: store, rank, ranks, timeout and name of the group.
+        backend_options: ignored.
+    Raises: RuntimeError if the default group is to have another number of ranks than MPI has.
     """
     rank, size = options.group_rank, options.group_size
     ranks = list(options.global_ranks_in_group)
@@ -55,7 +59,13 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
 
 
 def rendezvous(url: str, timeout: Any = None, **_: Any) -> Iterator[tuple[c10d.Store, int, int]]:
-    """Yield a store, this process's rank and the number of ranks, all from MPI, for `init_method="mpi://"`."""
+    """Yield once: a new store over MPI's ranks, this process's rank, and the number of ranks. Collective.
+
+    Called by: torch's `init_process_group`, for `init_method="mpi://"`.
+    Args:
+        url: ignored.
+        timeout: how long to wait for the other ranks, a `datetime.timedelta`; None for the settings' limit.
+    """
     here = base()
     pools = here.pools
     with pools.meeting(timeout, "init_process_group") if pools else contextlib.nullcontext():

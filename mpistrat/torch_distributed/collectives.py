@@ -1,4 +1,4 @@
-"""The collectives of `torch.distributed` on CPU tensors of any strides. Each call returns when it has ended."""
+"""The collectives of `torch.distributed` on CPU tensors of any strides. Each call blocks until its result is there."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from mpistrat.torch_distributed.tensors import (
 
 
 class Collectives:
-    """The collectives of one process group. Tensors, and `op`, are as in `torch.distributed`.
+    """The collectives of one process group, on CPU tensors. Outputs are written in place; nothing is returned.
 
-    A list with another length than the number of ranks is a ValueError.
-    Called by: every rank of `communicator`, for every method.
+    `op` is a `torch.distributed.ReduceOp`; `root` is a rank of the group.
+    Called by: `MpistratProcessGroup`, on every rank of `communicator`.
     Raises: CollectiveMismatchError on all ranks, if they make different calls or give different tensors. TypeError or
-        ValueError on one rank for its own arguments: the caller tells the other ranks.
+        ValueError on one rank for its own arguments, such as a list that has not one tensor for each rank. The caller
+        then tells the other ranks.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
         self._combinations: dict[Any, Combination] = {}  # for NumPy, by (operation, dtype)
-        # A list of tensors moves as one: it needs a buffer to send from, and a buffer to receive in.
+        # A list of tensors is sent from one buffer, and received in another.
         self._buffers = RecycledBuffers(kept=2)
 
     def all_reduce(self, tensors: Tensors, op: Any) -> None:
@@ -61,7 +62,7 @@ class Collectives:
                 self.communicator.all_reduce(buffer, how.reduction)
 
     def all_reduce_coalesced(self, tensors: Tensors, op: Any) -> None:
-        """Reduce all tensors in place, with one message per dtype."""
+        """Reduce all tensors in place, over all ranks, in one message per dtype."""
         for alike in by_dtype(tensors):
             buffer = flat(alike, self._buffers)
             self.all_reduce([buffer], op)
@@ -93,9 +94,11 @@ class Collectives:
             self.all_gather_single(out, tensor)
 
     def all_gather(self, lists: Sequence[Tensors], tensors: Tensors) -> None:
-        """Gather this rank's `tensors` on all ranks: the r-th tensor of each list becomes rank r's.
+        """Gather the ranks' tensors on all ranks. The shapes may differ between ranks.
 
-        The shapes may differ between ranks.
+        Args:
+            lists: for each tensor of `tensors` a list of outputs. Its r-th tensor gets the tensor of rank r.
+            tensors: this rank's tensors.
         """
         for outs, tensor in zip(lists, unwritten(tensors, lists), strict=True):
             _check_one_a_rank(self.communicator, "all_gather", outs)
@@ -109,7 +112,12 @@ class Collectives:
                 out.detach().copy_(part)
 
     def gather(self, lists: Sequence[Tensors], tensors: Tensors, root: int) -> None:
-        """Gather the ranks' `tensors` on rank `root`, in a list for each. The lists of other ranks are empty."""
+        """Gather the ranks' tensors on rank `root`. All ranks give tensors of the same shapes.
+
+        Args:
+            lists: on rank `root`, for each tensor of `tensors` a list of outputs, one for each rank. Elsewhere empty.
+            tensors: this rank's tensors.
+        """
         here = self._rank == root
         for i, tensor in enumerate(tensors):
             if here:
@@ -124,7 +132,12 @@ class Collectives:
                     out.detach().copy_(part.view(out.shape))
 
     def scatter(self, outs: Tensors, lists: Sequence[Tensors], root: int) -> None:
-        """Copy the r-th tensor of each list of rank `root` to rank r's `outs`. The lists of other ranks are empty."""
+        """Send each rank its tensors from rank `root`.
+
+        Args:
+            outs: this rank's outputs.
+            lists: on rank `root`, for each output a list. Its r-th tensor goes to rank r. Elsewhere empty.
+        """
         here = self._rank == root
         for i, out in enumerate(outs):
             label = f"scatter of {tuple(out.shape)} from {root}"
@@ -156,7 +169,13 @@ class Collectives:
             self.reduce_scatter_single(out, tensor, op)
 
     def reduce_scatter(self, outs: Tensors, lists: Sequence[Tensors], op: Any) -> None:
-        """Combine the r-th tensors of all ranks' lists into rank r's `out`. Shapes may differ in a list."""
+        """Combine tensors over the ranks by `op`. Each rank gets the results for itself.
+
+        Args:
+            outs: this rank's outputs.
+            lists: for each output a list of this rank's inputs. Its r-th tensor goes into the output of rank r. The
+                shapes in a list may differ.
+        """
         for out, parts in zip(outs, lists, strict=True):
             _check_one_a_rank(self.communicator, "reduce_scatter", parts)
             whole = flat(parts, self._buffers)
@@ -169,10 +188,10 @@ class Collectives:
     def all_to_all_single(
         self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
-        """Send rows of `tensor` to the ranks, and receive rows in `out`.
+        """Send rows of `tensor` to the ranks, and receive rows in `out`, in the order of ranks.
 
-        Args: received, sent: number of rows from, and to, each rank; empty: equal parts.
-        Raises: ValueError if there are no equal parts.
+        Args: received, sent: the number of rows from, and to, each rank; empty for equally many.
+        Raises: ValueError if a list is empty and the rows cannot be divided equally.
         """
         with written(out) as buffer:
             sent = sent or _equal_parts(tensor, self._size, "input")
@@ -181,7 +200,7 @@ class Collectives:
             self.communicator.all_to_all(rows, buffer, list(sent), list(received))
 
     def all_to_all(self, outs: Tensors, tensors: Tensors) -> None:
-        """Send the r-th tensor to rank r, and receive rank r's in the r-th of `outs`. Shapes may differ."""
+        """Send `tensors[r]` to each rank r, and receive the tensor from rank r in `outs[r]`. Shapes may differ."""
         _check_one_a_rank(self.communicator, "all_to_all", outs)
         _check_one_a_rank(self.communicator, "all_to_all", tensors)
         sent, received = lengths(tensors), lengths(outs)
@@ -206,7 +225,10 @@ def _all_reduce_sparse(communicator: Communicator, tensor: Tensor, op: Any) -> N
 
 
 def _one_row_to(root: int, communicator: Communicator) -> tuple[list[int], list[int]]:
-    """Return how many rows this rank sends to, and receives from, each rank, if each sends one to `root`."""
+    """Return arguments for an all-to-all that sends one row of each rank to `root`.
+
+    Returns: the number of rows that this rank sends to, and receives from, each rank: two lists by rank.
+    """
     sent = [int(rank == root) for rank in range(communicator.size)]
     return sent, [int(communicator.rank == root)] * communicator.size
 

@@ -1,9 +1,9 @@
-"""The communicators of process groups. A destroyed group leaves them to the next group over the same ranks.
+"""The communicators of process groups. A destroyed group's communicators serve the next group over the same ranks.
 
-Freeing a communicator is collective, and `destroy_process_group` is not: a rank may call it late, or never. So a
+Freeing a communicator is collective, but `destroy_process_group` is not: a rank may call it late, or never. So a
 communicator is kept, and used again once all of its ranks have given it back. MPICH fails after 2,046 communicators.
 
-mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+This file imports mpi4py at its top, and is imported itself only on first use, so that `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _LARGEST_TAG = 32767  # every MPI allows tags up to this one
 
 @dataclass(eq=False)
 class GroupCommunicators:
-    """The communicators of one process group at a time.
+    """The two communicators of a process group: for collectives and for messages. Later groups use them again.
 
     Attributes:
-        number: number among the communicators of the same ranks; equal on all of them.
-        collectives: communicator for the group's collectives.
-        messages: the group's point-to-point messages; None for a group of one rank.
+        number: the number of this pair among the pairs over the same ranks; equal on all of them, from 1. 0 for a group
+            of one rank.
+        collectives: the communicator for the group's collectives.
+        messages: the group's point-to-point messages, with a communicator of their own; None for a group of one rank.
     """
 
     number: int
@@ -49,9 +50,9 @@ class GroupCommunicators:
 
     @property
     def on_their_way(self) -> int | None:
-        """Messages sent less messages received on this rank.
+        """Number of messages sent less number received on this rank; over all ranks the sum is 0 if all have arrived.
 
-        None: calls of the last group go on, so no other group can use these communicators.
+        None if another group cannot use these communicators: the group has one rank, or calls of the last group go on.
         """
         if self.messages is None or self.collectives.contract.is_abandoned:
             return None
@@ -63,8 +64,9 @@ class _Pool:
     """The communicators of all groups with the same ranks in the same order.
 
     Attributes:
-        made: number of communicators that were made.
-        free: unused communicators by number, on this rank.
+        comm: the MPI communicator of these ranks. All others are its duplicates.
+        made: number of `GroupCommunicators` that were made so far.
+        free: the `GroupCommunicators` that this rank has given back, by number.
     """
 
     comm: MPI.Intracomm
@@ -72,13 +74,13 @@ class _Pool:
     free: dict[int, GroupCommunicators] = field(default_factory=dict)
 
     def take(self) -> GroupCommunicators:
-        """Return communicators that are free on all ranks, or new ones. Collective over the ranks."""
+        """Return communicators that all ranks have given back, without messages under way, or new ones. Collective."""
         if self.comm.size == 1:
             return GroupCommunicators(0, LocalCommunicator())
         free = {n: sent for n, used in self.free.items() if (sent := used.on_their_way) is not None}
         free_on_ranks = self.comm.allgather(free)
         for number in sorted(set.intersection(*map(set, free_on_ranks))):
-            # Skip communicators with messages on their way: these must not reach the next group.
+            # A sum other than 0 shows messages that were sent and not received. They must not reach the next group.
             if not sum(each[number] for each in free_on_ranks):
                 return self.free.pop(number)
         self.made += 1
@@ -92,9 +94,10 @@ class _Pool:
 
 
 class CommunicatorPools:
-    """The pools of all groups of a program. Making them is collective over the ranks of `comm`.
+    """The communicators of all process groups of a program, in a pool for each sequence of ranks.
 
-    Args: comm: MPI communicator of the default group's ranks.
+    The constructor is collective over the ranks of `comm`.
+    Args: comm: the MPI communicator of the default group's ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -106,21 +109,21 @@ class CommunicatorPools:
         self._numbers = self._private.allgather(MPI.COMM_WORLD.rank)  # ranks in the job
         mpi, name = MpiTransport(self._private), self._private.bcast(uuid.uuid4().hex)
         watch = job_end().records.watch_of(self._private, name)
-        # The records of meetings, by their members.
+        # The contracts (they record calls and waits) for `meeting`, by the ranks that meet.
         self._contracts = {self._all: Contract(mpi, name, watch, "never")}
         job_end().watch(self._contracts[self._all], self._private)
 
     def take(
         self, rank: int, ranks: Sequence[int], timeout: Any
     ) -> tuple[_Pool, GroupCommunicators]:
-        """Take communicators for a new group. Collective over its ranks.
+        """Take communicators for a new group, free ones or new ones. Collective over the group's ranks.
 
         Args:
             rank: this process's rank in the group.
-            ranks: the group's ranks in the default group, in order; empty: it is the default group.
-            timeout: most time to wait for the other ranks, a `datetime.timedelta`; None: the settings' limit.
-        Returns: the pool to give them back to, and the communicators.
-        Raises: ValueError if ranks of the default group have the same `rank`.
+            ranks: the group's ranks, numbered as in the default group, in order; empty for the default group itself.
+            timeout: how long to wait for the other ranks, a `datetime.timedelta`; None for the settings' limit.
+        Returns: the pool to give the communicators back to, and the communicators.
+        Raises: ValueError if two ranks of the default group have the same `rank`; StallError after `timeout`.
         """
         members = tuple(self._world[each] for each in ranks)
         with self.meeting(timeout, "new_group" if ranks else "init_process_group", members):
@@ -138,14 +141,15 @@ class CommunicatorPools:
 
     @contextlib.contextmanager
     def meeting(self, timeout: Any, call: str, members: tuple[int, ...] = ()) -> Iterator[None]:
-        """Run the block once all members have come. Collective over `members`.
+        """Wait until all members have entered this context, then run the block. Collective over `members`.
 
-        The meeting is recorded like a collective, so that the observer reports a member that does not come.
+        The wait is recorded like a collective. So the observer, a process that watches the node's ranks, reports a
+        member that does not come.
         Args:
-            timeout: a `datetime.timedelta`; None: the settings' limit.
-            call: the program's call, for the report.
-            members: their ranks in `comm`; empty for all.
-        Raises: StallError on ranks that have waited longer than `timeout`.
+            timeout: how long to wait, a `datetime.timedelta`; None for the settings' limit.
+            call: the name of the program's call, for the report.
+            members: ranks in `comm`; empty for all.
+        Raises: StallError on a rank that has waited longer than `timeout`.
         """
         contract = self._contract_of(members if 0 < len(members) < self.comm.size else self._all)
         signature = signature_of((call, str(list(members)) if members else ""))
@@ -154,7 +158,11 @@ class CommunicatorPools:
             yield
 
     def _contract_of(self, members: tuple[int, ...]) -> Contract:
-        """Return the record of meetings of `members`. They may have no communicator yet. Not collective."""
+        """Return the contract (the object that records and checks calls) for meetings of `members`, made once.
+
+        The members need no communicator yet. Not collective.
+        Args: members: ranks in `comm`.
+        """
         if members not in self._contracts:
             of_all, numbers = self._contracts[self._all], [self._numbers[each] for each in members]
             name = f"{of_all.name}/{members}"
@@ -173,9 +181,12 @@ class CommunicatorPools:
 
 
 def _come_together(comm: MPI.Intracomm, members: Sequence[int], watch: CommunicatorWatch) -> None:
-    """Return once all `members` have called this.
+    """Wait until all `members` have called this.
 
-    Each member sends the first one a message. The first member answers when it has all messages.
+    Each member sends the first member an empty message. The first member answers when it has all messages.
+    Args:
+        members: ranks in `comm`.
+        watch: this rank's record in shared memory, where other ranks see the wait. It raises StallError.
     """
     steps: list[Callable[..., MPI.Request]] = [comm.Isend, comm.Irecv]
     first, *partners = members

@@ -1,8 +1,8 @@
-"""A mark for functions that `torch.compile` must leave alone.
+"""A decorator for functions that `torch.compile` must not compile.
 
-torch's own decorator, `torch.compiler.disable`, loads Dynamo, torch's tracer of functions, and slows each call. Here a
-function gets only the mark that Dynamo looks for. When Dynamo is loaded, it is told to skip the function's code and all
-that this code calls. So calls cost nothing, and this file does not import torch.
+torch's own decorator, `torch.compiler.disable`, loads Dynamo (torch's tracer of functions) and slows each call. Here a
+function only gets the attributes that Dynamo looks for. When Dynamo is loaded, it is told to skip the function's code
+and all functions that this code calls. So calls cost nothing, and this file does not import torch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def when_dynamo_loads(action: Callable[[], None]) -> None:
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Have `torch.compile` break its graph at calls of `function`, and compile nothing that it calls. A decorator.
+    """Have `torch.compile` break its graph at calls of `function`, and compile nothing that `function` calls.
 
-    Returns: `function` itself, marked.
+    A decorator. Returns: `function` itself, with the attributes of `torch.compiler.disable`.
     """
     # torch.compiler.disable() sets the same attributes.
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)

@@ -1,6 +1,6 @@
-"""Gives a program the backend "mpistrat" over MPI when it asks torch for gloo or NCCL, and an address.
+"""Under `mpistrat run`: gives a program the backend "mpistrat" when it asks torch for gloo, NCCL or no backend.
 
-This happens only under `mpistrat run`. Only this file replaces a function of torch.distributed.
+Only this file replaces a function of torch.distributed, `init_process_group`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from mpistrat.torch_distributed.process_group import NAME
 from mpistrat.torch_distributed.rendezvous import base
 
 INIT_METHOD = "mpi://"
-# Backends that our process group replaces. It leaves tensors of accelerators to torch's own groups.
+# Backends that our process group replaces. It moves tensors of accelerators by torch's own groups, as NCCL's.
 REPLACED = frozenset(("gloo", "mpi", "nccl", "rccl", "xccl", NAME))
 
 
 def is_replaced(backend: str | None) -> bool:
-    """Whether our backend replaces all of the backends in `backend`.
+    """Whether our backend replaces all of the backends that `backend` names; True for None.
 
-    Args: backend: as in `init_process_group`: "gloo", "cpu:gloo,cuda:nccl", or None.
+    Args: backend: the argument of `init_process_group`: "gloo", "cpu:gloo,cuda:nccl", or None.
     """
     if backend is None:
         return True
@@ -34,10 +34,10 @@ def is_replaced(backend: str | None) -> bool:
 def replace_default_backend() -> None:
     """Have `init_process_group` make the default group on our backend, if it names a replaced backend or none.
 
-    Another backend (such as "ucc", "fake" or "xla") is the program's own choice, and stays. A store that the program
-    gives, `timeout`, `device_id` and other arguments stay, too, and `new_group` is left alone.
-
-    Called by: every rank, once, before the program imports `init_process_group`.
+    Another backend, such as "ucc", "fake" or "xla", is the program's own choice and stays. A store that the program
+    gives, `timeout`, `device_id` and other arguments stay, too. Without a store the init method becomes "mpi://".
+    `new_group` is not replaced. The replacement raises ValueError if rank or world_size differ from MPI's.
+    Called by: every rank of `mpistrat run`, once, before the program runs.
     """
     original = dist.init_process_group
     signature = inspect.signature(original)
@@ -59,9 +59,9 @@ def replace_default_backend() -> None:
 
 
 def _check(arguments: dict[str, Any]) -> None:
-    """Check the program's rank and number of ranks against MPI's. -1 and None are accepted.
+    """Check `rank` and `world_size` in the arguments of `init_process_group`.
 
-    Raises: ValueError if either differs.
+    Raises: ValueError if either is not MPI's, and not -1 or None.
     """
     rank, size = base().rank, base().size
     for name, of_mpi in (("rank", rank), ("world_size", size)):

@@ -1,6 +1,6 @@
-"""torch's default group beside a strategy: over the same ranks, made by the strategy or by the program.
+"""torch's default process group beside a strategy, over the same ranks. The strategy or the program makes it.
 
-Every strategy imports this file, so it imports torch only when a group is asked for.
+Every strategy imports this file. So the file imports torch only when a group is asked for.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.torch_distributed import next_group
 from mpistrat.torch_distributed.next_group import has_default_group
 
-# The key in a default group's store with a random identity: ranks with equal identities are in the same group.
+# A key in the default group's store. Its value is random: ranks that read the same value are in the same group.
 _KEY = "mpistrat/default group"
 
-# Whether every strategy makes a default group, also without torch_distributed=True: `mpistrat run` sets it.
+# Whether every strategy makes a default group, even without torch_distributed=True. `mpistrat run` sets it to True.
 with_every_strategy = False
 
 
 class _Known(NamedTuple):
-    """A rank's knowledge of its default group. `identity`: equal on its ranks; empty if its store keeps nothing."""
+    """A rank's knowledge of its default group.
+
+    Attributes:
+        rank: this process's rank in the group; -1 without a group.
+        size: number of ranks of the group; 0 without a group.
+        identity: a random text that is equal on all ranks of the group; "" if the group's store cannot keep it.
+    """
 
     rank: int
     size: int
@@ -34,13 +40,15 @@ _NO_GROUP = _Known(-1, 0, "")
 
 
 def share_default_group(what: str, comm: Any, communicator: Communicator) -> None:
-    """Make torch's default group over the ranks of a strategy, or check the group that the program has made.
+    """Make torch's default group over a strategy's ranks if no rank has one; else check the program's group.
 
-    Called by: every rank of `communicator`, when the strategy is made.
+    Called by: every rank of `communicator`, when a strategy is made with `torch_distributed=True`, or under
+        `mpistrat run` if there is no default group. Collective.
     Args:
-        what: the class of the strategy.
+        what: the class name of the strategy, for the message.
         comm: the mpi4py communicator of the same ranks; None for one rank without MPI.
-    Raises: RuntimeError on all ranks, if the program's group has other ranks, or in another order.
+        communicator: the strategy's communicator.
+    Raises: RuntimeError on all ranks, if the program's group has other ranks than the strategy, or in another order.
     """
     groups = communicator.all_gather_object(_known(), label="torch's default groups")
     if set(groups) == {_NO_GROUP}:
@@ -59,14 +67,20 @@ def share_default_group(what: str, comm: Any, communicator: Communicator) -> Non
 
 
 def is_wanted() -> bool:
-    """Whether a strategy makes a default group unasked: under `mpistrat run`, where there is none yet."""
+    """Whether a strategy makes a default group without `torch_distributed=True`.
+
+    True under `mpistrat run` (not with `--keep-backend`) while there is no default group.
+    """
     return with_every_strategy and not has_default_group()
 
 
 def move_default_group(comm: Any, *, again: bool) -> None:
-    """Let `init_method="mpi://"` mean the ranks of `comm` from now on.
+    """Have the next default group with `init_method="mpi://"` be over the ranks of `comm`.
 
-    Args: again: whether to make a default group over them now, in place of an earlier one. Then the call is collective.
+    Args:
+        comm: the mpi4py communicator of these ranks.
+        again: whether to destroy the default group, if there is one, and make a new one over `comm` now. If True, the
+            call is collective over `comm`.
     """
     next_group.comm = comm
     if again:
@@ -76,13 +90,19 @@ def move_default_group(comm: Any, *, again: bool) -> None:
 
 
 def leave_default_group() -> None:
-    """Abort all of torch's groups, if there is a default group. Calls on their way are left. Not collective."""
+    """Abort all of torch's process groups, and give up calls that have not ended. Not collective.
+
+    Does nothing without a default group.
+    """
     if has_default_group():
         sys.modules["torch.distributed"].distributed_c10d._abort_process_group()
 
 
 def make_known_to_torch() -> None:
-    """Register our backend and `mpi://`. An installed mpistrat is registered by torch itself, a checkout is not."""
+    """Register the backend "mpistrat" and `mpi://` with torch, if torch has not done so.
+
+    `import torch` registers an installed mpistrat, but not a checkout.
+    """
     import mpistrat_torch
 
     mpistrat_torch.register()
@@ -97,7 +117,7 @@ def make_default_group() -> None:
 
 
 def _known() -> _Known:
-    """Return this rank's knowledge of its default group; `_NO_GROUP` without one. Not collective."""
+    """Return the rank, size and identity of this process's default group; `_NO_GROUP` without one. Not collective."""
     if not has_default_group():
         return _NO_GROUP
     import torch.distributed as dist
@@ -110,10 +130,10 @@ def _known() -> _Known:
 
 
 def _difference(groups: Sequence[_Known]) -> str:
-    """Say how the default groups of a strategy's ranks differ from one group over these ranks in their order.
+    """Return how the default groups of a strategy's ranks differ from one group over these ranks in their order.
 
-    Args: groups: each rank's knowledge, by rank of the strategy.
-    Returns: a text for the error; empty if there is no difference.
+    Args: groups: the knowledge of each rank of the strategy, by rank.
+    Returns: a text for the error, with at most eight ranks; "" if there is no difference.
     """
     size = len(groups)
     wrong = [

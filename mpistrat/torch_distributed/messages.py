@@ -1,9 +1,9 @@
-"""Point-to-point messages between the ranks of a group, over an MPI communicator that only they use.
+"""Point-to-point messages between the ranks of a process group, over an MPI communicator that only they use.
 
-A large message moves only while both ranks are in calls of MPI. So a thread moves the messages on their way, while the
-program computes, or waits for other ranks in shared memory.
+A large message moves only while both ranks are in calls of MPI. So a thread calls MPI for all unfinished messages while
+the program computes, or waits for other ranks in shared memory.
 
-mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+This file imports mpi4py at its top, and is imported itself only on first use, so that `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from mpistrat.torch_distributed.work import OnFailure, UnfinishedWork
 
 
 class Messages:
-    """The messages that the ranks of a group send each other.
+    """Sends and receives messages between the ranks of a process group, and waits for them.
 
     Args:
-        comm: MPI communicator of the group's ranks, in their order. No other group uses it.
-        watch: the watch of the group.
+        comm: the MPI communicator of the group's ranks, in their order. Only this object uses it.
+        watch: the group's watch (this rank's record in shared memory of the calls that it waits in, and its peers').
 
     Attributes:
-        timeout: most seconds of a message; 0: as MPISTRAT_STALL_SECONDS says. The smaller limit holds.
-        on_their_way: messages sent since `comm` was made, less messages received; None while a message is on its way.
-        unfinished: the messages on their way.
+        timeout: the most seconds that a message may take; 0 for no limit. MPISTRAT_STALL_SECONDS also limits messages.
+        on_their_way: number of messages that this rank has sent since `comm` was made, less the number that it has
+            received; None while a message of this rank is unfinished.
+        unfinished: messages that have neither come through nor failed.
     """
 
     def __init__(self, comm: MPI.Intracomm, watch: CommunicatorWatch) -> None:
@@ -57,10 +58,14 @@ class Messages:
         return None if unfinished else self._sent_less_received
 
     def send(self, tensor: Tensor, rank: int, tag: int, failed: OnFailure) -> Message:
-        """Begin to send `tensor` to `rank` of the group. It must not change until the result's `wait` returns.
+        """Begin to send `tensor`. The tensor must not change until the returned message's `wait` returns.
 
-        Args: failed: called with the message if it fails, on any thread.
-        Raises: ValueError for a wrong tag, TypeError for a tensor that is not dense.
+        Args:
+            tensor: a dense CPU tensor, of any strides.
+            rank: the receiver's rank in the group.
+            tag: the receiver must give the same tag.
+            failed: called with the message if it fails, on any thread.
+        Raises: ValueError for a tag that MPI does not allow, TypeError for a tensor that is not dense.
         """
         self._check(tensor, tag)
         buffer = read(tensor)
@@ -70,10 +75,14 @@ class Messages:
         return Message(self, request, tensor, buffer, what, failed, peer=rank)
 
     def receive(self, tensor: Tensor, rank: int | None, tag: int, failed: OnFailure) -> Message:
-        """Begin to receive into `tensor` from `rank` of the group; None: from any rank.
+        """Begin to receive into `tensor`. The values are there when the returned message's `wait` returns.
 
-        Args: failed: called with the message if it fails, on any thread.
-        Raises: ValueError for a wrong tag, TypeError for a tensor that is not dense.
+        Args:
+            tensor: a dense CPU tensor, of any strides, with the shape and dtype of the sent tensor.
+            rank: the sender's rank in the group; None for any rank.
+            tag: the sender's tag.
+            failed: called with the message if it fails, on any thread.
+        Raises: ValueError for a tag that MPI does not allow, TypeError for a tensor that is not dense.
         """
         self._check(tensor, tag)
         buffer = room_for(tensor)
@@ -92,12 +101,13 @@ class Messages:
                 earlier.test()
 
     def wait_for(self, message: Message, seconds: float) -> None:
-        """Wait until `message` has come through.
+        """Wait until `message` has come through or failed. Its own error is not raised here.
 
-        Args: seconds: most seconds for the message; 0: the group's limit.
+        Args: seconds: the most seconds to wait; 0 for the group's limit alone.
         Raises:
-            StallError: if it does not come through in time.
-            RuntimeError: if the other rank has come to the end of its program.
+            StallError: the time is over.
+            RuntimeError: the other rank (for a message from any rank: every other rank) has been at the end of its
+                program for 10 s.
         """
         limit = self.limit(seconds)
         started = time.monotonic()
@@ -123,9 +133,10 @@ class Messages:
         wait_until(arrived, self._watch)
 
     def limit(self, seconds: float = 0.0) -> float:
-        """Return the most seconds that a message may take; infinity without a limit.
+        """Return the most seconds that a message may take: the smallest of all limits; infinity if there is none.
 
-        Args: seconds: the limit of the caller; 0 for none.
+        The limits are `seconds`, the group's timeout and MPISTRAT_STALL_SECONDS.
+        Args: seconds: the caller's limit; 0 for none.
         """
         limits = (seconds, self.timeout, self._watch.record.limit_of(self.timeout))
         return min(filter(None, limits), default=math.inf)
@@ -138,7 +149,10 @@ class Messages:
         )
 
     def _has_left(self, peer: int | None) -> bool:
-        """Whether `peer`, or every other rank for None, has reached its program's end, as far as this node sees."""
+        """Whether `peer` has come to the end of its program; for None, whether every other rank has.
+
+        False if this rank cannot see the other ranks' records in shared memory.
+        """
         seen = self._watch.peers
         if seen is None:
             return False
@@ -156,12 +170,12 @@ class Messages:
 
 
 class Message(UnfinishedWork):
-    """A message on its way.
+    """A message that this rank sends or receives; the work that `send` and `recv` of torch return.
 
     Attributes:
         what: the call in words, for errors.
         called_at: the line of the program that made the call.
-        peer: the other rank of the group; None for any.
+        peer: the other rank of the group; None for a message from any rank.
     """
 
     def __init__(
@@ -182,15 +196,16 @@ class Message(UnfinishedWork):
         self._messages, self._request, self._buffer = messages, request, buffer
         self._receives, self._status = receives, MPI.Status()
         self._lock = threading.Lock()
-        # The limit for the future, in seconds, and the time when the future was asked for.
+        # For `get_future`: the most seconds until the future ends, and the time when the future was made.
         self._limit, self._asked_for = math.inf, 0.0
         if not self.test():
             messages.begun(self)
 
     def test(self) -> bool:
-        """Whether the message has come through or failed. Any thread may call this.
+        """Whether the message has come through or failed. Calls MPI, so that the message moves on.
 
-        A message that takes longer than its future's limit fails.
+        If the program has asked for a future, and the message takes longer than the group's limit, the message fails
+        with StallError here; this call does not raise. Any thread may call this.
         """
         if self._done.done():
             return True
@@ -220,7 +235,7 @@ class Message(UnfinishedWork):
     def get_future(self) -> torch.futures.Future[Any]:
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             self.wait()  # no thread would move the message
-        # A wait for a future of torch has no limit of its own.
+        # A wait for a future of torch has no timeout. So `test` lets the message fail after this limit.
         self._asked_for, self._limit = time.monotonic(), self._messages.limit()
         return super().get_future()
 
@@ -234,7 +249,7 @@ class Message(UnfinishedWork):
             self._messages.wait_for(self, seconds)
 
     def _take(self) -> None:
-        """Copy the received bytes to the tensor. Raises: ValueError if their number is not the tensor's."""
+        """Copy the received bytes to the tensor. Raises: ValueError if their number differs from the tensor's bytes."""
         nbytes = self._status.Get_elements(MPI.BYTE)
         if nbytes != self._buffer.nbytes:
             raise self._misfit(f"{nbytes} bytes")
@@ -255,7 +270,10 @@ class Message(UnfinishedWork):
 
 
 class _ProgressThread:
-    """The thread that moves the messages on their way. It sleeps while there are none."""
+    """A thread that calls MPI for all unfinished messages of this process, at most 1 ms apart.
+
+    It starts with the first message, sleeps while there are none, and ends at exit.
+    """
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -275,7 +293,7 @@ class _ProgressThread:
             self._added.notify()
 
     def _stop(self, thread: threading.Thread) -> None:
-        """Stop the thread at exit, before MPI_Finalize: a thread inside MPI may keep MPI_Finalize from returning."""
+        """Stop the thread and wait for its end, because a thread inside MPI may block MPI_Finalize. Called by: exit."""
         with self._added:
             self._stopped = True
             self._added.notify()

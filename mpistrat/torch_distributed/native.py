@@ -1,4 +1,4 @@
-"""torch's own groups: they move the memory of accelerators for a process group of ours."""
+"""torch's own process groups, such as NCCL's. They move tensors of accelerators for a process group of ours."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from mpistrat.communicators.transports.accelerator.torch_groups import abort_gro
 
 
 class NativeGroups:
-    """torch's own groups over the ranks of a process group, one for each kind of device.
+    """torch's own process groups over the ranks of a process group of ours, one for each type of device.
 
-    Each is made when the first tensor of its device comes; this is collective.
+    Args:
+        store: torch's store of our process group; the ranks find each other by it.
+        rank, size: this process's rank in the group, and the number of ranks.
+        timeout: the timeout of torch's groups.
+        name: the name of our process group.
 
     Attributes:
-        store: the store of this process group alone.
-        while_made: makes the context for the creation of torch's groups.
+        store: the argument `store`.
+        while_made: returns a context manager that is entered while a group of torch is made.
     """
 
     while_made: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -33,7 +37,11 @@ class NativeGroups:
         self._groups: dict[str, Any] = {}
 
     def of(self, device: torch.device) -> Any:
-        """Return the group that moves tensors of `device`. Raises: RuntimeError if this torch has none."""
+        """Return torch's group that moves tensors of `device`.
+
+        The first call for a type of device makes the group. That is collective.
+        Raises: RuntimeError if this torch has no backend for the device.
+        """
         group = self._groups.get(device.type)
         if group is None:
             with self.while_made():
@@ -46,7 +54,10 @@ class NativeGroups:
         self._groups.clear()
 
     def abort(self) -> None:
-        """Abort all calls of torch's groups at once. Called by: any thread, before it is told that a rank is lost."""
+        """Abort all calls of torch's groups at once. A later call makes new groups.
+
+        Called by: the abort of the process group; and any thread, when a rank is lost, before calls raise.
+        """
         for group in list(self._groups.values()):
             abort_group(group)
         self._groups.clear()

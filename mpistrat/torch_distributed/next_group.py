@@ -10,7 +10,10 @@ comm: Any = None
 
 
 def has_default_group(backend: str | None = None) -> bool:
-    """Whether torch has a default group. Args: backend: the name of its backend; None for any backend."""
+    """Whether torch has a default process group now. Does not import torch.
+
+    Args: backend: the name that the group's backend must have; None for any backend.
+    """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return False

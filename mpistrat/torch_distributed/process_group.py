@@ -1,8 +1,8 @@
 """The process group of `torch.distributed` over one of our communicators.
 
-torch calls its methods by the names of its own groups: from Python, and from C++, as DDP and functional collectives do,
-through trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp). A few names differ between torch 2.9 and 2.13;
-both are here.
+torch calls its methods by the names of its own groups. It does so from Python, and from C++ through trampolines
+(torch/csrc/distributed/c10d/PyProcessGroup.hpp), as DDP and functional collectives do. A few names differ between torch
+2.9 and 2.13; both are here.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ _SUM = c10d.AllreduceOptions()
 
 
 class Collective(NamedTuple):
-    """How a collective of torch is made. Its first operand is the result, or is changed in place.
+    """The description of one of torch's collectives. Its first operand is the output, or is changed in place.
 
     Attributes:
-        make: makes it with tensors in CPU memory.
-        native: the method of torch's own groups that makes it with tensors of an accelerator.
-        options: the class of its options.
+        make: the method of `Collectives` that makes the collective with CPU tensors.
+        native: the name of the method of torch's own groups that makes it with tensors of an accelerator.
+        options: torch's class of the collective's options.
         fields: names of the options that `make` takes after the operands.
-        is_of_lists: whether operands are lists. A program that calls the group's own method may give a tensor instead.
-        gathers: whether the first operand has a list for each tensor of the second one, or is empty on some ranks.
-        is_coalesced: whether `native` takes one pair of tensors, and `make` several pairs.
+        is_of_lists: whether operands are lists of tensors. A program that calls the group's method itself may give one
+            tensor instead.
+        gathers: whether the first operand holds a list of outputs for each tensor of the second operand. On some ranks
+            it may be empty.
+        is_coalesced: whether `make` takes lists of outputs and inputs, and `native` only one output and one input.
     """
 
     make: Callable[..., None]
@@ -59,7 +61,7 @@ class Collective(NamedTuple):
     is_coalesced: bool = False
 
     def options_of(self, *values: Any) -> Any:
-        """Return options with `values` for the fields; None leaves a field's default."""
+        """Return torch's options with `values` for `fields`, in their order; None leaves a field's default."""
         options = self.options()
         for field, value in zip(self.fields, values, strict=False):
             if value is not None:
@@ -67,7 +69,14 @@ class Collective(NamedTuple):
         return options
 
     def by_native(self, group: Any, operands: Sequence[Any], opts: Any) -> Work:
-        """Make the collective by `group`, one of torch's own. Several pairs of tensors are submitted together."""
+        """Make the collective by one of torch's own groups, and return the group's work.
+
+        If `is_coalesced`, one call for each pair of an output and an input is submitted, all together.
+        Args:
+            group: torch's own process group.
+            operands: the tensors, or lists of tensors.
+            opts: torch's options.
+        """
         call = getattr(group, self.native)
         if not self.is_coalesced:
             return call(*operands, opts)
@@ -109,15 +118,16 @@ _ALL_TO_ALL_SINGLE = Collective(
 
 
 class MpistratProcessGroup(dist.ProcessGroup):
-    """A process group: tensors in CPU memory move by `communicator`, and tensors of accelerators by torch's own groups.
+    """The process group of the backend "mpistrat". torch calls its methods.
 
+    `communicator` moves tensors in CPU memory, and torch's own groups (NCCL's) move tensors of accelerators.
     Args:
-        communicator: for this group's collectives only.
-        messages: for `send` and `recv`; None for a group of one rank.
+        communicator: makes this group's collectives, and nothing else.
+        messages: makes `send` and `recv`; None for a group of one rank.
         native: torch's own groups, for accelerators.
         name: torch's name of the group.
-        give_back: called once, when the group is destroyed and its calls have ended.
-        cpu_share: number of CPUs that this rank has, as `machine.cpu_share` counts them.
+        give_back: called without arguments, once, when the group is destroyed and its calls have ended.
+        cpu_share: number of CPUs that this rank has. A CPU that ranks share counts in part.
 
     Attributes:
         communicator: the argument `communicator`.
@@ -141,7 +151,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._collectives = Collectives(communicator)
         self._calls = GroupCalls(communicator, name, cpu_share)
 
-    # Questions of torch. Without the properties, DeviceMesh and functional collectives find no group.
+    # torch asks about the group by these names. Without the properties, DeviceMesh and functional collectives find no
+    # group.
 
     @property
     def group_name(self) -> str:
@@ -172,7 +183,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         return self.communicator.contract.calls
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the ranks' numbers are equal."""
+        """Do nothing, because the sequence numbers (counts of calls) are equal on all ranks anyway."""
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
@@ -181,7 +192,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
     use_pg_for_symm_mem_rendezvous = False
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Set how long each call waits for the other ranks; zero or less: no limit of the group's own."""
+        """Set how long each call waits for other ranks. Zero or less leaves only the limit of the settings."""
         seconds, before = seconds_of(timeout), self.options
         self.options = c10d.Backend.Options(NAME, timeout)
         self.options.group_name = before.group_name
@@ -195,14 +206,14 @@ class MpistratProcessGroup(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """End the group once its calls have ended. Not collective.
+        """Wait until this rank's calls have ended, and end the group on this rank. Not collective.
 
         Called by: `destroy_process_group`.   Raises: the error of a call that nobody has waited for.
         """
         self._calls.shut_down(self._native.shut_down, self._give_back)
 
     def abort(self) -> None:
-        """End the group: leave its calls, communicator, and errors that nobody has asked for. Not collective."""
+        """End the group on this rank at once. Its calls, communicator and errors are given up. Not collective."""
         self._calls.abort(self._native.abort)
 
     # Collectives
@@ -210,11 +221,15 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def _collective(
         self, collective: Collective, opts: Any, *operands: Any, op: Any = None
     ) -> Work:
-        """Make a collective of CPU tensors by `communicator`, and of others by torch's own group for their device.
+        """Make a collective: of CPU tensors by `communicator`, of others by torch's own group for their device.
 
         Args:
-            opts: torch's options; the root or the operation alone if a program calls the group's own method.
-            op: the operation, if `opts` is the root.
+            collective: the collective's description.
+            opts: torch's options. A program that calls the group's method itself may give the root's rank or the
+                operation instead.
+            operands: the tensors, or lists of tensors.
+            op: the operation, if `opts` is the root's rank.
+        Returns: the work of the call. It has ended if the call was not asynchronous.
         """
         if not hasattr(opts, "asyncOp"):
             with self.communicator.raising_together():
@@ -248,7 +263,10 @@ class MpistratProcessGroup(dist.ProcessGroup):
         return self._collective(_ALL_GATHER, opts, lists, tensors)
 
     def allgather_coalesced(self, lists: Any, tensors: Tensors, opts: Any = None) -> Work:
-        """Gather several tensors. Args: lists: for each rank, a list with the results of its tensors."""
+        """Gather several tensors from all ranks.
+
+        Args: lists: a list for each rank, with an output for each of this rank's `tensors`.
+        """
         return self.allgather(list(zip(*lists, strict=True)), tensors, opts)
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> Work:
@@ -275,9 +293,9 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, out: Tensor, tensor: Tensor, received: Any = (), sent: Any = (), opts: Any = None
     ) -> Work:
-        """Send rows of `tensor` to the ranks, and receive their rows in `out`.
+        """Send rows of `tensor` to the ranks, and receive rows in `out`, in the order of ranks.
 
-        Args: received, sent: number of rows from, and to, each rank; empty: equal parts.
+        Args: received, sent: the number of rows from, and to, each rank; empty for equally many.
         """
         return self._collective(_ALL_TO_ALL_SINGLE, opts, out, tensor, received, sent)
 
@@ -291,11 +309,16 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks. If one stays away, the report of the stall names the missing ranks."""
+        """Wait for all ranks. If ranks do not come, the report of the stall names them.
+
+        Args:
+            timeout: how long to wait; None for the group's limit.
+            wait_all_ranks: ignored, because the report always names all missing ranks.
+        """
         self.barrier(timeout=timeout).wait()
 
     def _barrier(self, seconds: float) -> None:
-        """Wait for all ranks. Args: seconds: the most that it may take; 0: the limit of all calls of the group."""
+        """Wait for all ranks. Args: seconds: the most seconds to wait; 0 for the limit of all calls of the group."""
         watch = self.communicator.contract.watch
         with watch.waiting(seconds) if watch and seconds else contextlib.nullcontext():
             self.communicator.barrier()

@@ -24,13 +24,14 @@ _OPS_OF_BOOLEANS = {**_BITWISE, "SUM": "bor", "PRODUCT": "band", "MAX": "bor", "
 
 
 class Combination(NamedTuple):
-    """How the tensors of all ranks are combined.
+    """How a `ReduceOp` combines the tensors of all ranks.
 
     Attributes:
-        reduction: the reduction of the buffers.
-        factor: each rank's tensor is multiplied by it before the reduction; None: it is not.
-        divisor: the result is divided by it, rounded towards zero; None: it is not.
-        of_numpy: whether the tensors' own memory can be combined as NumPy arrays. NumPy's calls take a third of the
+        reduction: the communicator's reduction of the buffers.
+        factor: number that multiplies each rank's tensor before the reduction (PREMUL_SUM); None for no factor.
+        divisor: integer that divides the result, rounded towards zero (AVG of integers); None for no division. AVG of
+            floats has its factor in `reduction`.
+        of_numpy: whether a contiguous tensor can be reduced as a NumPy array of its memory. That takes a third of the
             time.
     """
 
@@ -45,8 +46,9 @@ def combination_of(op: Any, dtype: torch.dtype, ranks: int) -> Combination:
 
     Args:
         op: a `ReduceOp` or one of its constants.
-        ranks: number of ranks, the divisor of AVG.
-    Raises: TypeError if `op` cannot combine tensors of `dtype`.
+        ranks: number of ranks; AVG divides by it.
+    Raises: TypeError for a bitwise `op` of floats or complex numbers, for AVG and PREMUL_SUM of booleans, and for
+        float8.
     """
     name = getattr(op, "op", op).name
     if name == "PREMUL_SUM":
@@ -77,10 +79,11 @@ def _combination(name: str, dtype: torch.dtype, ranks: int) -> Combination:
 
 @contextlib.contextmanager
 def operand(tensor: Tensor, how: Combination) -> Iterator[Tensor]:
-    """Give a contiguous buffer of `tensor`, times the factor of `how`, with a dtype that can be combined.
+    """Yield a contiguous buffer with the elements of `tensor`, for a reduction in place inside the block.
 
-    Booleans are given as uint8. After the block, `tensor` has the contents of the buffer, divided by the divisor of
-    `how`.
+    The buffer is multiplied by `how.factor` first. Booleans are yielded as uint8. After the block the buffer is divided
+    by `how.divisor`, and `tensor` has its contents. The buffer is the tensor's own memory if that is contiguous.
+    Called by: `Collectives.all_reduce` and `reduce`.
     """
     with written(tensor) as buffer:
         if how.factor is not None:

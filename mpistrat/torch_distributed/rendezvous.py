@@ -1,4 +1,4 @@
-"""The ranks of the default group, and a store for programs that look for one: both from MPI."""
+"""The ranks of torch's default group, from MPI, and a TCP store for programs that ask for MASTER_ADDR."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class Base(Ranks):
-    """The ranks of the default group.
+    """The ranks of the default group, and the communicators for its process groups. The constructor is collective.
+
+    Args: comm: the mpi4py communicator of the ranks; None for one rank without MPI.
 
     Attributes:
         pools: the communicators of process groups; None for one rank.
@@ -50,9 +52,10 @@ _base: Base | None = None
 
 
 def base() -> Base:
-    """Return the ranks of the default group; without a default group of this backend, the ranks of `next_group.comm`.
+    """Return the ranks of the default group; without one of this backend, the ranks that the next one will have.
 
-    Collective over the ranks if these are others than in the last call.
+    The next default group is over `next_group.comm`. If its ranks are others than in the last call, this call is
+    collective over them.
     """
     global _base
     if _base is None or not next_group.has_default_group("mpistrat"):
@@ -63,10 +66,13 @@ def base() -> Base:
 
 
 class _AgentStore:
-    """Listens at the store's address, and opens a store there once somebody connects.
+    """A thread that listens at a store's address, and opens torch's TCP store there once a process connects.
 
-    A store opened at once would delay each start. A store connects to itself; torch then looks up the name of the
-    address, and waits 5 s for a name server that does not answer.
+    A store that is opened at once would delay each start, because it connects to itself. torch then looks up the name
+    of the address, and waits 5 s for a name server that does not answer.
+    Args:
+        listener: a socket that listens at the address.
+        size: number of ranks.
     """
 
     def __init__(self, listener: socket.socket, size: int) -> None:
@@ -88,9 +94,11 @@ class _AgentStore:
 
 @start_deadline("the start of `mpistrat run`")
 def start_agent_store(base: Base) -> tuple[tuple[str, int], str]:
-    """Start a store for programs that ask for MASTER_ADDR and MASTER_PORT. Collective.
+    """Start a store on rank 0, for programs that take its address from MASTER_ADDR and MASTER_PORT. Collective.
 
-    Returns: (address, port) of the store on rank 0's node, and a random name for this run.
+    Called by: every rank of `mpistrat run`.
+    Returns: (address, port) of the store, and a random text of 16 hexadecimal digits, TORCHELASTIC_RUN_ID; equal on all
+        ranks.
     """
     address, port, run_id = base.address, 0, secrets.token_hex(8)
     if base.rank == 0:

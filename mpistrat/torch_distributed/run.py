@@ -24,15 +24,15 @@ from mpistrat.torch_distributed import default_group
 def run_program(
     program: str, arguments: Sequence[str], *, is_module: bool, keeps_backend: bool = False
 ) -> NoReturn:
-    """Run a script, or a module as `python -m` does, as `__main__`, with torchrun's environment.
+    """Run a program as `__main__`, as `python` or `python -m` does, with the environment variables of torchrun.
 
     Called by: every rank, from `mpistrat run`.
     Args:
         program: path of the script, or name of the module.
         arguments: the program's command-line arguments.
         is_module: whether `program` is the name of a module.
-        keeps_backend: whether the program's groups use the backends that it names, not ours.
-    Raises: SystemExit when the program has ended; otherwise the program's own exception.
+        keeps_backend: whether the program's process groups use the backends that it names, and not ours.
+    Raises: SystemExit when the program has ended; or the program's own exception. It never returns.
     """
     _share_cores()
     # After _share_cores, because torch reads OMP_NUM_THREADS when it is imported.
@@ -67,9 +67,9 @@ def run_program(
 
 
 def _run_as_main(program: str, is_module: bool) -> None:
-    """Run the program as `python` does.
+    """Run the program as `python` does: a script, a module, an archive or a folder with `__main__.py`.
 
-    `__main__` stays the program's module, for exit handlers and threads that run after its last line.
+    The program's module stays in `sys.modules["__main__"]`, for exit handlers and threads that run after its last line.
     """
     path = os.path.join(os.getcwd(), program)
     if is_module:
@@ -90,9 +90,12 @@ def _run_as_main(program: str, is_module: bool) -> None:
 
 
 def _search_first(place: str, *, although_safe: bool = False) -> None:
-    """Put `place` first in `sys.path`, in place of the folder of the command `mpistrat`.
+    """Put `place` first in `sys.path`, instead of the folder of the command `mpistrat`.
 
-    Args: although_safe: do so also with -P or PYTHONSAFEPATH (Python 3.11). Then Python itself has put no folder first.
+    With -P or PYTHONSAFEPATH (Python 3.11), Python has put no folder first, so nothing is replaced.
+    Args:
+        place: the folder or archive.
+        although_safe: whether to put `place` first also with -P or PYTHONSAFEPATH.
     """
     safe = bool(getattr(sys.flags, "safe_path", False))
     if although_safe or not safe:
@@ -130,9 +133,9 @@ def _share_cores() -> None:
 
 
 def _show_only_the_program(part: types.TracebackType | None) -> None:
-    """Have Python report the exception that ends this process without the first frames: ours and runpy's.
+    """Have Python print the exception that ends this process without the first frames, of this file and of runpy.
 
-    Args: part: the traceback of the exception.
+    Replaces `sys.excepthook`. Args: part: the traceback of the exception.
     """
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while part is not None and part.tb_frame.f_code.co_filename in ours:

@@ -1,6 +1,6 @@
-"""A notice for programs that start ranks themselves, by `torch.multiprocessing.spawn`, under `mpistrat run`.
+"""A notice for programs that start ranks by `torch.multiprocessing.spawn`, though `mpistrat run` has started ranks.
 
-Such ranks wait for ever: each is a client of a store at the program's address, and no process opens that store.
+Such ranks wait forever. Each connects to a store at the program's address, and no process opens that store.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _IDLE = 0.1  # of a core, for all processes together
 
 
 def look_for_spawned_ranks() -> None:
-    """Start the thread that gives the notice, unless there is no stall limit. Called by: rank 0."""
+    """Start the thread that gives the notice; do nothing if MPISTRAT_STALL_SECONDS is 0. Called by: rank 0."""
     if seconds := stall_seconds():
         threading.Thread(target=_look, args=(seconds,), name="mpistrat spawn", daemon=True).start()
 
 
 def _look(seconds: float) -> None:
-    """Give the notice once the main thread has waited `seconds` for its own processes, and these are idle.
+    """Print the notice when the main thread has waited `seconds` for processes that it started, and they are idle.
 
-    It returns then, or when this process is in a default group.
+    Returns after the notice, or when torch has a default group. Idle: together they use less than a tenth of a core.
     """
     from torch.multiprocessing.spawn import ProcessContext
 
@@ -55,7 +55,7 @@ def _look(seconds: float) -> None:
 
 
 def _used_by_children() -> float:
-    """Return the CPU seconds of the live processes that the main thread has started."""
+    """Return the CPU seconds of the live processes that the main thread has started; 0.0 if /proc does not tell."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
         return sum(map(cpu_seconds, map(int, file.read().split())))
     return 0.0

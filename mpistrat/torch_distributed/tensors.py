@@ -1,4 +1,4 @@
-"""Turns a program's tensors into buffers of a communicator: contiguous, and of dtypes that can be combined."""
+"""Turns a program's tensors into contiguous buffers that a communicator can send and receive."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Tensors = Sequence[Tensor]
 
 @contextlib.contextmanager
 def written(tensor: Tensor) -> Iterator[Tensor]:
-    """Give a contiguous buffer with the elements of `tensor`. After the block the buffer's contents are in `tensor`.
+    """Yield a contiguous buffer with the elements of `tensor`, for a call that writes it inside the block.
 
-    The buffer is the tensor's own memory if that is contiguous.
+    The buffer is the tensor's own memory if that is contiguous. Else it is a copy, and its contents are copied back to
+    `tensor` after the block, unless the block raises.
     """
     detached = tensor.detach()
     buffer = _plain(detached)
@@ -27,14 +28,14 @@ def written(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def read(tensor: Tensor) -> Tensor:
-    """Return a contiguous buffer with the elements of `tensor`, for reading: its own memory if that is contiguous."""
+    """Return a contiguous buffer with the elements of `tensor`, to be read: its own memory if contiguous, or a copy."""
     return _plain(tensor.detach())
 
 
 def apart(buffer: Tensor, written: Tensor) -> Tensor:
-    """Return `buffer`, for reading, or a copy of it if it overlaps the memory of `written`.
+    """Return `buffer` itself, or a copy of it if it overlaps the memory of `written`. The caller only reads the result.
 
-    MPI forbids overlapping buffers in one call.
+    MPI forbids buffers that overlap in one call.
     """
     first, other = buffer.data_ptr(), written.data_ptr()
     overlap = first < other + written.nbytes and other < first + buffer.nbytes
@@ -42,10 +43,12 @@ def apart(buffer: Tensor, written: Tensor) -> Tensor:
 
 
 def unwritten(tensors: Tensors, outs: Sequence[Tensors]) -> list[Tensor]:
-    """Return the inputs of calls that follow each other, with copies of inputs that an earlier call overwrites.
+    """Return the inputs of several calls, so that no call overwrites the input of a later call.
 
+    An input is copied if its storage is the storage of an earlier call's output. The other inputs are returned as they
+    are.
     Args:
-        tensors: the input of each call.
+        tensors: the input of each call, in the order of calls.
         outs: the outputs of each call.
     """
     storages: set[int] = set()
@@ -57,7 +60,10 @@ def unwritten(tensors: Tensors, outs: Sequence[Tensors]) -> list[Tensor]:
 
 
 def room_for(tensor: Tensor) -> Tensor:
-    """Return a contiguous buffer of the shape of `tensor`, for other contents: its own memory, or new memory."""
+    """Return a contiguous buffer of the shape of `tensor`, to be overwritten.
+
+    It is the tensor's own memory if that is contiguous, else new memory: the caller copies it to `tensor` afterwards.
+    """
     detached = tensor.detach()
     if is_plain(detached):
         return detached
@@ -69,12 +75,12 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's memory holds its elements in order. A transposed or conjugated view does not."""
+    """Whether the tensor's memory holds its elements in order. That of a transposed or conjugated view does not."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def by_dtype(tensors: Tensors) -> list[list[Tensor]]:
-    """Return the tensors of each dtype. The dtypes are in the order of their first tensors."""
+    """Return a list of tensors for each dtype, in the order of the first tensor of each dtype."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault(tensor.dtype, []).append(tensor)
@@ -87,13 +93,18 @@ def lengths(tensors: Tensors) -> list[int]:
 
 
 def flat(tensors: Tensors, buffers: RecycledBuffers) -> Tensor:
-    """Copy the elements of `tensors`, of one dtype, one after the other, into one of `buffers`, and return it."""
+    """Return a flat buffer with the elements of all `tensors`, one after the other.
+
+    Args:
+        tensors: tensors of one dtype, at least one.
+        buffers: memory that is used again for later buffers, once nobody refers to this one.
+    """
     flattened = [tensor.detach().reshape(-1) for tensor in tensors]
     buffer = buffers.empty((sum(lengths(tensors)),), tensors[0].dtype)
     return torch.cat(flattened, out=buffer)
 
 
 def unflatten(buffer: Tensor, tensors: Tensors) -> None:
-    """Copy the elements of `buffer`, in the order of `flat`, into `tensors`."""
+    """Copy the elements of `buffer`, in the order of `flat(tensors)`, into `tensors`."""
     for tensor, part in zip(tensors, buffer.split(lengths(tensors)), strict=True):
         tensor.detach().copy_(part.view(tensor.shape))

@@ -1,4 +1,4 @@
-"""The calls of a process group, and the works that calls return: before, or after, their tensors have moved."""
+"""The calls of a process group, and the works (`torch.distributed.Work`) that calls return."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mpistrat.torch_distributed.after_backward import CallsAfterBackward, inside
 
 
 class DoneWork(dist.Work):
-    """The work of a call that has ended.
+    """The `torch.distributed.Work` of a call that has ended without an error.
 
     Args: result: the output tensors of the call.
     """
@@ -63,7 +63,7 @@ class DoneWork(dist.Work):
 
 
 def seconds_of(timeout: datetime.timedelta | None) -> float:
-    """Return `timeout` in seconds; 0 for None or a negative timeout: no limit."""
+    """Return `timeout` in seconds; 0 (no limit) for None or a negative timeout."""
     return max(0.0, timeout.total_seconds()) if timeout else 0.0
 
 
@@ -76,17 +76,17 @@ OnFailure = Callable[["UnfinishedWork"], None]
 
 
 class UnfinishedWork(DoneWork):
-    """The work of a call that goes on while the program does.
+    """The `torch.distributed.Work` of a call that goes on while the program does other things.
 
-    `wait` raises the error of the call, if any. If only a future was asked for, as by DDP's buckets, the error ends the
-    job: torch does not raise errors of such futures. An error that nobody has asked for goes to `failed`.
-
+    `wait` raises the error of the call, if there is one. If the program has asked for a future, as DDP does for its
+    buckets, an error ends the job, because torch does not raise errors of such futures.
     Args:
+        result: the output tensors of the call.
         failed: called with this work if its call has failed, on any thread.
 
     Attributes:
-        observed: whether somebody has got the error, or will.
-        make: called before a wait: it makes a call that does not begin by itself.
+        observed: whether the program has asked for the error: by `wait`, `get_future`, or `exception` after the end.
+        make: called at the start of `wait`. It makes the call now if the call was put off until the end of backward().
     """
 
     def __init__(self, result: Sequence[Tensor], failed: OnFailure) -> None:
@@ -97,7 +97,7 @@ class UnfinishedWork(DoneWork):
         self._done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def end(self, error: BaseException | None) -> None:
-        """Mark the call as ended, by `error` if it failed."""
+        """Mark the call as ended. Args: error: the call's error; None if it has succeeded."""
         if error is None:
             self._done.set_result(None)
         else:
@@ -134,7 +134,10 @@ class UnfinishedWork(DoneWork):
         return future
 
     def _wait_until_done(self, seconds: float) -> None:
-        """Raises: StallError if the call has not ended after `seconds`; 0: no limit."""
+        """Wait until the call has ended. Does not raise the call's own error.
+
+        Raises: StallError if the call has not ended after `seconds`; 0 for no limit.
+        """
         if not concurrent.futures.wait([self._done], seconds or None).done:
             raise StallError(
                 f"the call had not ended when Work.wait(timeout={seconds:g} s) gave up"
@@ -142,7 +145,7 @@ class UnfinishedWork(DoneWork):
 
 
 class Steps(DoneWork):
-    """Several works as one. It has ended when all of them have."""
+    """Several works as one `torch.distributed.Work`, for coalesced calls. It has ended when all of them have."""
 
     def __init__(self, works: Sequence[DoneWork]) -> None:
         super().__init__([tensor for work in works for tensor in work.result()])
@@ -165,20 +168,20 @@ class Steps(DoneWork):
 
 
 class GroupCalls:
-    """Makes the calls of a group in the program's order. This order is the same on all ranks.
+    """Makes the calls of a process group, one after another, in the program's order: the same order on all ranks.
 
-    A call that the program waits for runs on the program's thread. Any other call (`async_op=True`, DDP's buckets) runs
-    on a communication thread, after earlier ones. A call that the program waits for lets these end first. If the ranks
-    of a node have no core to spare for such a thread, calls of a backward() wait for its end.
-
+    A synchronous call runs on the program's thread, after all earlier asynchronous calls have ended. An asynchronous
+    call (`async_op=True`, DDP's buckets) runs on a communication thread. If the node has no core to spare for such a
+    thread, asynchronous calls inside a backward() are put off until its end. Without MPI_THREAD_MULTIPLE all calls are
+    synchronous.
     Args:
         communicator: the group's communicator.
         name: torch's name of the group.
-        cpu_share: number of CPUs of this rank.
+        cpu_share: number of CPUs of this rank. A CPU that ranks share counts in part.
 
     Attributes:
-        coalesced: works of the calls that the program makes as one; None outside of them.
-        failed: works with errors that nobody has asked for so far.
+        coalesced: works of the calls since torch's `_start_coalescing`; None outside of coalesced calls.
+        failed: works of failed calls. The next call, or the end, raises errors that the program has not asked for.
     """
 
     def __init__(self, communicator: Communicator, name: str, cpu_share: float) -> None:
@@ -196,17 +199,22 @@ class GroupCalls:
     def run(
         self, is_async: bool, result: Sequence[Tensor], call: Callable[..., None], *operands: Any
     ) -> DoneWork:
-        """Make a call on this thread, or on the communication thread if the program does not wait for it.
+        """Make a call on this thread if it is synchronous, else have the communication thread make it.
 
-        Args: result: the output tensors of the call.
+        Called by: each collective of the process group.
+        Args:
+            is_async: whether the program goes on before the call has ended.
+            result: the output tensors of the call.
+            call, operands: the call to make is `call(*operands)`.
         Returns: the work of the call; a `DoneWork` if this thread has made it.
-        Raises: RuntimeError if no call can be made; the error of the call, or of an earlier one that nobody waited for.
+        Raises: RuntimeError if the group is destroyed, or in a forked child; the error of a synchronous call; the error
+            of an earlier call that nobody has waited for.
         """
         self.check_usable()
         thread = self._thread
         # This thread may be in a callback of the future of a call that it has just made. The callback's calls come next
-        # on all ranks. Each rank chooses by itself whether the communication thread or the thread of backward() makes
-        # the calls. They must not wait for calls that this thread has yet to make.
+        # on all ranks, whether a rank's communication thread or its thread of backward() makes them. So they are made
+        # now: a wait for calls that this thread still has to make would never end.
         if thread is not None and (self._after_backward.is_making() or thread.is_current()):
             self._make(call, operands)
             self._stay_inside(True)
@@ -222,7 +230,11 @@ class GroupCalls:
     def _begin(
         self, result: Sequence[Tensor], call: Callable[..., None], operands: Sequence[Any]
     ) -> UnfinishedWork:
-        """Submit a call to the communication thread, or keep it until the end of the running backward()."""
+        """Submit a call to the communication thread, or put it off until the end of the running backward().
+
+        It is put off if this thread is inside backward() and the node has no core for the communication thread.
+        Returns: the work of the call.
+        """
         with self._order:
             if self._thread is None:
                 self._thread = CommunicationThread(
@@ -260,10 +272,10 @@ class GroupCalls:
         return work
 
     def check_usable(self) -> None:
-        """Check that a call can be made.
+        """Check that the group can make a call, and raise errors that the program has not asked for.
 
-        Raises: RuntimeError if the group was destroyed, or in a forked child; the error of an earlier call that nobody
-            waited for.
+        Raises: RuntimeError if the group was destroyed, or in a forked child; else the error of an earlier call that
+            nobody has waited for.
         """
         rank = self._communicator.rank
         if self._is_shut_down:
@@ -277,12 +289,13 @@ class GroupCalls:
             self._raise_unobserved()
 
     def shut_down(self, native: Callable[[], None], give_back: Callable[[], None]) -> None:
-        """End the group once its calls have ended. Not collective.
+        """Wait until this rank's calls have ended, and let no further call begin. Not collective.
 
+        A second call does nothing.
         Args:
-            native: shuts down torch's own groups, once no call can begin any more.
-            give_back: called last.
-        Raises: the error of a call that nobody has waited for.
+            native: shuts down torch's own groups. It is called first, when no call can begin any more.
+            give_back: gives the communicators back. It is called when all calls have ended.
+        Raises: the error of a call that nobody has waited for, at the end.
         """
         if self._is_shut_down:
             return
@@ -297,9 +310,9 @@ class GroupCalls:
         atexit.unregister(self._end_job_if_unobserved)
 
     def abort(self, native: Callable[[], None]) -> None:
-        """End the group: leave its calls, and errors that nobody has asked for. Not collective.
+        """End the group at once: give up its calls, and drop errors that nobody has asked for. Not collective.
 
-        Args: native: aborts torch's own groups, once no call can begin any more.
+        Args: native: aborts torch's own groups. It is called when no call can begin any more.
         """
         self._is_shut_down = True
         atexit.unregister(self._end_job_if_unobserved)
@@ -309,7 +322,11 @@ class GroupCalls:
             self._thread.end()
 
     def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
-        """Make the call. If it fails on this rank alone, the others hear of it: they are in the call, or will be."""
+        """Make `call(*operands)` on this thread.
+
+        Raises: the call's error. If only this rank has the error, the other ranks raise CollectiveMismatchError in the
+            call.
+        """
         with self._order:
             try:
                 call(*operands)
@@ -324,14 +341,14 @@ class GroupCalls:
             watch.stay_inside(stays)
 
     def _raise_unobserved(self) -> None:
-        """Raise the error of an earlier call that nobody has waited for."""
+        """Raise the first error of an earlier call that the program has not asked for; return if there is none."""
         while self.failed:
             work = self.failed.pop(0)
             if not work.observed:
                 work.wait()
 
     def _end_job_if_unobserved(self) -> None:
-        """At exit, end the job for an error that nobody has asked for."""
+        """At exit, end the job if a call has failed and the program has not asked for the error."""
         try:
             self._raise_unobserved()
         except Exception as error:
@@ -339,5 +356,5 @@ class GroupCalls:
 
 
 def end_job_for(error: BaseException) -> None:
-    """End the job for an error that nobody would see, and report it with its traceback."""
+    """Print `error` with its traceback, and end the job with exit code 1, because nobody would see the error."""
     rank_end().end_job_for(error, "".join(traceback.format_exception(error)), 1)

@@ -1,1 +1,1 @@
-"""The way of a gradient, from the hook of its parameter to the reduced gradient in `.grad`."""
+"""What happens to a gradient, from the hook of its parameter to the reduced gradient in `.grad`."""

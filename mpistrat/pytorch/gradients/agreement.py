@@ -1,4 +1,4 @@
-"""The agreement of the ranks before they reduce gradients: one MAX of a word for each parameter, and a few more."""
+"""The agreement of the ranks before they reduce gradients: one MAX over int32 words, one word for each parameter."""
 
 from __future__ import annotations
 
@@ -21,44 +21,57 @@ from mpistrat.replicas.torch_modules import ModuleParts
 if TYPE_CHECKING:
     from mpistrat.pytorch.gradients.buckets import Buckets
 
-# How a gradient is laid out. The MAX over all replicas wins: a gradient that is dense on any replica is dense on all.
+# How a gradient is laid out; 0 means no gradient. The MAX over all replicas wins, so a gradient that is dense on any
+# replica is dense on all.
 _SPARSE, _DENSE = 1, 2
-# Dense, and the parameter got another gradient after its bucket had left.
+# The gradient is dense, and the parameter got another gradient after the bucket with the first one was sent.
 _AGAIN = 3
 _NAMED = 5  # number of parameters that a message names
 
 
 class Piggyback(Protocol):
-    """Adds words of this rank to the agreement, and gets their maxima over all ranks."""
+    """The interface of an object that sends a few int32 words with the agreement, and gets their maxima over all ranks.
+
+    `ModuleParts.piggybacks` lists a strategy's piggybacks.
+    """
 
     def words(self) -> np.ndarray:
-        """Return this rank's int32 words; every rank gives equally many. Called by: each reduction of gradients."""
+        """Return this rank's 1-D int32 words; every rank returns equally many.
+
+        Called by: every rank, before each reduction of gradients.
+        """
         ...
 
     def received(self, greatest: np.ndarray) -> None:
-        """Take the maxima over all ranks, at the end of the reduction. It may be collective, and may raise."""
+        """Take the maxima of the words over all ranks, at the end of the reduction.
+
+        The method may make collectives and may raise. backward() then raises its error.
+        """
         ...
 
 
 @dataclasses.dataclass
 class ReplicaBackward:
-    """A backward of one replica.
+    """The record of one `backward()` of one replica.
+
+    A slot is the number of a mirrored parameter; slot numbers are equal on all ranks.
 
     Attributes:
-        replica: number of the replica among this rank's.
-        parameters: the parameters by slot; None for a dropped one.
-        in_block: whether it runs inside `replica()` and not inside `run`.
+        replica: number of the replica among this rank's replicas, from 0.
+        parameters: the parameters by slot; None for a parameter that this rank has dropped.
+        in_block: whether backward() runs inside `replica()` and not inside `run`.
         synchronizes: whether gradients are reduced; False inside `no_sync()`.
-        scale: factor of the sums of gradients, or None.
-        weight: factor of the loss.
-        earlier: reduced gradients of earlier backwards, by slot.
-        buckets: take gradients while the engine computes others; None: gradients are reduced after backward().
-        came: parameters that have got a gradient, each with its version then. They must not change before the
-            reduction.
+        scale: number that multiplies the sums of gradients: 1 / number of replicas for a mean; None for a sum.
+        weight: number that multiplies the loss before the engine runs.
+        earlier: gradients of earlier backwards, already reduced, by slot.
+        buckets: the buffers that are sent while the engine computes further gradients; None if all gradients are
+            reduced after backward().
+        came: pairs of a parameter that has got a gradient, and its `_version` then. The parameter must not change
+            before the reduction.
         sent: slots of the gradients that `buckets` has taken.
-        communicated: whether the program made collective calls inside backward(); True until it has ended.
-        gradients: gradients that are not in `buckets`, by slot; None for a parameter without one.
-        buffers: the replica's buffers after its forward, as of `buffers.snapshot`.
+        communicated: whether the program made collective calls inside backward(); True until backward() has ended.
+        gradients: gradients that are not in `buckets`, by slot; None for a parameter without such a gradient.
+        buffers: the replica's module buffers after its forward, from `buffers.snapshot`.
     """
 
     replica: int
@@ -77,18 +90,19 @@ class ReplicaBackward:
 
 
 class AgreedGradients(NamedTuple):
-    """The result of the agreement; equal on all ranks.
+    """The result of the agreement; equal on all ranks. A slot is the number of a mirrored parameter.
 
     Attributes:
         dense: slots of the gradients that are reduced as dense tensors, ascending.
         sparse: slots of the gradients that are reduced as sparse tensors, ascending.
-        again: the dense slots that got another gradient after their buckets had left.
-        communicates: whether the program of any rank has communicated inside backward().
+        again: the slots in `dense` that, on some rank, got another gradient after their bucket was sent.
+        communicates: whether the program of any rank made collective calls inside backward(). Always False if ranks
+            have several replicas.
         alike: whether all ranks have used the same parameters.
-        may_follow: whether `alike` holds and the MPI of every rank allows several threads: the sums need no further
-            agreement.
-        buffers: flags of the buffers that replicas have written, for `buffers.to_average`.
-        maxima: pairs of a piggyback and the maxima of its words.
+        may_follow: whether all ranks have used the same parameters, and MPI runs with MPI_THREAD_MULTIPLE on all
+            ranks. If so, the sums of dense gradients are made without a further check that all ranks make the call.
+        buffers: int32 flags of the module buffers that replicas have written, for `buffers.to_average`.
+        maxima: pairs of a piggyback and the maxima of its words over all ranks.
     """
 
     dense: list[int]
@@ -102,35 +116,39 @@ class AgreedGradients(NamedTuple):
 
 
 class StepAgreement:
-    """Lets the ranks agree at the end of each backward.
+    """Lets the ranks agree, at the end of each backward, on the gradients to reduce.
 
     Args:
+        parts: the strategy's communicator, replicas, options and piggybacks.
         registry: the mirrored parameters and buffers.
     """
 
     def __init__(self, parts: ModuleParts, registry: Registry) -> None:
         self._parts, self._registry = parts, registry
         self._communicator = parts.group.communicator
-        self._layouts: list[Any] = []  # of the parameters that the last backward used
+        self._layouts: list[Any] = []  # layouts of the parameters that the last backward used
         self._digest = 0  # checksum of `_layouts`
 
     def agree(
         self, replicas: Sequence[ReplicaBackward], extended: Any, optimizer_steps: int
     ) -> AgreedGradients:
-        """Let the ranks agree on the parameters that they have used and the buffers that they have written.
+        """Let the ranks agree, by one all-reduce, on the used parameters and the written buffers. Collective.
 
-        The ranks also compare their progress: calls of `run` (inside `replica()`: steps of distributed datasets),
-        optimizer steps, and calls of `Strategy.shard` inside `replica()` while gradients were on. They compare the
-        first arrays that `shard` got, and the layouts of the used parameters.
+        The all-reduce also compares how often each rank has called `run` (inside `replica()`: how many batches its
+        distributed datasets gave), has stepped an optimizer, and has called `Strategy.shard` inside `replica()` while
+        gradients were on. It compares checksums of the first arrays that `shard` got, and of the used parameters'
+        dtypes, shapes and strides.
 
-        Called by: every rank.
+        Called by: every rank, once per backward of its replicas.
         Args:
             replicas: the backwards of this rank's replicas.
             extended: the strategy's `StrategyExtended`.
-            optimizer_steps: steps that this rank has taken inside `run`.
+            optimizer_steps: number of optimizer steps that this rank has taken inside `run`.
         Raises:
-            CollectiveMismatchError: the ranks are in different steps, or their parameters have different layouts.
-            RuntimeError: this rank has frozen parameters that other ranks train. The other ranks hear of it.
+            CollectiveMismatchError: on all ranks, if the ranks are in different steps or their used parameters have
+                different layouts. A difference of the arrays of `shard` does not raise here.
+            RuntimeError: this rank has frozen parameters that other ranks train. The other ranks then raise
+                CollectiveMismatchError in their next collective.
         """
         piggybacks, sharded = list(self._parts.piggybacks), extended.sharded
         counts = self._parts.strategy.runs, optimizer_steps, sharded.count
@@ -180,10 +198,11 @@ class StepAgreement:
         )
 
     def _described(self, layouts: Sequence[Any]) -> str:
-        """Return a line for each parameter: dtype, shape and strides.
+        """Return a text with one line for each parameter: its dtype, shape and strides.
 
-        The device is added where gradients of GPUs and of the host go different ways.
-        Args: layouts: the parameters' layouts, from `packing.layouts`.
+        The line ends with the type of the device if the communicator takes buffers of GPUs. Gradients of GPUs and of
+        the host then travel by different transports.
+        Args: layouts: the layouts of the used parameters, from `packing.layouts`.
         """
         on_devices, half = self._communicator.takes_device_buffers, len(layouts) // 2
         return "\n".join(
@@ -192,7 +211,7 @@ class StepAgreement:
         )
 
     def _layouts_apart(self, layouts: Sequence[Any]) -> str:
-        """Return the message that names the first parameter with different layouts. Collective."""
+        """Return the message with each rank's layout of the first parameter that differs between ranks. Collective."""
         of_ranks = self._communicator.all_gather_object(self._described(layouts).split("\n"))
         lines = next(rows for rows in zip(*of_ranks, strict=True) if len(set(rows)) > 1)
         described = ", ".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
@@ -203,10 +222,11 @@ class StepAgreement:
         )
 
     def _check_not_frozen(self, numbers: Sequence[int]) -> None:
-        """Check the slots `numbers`: other ranks have used them, and this rank has not.
+        """Check that this rank has not frozen a parameter that other ranks have used.
 
-        Raises: RuntimeError if a parameter has `requires_grad=False` here. The other ranks hear of it in their next
-            collective.
+        Args: numbers: slots of parameters that other ranks have used and this rank has not.
+        Raises: RuntimeError if one of the parameters has `requires_grad=False`. The other ranks raise
+            CollectiveMismatchError in their next collective.
         """
         slots = [self._registry.slots[number] for number in numbers]
         # A parameter that the program has dropped is not frozen.
@@ -221,7 +241,7 @@ class StepAgreement:
             )
 
     def _ranks_apart(self, counts: tuple[int, int, int]) -> str:
-        """Return the message that lists the counts of ranks in different steps. Collective."""
+        """Return the message that lists each rank's counts, because the ranks are in different steps. Collective."""
         places = enumerate(self._communicator.all_gather_object(counts))
         lines = [
             f"rank {r}: run {runs}, {steps} steps, shard {n}" for r, (runs, steps, n) in places
@@ -235,7 +255,7 @@ class StepAgreement:
 
 
 def _kinds(replicas: Sequence[ReplicaBackward]) -> list[int]:
-    """Return by slot how this rank's gradient is laid out (`_DENSE`, …); 0 if no replica used the parameter."""
+    """Return, by slot, `_SPARSE`, `_DENSE` or `_AGAIN` for the gradient of this rank's replicas; 0 if none used it."""
     kinds = [0] * len(replicas[0].parameters)
     for backward in replicas:
         for slot, gradient in enumerate(backward.gradients):

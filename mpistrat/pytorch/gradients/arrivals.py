@@ -1,4 +1,4 @@
-"""Gradients that arrive from the autograd engine, and parameters that change before these are reduced."""
+"""Hooks that note each gradient from the autograd engine, and checks that parameters did not change before the sum."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _IS_THERE = functools.partial(operator.is_not, None)
 
 
 class Arrivals:
-    """Watches the gradients that a strategy's replicas get.
+    """Notes each gradient that a strategy's mirrored parameters get, and fills buckets with it.
 
     Attributes:
-        made_in_run: names of the parameters that replicas have made inside `run`, by parameter.
+        made_in_run: names of the parameters that replicas have made inside `run`, by parameter. `Recorder` adds them.
+            The keys are weak.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -38,7 +39,10 @@ class Arrivals:
         reference = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
-            """Fill the bucket of `parameter`: the engine has added to its `.grad`."""
+            """Mark the gradient of `parameter` as there. Send its bucket if no other gradient is missing.
+
+            Called by: the engine, when it has added to `parameter.grad`.
+            """
             arrivals = reference()
             if arrivals is None:
                 return
@@ -66,14 +70,20 @@ class Arrivals:
         self._hook = hook
 
     def guard(self, parameter: torch.Tensor) -> None:
-        """Register the hook of `parameter`: it fills buckets, and refuses gradients outside `run`."""
+        """Register the hook that fills buckets on `parameter`, unless its dtype is an integer or bool.
+
+        A backward outside `run` and `replica()` that reaches `parameter` then raises RuntimeError.
+        Called by: `Mirroring`, for each parameter that is mirrored.
+        """
         if is_inexact(parameter):
             hooks.first_when_accumulated(parameter, self._hook)
 
     def _backward(self) -> ReplicaBackward:
-        """Return the backward of the replica on this thread: on the host the engine calls hooks there.
+        """Return the record of the backward of this thread's replica.
 
-        Raises: RuntimeError if no replica is in a backward: the gradient would not be reduced.
+        If a rank has several replicas, its parameters are on the host, and the engine calls hooks on the thread that
+        called backward(). So the thread tells the replica.
+        Raises: RuntimeError if no replica of this rank is in a backward, because the gradient would not be reduced.
         """
         if self._backwards:
             return self._backwards[current_local_replica() or 0]
@@ -86,19 +96,20 @@ class Arrivals:
         )
 
     def _has_no_gradient(self, parameter: torch.Tensor) -> bool:
-        """Whether `parameter` has no gradient so far, and no strategy that would reduce one."""
+        """Whether `parameter` has no gradient so far and is not mirrored, so that nothing would reduce one."""
         return parameter.grad is None and parameter not in self._registry
 
     @contextlib.contextmanager
     def watched(self, step: ReplicaBackward) -> Iterator[Callable[[], None]]:
-        """Inside the block the engine computes `step`, and hooks fill its buckets.
+        """Let hooks note the gradients of `step` while the caller runs the autograd engine inside the block.
 
-        Gives: `_check`, to be called when the engine has ended, before gradients are reduced.
+        Yields a function without arguments. The caller calls it after the engine has ended and before gradients are
+        reduced. It raises the RuntimeErrors of `_check`.
         """
         watched = list[tuple[torch.Tensor, int]]()
         unmirrored = list(filter(self._has_no_gradient, self.made_in_run))
         for p in filter(_IS_THERE, step.parameters):
-            # A hook of the program may write any parameter.
+            # The program has hooks on a parameter: they may write any parameter, so all are watched.
             if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1:
                 there = filter(_IS_THERE, step.parameters)
                 watched = [(p, p._version) for p in there if not p.is_inference()]
@@ -118,15 +129,16 @@ class Arrivals:
         watched: Sequence[tuple[torch.Tensor, int]],
         taken: Sequence[tuple[int, torch.Tensor, int]],
     ) -> None:
-        """Refuse a backward that would make the ranks' parameters differ.
+        """Raise if the backward `step` would make the parameters of ranks differ; return None if not.
 
         Args:
-            unmirrored: parameters of `made_in_run` that had no gradient before.
+            step: the backward that the engine has computed.
+            unmirrored: parameters of `made_in_run` that had no gradient before the backward.
             watched: parameters that must not change during the backward, each with its version before.
-            taken: (parameter's id, tensor, version) of each `.data` that the program took meanwhile.
+            taken: (parameter's id, tensor, version) of each `.data` tensor that the program took during the backward.
         Raises:
-            RuntimeError: a mirrored parameter was changed or lost its gradient inside backward(), or a parameter made
-                inside `run` got one.
+            RuntimeError: a mirrored parameter was changed or lost its gradient inside backward(); or, inside `run`, a
+                parameter of `unmirrored` got a gradient.
         """
         in_buckets = {} if step.buckets is None else step.buckets.taken
         for parameter, _ in step.came:

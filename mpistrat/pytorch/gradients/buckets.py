@@ -1,8 +1,9 @@
-"""Dense gradients that leave while `backward()` still runs.
+"""Dense gradients that are sent to the other ranks while `backward()` still runs.
 
-Gradients are cut into buckets in reverse order of the parameters: backward computes them in about this order. A bucket
-leaves once all of its gradients are there and all earlier buckets have left. So all ranks send the same buckets in the
-same order, whatever parameters each rank uses.
+A bucket is a buffer of several gradients that are summed up in one message. Buckets are filled in reverse order of the
+parameters, because backward() computes gradients in about this order. A bucket is sent once all of its gradients are
+there and all earlier buckets have been sent. So all ranks send the same buckets in the same order, even if ranks use
+different parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mpistrat.cross_device_ops import packing
 from mpistrat.liveness.call_site import SourceLine, instead, outside
 from mpistrat.pytorch.gradients.wires import Wires
 
-# 4 MiB take 32 ms over 1 Gbit/s: long beside the cost of a message, short beside a backward that takes longer.
+# 4 MiB take 34 ms over 1 Gbit/s. That is long beside the fixed cost of a message, and short beside a long backward.
 DEFAULT_BYTES = 1 << 22
 
 _GRAD = operator.attrgetter("grad")
@@ -31,18 +32,19 @@ _GRAD = operator.attrgetter("grad")
 
 @dataclasses.dataclass(eq=False)
 class Bucket:
-    """A buffer for some of the gradients, side by side, of one dtype and device.
+    """A buffer that holds several gradients of one dtype and device side by side, and is reduced in one message.
 
     Attributes:
-        slots: slots of its parameters.
-        like: its parameters on "meta".
-        reduction: how it is summed up.
-        parameters: its parameters while a backward runs, else empty.
-        missing: ids of its parameters without a gradient so far; empty once the bucket has taken its gradients.
-        flat: its memory, of shape [elements]; None until it is allocated.
-        pieces: views of `flat` in the shapes of the parameters.
-        writers: on a device, the streams that computed its gradients.
-        ready: on a device, the events that the reduction waits for.
+        slots: slots (numbers) of the bucket's parameters.
+        like: the parameters on the device "meta", without memory.
+        reduction: the sum, its scale and its label. The default is set anew by `Buckets.begin`.
+        parameters: the parameters while a backward runs; else empty.
+        missing: `id`s of the parameters without a gradient so far; empty once the bucket has taken its gradients.
+        flat: the bucket's memory, of shape [elements]; None until it is allocated.
+        pieces: views of `flat`, one in the shape of each parameter.
+        writers: on an accelerator, the streams that computed the gradients; empty on the host.
+        ready: on an accelerator, the one event that the reduction waits for; empty on the host.
+        length: number of elements of all gradients.
     """
 
     slots: list[int]
@@ -60,13 +62,13 @@ class Bucket:
 
 
 def cut(slots: Sequence[int], like: Any, nbytes: int) -> list[list[int]]:
-    """Cut gradients into buckets of one dtype and device.
+    """Divide gradients into buckets. The gradients of a bucket have one dtype and device.
 
     Args:
-        slots: the slots in the expected order of gradients.
+        slots: the parameters' slots in the order that backward() is expected to compute their gradients in.
         like: the parameters by slot.
-        nbytes: most bytes of a bucket. A larger gradient gets a bucket of its own.
-    Returns: the slots of each bucket, in the order of full buckets.
+        nbytes: the most bytes of a bucket. A larger gradient gets a bucket to itself.
+    Returns: a list of slots for each bucket. The bucket that is expected to be full first comes first.
     """
     buckets = [part for group in packing.alike(like, slots) for part in _parts(group, like, nbytes)]
     position = {slot: i for i, slot in enumerate(slots)}
@@ -86,23 +88,26 @@ def _parts(group: Sequence[int], like: Any, nbytes: int) -> Iterator[list[int]]:
 
 
 class Buckets:
-    """The buckets of a strategy's gradients, in one backward after the other.
+    """All buckets of a strategy's gradients, for many backwards: `begin`, `filled` for each bucket, `finish`, `wait`.
 
     Args:
-        wires: how buckets cross a network.
-        like: parameters on "meta", by slot, that are expected to get dense gradients; the same on all ranks.
-        scale: factor of the sums, or None.
-        nbytes: most bytes of a bucket.
-        all_reduce: sums up a bucket, given its memory, its reduction and the events that it waits for.
-        thread: calls `all_reduce`; None if the thread that fills a bucket does.
+        wires: make each bucket's reduction, with the wire format (the shorter numbers that cross a network).
+        like: the parameters that are expected to get dense gradients, on the device "meta", by slot; the same on all
+            ranks.
+        scale: number that multiplies the sums; None for plain sums.
+        nbytes: the most bytes of a bucket.
+        all_reduce: a function that sums up a bucket over the ranks, in place. It gets the bucket's memory, reduction
+            and, on an accelerator, the event that it waits for.
+        thread: the thread that calls `all_reduce`; None if the thread that fills a bucket calls it.
 
     Attributes:
-        places: the bucket of a parameter, by the parameter's id.
-        taken: slots of the parameters with gradients in buckets, by id.
-        shown: gradients that stay in `.grad` for a hook of the program: (parameter, gradient, version), by the
-            parameter's id.
-        stream: returns the stream of the running backward; None on the host.
-        calls: number of buckets that left in collectives of the strategy's own communicator.
+        places: the bucket of each parameter, by the parameter's `id`.
+        taken: slots of the parameters with gradients in buckets in this backward, by the parameter's `id`.
+        shown: gradients that also stay in `.grad`, because a hook of the program will read them: (parameter, gradient,
+            version), by the parameter's `id`.
+        stream: a function that returns the accelerator's current stream; None on the host.
+        calls: number of buckets in this backward that were summed up by collectives of the strategy's communicator,
+            and not by `thread`.
     """
 
     stream: Callable[[], Any] | None = None
@@ -123,7 +128,10 @@ class Buckets:
         self._submit = self._call if thread is None else thread.submit
 
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Begin a backward. Args: parameters: by slot; parameters that this rank has dropped are on "meta"."""
+        """Begin a backward: set `places`, and note that all gradients of all buckets are missing.
+
+        Args: parameters: the parameters by slot; a parameter that this rank has dropped is on the device "meta".
+        """
         frame = outside(sys._getframe())
         self._place = SourceLine(frame.f_code, frame.f_lineno)
         self._done: list[Future[None] | None] = []
@@ -144,9 +152,12 @@ class Buckets:
                 )
 
     def filled(self, bucket: Bucket) -> None:
-        """Take the bucket's gradients, and submit all buckets that are next in order and full.
+        """Copy the gradients of `bucket` into its memory, then send all full buckets that are next in order.
 
-        Gradients that come later (by reentrant checkpointing of shared parameters) stay in `.grad`.
+        `.grad` of its parameters becomes None, unless a hook of the program will read the gradient. A parameter
+        without a gradient contributes zeros. Gradients that come later (by reentrant checkpointing of shared
+        parameters) stay in `.grad`.
+        Called by: the hook of the last missing gradient; `finish`, for buckets that lack gradients.
         """
         gradients: list[Any] = list(map(_GRAD, bucket.parameters))
         bucket.missing.clear()
@@ -172,7 +183,7 @@ class Buckets:
             self._done.append(self._submit(work, self._place))
 
     def _call(self, work: Callable[[], None], place: SourceLine) -> None:
-        """Do `work` on this thread, as `CommunicationThread.submit` does on its own."""
+        """Call `work` on this thread, while reports name `place` as the line of the program that called it."""
         self.calls += 1
         before, instead.place = instead.place, place
         try:
@@ -181,17 +192,17 @@ class Buckets:
             instead.place = before
 
     def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
-        """Find memory for `bucket`. On the host it has memory since `begin`."""
+        """Set `bucket.flat` and `bucket.pieces`. Does nothing on the host, where `begin` has set them."""
 
     def finish(self) -> frozenset[int]:
-        """Send the remaining buckets, with zeros for missing gradients.
+        """Send the buckets that are not sent yet, with zeros for missing gradients. Does not wait for the sums.
 
-        Called by: a replica, when the engine has ended.
-        Returns: slots of the parameters that got a gradient in a bucket on this rank.
-        Raises: RuntimeError if a gradient that was kept for a hook has changed since its bucket took it.
+        Called by: the rank's replica, when the autograd engine has ended.
+        Returns: slots of the parameters with gradients in buckets on this rank.
+        Raises: RuntimeError if a gradient that stayed in `.grad` for a hook has changed since its bucket took it.
         """
         for bucket in self._buckets:
-            if bucket.missing:  # some of its gradients may come from backwards in no_sync()
+            if bucket.missing:  # its gradients may come from earlier backwards, in no_sync(): no hook was called now
                 self.filled(bucket)
         for parameter, gradient, version in self.shown.values():
             if parameter.grad is not gradient or gradient._version != version:
@@ -205,29 +216,31 @@ class Buckets:
         return frozenset(self.taken.values())
 
     def wait(self) -> dict[int, torch.Tensor]:
-        """Wait for all buckets, and return the sums by slot, as views of the buckets.
+        """Wait until all buckets are summed up.
 
-        Raises: the error of a bucket's collective.
+        Returns: the sums by slot, as views of the buckets' memory. The buckets give that memory up.
+        Raises: the error of the first bucket in order that failed.
         """
         for done in filter(None, self._done):
             done.result()
         sums: dict[int, torch.Tensor] = {}
         for bucket in self._buckets:
             sums.update(zip(bucket.slots, bucket.pieces, strict=True))
-            # From here on only the program refers to its parameters and their gradients.
+            # The buckets must not keep the program's parameters and gradients alive.
             bucket.parameters, bucket.flat, bucket.pieces = [], None, []
         return sums
 
     def leave(self) -> None:
-        """Give up the buckets of a failed backward. The thread keeps their memory until its collectives have ended."""
+        """Give up the buckets of a failed backward. Does not wait for collectives that still use their memory."""
 
 
 class HostBuckets(Buckets):
-    """Buckets in packs in host memory. The memory is there when a backward begins.
+    """Buckets in host memory. `begin` cuts them out of one pack (a flat buffer) for each dtype.
 
     Args:
-        thread: carries the buckets.
-        nbytes: most bytes of a bucket; 0 for `DEFAULT_BYTES`.
+        thread: the thread that sums up the buckets.
+        packer: makes the packs, in the window (shared memory of the node's ranks) if there is room.
+        nbytes: the most bytes of a bucket; 0 for `DEFAULT_BYTES`.
     """
 
     def __init__(
@@ -245,7 +258,7 @@ class HostBuckets(Buckets):
 
     def begin(self, parameters: Mapping[int, torch.Tensor]) -> None:
         super().begin(parameters)
-        # Not collective: `Overlap` has had the ranks share the window before.
+        # With `asks=False` the call is not collective: `Overlap` has already had the ranks make a large enough window.
         slots = list(self._like)[::-1]
         for pack in self._packer.packs(self._like, slots, self._communicator, asks=False):
             start = first = 0

@@ -1,4 +1,4 @@
-"""Sums of the dense gradients that did not leave while `backward()` ran, in one pack after the other."""
+"""Sums of the dense gradients that were not sent while `backward()` ran, in one pack (flat buffer) after the other."""
 
 from __future__ import annotations
 
@@ -22,24 +22,28 @@ _GRADIENTS, _IS_CPU = map(operator.attrgetter, ("gradients", "is_cpu"))
 
 
 class DenseSums:
-    """Sums up gradients over all replicas of all ranks.
+    """Sums up dense gradients over all replicas of all ranks, after backward().
 
     Attributes:
-        spent: this rank's last contributions on the host. The next backward drops them and takes their memory again.
+        spent: this rank's own gradients of the last sum on the host, by slot. They are kept only so that the next
+            backward, when it drops them, gets their memory again.
     """
 
     def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires) -> None:
         self._packer, self._wires = packer, wires
         self._communicator, self._options = parts.group.communicator, parts.ops.options
         self._all_reduce_packs = (parts.gradient_sums or parts.ops.over_ranks).all_reduce_packs
-        # If these tensors were freed at once, they could be the top of the heap. glibc returns that to the system: page
-        # faults were a quarter of a training step.
+        # If these tensors were freed right after the sum, they could lie at the top of the heap. glibc would return
+        # them to the system, and page faults of the next backward took a quarter of a training step.
         self.spent: list[torch.Tensor] = []
 
     def of(self, slots: list[int], steps: list[ReplicaBackward]) -> dict[int, torch.Tensor]:
-        """Return the sums of the gradients of `slots`, by slot. Collective.
+        """Sum up the gradients of the parameters with the numbers `slots`, over all replicas. Collective.
 
-        Args: steps: the backwards of this rank's replicas.
+        Args: steps: the backwards of this rank's replicas. On a GPU, with one replica, their gradients and `.grad`
+            become None.
+        Returns: the sums by slot, multiplied by the backward's `scale`. A parameter that this rank's replicas have
+            not used counts as zeros.
         """
         step, parameters = steps[0], steps[0].parameters
         how = [*map(_GRADIENTS, steps)], functools.partial(self._reduction, step)
@@ -51,9 +55,10 @@ class DenseSums:
     def _on_device(
         self, slots: list[int], steps: list[ReplicaBackward], *how: Any
     ) -> dict[int, torch.Tensor]:
-        """Do the work of `of` for parameters outside the host, one pack after the other.
+        """Do the work of `of` if some parameters are on a GPU or XLA device.
 
-        A rank of one replica frees a GPU's gradients after the sum of their pack.
+        Gradients of GPUs are summed up in several packs, one after the other. A rank of one replica frees a pack's
+        gradients after its sum, so that the next pack uses their memory. Gradients of XLA devices are in one call.
         """
         step, parameters = steps[0], steps[0].parameters
         parts = [slots]
@@ -64,7 +69,6 @@ class DenseSums:
         for part in parts:
             sums |= self._all_reduce_packs(self._packer, parameters, part, *how)
             if len(steps) == 1 and is_on_gpu(parameters[part[0]]):
-                # The next packs use the memory of these gradients.
                 let_go(map(step.gradients.__getitem__, part))
                 for slot in part:
                     step.gradients[slot] = parameters[slot].grad = None

@@ -1,8 +1,8 @@
-"""Buckets on an accelerator. The accelerator sums them up while it computes further gradients.
+"""Buckets (buffers of gradients) on an accelerator. It sums them up while it computes further gradients.
 
 Three kinds of streams take part. The program's stream runs the backward, and the optimizer step after it. The autograd
 engine runs parts of the backward on the streams of their forwards. A side stream sums up buckets. The streams wait for
-each other by events. Where collectives are ordered by streams, the host waits for no stream.
+each other by events. Where a communicator's collectives are ordered by streams (as NCCL's), the host waits for none.
 """
 
 from __future__ import annotations
@@ -20,22 +20,27 @@ from mpistrat.cross_device_ops import packing
 from mpistrat.pytorch.gradients.buckets import Bucket, Buckets
 from mpistrat.pytorch.gradients.wires import Wires
 
-# The ranks' hosts meet at each bucket, so buckets are few. A bucket may be copied as float32, so buckets are not too
-# large.
+# Buckets are few because the ranks' hosts meet at each bucket. They are at most 25 MiB because a bucket may be copied
+# to float32.
 _PARTS = 16
 _SMALLEST, _LARGEST = 1 << 20, 25 << 20
 
 
 def bucket_bytes(like: Iterable[torch.Tensor]) -> int:
-    """Return the most bytes of a bucket, if the program sets none, for the gradients of the parameters `like`."""
+    """Return the most bytes of a bucket if `bytes_per_pack` is not set: a sixteenth of the bytes of all `like`.
+
+    The result is at least 1 MiB and at most 25 MiB.
+    Args: like: the parameters with gradients.
+    """
     total = sum(parameter.nbytes for parameter in like)
     return min(max(total // _PARTS, _SMALLEST), _LARGEST)
 
 
 def let_go(gradients: Iterable[torch.Tensor | None]) -> None:
-    """Let the allocator reuse the memory of `gradients` once the current stream has read them.
+    """Tell the allocator that the current stream reads `gradients`, so that it reuses their memory only afterwards.
 
-    The backward may have allocated them on another stream. None and sparse gradients are skipped.
+    The engine may have allocated the gradients on another stream. None and sparse gradients are skipped. The caller
+    frees the gradients after this call.
     """
     for gradient in gradients:
         if gradient is not None and not gradient.is_sparse:
@@ -44,12 +49,14 @@ def let_go(gradients: Iterable[torch.Tensor | None]) -> None:
 
 
 class SideStream:
-    """The stream of an accelerator on which buckets are summed up.
+    """A second stream of an accelerator, beside the program's. Buckets are summed up on it.
 
     Args:
         device: the device of all gradients.
-        communicator: sums up the buckets. Without `thread`, its collectives are ordered by streams.
-        thread: makes the calls, and waits for the device; None if the thread that fills a bucket makes them.
+        communicator: the communicator that sums up the buckets. Without `thread`, its collectives are ordered by
+            streams, so that the host need not wait.
+        thread: the thread that makes the collectives and waits for the device; None if the thread that fills a bucket
+            makes them.
     """
 
     def __init__(
@@ -63,9 +70,12 @@ class SideStream:
         self.stream = self.module.Stream(device)
 
     def all_reduce(self, flat: torch.Tensor, reduction: Reduction, ready: Any) -> None:
-        """Sum up `flat` in place, on the side stream, after the event `ready`. Collective.
+        """Sum up a bucket over the ranks in place, on the side stream, after an event. Collective.
 
-        A communicator that takes no device buffers gets a copy in host memory.
+        If the communicator takes no device buffers, the bucket is summed up in a copy in host memory and copied back.
+        Args:
+            flat: the bucket, of shape [elements].
+            ready: an event of the stream that has filled the bucket.
         """
         self.stream.wait_event(ready)
         with self.module.stream(self.stream):
@@ -78,11 +88,11 @@ class SideStream:
 
 
 class DeviceBuckets(Buckets):
-    """Buckets in device memory. The memory of a bucket is allocated when its gradients are there; then these are freed.
+    """Buckets in device memory. A bucket's memory is allocated when its gradients are there. These are then freed.
 
     Args:
-        side: the stream that sums up the buckets.
-        nbytes: most bytes of a bucket; 0 for `bucket_bytes`.
+        side: the stream that sums up buckets.
+        nbytes: the most bytes of a bucket; 0 for the result of `bucket_bytes`.
     """
 
     stream: Callable[[], Any]
@@ -101,7 +111,10 @@ class DeviceBuckets(Buckets):
         self.stream = functools.partial(side.module.current_stream, side.device)
 
     def wait(self) -> dict[int, torch.Tensor]:
-        """Return the sums by slot, as `Buckets.wait`. The program's stream waits for the device, not the host."""
+        """Have the program's stream wait for all sums, and return them by slot, as views of the buckets' memory.
+
+        Without a communication thread the host does not wait: the sums may not be computed yet on return.
+        """
         sums = super().wait()
         self._program.wait_stream(self._side.stream)
         return sums
@@ -114,9 +127,9 @@ class DeviceBuckets(Buckets):
             bucket.flat, bucket.pieces = None, []  # the error's traceback may keep this object
 
     def _lay(self, bucket: Bucket, gradients: list[Any]) -> None:
-        """Allocate memory for `bucket`, or use the memory of its only gradient.
+        """Set the memory of `bucket`: new memory, or the memory of its gradient if it has only one.
 
-        The current stream first waits for the streams that wrote the gradients.
+        The current stream first waits for the streams that computed the gradients, and for the program's stream.
         """
         here = self.stream()
         bucket.writers.add(here)

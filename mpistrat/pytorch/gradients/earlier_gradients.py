@@ -1,6 +1,7 @@
 """The gradients that are in `.grad` before a backward.
 
-Reduced gradients are set aside. Gradients of backwards inside `no_sync()` are not reduced yet ("local"), and stay.
+Gradients that are already reduced are moved out of `.grad` during the backward. Gradients of backwards inside
+`no_sync()` are not reduced yet ("local"). They stay in `.grad`, so that they are reduced with the new gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from mpistrat.pytorch.modules.registry import ParameterSlot, Registry
 
 
 class _Split(NamedTuple):
-    """A `.grad` tensor, `combined`, that is the sum of a reduced and a local gradient, and its version then."""
+    """The two parts of a `.grad` tensor that is the sum of a reduced and a local (not reduced) gradient.
+
+    Attributes:
+        combined: the `.grad` tensor, `reduced + local`.
+        version: `_version` of `combined` when it was made. Another version shows that the program has changed it.
+    """
 
     combined: torch.Tensor
     version: int
@@ -23,7 +29,7 @@ class _Split(NamedTuple):
 
 
 class EarlierGradients:
-    """The gradients of one replica before a backward, reduced and local ones."""
+    """Tells the local gradients of one replica (from `no_sync()`, not reduced yet) from its reduced gradients."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -31,9 +37,12 @@ class EarlierGradients:
         self._splits: dict[ParameterSlot, _Split] = {}
 
     def set_aside(self, parameters: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Move the reduced gradients out of `.grad`, and return them by position in `parameters`. Local gradients stay.
+        """Move the reduced gradients out of `.grad` before a backward. Local gradients stay in `.grad`.
 
-        Raises: RuntimeError if the program has changed a `.grad` that is the sum of a reduced and a local gradient.
+        Args: parameters: the parameters by slot; None for a dropped parameter.
+        Returns: the reduced gradients, by slot. `.grad` of their parameters is None, or the local gradient.
+        Raises: RuntimeError if the program has changed a `.grad` that is the sum of a reduced and a local gradient,
+            unless it has set it to None or zeros.
         """
         earlier = {}
         for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
@@ -62,11 +71,13 @@ class EarlierGradients:
         earlier: dict[int, torch.Tensor],
         reduced: dict[int, torch.Tensor] | None,
     ) -> None:
-        """Add the new gradients to the earlier ones, and put the sums into `.grad`.
+        """Set `.grad` after a backward: this backward's reduced gradients plus the earlier reduced gradients.
 
         Args:
-            earlier: the result of `set_aside`; emptied of the slots in `reduced`.
-            reduced: this backward's reduced gradients by slot; None inside `no_sync()`: `.grad` becomes local.
+            parameters: the parameters by slot; None for a dropped parameter.
+            earlier: the result of `set_aside`. Entries that are also in `reduced` are removed from it.
+            reduced: this backward's reduced gradients by slot. None inside `no_sync()`: the new gradients in `.grad`
+                are local then, and the earlier gradients are added to them.
         """
         if reduced is None:
             self._keep(parameters, earlier)
@@ -103,9 +114,10 @@ class EarlierGradients:
                 parameter.grad = reduced
 
     def undo(self, parameters: Sequence[Any], earlier: dict[int, torch.Tensor]) -> None:
-        """Restore the earlier gradients after a failed backward.
+        """Put the gradients `earlier` back into `.grad` after a failed backward.
 
-        The gradient of a parameter without a local one is dropped: only the failed backward can have added it.
+        A parameter without a local gradient before loses the gradient in `.grad`, because the failed backward has added
+        it. Where a local gradient was there, the failed backward's contribution stays in it.
         """
         for slot, parameter in zip(self._registry.slots, parameters, strict=True):
             if parameter is not None and slot not in self._local:

@@ -1,8 +1,8 @@
-"""Whether gradients leave while `backward()` runs: as the program chooses, else as measured.
+"""Whether gradients are sent while `backward()` runs ("overlap"): as the program chooses, else as measured.
 
-A device gains by overlap: it sums up some gradients while it computes others. The host gains where messages wait for a
-network. It may lose where a reduction takes cores from backward(). So on the host both ways are timed over the first
-steps, and the faster one stays.
+An accelerator gains by overlap, because it sums up some gradients while it computes others. The host gains where
+messages wait for a network, and may lose where a reduction takes cores from backward(). So on the host both ways are
+timed over the first backwards, and the faster way is kept.
 """
 
 from __future__ import annotations
@@ -34,21 +34,26 @@ _Sender = CommunicationThread | SideStream
 
 # With fewer bytes of gradients than this, overlap has nothing to hide.
 SMALLEST = 1 << 20
-# For each way, five backwards are timed, after two that are not timed.
+# With and without overlap, five backwards each are timed, after two that are not timed.
 _TIMED, _UNTIMED = 5, 2
-# Overlap stays if its time is less than this fraction of the time without it.
+# Overlap is kept if its time is less than this fraction of the time without it.
 _GAIN = 0.97
 
 
 class Overlap:
-    """Decides for each backward whether its gradients leave while it runs. All ranks decide alike.
+    """Decides for each backward whether its gradients are sent while it runs ("overlap"). All ranks decide alike.
 
+    The first backwards on the host are timed, without and with overlap. Overlap is kept if the slowest rank's median
+    time with it is less than 97 % of the slowest rank's median time without it.
     Called by: one replica per rank, equally often on all ranks.
     Args:
-        shares: whether the ranks of a node share parameters.
+        parts: the strategy's communicator and options.
+        packer: makes flat buffers for buckets on the host.
+        wires: make the reductions of buckets.
+        shares: whether the ranks of a node share parameters. Then overlap stays off.
 
     Attributes:
-        may_come: whether overlap is on, or not decided yet.
+        may_come: whether overlap is on, or not decided yet. False once it is off for good.
     """
 
     def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires, *, shares: bool) -> None:
@@ -74,20 +79,23 @@ class Overlap:
             self._decline(why_not)
 
     def forget(self) -> None:
-        """Forget the expected slots: slots have new numbers. Called by: every rank."""
+        """Forget the slots that are expected to get gradients. Called by: every rank, when slots get new numbers."""
         self._expected, self._last, self._like, self._buckets = None, (), {}, None
 
     def begin(self, parameters: _Parameters, scale: float | None) -> Buckets | None:
-        """Return the buckets for a backward that begins; None if its gradients are reduced afterwards.
+        """Return the buckets for a backward that begins; None if all its gradients are to be reduced afterwards.
 
-        Not collective: if a rank skips this backward, the agreement at its end finds out.
+        The call is not collective. If a rank skips this backward, the agreement at the backward's end raises.
+        Args:
+            parameters: this rank's parameters by slot; None for a dropped one.
+            scale: number that multiplies the sums; None for plain sums.
         """
         if self._sender is None or not self._expected:
             return None
         turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
         buckets = None
         if self._overlaps or turn:
-            # Python collects a dropped model at another time on each rank, so its parameters are still sent.
+            # Each rank's Python collects a dropped model at another time, so zeros are sent for dropped parameters.
             sent = {
                 s: meta if (p := parameters[s]) is None else p for s, meta in self._like.items()
             }
@@ -112,9 +120,14 @@ class Overlap:
         return HostBuckets(sender, self._packer, *how)
 
     def end(self, step: ReplicaBackward, agreed: AgreedGradients) -> None:
-        """Learn from a backward that has ended: its time, its slots, and calls of the program inside it. Collective.
+        """Record the time and the slots of a backward that has ended, and decide on overlap when all are timed.
 
-        Args: agreed: the slots `agreed.dense` got gradients on some rank.
+        The next backward is expected to use the same slots if the last two backwards did. On an accelerator, overlap
+        goes off for good if the program communicates inside backward() and that could interleave with buckets.
+        Called by: every rank, after its gradients are summed up. Collective.
+        Args:
+            step: the backward.
+            agreed: the result of the agreement. The slots `agreed.dense` got gradients on some rank.
         """
         if self._overlaps is None and self._started:
             self._seconds[step.buckets is not None].append(time.perf_counter() - self._started)
@@ -122,7 +135,7 @@ class Overlap:
         self._started = 0.0
         self._buckets = step.buckets or self._buckets
         last, self._last = self._last, tuple(agreed.dense)
-        # Where two models take turns, buckets of the other model would be sent for nothing.
+        # If two models take turns, no slots are expected: the buckets of the wrong model would be sent for nothing.
         self._expect(last if last == self._last else None, step.parameters)
         self._communicates |= agreed.communicates
         self._differ |= not agreed.alike
@@ -138,7 +151,12 @@ class Overlap:
             self._decline(f"the program communicates inside backward(), and {why_not}")
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
-        """Expect gradients of the slots `last` in the next backward; None: expect none. Collective."""
+        """Prepare buckets for gradients of the slots `last` in the next backward. Collective.
+
+        Args:
+            last: the slots; None or empty to send no gradients early.
+            parameters: this rank's parameters by slot; None for a dropped one.
+        """
         self._expected = last
         if not last:
             return
@@ -157,11 +175,14 @@ class Overlap:
             self._sender.communicator.memory.window_buffer(_nbytes(self._like.values()))
 
     def state(self) -> dict[str, Any]:
-        """Return the slots that leave in the next backward, for `load`; the same on all ranks."""
+        """Return the last backward's slots and the slots that the next one is expected to use, for `load`.
+
+        The dict is the same on all ranks. "expected" is None if the last two backwards used different slots.
+        """
         return {"last": self._last, "expected": self._expected}
 
     def load(self, state: Mapping[str, Any], parameters: _Parameters) -> None:
-        """Go on with a `state` from a checkpoint. Collective."""
+        """Expect the slots of a checkpoint's `state`; do nothing if overlap is off for good. Collective."""
         if self.may_come:
             self._last = state["last"]
             self._expect(state["expected"], parameters)
@@ -171,7 +192,11 @@ class Overlap:
         return f"gradients are reduced {how}: {self._why}"
 
     def _agree_on_sender(self, devices: frozenset[torch.device]) -> None:
-        """Choose the thread or stream that sends buckets, or decline overlap for good. Collective."""
+        """Choose the thread or stream that sends buckets, or turn overlap off for good. Collective.
+
+        Overlap is on without timing on an accelerator, with `overlap=True`, and with a wire format.
+        Args: devices: the devices of this rank's parameters that are expected to get gradients; may be empty.
+        """
         communicator = self._communicator
         facts = (
             self._asked,
@@ -194,7 +219,8 @@ class Overlap:
         why = _first_that_holds(
             ("as asked for", self._asked),
             ("a device computes and communicates at a time", kind != "cpu"),
-            # Timing both ways would lose the residuals of the buffers of the slower way.
+            # With and without overlap, buffers have different lengths, so the residuals of the slower way would be
+            # lost.
             ("a trial would lose residuals of the wire format", self._wires.has_format),
         )
         if why:
@@ -202,7 +228,10 @@ class Overlap:
         self._sender = self._make_sender(next(iter(devices), torch.device(kind)))
 
     def _make_sender(self, device: torch.device) -> _Sender:
-        """Make the thread or stream that sends buckets of `device`. Collective."""
+        """Return the sender for buckets of `device`: a thread on the host, else a `SideStream`. Collective.
+
+        The side stream gets a communication thread if the host has to wait for the sums.
+        """
         communicator = self._communicator
         is_host = device.type == "cpu"
         if not (is_host or self._wires.wait_for_host(communicator.ordered_by_streams)):
@@ -216,9 +245,10 @@ class Overlap:
         return SideStream(device, thread.communicator, thread)
 
     def _decline(self, why: str) -> None:
-        """Reduce all gradients after backward() from now on, and warn on rank 0 if the program asked for overlap.
+        """Turn overlap off for good, so that all gradients are reduced after backward().
 
-        Called by: all ranks, if by any.
+        Rank 0 warns if the program set `overlap=True`.
+        Called by: all ranks, or none.
         """
         self.may_come, self._overlaps, self._why, self._buckets = False, False, why, None
         if self._asked:
@@ -240,12 +270,12 @@ class Overlap:
 
 
 def _why_never(parts: ModuleParts, shares: bool) -> str:
-    """Return why gradients of this strategy cannot leave while backward() runs; empty if they can."""
+    """Return why this strategy can never send gradients while backward() runs; "" if nothing speaks against it yet."""
     return _first_that_holds(
         ("parameters are shared", shares),
         ("a step is recorded first, and then computed", parts.replicas.records_steps),
         ("several replicas of a rank take turns", parts.replicas.count > 1),
-        # A gradient that grows after its bucket has left would be added in another order.
+        # A gradient that grows after its bucket was sent would be added in another order.
         ("deterministic=True", parts.group.deterministic),
         (
             "a cross_device_ops of the program's own sees all gradients first",
@@ -255,9 +285,13 @@ def _why_never(parts: ModuleParts, shares: bool) -> str:
 
 
 def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str], str]:
-    """Return the kinds of all devices, and why gradients should not leave while backward() runs; empty if they may.
+    """Return the devices of all ranks, and the reason against sending gradients while backward() runs.
 
-    Args: of_ranks: the facts of each rank, from `Overlap._agree_on_sender`.
+    Args:
+        of_ranks: the facts of each rank, from `Overlap._agree_on_sender`.
+        on_one_node: whether all ranks are on one node.
+    Returns: the device types of all ranks' parameters, and the reason against overlap. The reason is "" if there is
+        none.
     """
     asked, thread_multiple, of_rank, devices, nbytes, masks, threads = zip(*of_ranks, strict=True)
     kinds: frozenset[str] = frozenset().union(*of_rank)
@@ -270,7 +304,7 @@ def _why_not(of_ranks: Sequence[Any], on_one_node: bool) -> tuple[frozenset[str]
         ("MPI was started without MPI_THREAD_MULTIPLE", not min(thread_multiple)),
         ("parameters are on several devices", max(len(kinds), *devices) > 1),
         ("parameters are on an XLA device", "xla" in kinds),
-        # The reasons below hold only on the host, and if the program does not choose.
+        # This entry ends the search with "": the reasons below count only on the host, and if no rank sets `overlap`.
         ("", None not in asked or not kinds <= {"cpu"}),
         (f"{nbytes[0]} bytes are too few", nbytes[0] < SMALLEST),
         ("no core of the node is free, and memory does not wait", busy),

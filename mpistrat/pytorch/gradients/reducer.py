@@ -1,16 +1,18 @@
 """`backward()` inside `run`: it reduces its gradients over all replicas, and adds the result to `.grad`.
 
-`reducing_backward` replaces `torch.autograd.backward`. At its end a replica may wait for others: it is outside the
-autograd engine and on its own thread, also after reentrant checkpointing. A callback of the engine could not wait.
+`reducing_backward` replaces `torch.autograd.backward`. At its end a replica may wait for other replicas, because it is
+outside the autograd engine and on the replica's own thread, also after reentrant checkpointing. A callback of the
+engine could not wait.
 
-A backward sets reduced gradients aside, so that `.grad` collects only this replica's contribution. If the program has
-its own `cross_device_ops`, it adds up the contributions of this rank's replicas. The ranks agree on the parameters that
-any replica used (`agreement`). The contributions are packed by dtype (`cross_device_ops.packing`) and all-reduced.
-`.grad` becomes a view of the pack, so nothing is copied out. If a gradient was set aside, the sum is added to it
-instead.
+1. The backward moves gradients that are already reduced out of `.grad`, so that `.grad` collects only this backward's.
+2. If the program has its own `cross_device_ops`, they add up the gradients of this rank's replicas.
+3. The ranks agree on the parameters that any replica used (`agreement`).
+4. The gradients are packed by dtype into flat buffers (`cross_device_ops.packing`) and all-reduced.
+5. `.grad` becomes a view of the pack, so nothing is copied out. If step 1 moved a gradient out of `.grad`, the sum is
+   added to that gradient instead.
 
-With overlap, contributions leave in buckets while the engine runs. On a device a pack is as large as a bucket, and a
-gradient is freed once it is in a pack, so memory holds the gradients and little more.
+With overlap, gradients are sent in buckets while the engine runs. On an accelerator a pack is as large as a bucket, and
+a gradient is freed once it is in a pack. So memory holds the gradients and little more.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ from mpistrat.wire_formats import ShortFloats
 if TYPE_CHECKING:
     from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
 
-# Ids of the reducers with a `no_sync()` block around this replica. The replica's thread inherits them from the
-# program's.
+# `id`s of the reducers with a `no_sync()` block around this code. A replica's thread inherits the value from the thread
+# that called `run`.
 _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "not_synchronizing", default=frozenset()
 )
@@ -68,9 +70,11 @@ _MAY_INTERLEAVE = (
 
 
 def replica_here() -> tuple[AnyReplicaContext, GradientReducer] | None:
-    """Return the context of the replica on this thread, and its strategy's gradient reducer.
+    """Return the replica context of this thread, and the gradient reducer of its strategy.
 
-    Returns: None outside `run` and `replica()`, for a strategy without torch modules, or with one replica.
+    Called by: `reducing_backward`, and the hooks around optimizer steps.
+    Returns: None outside `run` and `replica()`, before the strategy has seen a torch module, or if the strategy has
+        one replica in all. The caller then does as torch does.
     """
     if not per_thread.modes or (context := per_thread.modes[-1].replica_context) is None:
         return None  # without a mode, the default strategy is in force: it has one replica
@@ -116,19 +120,24 @@ class GradientReducer:
     """Reduces the gradients of a strategy's mirrored parameters.
 
     Args:
+        parts: the strategy's communicator, replicas, options and rule for gradients (mean or sum).
+        registry: the mirrored parameters and buffers.
         slice_steps: the optimizer steps of parameters that a node's ranks share; None without `shared_parameters=True`.
 
     Attributes:
         count: number of replicas on all ranks.
-        steps: optimizer steps taken inside `run`. A rank with another count has skipped a backward.
+        steps: number of optimizer steps that this rank has taken inside `run`. A rank with another number has skipped
+            a backward.
         has_reduced: whether all ranks have come to the end of a backward.
         share: this replica's weight in the global loss in the last backward; None before the first. With a mean the
             shares of all replicas add up to 1; with a sum each is 1.
-        optimizers: live optimizers that have stepped inside `run`, by the number of their first step.
-        numbers: counts first steps of optimizers; equal on all ranks.
+        optimizers: live optimizers that have stepped inside `run`, by a number that is equal on all ranks.
+        numbers: iterator of the numbers for `optimizers`, in the order of their first steps.
         slice_steps: the argument `slice_steps`.
-        arrivals: watches the gradients that the autograd engine accumulates.
-        packer: makes the packs of gradients.
+        arrivals: notes each gradient that the autograd engine adds to `.grad`.
+        packer: makes the packs (flat buffers) of gradients.
+        wires: the wire format of gradients, and its residuals.
+        overlap: decides whether gradients are sent while backward() runs.
     """
 
     def __init__(
@@ -160,7 +169,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do the work of `Strategy.no_sync`."""
+        """Inside the block, backwards add to `.grad` without a reduction. Does the work of `Strategy.no_sync`."""
         token = _not_synchronizing.set(_not_synchronizing.get() | {id(self)})
         try:
             yield
@@ -168,11 +177,14 @@ class GradientReducer:
             _not_synchronizing.reset(token)
 
     def backward(self, context: AnyReplicaContext, tensors: Any, *arguments: Any) -> None:
-        """Run the autograd engine, and reduce the gradients that it has added to `.grad`.
+        """Run the autograd engine, reduce the new gradients over all replicas, and add the result to `.grad`.
 
-        After an error `.grad` has the reduced gradients from before.
-        Called by: every replica, equally often.
-        Args: tensors, arguments: the arguments of `torch.autograd.backward`.
+        Inside `no_sync()` the gradients are not reduced. If this raises, the reduced gradients from before the call are
+        put back into `.grad`.
+        Called by: `reducing_backward`, in every replica equally often, on the replica's thread.
+        Args:
+            context: the replica's context.
+            tensors, arguments: the arguments of `torch.autograd.backward`.
         """
         step, reduced = self._set_aside(context.local_index), None
         replicas, replica = self._parts.replicas, step.replica
@@ -190,8 +202,10 @@ class GradientReducer:
     def _set_aside(self, replica: int) -> ReplicaBackward:
         """Begin a backward: move reduced gradients out of `.grad`, so that `.grad` collects only this backward's.
 
-        Returns: the record of the backward, with the moved gradients and the buckets to fill.
-        Raises: RuntimeError if nothing is mirrored inside `replica()`, or if a graph of the device is captured.
+        Args: replica: number of the replica among this rank's replicas.
+        Returns: the record of the backward, with the moved gradients, and the buckets to fill (None without overlap).
+        Raises: RuntimeError inside `replica()` if no module is mirrored and torch has no default process group; or if
+            a graph of the device is being captured.
         """
         rule, call = self._parts.rule, f"backward() over {self.count} replicas"
         parameters = [*map(_PARAMETER, self.registry.slots)]
@@ -214,7 +228,11 @@ class GradientReducer:
         )
 
     def _run(self, step: ReplicaBackward, tensors: Any, *arguments: Any) -> None:
-        """Have the engine compute the replica's gradients, and record them in `step`."""
+        """Run the engine on the loss times its weight, send the last buckets, and record the gradients in `step`.
+
+        Raises: RuntimeError if parameters were changed inside backward(). The other ranks raise
+            CollectiveMismatchError in their next collective.
+        """
         contract, buckets = self._communicator.contract, step.buckets
         calls = contract.calls
         with self.arrivals.watched(step) as check:
@@ -250,9 +268,9 @@ class GradientReducer:
     def _weight(self, in_block: bool) -> float:
         """Return the factor for this replica's loss, and set `share`.
 
-        With a mean the factor is the replica's part of the examples in its loader's step, times the number of replicas;
-        1.0 if no loader tells. So the mean over each replica's own part gives the gradient of the mean over the global
-        batch.
+        Inside `replica()`, with a mean, the factor is the replica's fraction of the examples in its loader's step,
+        times the number of replicas. So losses that are means over each replica's own batch give the gradient of the
+        mean over the global batch, even if the batches differ in size. Else, or if no loader gave a step, it is 1.0.
         Args: in_block: whether the backward runs inside `replica()` and not inside `run`.
         """
         steps, sharded = self._extended.given_steps, self._extended.sharded
@@ -269,10 +287,11 @@ class GradientReducer:
         return weight
 
     def check_may_be_sharded(self, name: str) -> None:
-        """Check an optimizer step of parameter `name`, a DTensor.
+        """Check that an optimizer may step a DTensor, a parameter that is sharded over ranks.
 
-        Warns once, on rank 0, if the strategy scales mirrored gradients for a global loss: `fully_shard` averages
-        instead.
+        Rank 0 warns once if the strategy expects a global loss, because `fully_shard` averages gradients instead.
+        Called by: the hook before `optimizer.step()` inside `run`.
+        Args: name: the parameter's name, for messages.
         Raises: RuntimeError with `shared_parameters=True`, or if this rank has several replicas.
         """
         rule = self._parts.rule
@@ -295,9 +314,10 @@ class GradientReducer:
         )
 
     def held_back(self) -> dict[str, Any]:
-        """Return this rank's residuals of the wire format for a checkpoint, for `hold_back`.
+        """Return this rank's residuals (values that the wire format has not sent yet) for a checkpoint.
 
         The dict also has the number of ranks, the names of the mirrored parameters, and the state of overlap.
+        `hold_back` takes such dicts. The residuals are not copied.
         """
         return {
             "ranks": self._communicator.size,
@@ -307,12 +327,13 @@ class GradientReducer:
         }
 
     def hold_back(self, some: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with the sum of saved residuals. Rank 0 warns if they are lost, because other parameters are mirrored.
+        """Replace this rank's residuals (values that the wire format has not sent yet) by the sum of saved residuals.
 
+        If the program mirrors other parameters now, nothing is restored and rank 0 warns that the residuals are lost.
         Called by: every rank, when a checkpoint is restored.
         Args:
-            some: the state of any rank, from `held_back`.
-            states: the states for this rank; any number.
+            some: the result of `held_back` of any rank that saved.
+            states: the results of `held_back` for this rank, with the residuals to add up; may be empty.
         """
         if some["parameters"] != [slot.name for slot in self.registry.slots]:
             warn_on_first_rank(
@@ -326,16 +347,20 @@ class GradientReducer:
         self.overlap.load(some["overlap"], self.registry.parameters())
 
     def explain(self) -> str:
-        """Return lines for people: how gradients are reduced."""
+        """Return lines for people: the rule (mean or sum), overlap, and the wire format if there is one."""
         lines = [str(self._parts.rule), self.overlap.explain(), self.wires.explain()]
         return "\n".join(filter(None, lines))
 
     def _reduce(
         self, steps: list[ReplicaBackward], agreed: AgreedGradients
     ) -> dict[int, torch.Tensor]:
-        """Sum up the gradients that any replica has used, average buffers, and serve the piggybacks. Collective.
+        """Sum up the gradients that any replica has used, and average the module buffers over the replicas. Collective.
 
-        Returns: the reduced gradients of this rank's first replica, by slot.
+        At the end each piggyback (an object that sends words with the agreement) gets the maxima of its words.
+        Args:
+            steps: the backwards of this rank's replicas.
+            agreed: the result of the agreement.
+        Returns: the reduced gradients, by slot. Parameters that no replica used are absent.
         """
         step, buckets = steps[0], steps[0].buckets
         reduced: dict[int, torch.Tensor] = {}
@@ -344,7 +369,7 @@ class GradientReducer:
                 agreed.dense, step.parameters, step.gradients, step.earlier, step.scale
             )
         early = {} if buckets is None else buckets.wait()
-        # Gradients that have not left in a bucket, and parameters that got more after their bucket had left.
+        # Gradients that were not in a bucket, and gradients that came after their parameter's bucket was sent.
         slots = sorted({*agreed.dense} - ({*reduced, *early} - agreed.again))
         if slots:
             following = self._communicator.contract.following
@@ -368,9 +393,10 @@ class GradientReducer:
         return reduced
 
     def _undo(self, step: ReplicaBackward, error: BaseException) -> None:
-        """Restore `.grad` and drop the buckets of a backward that failed by `error`.
+        """Put earlier gradients back into `.grad`, and give up the buckets of a backward that failed by `error`.
 
-        A `CollectiveMismatchError` gets a hint if calls of the program may have interleaved with buckets.
+        If `error` is a CollectiveMismatchError, and the program made collectives while buckets were sent, this adds a
+        hint to its text: use `overlap=False`.
         """
         self._earlier[step.replica].undo(step.parameters, step.earlier)
         buckets, step.buckets = step.buckets, None  # the error keeps the step
@@ -382,7 +408,13 @@ class GradientReducer:
 
 
 def _check_mirrors(parameters: Sequence[Any], call: str) -> None:
-    """Raises: RuntimeError if no module is mirrored, and torch has no default group to combine gradients with."""
+    """Check that a backward inside `replica()` has gradients to combine.
+
+    Args:
+        parameters: the mirrored parameters.
+        call: the call's name, for the message.
+    Raises: RuntimeError if nothing is mirrored and torch has no default process group to combine gradients with.
+    """
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not parameters and not has_group:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Gradients as the values that replicas reduce. Sparse gradients are `IndexedSlices`, which packs do not take."""
+"""Sums of gradients that are not packed: by a program's own `cross_device_ops`, and of sparse gradients."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ Gradient = torch.Tensor | None  # None if a replica has not used the parameter
 
 
 def sum_by_custom_ops(custom: CrossDeviceOps, replicas: Sequence[ReplicaBackward]) -> None:
-    """Add up the gradients of this rank's replicas by the program's `cross_device_ops`, into the first replica's.
+    """Add up the gradients of this rank's replicas by the program's `cross_device_ops`.
 
-    `custom` gets the gradients of all used parameters in one call, like values of `reduce`. The other replicas then
-    have no gradients.
+    The sums replace the first replica's gradients. The gradients of the other replicas become None.
+    Args:
+        custom: gets the gradients of all parameters that any of the replicas used in one call, as `PerReplica` values
+            with the parameter as destination.
+        replicas: the backwards of this rank's replicas; their `gradients` are changed in place.
     """
     slots, pairs = [], []
     first, *others = replicas
@@ -45,10 +48,14 @@ def sum_by_custom_ops(custom: CrossDeviceOps, replicas: Sequence[ReplicaBackward
 def sum_sparse(
     over_ranks: MpiAllReduce, slots: Iterable[int], replicas: Sequence[ReplicaBackward]
 ) -> dict[int, torch.Tensor]:
-    """Return the sums of row-sparse gradients over all ranks by slot, coalesced. Collective.
+    """Sum up sparse gradients over all replicas of all ranks. Collective.
 
-    Duplicate rows are added up in the order of replicas.
-    Args: replicas: the backwards of this rank's replicas.
+    Rows with the same index are added up in the order of replicas.
+    Args:
+        over_ranks: gathers the rows of all ranks.
+        slots: slots (numbers) of the parameters, in the same order on all ranks.
+        replicas: the backwards of this rank's replicas. A replica without a gradient contributes no rows.
+    Returns: the sums by slot: coalesced sparse COO tensors, multiplied by the backward's `scale`.
     """
     sums = {}
     for slot in slots:
@@ -63,7 +70,10 @@ def sum_sparse(
 def _components(
     parameter: torch.Tensor, gradients: Sequence[Gradient]
 ) -> list[torch.Tensor | IndexedSlices]:
-    """Return each replica's gradient, zeros for None: `IndexedSlices` if all are row-sparse, else dense."""
+    """Return each replica's gradient of `parameter`: `IndexedSlices` if all gradients are row-sparse, else all dense.
+
+    Args: gradients: one for each replica of this rank; None counts as dense zeros.
+    """
     if all(g is not None and g.is_sparse and g.sparse_dim() == 1 for g in gradients):
         return [_rows(parameter, g) for g in gradients]
     return [torch.zeros_like(parameter) if g is None else g.to_dense() for g in gradients]
@@ -83,6 +93,12 @@ def _rows(parameter: torch.Tensor, gradient: Gradient) -> IndexedSlices:
 def as_sparse(
     indices: torch.Tensor, values: torch.Tensor, shape: Any, is_coalesced: bool | None = None
 ) -> torch.Tensor:
-    """Return a sparse COO tensor of `shape` with the rows `values` at `indices`, on the device of `values`."""
+    """Return a sparse COO tensor of `shape`, on the device of `values`.
+
+    Args:
+        indices: row numbers, of shape [rows].
+        values: the rows, of shape [rows, …].
+        is_coalesced: True if the rows are ascending and unique; None if that is not known.
+    """
     how: Any = {"is_coalesced": is_coalesced, "check_invariants": False}
     return torch.sparse_coo_tensor(indices[None], values, shape, device=values.device, **how)

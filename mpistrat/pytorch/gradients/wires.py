@@ -1,4 +1,7 @@
-"""The residuals of the wire format: the values that it holds back of each buffer of gradients."""
+"""The residuals of a wire format: the values of each buffer of gradients that it has not sent yet.
+
+A wire format makes messages between nodes shorter than float32, and adds the rounding error to the next message.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,17 @@ from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.pytorch.modules.registry import ParameterSlot, Registry
 from mpistrat.wire_formats import ShortFloats, WireFormat, name_of
 
-# Parameters may take turns, as a generator's and a discriminator's, and each turn keeps its residuals. All residuals
-# together have at most this many times the largest backward's values.
+# Backwards may alternate between models, such as a generator and a discriminator, and each model keeps its residuals.
+# All residuals together have at most this many times the values of the backward with the most values.
 _TURNS = 4
 
 
 class Wire:
-    """A wire format and the residual of one buffer. Communicators call it where messages cross the network."""
+    """A wire format, with the residual (the values not sent yet) of one buffer of gradients.
+
+    A communicator calls the object as a function where messages cross the network.
+    Attributes: residual: float32, on the host before the first call; empty if nothing was ever sent.
+    """
 
     def __init__(self, wire_format: WireFormat) -> None:
         self._format = wire_format
@@ -32,9 +39,10 @@ class Wire:
         return len(self.residual)
 
     def __call__(self, communicator: Communicator, values: Any) -> None:
-        """Combine `values`, this rank's float32 array or tensor, over the ranks in place.
+        """Add up `values` over the ranks of `communicator` in place, and keep the new residual.
 
-        Warns that the residual is lost if its length differs: gradients go another way than before a restart.
+        If a restored residual has another length than `values`, it is replaced by zeros, with a warning on this rank.
+        Args: values: this rank's float32 array or tensor, 1-D.
         """
         tensor = arrays.as_tensor(values)
         if len(self.residual) != len(tensor):
@@ -50,11 +58,11 @@ class Wire:
 
 
 class Wires:
-    """The wires of all buffers of a strategy's gradients.
+    """The wires of all buffers of a strategy's gradients. A wire is the wire format and residual of one buffer.
 
     Args:
-        wire_format: None leaves gradients as they are.
-        registry: its `ParameterSlot`s are the keys, since slot numbers change.
+        wire_format: the format of gradients in messages between nodes; None sends them as they are.
+        registry: the mirrored parameters. Wires are found by `ParameterSlot` objects, because slot numbers change.
 
     Attributes: has_format: whether there is a wire format.
     """
@@ -67,7 +75,7 @@ class Wires:
         self._most = 0
 
     def of(self, slots: Sequence[int]) -> Wire | None:
-        """Return the wire of the buffer with the gradients of `slots`; None without a format."""
+        """Return the wire of the buffer with the gradients of `slots`, made at first use; None without a format."""
         if self._format is None:
             return None
         key = tuple(self._registry.slots[slot] for slot in slots)
@@ -79,9 +87,14 @@ class Wires:
     def reduction(
         self, label: str, scale: float | None, slots: Sequence[int], *, natively: bool = False
     ) -> Reduction:
-        """Return the reduction of a buffer with the gradients of `slots`: the sum, times `scale`.
+        """Return the reduction for a buffer of gradients: the sum over ranks, times `scale`, in the wire format.
 
-        Args: natively: whether an accelerator's own collectives sum it up. These add short floats as such.
+        Args:
+            label: words for the buffer in messages; the wire format's name is added.
+            scale: number that multiplies the sum; None for a plain sum.
+            slots: the numbers of the parameters with gradients in the buffer.
+            natively: whether an accelerator's own collectives (NCCL) sum it up. They add float16 and bfloat16 directly,
+                without a residual.
         """
         label = f"{label}{self}"
         if natively and isinstance(self._format, ShortFloats):
@@ -89,17 +102,21 @@ class Wires:
         return reducing("sum", label, scale).compressed_by(self.of(slots))
 
     def wait_for_host(self, natively: bool) -> bool:
-        """Whether the host takes part in sums of buffers on an accelerator.
+        """Whether the host must wait for the sums of buffers that are on an accelerator.
 
-        Args: natively: whether an accelerator's own collectives could sum them up.
+        Args: natively: whether an accelerator's own collectives (NCCL) can sum up buffers.
+        Returns: False only with such collectives, and with short floats or without a wire format.
         """
         return not natively or not isinstance(self._format, ShortFloats | None)
 
     def end_backward(self) -> None:
-        """Forget the least recently used buffers if their residuals hold too many values."""
+        """Forget the residuals of the least recently used buffers if all residuals hold too many values.
+
+        The limit is four times the values of the backward with the most values. Called by: the end of each reduction.
+        """
         self._most = max(self._most, sum(self._wires[key].size for key in self._used))
         self._used.clear()
-        # A wire without a message holds nothing back, so its buffer need not be kept.
+        # A wire that was never called has no residual, so it is not kept.
         self._wires = {key: wire for key, wire in self._wires.items() if wire.size}
         total = sum(wire.size for wire in self._wires.values())
         while total > _TURNS * self._most:
@@ -107,7 +124,11 @@ class Wires:
             total -= self._wires.pop(key).size
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's residuals for `load`, not copied. Called by: a checkpoint, between backwards."""
+        """Return this rank's residuals (not copied), with the slots of each buffer, for `load`.
+
+        Buffers with a parameter that is no longer mirrored are left out.
+        Called by: a checkpoint, between backwards.
+        """
         index = {slot: i for i, slot in enumerate(self._registry.slots)}
         held = [
             {"slots": [index[slot] for slot in key], "residual": wire.residual}
@@ -117,11 +138,13 @@ class Wires:
         return {"held_back": held, "most": self._most}
 
     def load(self, states: Sequence[Mapping[str, Any]], whole: bool) -> None:
-        """Replace the residuals by sums of saved ones, of buffers of parameters with the same slots.
+        """Replace all residuals by saved ones. Residuals of the same buffer from several ranks are added up.
 
+        Does nothing without a wire format.
         Args:
-            states: results of `state` of any number of ranks.
-            whole: take only residuals of whole buffers; warn and drop all if a rank carried a slice.
+            states: results of `state` of any number of ranks; none drop all residuals.
+            whole: whether the number of ranks has changed, so that only residuals of whole buffers can be used. If a
+                saved residual is of a slice of a buffer, this warns and drops all residuals.
         """
         if self._format is None:  # this program sends gradients as they are
             return
@@ -144,7 +167,7 @@ class Wires:
             wire.residual = wire.residual + residual if wire.size else residual.clone()
 
     def explain(self) -> str:
-        """Return a line for people about the wire format; empty without one."""
+        """Return a line for people about the wire format, with its most values in a backward; "" without a format."""
         if self._format is None:
             return ""
         crossed = f"up to {self._most:,} values of a backward()" if self._most else "none has yet"

@@ -1,7 +1,7 @@
-"""Buffers that a forward writes (batch norm's statistics): each replica has its own, and readers get the average.
+"""Buffers that a forward writes, such as batch norm's statistics. Each replica writes its own copies.
 
-Each reduction of gradients also averages buffers. So one rank can read a `state_dict` without communication, as most
-scripts do. Integer buffers get replica 0's value.
+Each reduction of gradients also averages the copies that were written, in place. So one rank alone can read a
+`state_dict`, as most scripts do. Integer buffers get replica 0's values.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ _Copies = dict[int, list[Any]]  # each replica's copies of a buffer, by the buff
 
 
 def snapshot(registry: Registry) -> Snapshot:
-    """Return each buffer of the replica that runs here, and whether it may have been written since the last average.
+    """Return a pair for each mirrored buffer: this replica's tensor, and whether a forward may have written it.
 
-    Torch's batch norm writes its statistics without counting the writes, but it counts its batches in another buffer.
-    So one written buffer of a module marks all of its buffers as written.
+    Writes count since the last average. If one buffer of a module is written, all of its buffers count as written,
+    because torch's batch norm writes its statistics without a change of `_version`.
+    Called by: each replica, at the end of its backward.
+    Returns: the pairs in the order of `registry.buffers`. The tensor is None if the program has dropped the module.
     """
-    # Keep the modules alive meanwhile: a weak reference to a freed module has no hash.
+    # The list keeps the modules alive, so that no `id` is used twice.
     found = [(slot, slot.module(), slot.tensor()) for slot in registry.buffers]
     written = {id(module) for slot, module, tensor in found if slot.changed(tensor)}
     return [(tensor, id(module) in written) for _, module, tensor in found]
@@ -40,10 +42,11 @@ _LIMITS = np.iinfo(np.int32)
 
 
 def flags_of(snapshots: Sequence[Snapshot]) -> np.ndarray:
-    """Return the flags of buffers that this rank's replicas have written. The ranks then take the MAX of all flags.
+    """Return flags of the buffers that this rank's replicas have written. The ranks take the MAX of all flags.
 
     Args: snapshots: a snapshot for each replica of this rank.
-    Returns: int32, three per buffer: whether it was written, the checksum of its shape, and the checksum's negative.
+    Returns: int32 of shape [3 · buffers]: for each buffer 1 if it was written, else 0; the checksum of its shape; and
+        the checksum's negative. After the MAX the checksums cancel only if all replicas have the same shape.
     """
     flags = np.array([(0, _LIMITS.min, _LIMITS.min)] * len(snapshots[0]), np.int32)
     for taken in snapshots:
@@ -57,10 +60,10 @@ def flags_of(snapshots: Sequence[Snapshot]) -> np.ndarray:
 
 
 def to_average(flags: np.ndarray) -> np.ndarray:
-    """Return a boolean array of the buffers that any replica has written, and that have the same shape on all replicas.
+    """Return a boolean for each buffer: whether any replica has written it, and its shape is equal on all replicas.
 
-    A forward may replace a buffer by one of its batch's length, such as a cache of positions. Such a buffer is left
-    alone.
+    Shapes differ if a forward replaces a buffer by one of its batch's length, such as a cache of positions. Such a
+    buffer is not averaged.
     Args: flags: the MAX of `flags_of` over all ranks.
     """
     rows = flags.reshape(-1, 3)
@@ -74,14 +77,16 @@ def average(
     flags: np.ndarray,
     label: str = "buffers",
 ) -> None:
-    """Average the flagged buffers over all replicas of all ranks, in place.
+    """Average the flagged buffers over all replicas of all ranks, in place. Integers get the first replica's values.
 
-    There is one collective for each dtype of floats. Integers travel with the floats. The host waits for no device.
+    There is one collective for each dtype of floats; integers are sent in the same messages. The host waits for no
+    device.
     Called by: every rank.
     Args:
+        parts: the strategy's communicator and replicas.
         slots: the slots of the buffers.
         snapshots: a snapshot for each replica of this rank.
-        flags: the result of `to_average`.
+        flags: a boolean for each slot, from `to_average`; equal on all ranks.
         label: the call's name in reports.
     """
     copies: _Copies = {
@@ -121,15 +126,17 @@ def _values_of_all(
     return values
 
 
-# A byte in a 32-bit float takes four times its memory, so a larger pack is sent as bytes.
+# A byte that is sent as a 32-bit float takes four times its memory. So packs of more bytes are sent as bytes.
 _MOST_BYTES_AMONG_FLOATS = 2**16
 
 
 class _BytePack:
-    """Integer and boolean buffers of one device, sent as numbers from 0 to 255.
+    """A flat buffer of all integer and boolean buffers of one device, as bytes: numbers from 0 to 255.
 
-    All replicas but the first send zeros, so the sum has the first replica's values.
-    Args: groups: the indices of the buffers of each dtype. The widest dtype comes first, so that each is aligned.
+    All replicas but the first of all send zeros, so the sum over replicas has the first replica's values.
+    Args:
+        groups: a list of buffers' indices for each dtype. The widest dtype comes first, so that each is aligned.
+        copies: the tensor of each replica of this rank, by the buffer's index.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], copies: _Copies) -> None:
@@ -139,7 +146,10 @@ class _BytePack:
         self._others = len(copies[groups[0][0]]) - 1
 
     def send_as(self, dtype: torch.dtype) -> None:
-        """Send the bytes as floats of `dtype`, of 16 bits or more: they hold them exactly. Large packs stay bytes."""
+        """Convert the bytes to floats of `dtype`, so that they are sent with other floats. Large packs stay bytes.
+
+        Args: dtype: has 16 bits or more, so that it holds each number up to 255 exactly.
+        """
         if len(self._bytes) <= _MOST_BYTES_AMONG_FLOATS:
             self._bytes = self._bytes.to(dtype)
 
@@ -152,7 +162,7 @@ class _BytePack:
         return [self._bytes if is_first else zeros, *[zeros] * self._others]
 
     def values_of(self, total: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the first replica's buffers by index. Args: total: the sum of all contributions."""
+        """Yield pairs of a buffer's index and the first replica's values. Args: total: the sum of all contributions."""
         left = total.to(torch.uint8)
         for group, like in self._groups:
             size = sum([tensor.nbytes for tensor in like])
@@ -162,7 +172,10 @@ class _BytePack:
 
 
 def _byte_packs(copies: _Copies, floats: Sequence[int], integers: Sequence[int]) -> list[_BytePack]:
-    """Return a pack of the buffers `integers` for each device, in the dtype of the widest buffer of `floats` there."""
+    """Return a pack of the buffers `integers` for each device, in the widest dtype of `floats` on the same device.
+
+    Without floats there, or if the pack is large, it is a pack of bytes.
+    """
     like = {i: tensors[0] for i, tensors in copies.items()}
     groups: dict[torch.device, list[list[int]]] = {}
     for group in sorted(packing.alike(like, integers), key=lambda group: -like[group[0]].itemsize):
@@ -177,7 +190,7 @@ def _byte_packs(copies: _Copies, floats: Sequence[int], integers: Sequence[int])
 def _broadcast(
     parts: ModuleParts, copies: _Copies, indices: Sequence[int], label: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield rank 0's buffers by index, through the host. Collective."""
+    """Broadcast rank 0's values through the host, and yield pairs of a buffer's index and values. Collective."""
     like = {i: tensors[0].detach() for i, tensors in copies.items()}
     for group in packing.alike(like, indices):
         tensors = [like[i] for i in group]
@@ -192,10 +205,11 @@ def _broadcast(
 def _write(
     slots: Sequence[BufferSlot], copies: _Copies, values: Mapping[int, torch.Tensor]
 ) -> None:
-    """Write `values` into each replica's buffers. Torch counts the write only if it has counted the forward's write.
+    """Copy `values` into each replica's buffers, in place, on all replicas of this rank.
 
-    A graph that waits for its backward may hold a buffer. Torch lets the next batch norm forward write it meanwhile,
-    but refuses a buffer that a counted in-place operation has changed.
+    The `_version` of a buffer grows only if the forward's write has made it grow. A graph that waits for its backward
+    may hold the buffer, and torch refuses the backward if the version has grown.
+    Args: values: the new values, by the buffer's index.
     """
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Refuses torch's own data parallelism around a module that a strategy mirrors: gradients would be reduced twice."""
+"""Refuses torch's own data parallelism around mirrored modules, because gradients would be reduced twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WRAPPERS = {
 
 
 def wrapper_of(module: torch.nn.Module) -> str:
-    """Return the name of torch's class by which `module` reduces gradients itself; "" if it does not."""
+    """Return the class name if `module` is torch's `DistributedDataParallel` or `FullyShardedDataParallel`; else ""."""
     for loaded, name in _WRAPPERS.items():
         cls = getattr(sys.modules.get(loaded), name, None)
         if cls is not None and isinstance(module, cls):
@@ -23,10 +23,10 @@ def wrapper_of(module: torch.nn.Module) -> str:
 
 
 def check_not_wrapped(root: torch.nn.Module, rank: int) -> None:
-    """Check a module that is to be mirrored.
+    """Check that a module that is to be mirrored contains no wrapper of torch that reduces gradients itself.
 
     Args: rank: this rank, for the message.
-    Raises: ValueError if `root` is, or contains, a module that reduces gradients itself.
+    Raises: ValueError if `root` is, or contains, a `DistributedDataParallel` or `FullyShardedDataParallel`.
     """
     for module in root.modules():
         if wrapper := wrapper_of(module):
@@ -34,7 +34,7 @@ def check_not_wrapped(root: torch.nn.Module, rank: int) -> None:
 
 
 def refuse_wrapping(wrapper: str, module: torch.nn.Module, rank: int) -> None:
-    """Raise ValueError for a `wrapper` around a module that is mirrored, or is to be mirrored.
+    """Raise ValueError. The caller has found that `wrapper` is around a module that is, or is to be, mirrored.
 
     Args:
         wrapper: the class name of the wrapper.

@@ -17,12 +17,13 @@ from mpistrat.pytorch import hooks
 
 
 def place(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """Move the parameters of `module`, with their gradients, and its buffers to `device`. Shared tensors stay shared.
+    """Move the parameters of `module`, with their gradients, and its buffers to `device`.
 
-    Lazy tensors will be made on `device`. Tensors on "meta" and DTensors stay where they are.
-    Returns: the parameters that were moved.
-    Raises: RuntimeError if something keeps a weak reference to a parameter that must be swapped: the reference would
-        lead to another tensor.
+    Parameters stay the same objects. A buffer that two modules share stays shared. Lazy tensors will be made on
+    `device`. Tensors on "meta" and DTensors are not moved.
+    Returns: the parameters that were moved; empty if all were there.
+    Raises: RuntimeError if torch cannot move a parameter and keep its object, because something has a weak reference to
+        it.
     """
     parameters: list[torch.Tensor] = []
     buffers: dict[int, torch.Tensor] = {}
@@ -55,9 +56,10 @@ def _is_elsewhere(tensor: torch.Tensor | None, device: torch.device) -> TypeGuar
 
 
 def place_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Move parameters that are in no module to `device`, as `place` does.
+    """Move parameters that are in no module, with their gradients, to `device`. They stay the same objects.
 
-    Returns: the tensors that were moved.
+    Returns: the parameters that were moved. Tensors on "meta" and DTensors are not moved.
+    Raises: RuntimeError like `place`.
     """
     elsewhere = [tensor for tensor in tensors if _is_elsewhere(tensor, device)]
     with torch.no_grad():
@@ -67,10 +69,12 @@ def place_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> list
 
 
 def _move(parameter: torch.Tensor, device: torch.device, name: str) -> None:
-    """Move `parameter` and its gradient to `device`. It stays the same object, for devices of all kinds.
+    """Move `parameter` and its gradient to `device`. The parameter stays the same object.
 
-    Args: name: for the message.
-    Raises: RuntimeError if something refers weakly to a parameter that must be swapped.
+    A lazy parameter gets no memory, but will be made on `device`.
+    Args: name: the parameter's name, for the message.
+    Raises: RuntimeError if torch has to swap the contents of two tensors, and something has a weak reference to
+        `parameter`.
     """
     kind: Any = type(parameter)
     if is_lazy(parameter):
@@ -98,9 +102,10 @@ def _move(parameter: torch.Tensor, device: torch.device, name: str) -> None:
 
 
 def bring_states(parameters: Collection[torch.Tensor]) -> None:
-    """Move the state that optimizers have of `parameters` to the devices of these.
+    """Move the state of `parameters` in all optimizers of this process to the devices of `parameters`.
 
     Step counts stay on the host, as after `load_state_dict`, unless the optimizer is capturable or fused.
+    Args: parameters: the parameters that were moved.
     """
     moved = set(map(id, parameters))
     # Only the garbage collector knows all optimizers: a program may make one outside the scope, and restore it inside.
@@ -116,11 +121,11 @@ def bring_states(parameters: Collection[torch.Tensor]) -> None:
 
 
 def compute_there(module: torch.nn.Module, device: torch.device) -> None:
-    """Let `module(…)` take tensors on other devices, as long as its parameters are on `device`.
+    """Let `module(…)` take tensors on other devices, as long as its first parameter is on `device`.
 
-    A call moves the tensors in its arguments to `device`, and the results to the device of the first one. So a program
-    that evaluates outside `run`, where nothing moves batches, is the same for devices of all kinds. A call with a
-    tensor on `device`, as inside `run`, is left as it is.
+    A call moves the tensors in its arguments to `device`, and the results to the device that the first argument tensor
+    was on. So a program can evaluate outside `run`, where nothing moves batches, without code for devices. A call with
+    any tensor on `device`, as inside `run`, moves nothing.
     """
 
     def around(

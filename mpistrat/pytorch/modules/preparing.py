@@ -1,4 +1,4 @@
-"""Checks of modules, optimizers and schedulers that a program prepares together."""
+"""Checks of the modules, optimizers and schedulers that a program gives to `Strategy.prepare` together."""
 
 from __future__ import annotations
 
@@ -25,13 +25,20 @@ if TYPE_CHECKING:
     from mpistrat.replicas.strategy_extended import StrategyExtended
 
 Purpose = Literal["use", "save", "restore"]
-# Optimizers, schedulers and scalers that are known to be alike on all ranks. A step does not compare them again.
+# Optimizers, schedulers and scalers that have been compared and are alike on all ranks. A step does not compare them
+# again.
 compared: weakref.WeakSet[Any] = weakref.WeakSet()
 _OF_EVERY_SCHEDULER = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
 def not_mirrored(owner: StrategyModules, modules: Iterable[Module]) -> list[Module]:
-    """Return the modules, each once, that were made outside the scope or have a tensor that is not mirrored."""
+    """Return the modules that `prepare` has to mirror: made outside the scope, or with a tensor that is not mirrored.
+
+    Args:
+        owner: the modules of the strategy.
+        modules: the modules to look at.
+    Returns: each module once, in their order; empty if all are mirrored.
+    """
     return [
         module
         for module in dict.fromkeys(modules)
@@ -44,10 +51,13 @@ def check_optimizers(
     optimizers: Iterable[Optimizer],
     modules: Sequence[Module],
 ) -> None:
-    """Check the optimizers against the modules that are prepared with them.
+    """Check that each optimizer trains the modules that are given to `prepare` with it.
 
-    Raises: ValueError if an optimizer has a trainable parameter that is neither mirrored, prepared nor sharded, or none
-        of `modules`.
+    Args:
+        owner: the modules of the strategy.
+        modules: the modules in the same call of `prepare`.
+    Raises: ValueError if an optimizer has a trainable parameter that is not in `modules`, not mirrored and no DTensor;
+        or if no trainable parameter of it is in `modules`, though there are some.
     """
     prepared = set(itertools.chain.from_iterable(module.parameters() for module in modules))
     for optimizer in optimizers:
@@ -67,14 +77,17 @@ def check_optimizers(
 def check_alike(
     extended: StrategyExtended, objects: Mapping[str, Any], purpose: Purpose = "use"
 ) -> None:
-    """Compare the ranks' optimizers, schedulers and gradient scalers: each rank has made its own.
+    """Compare the optimizers, schedulers and gradient scalers of all ranks, because each rank has made its own.
 
-    Called by: every rank. Nothing is read from an accelerator but the state of a gradient scaler.
+    Compared are parameters, options, the number of steps and, of schedulers and scalers, the state; numbers to six
+    digits. Nothing is read from an accelerator but the state of a gradient scaler.
+    Called by: every rank. Collective if `objects` has an object to compare.
     Args:
-        objects: by name; other kinds are skipped.
-        purpose: "restore" compares only parameters, because a restore replaces all other state. "use" allows different
-            optimizers without a common parameter (`ZeroRedundancyOptimizer`). "save" compares everything.
-    Raises: ValueError on all ranks, if they differ.
+        objects: the objects by name; other kinds are skipped.
+        purpose: "restore" compares only the parameters of optimizers, because a restore replaces all other state. "use"
+            allows different optimizers if no two ranks have a parameter in common (`ZeroRedundancyOptimizer`). "save"
+            compares everything.
+    Raises: ValueError on all ranks, if an object differs between ranks.
     """
     kinds = Optimizer if purpose == "restore" else (Optimizer, LRScheduler, torch.amp.GradScaler)
     found = {f"{type(v).__name__} ({n})": v for n, v in objects.items() if isinstance(v, kinds)}
@@ -98,9 +111,10 @@ def check_alike(
 
 
 def of_all(communicator: Communicator, lines: list[str], label: str) -> list[list[str]]:
-    """Return the lines of all ranks; an empty list if they are equal, as digests tell.
+    """Compare `lines` over the ranks by their SHA-256, and gather them only if they differ. Collective.
 
-    Called by: every rank.   Args: label: the call's name in reports.
+    Args: label: the call's name in reports.
+    Returns: each rank's lines, by rank; an empty list if all ranks have equal lines.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(communicator.all_gather_object(digest, label=label))) == 1:
@@ -109,8 +123,10 @@ def of_all(communicator: Communicator, lines: list[str], label: str) -> list[lis
 
 
 def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
-    """Return the number of the first line that differs, and a text with rank 0's line and another rank's.
+    """Return the number of the first line that differs from rank 0's, and a text for a message.
 
+    Args: of_ranks: each rank's lines; a missing line counts as "nothing".
+    Returns: the line's number, from 0; and rank 0's line with the line of the lowest rank that differs.
     Raises: ValueError if all ranks have the same lines.
     """
     for number, lines in enumerate(itertools.zip_longest(*of_ranks, fillvalue="nothing")):
@@ -121,7 +137,10 @@ def first_difference(of_ranks: list[list[str]]) -> tuple[int, str]:
 
 
 def _are_dealt_out(of_ranks: list[list[str]]) -> bool:
-    """Whether no parameter is in the optimizers of two ranks, as with `ZeroRedundancyOptimizer`."""
+    """Whether there are parameters in optimizers, and none is in the optimizers of two ranks.
+
+    So it is with `ZeroRedundancyOptimizer`. Args: of_ranks: each rank's lines of `_described`.
+    """
     owned = [{s.split(" is ")[1] for s in rank if s.startswith("parameter ")} for rank in of_ranks]
     return 0 < len(set().union(*owned)) == sum(map(len, owned))
 
@@ -162,7 +181,10 @@ def _plain(owner: str, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _simple(value: Any) -> Any:
-    """Return `value` as JSON can hold it; None for values that may differ, such as functions."""
+    """Return `value` in a form that JSON can hold; None for values that are not compared, such as functions.
+
+    A scaler gives its state, a scheduler its attributes, and a tensor of one number on the host that number.
+    """
     if isinstance(value, torch.amp.GradScaler):
         return value.state_dict()
     if isinstance(value, LRScheduler):

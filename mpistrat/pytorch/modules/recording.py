@@ -1,7 +1,7 @@
 """Records the torch modules that are built inside `scope()`, and the parameters and buffers that they get later.
 
-It needs all three registration hooks of torch. The parameter hook alone misses modules that are deep-copied, such as
-the layers of `nn.TransformerEncoder`.
+It uses torch's three global registration hooks: of parameters, buffers and submodules. The parameter hook alone misses
+modules that are deep-copied, such as the layers of `nn.TransformerEncoder`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 @functools.cache
 def _watch_registrations() -> None:
-    """Tell all recorders of each parameter, buffer and submodule that any module gets.
+    """Register torch's global hooks, so that all recorders hear of each parameter, buffer and submodule of any module.
 
-    The hooks are never removed: torch iterates over them, and Python may collect a strategy meanwhile.
+    The hooks are never removed. Torch iterates over its hooks, and the garbage collector may free a strategy meanwhile.
     """
     hooks.register_module_parameter_registration_hook(_see)
     hooks.register_module_buffer_registration_hook(_see)
@@ -40,16 +40,17 @@ def _see(module: Module, name: str, value: Any) -> None:
 
 
 class Recorder:
-    """Keeps weak references to modules, in the order of their first registration.
+    """The list of modules that this rank builds in a strategy's scope, in the order of their first registration.
 
+    References to modules are weak.
     Args:
         strategy: modules are recorded in the scope of this strategy.
-        is_mirrored: tells whether a parameter is mirrored.
-        made_in_run: gets the name of each parameter that a replica makes inside `run`.
+        is_mirrored: returns whether a parameter is mirrored.
+        made_in_run: a mapping. The recorder adds the name of each parameter that a replica makes inside `run`.
 
     Attributes:
-        changed: whether there may be something to mirror: a recorded module got a parameter, buffer or submodule, or
-            has a tensor without a shape or values so far.
+        changed: whether there may be tensors to mirror. It becomes True when a recorded module gets a parameter, buffer
+            or submodule, or has a lazy or "meta" tensor. `Mirroring.mirror_new` resets it.
     """
 
     def __init__(
@@ -65,10 +66,13 @@ class Recorder:
         _watch_registrations()
 
     def see(self, module: Module, name: str, value: Any) -> None:
-        """Note that `module` gets `value`, a parameter, buffer or submodule, as its `name`.
+        """Record that `module` gets `value`, a parameter, buffer or submodule, under `name`.
 
-        In the scope all modules are recorded. Elsewhere, also inside `run`, only changes of recorded modules count.
-        Raises: ValueError if `module` is a wrapper that reduces gradients, and the strategy mirrors `value`.
+        In the strategy's scope the module is recorded. Elsewhere only recorded modules count; inside `run` other
+        parameters are added to `made_in_run`.
+        Called by: torch's registration hooks, for every module of the process.
+        Raises: ValueError if `module` is a `DistributedDataParallel` or `FullyShardedDataParallel`, and the strategy
+            mirrors, or would mirror, `value`.
         """
         mode: Any = per_thread.modes[-1] if per_thread.modes else None
         is_current = mode is not None and mode.strategy is self._strategy
@@ -84,10 +88,10 @@ class Recorder:
             self._made_in_run[value] = f"{type(module).__name__}.{name}"
 
     def _check_wrapper(self, parent: Module, module: Module, in_scope: bool) -> None:
-        """Check that `parent` is not a wrapper that reduces the gradients of a mirrored module itself.
+        """Check that `parent` does not itself reduce the gradients of its new submodule, `module`.
 
-        Raises: ValueError if it is one, and `module` is put into it in the scope, is recorded, or has mirrored
-            parameters.
+        Raises: ValueError if `parent` is a `DistributedDataParallel` or `FullyShardedDataParallel`, and this happens in
+            the scope, or `module` is recorded or has a mirrored parameter. Not with one replica.
         """
         wrapper, strategy = wrapper_of(parent), self._strategy
         if not wrapper or strategy.num_replicas_in_sync == 1:
@@ -97,7 +101,7 @@ class Recorder:
 
     def record(self, module: Module) -> None:
         if not self.knows(module):
-            # A freed module may have had the same id: its place in the order must go.
+            # A freed module may have had the same id. The new module goes to the end of the order.
             self._modules.pop(id(module), None)
             self._modules[id(module)] = weakref.ref(module)
 
@@ -106,7 +110,7 @@ class Recorder:
         return reference is not None and reference() is module
 
     def roots(self) -> list[Module]:
-        """Return the recorded modules that no other recorded module contains, in recorded order."""
+        """Return the recorded modules that are still alive and in no other recorded module, in recorded order."""
         alive = [m for reference in self._modules.values() if (m := reference()) is not None]
         self._modules = {id(module): weakref.ref(module) for module in alive}
         inside = {id(child) for m in alive for child in m.modules() if child is not m}

@@ -16,13 +16,18 @@ from mpistrat import arrays
 
 @dataclasses.dataclass(eq=False)
 class ParameterSlot:
-    """The slot of one parameter: a strategy keeps its data about the parameter by slot."""
+    """One mirrored parameter. A strategy keeps its data about the parameter by this object.
+
+    Attributes:
+        name: the parameter's path, for messages.
+        reference: a weak reference to the parameter; it gives None once the program has dropped it.
+    """
 
     name: str
     reference: weakref.ref[torch.Tensor]
 
     def put(self, gradient: torch.Tensor | None) -> None:
-        """Set the parameter's `.grad` to `gradient`."""
+        """Set the parameter's `.grad` to `gradient`; do nothing if the program has dropped the parameter."""
         parameter = self.reference()
         if parameter is not None:
             parameter.grad = gradient
@@ -30,7 +35,13 @@ class ParameterSlot:
 
 @dataclasses.dataclass(eq=False)
 class BufferSlot:
-    """The slot of one buffer: its module and its key there, since a forward may replace the tensor."""
+    """One mirrored buffer, found by its module and its name there, because a forward may replace the tensor.
+
+    Attributes:
+        name: the buffer's path, for messages.
+        module: a weak reference to the module that has the buffer.
+        key: the buffer's name in the module.
+    """
 
     name: str
     module: weakref.ref[torch.nn.Module]
@@ -39,7 +50,7 @@ class BufferSlot:
     settled: frozenset[tuple[int, int]] = frozenset()
 
     def tensor(self) -> torch.Tensor | None:
-        """Return the buffer; None if it is gone, or is a DTensor that torch looks after."""
+        """Return the module's buffer; None if the program has dropped it, or if it is a DTensor."""
         module = self.module()
         tensor = None if module is None else module._buffers.get(self.key)
         return None if arrays.is_sharded(tensor) else tensor
@@ -51,11 +62,11 @@ class BufferSlot:
             module._buffers[self.key] = tensor
 
     def changed(self, tensor: torch.Tensor | None) -> bool:
-        """Whether `tensor`, a replica's copy, has been written, or put here, since the last `settle`."""
+        """Whether a replica's `tensor` is written, or another object, since the last `settle`; False for None."""
         return tensor is not None and (id(tensor), version(tensor)) not in self.settled
 
     def settle(self, copies: Iterable[torch.Tensor | None]) -> None:
-        """Remember that the replicas' copies are equal now. Args: copies: one per replica of this rank."""
+        """Record that the replicas' tensors are equal now. Args: copies: one per replica of this rank, or None."""
         self.settled = frozenset((id(c), version(c)) for c in copies if c is not None)
 
 
@@ -80,7 +91,10 @@ class NewTensors(NamedTuple):
 
 
 def tensors_in(root: torch.nn.Module) -> NewTensors:
-    """Return all parameters and buffers in `root`, except tensors that torch has sharded and looks after itself."""
+    """Return all parameters and buffers in `root` and its submodules, except DTensors. Shared parameters come once.
+
+    The paths begin with the class name of `root`.
+    """
     kind = type(root).__name__
     buffers = (
         (f"{path}.{key}", module, key, buffer)
@@ -100,7 +114,12 @@ def is_inexact(tensor: torch.Tensor) -> bool:
 
 
 class Registry:
-    """The slots of mirrored parameters and buffers. Weak references: a model that the program drops is freed."""
+    """The slots of a strategy's mirrored parameters and buffers. It does not keep a dropped model alive.
+
+    Attributes:
+        slots: the parameters, in the same order on all ranks. Other code calls a position in it the parameter's slot.
+        buffers: the buffers, in the same order on all ranks.
+    """
 
     def __init__(self) -> None:
         self.slots: list[ParameterSlot] = []
@@ -116,7 +135,10 @@ class Registry:
         return [slot.reference() for slot in self.slots]
 
     def own_tensors(self) -> list[tuple[Slot, torch.Tensor | None]]:
-        """Return each parameter's gradient and each buffer of the current replica, with their slots."""
+        """Return pairs of a slot and its tensor: the `.grad` of each parameter, then each buffer.
+
+        The tensors belong to the replica that runs now. None stands for no gradient and for a dropped buffer.
+        """
         pairs = zip(self.slots, self.parameters(), strict=True)
         gradients = [(slot, None if p is None else p.grad) for slot, p in pairs]
         return [*gradients, *((slot, slot.tensor()) for slot in self.buffers)]
@@ -152,14 +174,17 @@ class Registry:
         self._buffer_of.clear()
 
     def alive(self) -> list[bool]:
-        """Return whether the program still has each parameter, then each buffer, on this rank."""
+        """Return a boolean for each parameter, then for each buffer: whether the program still has it on this rank."""
         return [
             *(slot.reference() is not None for slot in self.slots),
             *(slot.module() is not None for slot in self.buffers),
         ]
 
     def keep(self, alive_somewhere: Sequence[bool]) -> None:
-        """Forget tensors that are False in `alive_somewhere`, the `alive()` of all ranks. Slot numbers change."""
+        """Forget the parameters and buffers that the program has dropped on every rank. Slot numbers change.
+
+        Args: alive_somewhere: whether any rank still has each parameter, then each buffer: the MAX of `alive`.
+        """
         buffers_alive = alive_somewhere[len(self.slots) :]
         self.slots = list(itertools.compress(self.slots, alive_somewhere))
         self.buffers = list(itertools.compress(self.buffers, buffers_alive))

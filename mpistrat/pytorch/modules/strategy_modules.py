@@ -1,4 +1,4 @@
-"""`StrategyModules`: the interface through which a strategy treats torch modules."""
+"""`StrategyModules`: the interface between a strategy and its torch modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ all_modules: weakref.WeakSet[StrategyModules] = weakref.WeakSet()  # of all stra
 
 
 class StrategyModules(abc.ABC):
-    """The torch modules of a strategy on this rank.
+    """The torch modules of a strategy on this rank, and the methods that keep them equal.
 
     Attributes:
         parts: the parts of the strategy that modules use.
@@ -44,36 +44,37 @@ class StrategyModules(abc.ABC):
         """
 
     def has_made(self, module: torch.nn.Module) -> bool:
-        """Whether this rank is known to have made `module` in the strategy's scope."""
+        """Whether this rank has made `module` in the strategy's scope; False if the strategy records no modules."""
         return False
 
     def after_run(self) -> None:  # noqa: B027
-        """Do the work that follows a run without an error. Called by: the strategy."""
+        """Do the work that follows a `run` without an error; here nothing. Called by: the strategy."""
 
     def after_loader(self) -> None:  # noqa: B027
-        """Do the work that follows a loader inside `Strategy.replica()`.
+        """Do the work that follows the end of a loader inside `Strategy.replica()`; here nothing.
 
         Called by: every rank.
         """
 
     @abc.abstractmethod
     def mirror(self, module: Any) -> Any:
-        """Do the work of `Strategy.mirror`.
+        """Make `module` equal on all replicas now. Does the work of `Strategy.mirror`.
 
         Args: module: a module, a parameter, or an iterable of them.
         """
 
     @abc.abstractmethod
     def stop_recording(self, failed: bool) -> None:
-        """End the outermost `scope()`.
+        """Mirror the modules that were made in a `scope()`. Called by: the strategy, at the end of the outermost scope.
 
-        Args: failed: whether it ends by an error. Then nothing is sent: other ranks may not be here.
+        Args: failed: whether the scope ends by an error. Then nothing is sent, because other ranks may not be here.
         """
 
     def after_restore(self, objects: Iterable[Any]) -> None:  # noqa: B027
-        """Take note that `objects` have got their states from a checkpoint.
+        """Do the work that follows a restore of `objects` from a checkpoint; here nothing.
 
-        Called by: `CheckpointManager` and `followers`. Args: objects: of all kinds, not only modules.
+        Called by: `CheckpointManager` and `followers`.
+        Args: objects: all restored objects: modules, optimizers and others.
         """
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -81,15 +82,17 @@ class StrategyModules(abc.ABC):
         return self.reducer.no_sync()
 
     def explain(self) -> str:
-        """Return lines for people: how gradients are reduced."""
+        """Return lines for people about how gradients are reduced."""
         return self.reducer.explain()
 
 
 def strategy_of(value: Any) -> AnyStrategy | None:
-    """Return the strategy that mirrors a parameter of `value`, or has made one of its modules in its scope.
+    """Return the strategy that a module or an optimizer belongs to.
 
-    Args: value: a module or an optimizer. A module that torch has sharded is found by its scope.
-    Returns: None if no strategy has it, or for other values.
+    This strategy mirrors a parameter of `value`. If no strategy does, a module in `value` was made in this strategy's
+    scope; so modules with sharded parameters are found, too.
+    Args: value: a module or an optimizer.
+    Returns: None if there is no such strategy, or for other values.
     """
     parameters, modules = list[torch.Tensor](), list[torch.nn.Module]()
     if isinstance(value, torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Places of shared parameters and gradients in a node's memory, and the publication of writes there."""
+"""Where shared parameters and gradients lie in a node's memory, and how ranks publish their writes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from mpistrat.communicators.node.common_memory import PAGE, CommonMemory, View
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ParameterPages:
-    """The pages of one parameter in each memory of its block. No other parameter lies in them.
+    """The place of one parameter in the memories of its block: whole memory pages that no other parameter uses.
 
+    The parameter, its gradient and its optimizer state lie at the same bytes of several memories of equal size.
     Attributes:
-        first: the parameter's first byte in the memory.
+        block: the parameters that were mirrored together with this one.
+        first: the parameter's first byte in each memory.
         nbytes: the parameter's size in bytes.
+        end: the byte after the parameter's last.
+        pages: the numbers of the memory pages.
     """
 
     block: Block
@@ -38,7 +42,10 @@ class ParameterPages:
         return slice(self.first // PAGE, -(-self.end // PAGE))
 
     def flat(self, memory: np.ndarray) -> torch.Tensor:
-        """Return the parameter's bytes in `memory` as a one-dimensional view, in memory order, with its own storage."""
+        """Return the parameter's elements in `memory` as a one-dimensional view, in memory order.
+
+        The storage of the view is these bytes alone.
+        """
         return torch.from_numpy(memory[self.first : self.end]).view(self.dtype)
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
@@ -46,7 +53,7 @@ class ParameterPages:
         return flat.as_strided(self.shape, self.stride)
 
     def holds(self, tensor: torch.Tensor, view: View) -> bool:
-        """Whether `tensor` lies exactly at this place of `view`."""
+        """Whether `tensor` is the memory of `view` at this place, with the parameter's dtype, shape and strides."""
         return (
             tensor.layout is torch.strided
             and tensor.dtype is self.dtype
@@ -56,13 +63,19 @@ class ParameterPages:
         )
 
     def own(self, memory: CommonMemory) -> tuple[int, int]:
-        """Return the first and the end element of this rank's slice of the parameter; (0, 0) if it is empty."""
+        """Return the first element of this rank's slice of the parameter, and the element after its last.
+
+        The slice is the part of the parameter in this rank's part of the memory. (0, 0): the slice is empty.
+        """
         first, end = max(self.first, memory.first), min(self.end, memory.end)
         size = self.dtype.itemsize
         return ((first - self.first) // size, (end - self.first) // size) if first < end else (0, 0)
 
     def in_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements of `tensor` as one dimension, in memory order of the parameter; perhaps a copy."""
+        """Return the elements of `tensor` as one dimension, in the memory order of the parameter.
+
+        The result is a view of `tensor`, or a copy if `tensor` is sparse or has other strides.
+        """
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
         if tensor.stride() != self.stride:
@@ -71,9 +84,16 @@ class ParameterPages:
 
 
 class Block:
-    """Parameters that were mirrored together, with their gradients, in memory of the node.
+    """Memory that a node's ranks share, for the parameters that were mirrored together, and for their gradients.
 
-    Args: contribution: this rank's contributions to `gradients`.
+    Args:
+        values: the memory of the parameters.
+        gradients: the memory of the summed gradients, of the same size.
+        contribution: bytes for this rank's own gradients before the sum, of the same size.
+
+    Attributes:
+        value_view: this rank's copy-on-write view of `values`; parameters are tensors in it.
+        gradient_view: this rank's copy-on-write view of `gradients`; `.grad`s are tensors in it.
     """
 
     def __init__(
@@ -81,15 +101,20 @@ class Block:
     ) -> None:
         self.values, self.gradients, self._contribution = values, gradients, contribution
         self.value_view, self.gradient_view = values.view(), gradients.view()
-        # Keys are the first bytes of places, because places refer to their block, and a cycle would keep both alive.
+        # Keys are first bytes. `ParameterPages` refer to their block, so as keys they would keep it alive.
         self._contributions: dict[int, torch.Tensor] = {}
-        # Weak references to the memory of each `.grad` that was lent: alive while the program refers to it.
+        # Weak references to the memory of each `.grad` that `lend` returned, alive while the program refers to it.
         self._lent: dict[int, weakref.ref[np.ndarray]] = {}
 
     def bring(
         self, places: Sequence[ParameterPages], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Copy this rank's `gradients` of `places` into its contribution. None counts as zeros."""
+        """Copy this rank's gradients to its contribution, so that the ranks can sum them.
+
+        Args:
+            places: the places of the parameters.
+            gradients: the gradient for each place; None counts as zeros. A sparse gradient becomes dense.
+        """
         targets, sources, absent = [], [], []
         for place, gradient in zip(places, gradients, strict=True):
             target = self._contributions.get(place.first)
@@ -107,9 +132,10 @@ class Block:
             torch._foreach_copy_(targets, sources)
 
     def make_way(self, places: Iterable[ParameterPages]) -> None:
-        """Prepare to overwrite the gradients at `places`, and keep tensors that the program still holds.
+        """Save earlier gradients that the program still refers to, before the sums overwrite `places`.
 
-        These stay in a view that no longer changes. Later gradients are lent from a new view.
+        If there is one, all such gradients keep their values in the old view, private to this rank, and `gradient_view`
+        becomes a new view. Else nothing changes.
         """
         lent = {
             first: memory for first, kept in self._lent.items() if (memory := kept()) is not None
@@ -128,14 +154,21 @@ class Block:
 
 
 class Settling:
-    """Lets owners publish the ranks' writes to their slices. Between `begin` and `end` only owners write."""
+    """Makes the ranks' views of shared memories equal: each slice gets the values that its owner, a rank, has written.
+
+    Between `begin` and `end` only the owner of a slice may write it.
+    Args: why: words for the reason, in the labels of the two barriers.
+    """
 
     def __init__(self, communicator: Communicator, why: str) -> None:
         self._communicator, self._why = communicator, why
         self._written: list[tuple[CommonMemory, View, np.ndarray]] = []
 
     def begin(self, memories: Iterable[tuple[CommonMemory, View]]) -> None:
-        """Publish this rank's writes to its slices. Collective."""
+        """Wait for all ranks, then copy this rank's writes in its own slices to the shared memory. Collective.
+
+        Args: memories: pairs of a memory and this rank's view of it. Views may still show older values afterwards.
+        """
         self._written = [(memory, view, view.written()) for memory, view in memories]
         # Wait for all ranks: another rank may still read parameters.
         self._communicator.barrier(label=f"before {self._why}")
@@ -143,7 +176,10 @@ class Settling:
             memory.publish(view, pages)
 
     def end(self) -> None:
-        """Make this rank's views show all published slices. Collective."""
+        """Wait for all ranks, then have this rank's views show all slices. Collective.
+
+        This rank's writes to slices of other ranks are lost.
+        """
         # Wait until all slices are there.
         self._communicator.barrier(label=f"after {self._why}")
         for _, view, pages in self._written:

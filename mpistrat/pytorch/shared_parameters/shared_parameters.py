@@ -1,11 +1,11 @@
 """`shared_parameters=True`: the ranks of a node keep one copy of the parameters, and one of their gradients.
 
-Each rank owns a slice of both. It sums this slice of all gradients, and its optimizer steps update this slice of the
+Each rank owns a slice of both. It sums up the gradients in this slice, and its optimizer steps update this slice of the
 parameters (`slice_steps`), so nothing is copied back.
 
-Parameters and `.grad` are views that are copied on write (`common_memory`). When a program clips, scales, loads or
-averages them, each rank does so in its own memory, as without sharing. At the next step the owners publish the written
-parameters.
+Parameters and `.grad` are copy-on-write views of the shared memory (`common_memory`). When a program clips, scales,
+loads or averages them, each rank does so in its own memory, as without sharing. At the next step each rank publishes
+its writes to its slice of the parameters. Its writes to other slices are lost.
 """
 
 from __future__ import annotations
@@ -28,37 +28,44 @@ from mpistrat.pytorch.shared_parameters.blocks import Block, ParameterPages, Set
 
 
 class SharedParameters:
-    """The parameters of a strategy in memory that a node's ranks share. Each rank has one replica."""
+    """The parameters of a strategy that lie in memory that a node's ranks share. Each rank has one replica.
+
+    Args: communicator: the strategy's ranks.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        # Keys are ids of parameters: torch's own dictionaries with weak keys take a microsecond for each of them.
+        # Keys are `id`s of parameters, because torch's dictionaries with weak keys take a microsecond per look-up.
         self._places: dict[int, tuple[weakref.ref[torch.Tensor], ParameterPages]] = {}
         self._has_shared = False
         self._warned_of_devices = False
         self._refused = False
 
     def place_of(self, parameter: torch.Tensor) -> ParameterPages | None:
-        """Return the place of `parameter`; None if it is not shared."""
+        """Return where `parameter` lies in the shared memory; None if it is not shared."""
         kept = self._places.get(id(parameter))
         return kept[1] if kept is not None and kept[0]() is parameter else None
 
     def has_moved(self, parameter: torch.Tensor) -> bool:
-        """Whether a shared parameter has got other memory, by `.data = …` or a module's `.to(dtype)`."""
+        """Whether the program has given a shared parameter other memory, by `.data = …` or a module's `.to(dtype)`.
+
+        False also for a parameter that is not shared.
+        """
         place = self.place_of(parameter)
         if place is None:
             return False
         return parameter.data_ptr() != place.block.value_view.address + place.first
 
     def moved(self, registry: Registry) -> list[tuple[str, torch.Tensor]]:
-        """Return the names and parameters that have got other memory (`has_moved`)."""
+        """Return pairs (name, parameter) of the shared parameters in `registry` that have got other memory."""
         pairs = zip(registry.slots, registry.parameters(), strict=True)
         return [(slot.name, p) for slot, p in pairs if p is not None and self.has_moved(p)]
 
     def check_unmoved(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Check that no parameter has got other memory since the last `run` began.
+        """Check that no shared parameter has got other memory since the last `run` began.
 
-        Raises: RuntimeError if one has. The other ranks hear of it.
+        Called by: each reduction of gradients, and each optimizer step.
+        Raises: RuntimeError if one has. The other ranks raise CollectiveMismatchError in their next collective.
         """
         moved = next(filter(self.has_moved, parameters), None)
         if moved is not None:
@@ -71,10 +78,14 @@ class SharedParameters:
             )
 
     def share(self, parameters: Sequence[torch.Tensor], registry: Registry) -> None:
-        """Move `parameters`, equal on all ranks, to shared memory, unless they are there. Collective.
+        """Move `parameters` to shared memory, unless they are there already. Collective.
 
-        Afterwards each parameter has the values of its slices' owners.
-        Args: registry: all mirrored parameters, with `parameters` among them.
+        Parameters on a GPU, in a common storage, of one element or of integers are not moved. If there is no shared
+        memory, none is moved from now on, and rank 0 warns. Afterwards all shared parameters are equal on all ranks.
+        Called by: every rank, after `parameters` were mirrored.
+        Args:
+            parameters: have equal values on all ranks.
+            registry: all mirrored parameters, with `parameters` among them.
         """
         mirrored = [p for p in registry.parameters() if p is not None]
         alone = self._alone(registry)
@@ -91,7 +102,7 @@ class SharedParameters:
         _leave(blocks, [p for p in mirrored if self.place_of(p) is None])
 
     def _alone(self, registry: Registry) -> set[int]:
-        """Return the ids of the mirrored parameters that share a storage with no other on any rank. Collective."""
+        """Return the `id`s of the parameters that share no storage with another one on any rank. Collective."""
         parameters = registry.parameters()
         storages = [0 if p is None else _storage(p) for p in parameters]
         in_storage = collections.Counter(storages)
@@ -101,10 +112,11 @@ class SharedParameters:
         return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
 
     def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
-        """Return the parameters that can be shared. All others stay each rank's own.
+        """Return the parameters that can be shared. Of all others each rank keeps its own copy.
 
-        Three kinds cannot be shared: parameters on a GPU; parameters in one storage, since they must stay together; and
-        single numbers, because an optimizer's state of a single number looks like one of its counters.
+        Not shared are parameters on a GPU (rank 0 warns once); of integers; sparse; in one storage with others,
+        since they must stay together; and of one element, because the state of one element looks like a step counter.
+        Args: alone: `id`s of the parameters that share no storage with another.
         """
         devices = sorted({parameter.device.type for parameter in parameters} - {"cpu"})
         if devices and not self._warned_of_devices:
@@ -113,7 +125,10 @@ class SharedParameters:
         return [p for p in parameters if id(p) in alone and _is_plain(p)]
 
     def _make_block(self, parameters: list[torch.Tensor]) -> None:
-        """Move `parameters` to a new block; each rank copies its slice. Warns if there is no memory. Collective."""
+        """Move `parameters` to a new block of shared memory. Each rank copies its slice of them. Collective.
+
+        If there is no shared memory, rank 0 warns, nothing is moved, and this strategy does not try again.
+        """
         # Sort by dtype, in the same order on all ranks.
         parameters = sorted(parameters, key=lambda p: str(p.dtype))
         firsts, nbytes = [], 0
@@ -156,12 +171,15 @@ class SharedParameters:
         warn_on_first_rank(self.communicator.rank, text, stacklevel=3)
 
     def blocks(self, parameters: Iterable[torch.Tensor]) -> list[Block]:
-        """Return the blocks that contain any of `parameters`, each once."""
+        """Return the blocks (memory of parameters that were mirrored together) with any of `parameters`, each once."""
         places = (self.place_of(p) for p in parameters)
         return list(dict.fromkeys(place.block for place in places if place is not None))
 
     def settle(self) -> None:
-        """Make the ranks' parameters equal again: each slice gets the values of its owner. Collective."""
+        """Make all shared parameters equal on all ranks: each slice gets the values of its owner. Collective.
+
+        Makes no collective if nothing was ever shared.
+        """
         blocks = dict.fromkeys(place.block for _, place in self._places.values())
         if self._has_shared:  # `_has_shared` is equal on all ranks; `blocks` may differ
             settling = Settling(self.communicator, "publishing shared parameters")
@@ -176,14 +194,17 @@ class SharedParameters:
         earlier: dict[int, torch.Tensor],
         scale: float | None,
     ) -> dict[int, torch.Tensor]:
-        """Sum up the gradients of the shared parameters among `slots`. Collective.
+        """Sum up the gradients of the shared parameters over all ranks. Collective.
 
         Args:
+            slots: numbers of the parameters that any rank has used; equal on all ranks.
             parameters: the parameters by slot.
             contributions: this rank's gradients by slot; None counts as zeros.
-            earlier: gradients of earlier backwards by slot. The used ones are added to the sums and removed here.
-            scale: factor of the sums, or None.
-        Returns: the sums by slot, without parameters that are not shared.
+            earlier: gradients of earlier backwards, already reduced, by slot. Entries of shared parameters in `slots`
+                are added to the sums and removed from the dict.
+            scale: number that multiplies the sums; None for plain sums.
+        Returns: the sums by slot, as tensors in shared memory; parameters that are not shared are absent.
+        Raises: RuntimeError if a parameter was given other memory inside `run`.
         """
         by_block: dict[Block, dict[int, ParameterPages]] = {}
         for slot in slots:
@@ -205,10 +226,14 @@ class SharedParameters:
         before: dict[int, torch.Tensor],
         scale: float | None,
     ) -> dict[int, torch.Tensor]:
-        """Sum up the gradients of the parameters at `places` in `block`. Collective.
+        """Sum up the gradients of parameters in one block over all ranks. Collective.
 
-        Args: before: the gradients of earlier backwards; they are added to the sums.
-        Returns: the sums by slot.
+        Args:
+            places: the place of each parameter, by slot.
+            contributions: this rank's gradients by slot; None counts as zeros.
+            before: the gradients of earlier backwards by slot. They are added to the sums.
+            scale: number that multiplies the new gradients' sums; None for plain sums.
+        Returns: the sums by slot. A tensor of `before` that lies in the block is itself the sum.
         """
         block.bring(list(places.values()), [contributions[slot] for slot in places])
         grown = _bring_earlier(block, places, before)
@@ -232,9 +257,10 @@ class SharedParameters:
 def _bring_earlier(
     block: Block, places: dict[int, ParameterPages], earlier: dict[int, torch.Tensor]
 ) -> set[int]:
-    """Copy the gradients `earlier` into the block's gradients.
+    """Have the gradients `earlier` in the block's view of gradients, so that the sums are added to them there.
 
-    Returns: the slots of the gradients that lay there already.
+    Gradients that the program has put elsewhere are copied.
+    Returns: the slots of gradients that were in the view already, and so grow in place.
     """
     view = block.gradient_view
     grown = {slot for slot, tensor in earlier.items() if places[slot].holds(tensor, view)}
@@ -248,10 +274,10 @@ def _bring_earlier(
 
 
 def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
-    """Give unshared parameters in a block's memory, such as `Parameter(shared.data)`, memory of this rank's own.
+    """Move parameters that are not shared, but lie in a block's memory, to private memory of this rank.
 
-    Each rank steps them whole, and a block's written pages get the shared values again. Parameters in one storage stay
-    in one storage.
+    `Parameter(shared.data)` makes such a parameter. Each rank steps it whole, and `Settling` would overwrite the steps
+    in the block's memory. Parameters that have a common storage get a common storage again.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     for parameter in parameters:
@@ -265,7 +291,7 @@ def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _storage(parameter: torch.Tensor) -> int:
-    """Return the address of the parameter's storage; 0 if it is not on the host, strided, and a plain tensor."""
+    """Return the address of the parameter's storage; 0 if it is not on the host, not strided, or a tensor subclass."""
     is_strided = parameter.device.type == "cpu" and parameter.layout is torch.strided
     if is_strided and type(parameter.data) is torch.Tensor:
         return parameter.untyped_storage().data_ptr()
@@ -284,9 +310,11 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 
 def _parts(places: Sequence[tuple[ParameterPages, bool]]) -> list[ByteRange]:
-    """Join places to few parts of a memory, in ascending order. The bytes between them are zeros in all memories.
+    """Return the byte ranges of a block's memory that are to be summed up, in ascending order, as few as possible.
 
-    Args: places: pairs of a place and whether an earlier gradient is added there.
+    The ranges of adjacent parameters are joined if their dtype and `added` are equal. A range ends with the parameter's
+    last page; the bytes behind the parameter are zeros on all ranks.
+    Args: places: pairs of a parameter's place, and whether the sum is added to an earlier gradient there.
     """
     parts: list[ByteRange] = []
     for place, added in sorted(places, key=lambda pair: pair[0].first):

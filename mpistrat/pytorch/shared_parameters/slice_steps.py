@@ -1,10 +1,10 @@
-"""Optimizer steps of shared parameters: each rank updates its own slice, and keeps the optimizer's state of it.
+"""Optimizer steps of parameters that a node's ranks share. Each rank updates its own slice and the state of that slice.
 
-A twin of the optimizer takes the step. Its parameters are one-dimensional slices. So an exception cannot leave the
-optimizer itself half changed.
+A twin of the optimizer (a second object of its class) takes the step. The twin's parameters are one-dimensional slices.
+So an exception cannot leave the optimizer itself half changed.
 
-The state is shared like the parameters: in `optimizer.state` each rank sees all of it, in the parameters' shapes. So
-`state_dict()` is a plain one, on any rank. The next step takes over the state that `load_state_dict` puts there.
+The state is shared like the parameters. In `optimizer.state` each rank sees the whole state, in the parameters' shapes,
+so `state_dict()` is complete on any rank. The next step takes over the state that `load_state_dict` puts there.
 
 Every rank has a slice of every parameter, perhaps an empty one, so step counters are equal on all ranks.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SliceSteps:
-    """The steps of all optimizers that have parameters of one strategy in `shared`."""
+    """Makes the steps of all optimizers of one strategy's shared parameters. The hooks around `step` call it."""
 
     def __init__(self, shared: SharedParameters) -> None:
         self.shared = shared
@@ -38,9 +38,12 @@ class SliceSteps:
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Begin an optimizer step of shared parameters: publish writes, and let a twin step slices. Collective.
 
+        Called by: the hook before `optimizer.step()` inside `run`.
         Args: args, kwargs: the arguments of the step; `args[0]` is the optimizer.
-        Returns: the arguments with the twin; None if the optimizer itself steps: it has no shared parameter, or needs
-            whole ones.
+        Returns: (args, kwargs) with the twin in place of the optimizer. None if the optimizer itself is to step: it has
+            no shared parameter; or it has a closure or does not update element by element. Then rank 0 warns once, and
+            every rank steps whole parameters.
+        Raises: RuntimeError if a parameter was given other memory inside `run`.
         """
         parameters = hooks.parameters_of(optimizer)
         if all(self.shared.place_of(p) is None for p in parameters):
@@ -62,7 +65,11 @@ class SliceSteps:
         return (slices.begin(optimizer, parameters), *args[1:]), kwargs
 
     def after(self, optimizer: Optimizer, stepped: Optimizer) -> None:
-        """End a step of shared parameters. Collective. Args: stepped: the twin, or `optimizer` itself."""
+        """End a step: publish the new slices, so that all ranks see the whole parameters and state. Collective.
+
+        Args: stepped: the optimizer that took the step: the twin, or `optimizer` itself. In that case the ranks only
+            make whole parameters equal, and nothing happens without shared parameters.
+        """
         if stepped is not optimizer:
             self._slices[optimizer].end(optimizer, stepped)
             hooks.dismiss_twin(optimizer, stepped)
@@ -71,18 +78,24 @@ class SliceSteps:
 
 
 class _Slice:
-    """This rank's slice of one parameter."""
+    """This rank's slice of one shared parameter.
+
+    Attributes:
+        first, end: the slice's first element in the parameter, and the element after its last.
+        tensor: the slice, one-dimensional, in the shared memory itself; the twin's parameter.
+        state: by name, pairs of two tensors of the optimizer's state: this rank's slice in the shared memory, and the
+            whole in this rank's view, in the parameter's shape.
+    """
 
     def __init__(self, parameter: torch.Tensor, place: ParameterPages) -> None:
         self.parameter, self.place = parameter, place
         self.first, self.end = place.own(place.block.values)
         self.tensor = self.of(place.block.values.shared, place.dtype)
-        # The shared state of the parameter by name: this rank's slice, and the whole as this rank sees it.
         self.state: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._gradient: tuple[View, torch.Tensor] | None = None
 
     def of(self, memory: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's slice of the parameter's place in `memory`."""
+        """Return this rank's slice of the parameter as a view of `memory`. Args: dtype: the dtype of the elements."""
         start = self.place.first
         size = self.place.dtype.itemsize
         piece = memory[start + self.first * size : start + self.end * size]
@@ -104,14 +117,17 @@ class _Slice:
             self.tensor.grad = self._gradient[1]
 
     def leave(self, state: dict[str, Any]) -> None:
-        """Replace shared tensors in `state`, the parameter's, by this rank's own copies."""
+        """Replace shared tensors in an optimizer's `state` of this parameter by copies in private memory.
+
+        Called by: a step that finds the parameter no longer shared.
+        """
         for name, (_, whole) in self.state.items():
             if state.get(name) is whole:
                 state[name] = whole.clone()
 
 
 class _Slices:
-    """The slices of one optimizer's parameters. They do not refer to the optimizer."""
+    """This rank's slices of one optimizer's shared parameters. The object does not refer to the optimizer."""
 
     def __init__(self, shared: SharedParameters) -> None:
         self._shared = shared
@@ -121,7 +137,12 @@ class _Slices:
         self._settling = Settling(shared.communicator, "optimizer.step() of shared parameters")
 
     def begin(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> Optimizer:
-        """Publish writes, fill the slices' gradients and state, and return the twin that steps. Collective."""
+        """Publish this rank's writes, and return the twin that steps its slices. Collective.
+
+        The twin's parameters have the slices' gradients, and its state is of the slices. Parameters that are not shared
+        are in the twin as they are.
+        Args: parameters: all parameters of `optimizer`.
+        """
         self._find_slices(optimizer, parameters)
         blocks = self._shared.blocks(self._slices)
         self._memories = {key: kept for key, kept in self._memories.items() if key[0] in blocks}
@@ -147,7 +168,10 @@ class _Slices:
                 self._slices[parameter] = _Slice(parameter, place)
 
     def _take_state(self, optimizer: Optimizer) -> None:
-        """Take over the program's changes of `optimizer.state` since the last step."""
+        """Fill the twin's state from `optimizer.state`, where the program may have put other state since the last step.
+
+        Tensors of a parameter's shape move to shared memory; `optimizer.state` then has views of it.
+        """
         self._state.clear()
         for parameter, whole in optimizer.state.items():
             part = self._slices.get(parameter)
@@ -169,9 +193,15 @@ class _Slices:
     def _share(
         self, part: _Slice, name: str, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return shared memory for the state `name` of a parameter: this rank's slice, and the whole. Collective.
+        """Return shared memory for a tensor of an optimizer's state. Collective if it is new.
 
-        Raises: RuntimeError if elements of the state and the parameter differ in size, or there is no shared memory.
+        Args:
+            part: this rank's slice of the parameter.
+            name: the name of the state, such as "exp_avg".
+            value: a tensor with the state's dtype; its contents are not copied.
+        Returns: this rank's slice in the shared memory, one-dimensional; and the whole in this rank's view, in the
+            parameter's shape.
+        Raises: RuntimeError if elements of the state and the parameter differ in size, or if there is no shared memory.
         """
         kept = part.state.get(name)
         if kept is not None and kept[0].dtype is value.dtype:
@@ -200,7 +230,7 @@ class _Slices:
         return part.state[name]
 
     def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
-        """Copy the twin's options and state to the optimizer, and publish the slices. Collective."""
+        """Copy the twin's options, attributes and state to `optimizer`, and publish the slices. Collective."""
         for group, stepped in zip(optimizer.param_groups, twin.param_groups, strict=True):
             group.update({**stepped, "params": group["params"]})
         others = {**twin.__dict__}
