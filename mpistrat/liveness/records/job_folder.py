@@ -44,7 +44,7 @@ def stacks_of(folder: str, rank: int) -> str:
 
 
 def line_of(folder: str, rank: int) -> str:
-    """Return the path of a FIFO that the rank holds open, so that the observer sees when the rank's files are closed."""
+    """Return the path of a FIFO that the rank holds open, so that the observer sees when its files are closed."""
     return os.path.join(folder, f"line-{rank}")
 
 
@@ -72,7 +72,7 @@ def note_members(folder: str, group: int, ranks: Sequence[int]) -> None:
 
 
 def members_of(folder: str, group: int) -> set[int]:
-    """Return the ranks that `note_members` wrote for the group, as numbers in the job; an empty set if it was not called."""
+    """Return the ranks of the group that `note_members` wrote, as numbers in the job; an empty set if it wrote none."""
     path = os.path.join(folder, f"members-{group:x}")
     with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
         return set(map(int, file.read().split()))
@@ -222,7 +222,7 @@ class JobFolder:
 
 
 def _shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
-    """Return (inode, path) of each of MPI's files in /dev/shm that the process `pid` maps; deleted files are left out."""
+    """Return (inode, path) of each of MPI's files in /dev/shm that the process `pid` maps, without deleted files."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
         files = _MAPPING.findall(maps.read())
     return {(int(inode), path) for inode, path in files if not path.endswith(" (deleted)")}

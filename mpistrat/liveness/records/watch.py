@@ -38,7 +38,8 @@ class CommunicatorWatch:
         slot: the index in `record.words` of this rank's slot for the communicator; the argument -1 takes a new slot.
         peers: for each other rank of the communicator, in rank order, the words of that rank's record and the index of
             its slot there; None unless all ranks are on this node and can read each other's records.
-        crowded: whether the ranks of this node have less than one core each, so that a waiting rank must not spin.
+        crowded: whether the communicator's ranks on this node have less than one core each: a waiting rank must not
+            spin then.
         revocable_group: the communicator's revocable group; None if a rank's death ends the job.
         tell_others: called when this rank leaves a collective with an error, so that the other ranks raise, too
             (`JobEnd.tell_others`); does nothing by default.
