@@ -60,7 +60,7 @@ class Waits:
 
 
 class ExitCoordinator:
-    """Decides whether the job must end, from the messages of a group's ranks. Runs in the thread of `JobEnd`.
+    """Decides whether the job must end, from the messages of a group's ranks. `JobEnd` then ends it.
 
     Args: size: number of the group's ranks; 0 on ranks other than its rank 0: they get no messages.
     """

@@ -103,7 +103,7 @@ class ExitGroup:
                 self._send(message, rank)
 
     def leave(self, end: ProgramExit) -> None:
-        """Tell the exit coordinator how this rank's program has ended, and start the barrier of `end`. Does not wait."""
+        """Tell the exit coordinator how this rank's program has ended, and call `end`. Does not wait."""
         calls = {calls.name: calls.calls for calls in self.calls()}
         self._send(Left(MPI.COMM_WORLD.rank, self._who, end.how, end.code, calls))
         self.end()
