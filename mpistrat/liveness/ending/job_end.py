@@ -1,9 +1,9 @@
 """Ends the whole job when one of its ranks fails, or leaves while another rank waits for it.
 
-An uncaught exception calls MPI_Abort. A rank whose program ends tells the exit coordinator of each of its groups. Before
-MPI_Finalize, it waits until the programs of all ranks of the groups have ended. While the program runs, a thread checks
-five times a second whether this rank is stuck in a collective, and tells the exit coordinator. Once the observer has
-reported a failure, the thread ends this rank. The thread needs MPI_THREAD_MULTIPLE.
+An uncaught exception calls MPI_Abort. A rank whose program ends tells the exit coordinator of each of its groups. It
+waits until the programs of all ranks of the groups have ended, before MPI_Finalize. While the program runs, a thread
+checks five times a second whether this rank is stuck in a collective, and tells the exit coordinator. Once the observer
+has reported a failure, the thread ends this rank. The thread needs MPI_THREAD_MULTIPLE.
 
 This file imports mpi4py, so it is imported only on first use: `import mpistrat` starts no MPI.
 """

@@ -1,7 +1,7 @@
 """Ends the job when this rank fails, from `import mpistrat` on: also before MPI runs and before a strategy is built.
 
-An uncaught exception, or an exit code other than 0, ends all processes of the job. Once a strategy is built, `JobEnd`
-decides about exit codes.
+An uncaught exception, or an exit code other than 0, ends all processes of the job. Once a strategy is built under
+MPI_THREAD_MULTIPLE, `JobEnd` decides about exit codes.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class RankEnd:
         self._is_failing = False
 
     def catch_exceptions(self) -> None:
-        """Install a `sys.excepthook` that ends the job after an uncaught exception. It calls the previous hook first.
+        """Install a `sys.excepthook` that ends the job after an uncaught exception.
 
         The method does nothing in an interactive program, or if the hook is in place. Call it again if the program may
-        have set another hook since. The hook only calls the previous hook for an error that does not end the program,
-        and in a process that is no rank.
+        have set another hook since. The hook calls the previous hook, too. It does nothing else for an error that does
+        not end the program, and in a process that is no rank.
         """
         previous = sys.excepthook
         if previous is self._excepthook or is_interactive():
@@ -119,7 +119,7 @@ class RankEnd:
         self.abort(code)
 
     def end_job_for(self, error: BaseException, traceback: str, code: int) -> NoReturn:
-        """Print that this rank failed with `error`, and end the job. An error that another rank has printed is left out.
+        """Print that this rank failed with `error`, unless another rank has printed the same error; then end the job.
 
         One rank of the job also prints the summary of the errors and the advice of `advice_for`.
 
@@ -152,7 +152,7 @@ class RankEnd:
         self.abort(code)
 
     def say_last(self, text: str) -> None:
-        """Print `text` before this process ends: on its stderr; if that fails, by the observer; else on the launcher's."""
+        """Print `text` before this process ends: on its stderr, else by the observer, else on the launcher's stderr."""
         self._say_last(f"\nmpistrat: {text}\n")
 
     def _say_last(self, text: str) -> None:
@@ -217,7 +217,7 @@ class RankEnd:
     def _leave(self) -> None:
         """At exit, end the job if this rank failed, or if its exit code is not 0 and not all ranks exit within 1 s.
 
-        It does nothing if a strategy was built, because `JobEnd` decides then. Called by: Python, as an atexit handler.
+        It does nothing if `JobEnd` decides about exits. Called by: Python, as an atexit handler.
         """
         if not (self.decides_exits and self._is_the_rank()):
             return

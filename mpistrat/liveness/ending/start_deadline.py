@@ -17,7 +17,7 @@ from mpistrat.liveness.records.record import RankRecord
 from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.settings import start_seconds
 
-# The program of a process that runs while its parent is inside MPI_Init. Its stdin closes if the parent goes on or dies.
+# The program of a process that runs while its parent is inside MPI_Init. Its stdin ends if the parent goes on or dies.
 _WATCHER = f"""
 import os, select, sys
 parent, seconds, message = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -97,8 +97,10 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
 def _starting(size: int | None) -> Iterator[None]:
     """Let this rank's record show in the block that the rank waits for all ranks of the job to start, and since when.
 
-    The observer reads it. Args: size: number of ranks that the block waits for. The record stays unchanged if that is
-        not the number of the job's ranks, or is None.
+    The observer reads the record.
+
+    Args: size: number of ranks that the block waits for. If it is not the number of the job's ranks, or None, the
+        record stays unchanged.
     """
     observed = observation.current
     record = observed.record if observed and observed.record.size == size else RankRecord(None)
