@@ -118,7 +118,7 @@ class ObservedRank:
 
     @property
     def calls(self) -> dict[int, int]:
-        """A dict from the hash of a communicator's name to the number of collectives that the rank has entered on it."""
+        """From the hash of a communicator's name to the number of collectives that the rank has entered on it."""
         return {slot.group: slot.calls for slot in self.record.slots()}
 
     @property
@@ -169,7 +169,7 @@ class Wait:
 
     @property
     def slot(self) -> CommunicatorSlot:
-        """The slot of one waiting rank. The call's number and the communicator are the same in all waiting ranks' slots."""
+        """The slot of one waiting rank. The call's number and the communicator are the same in all slots of `inside`."""
         return next(iter(self.inside.values()))
 
     @property
@@ -359,7 +359,8 @@ class FailureDetector:
     def exited_together(self, unexplained: Collection[ObservedRank]) -> bool:
         """Whether all ranks may have ended by os._exit(0) after the same collectives. Then nothing is to be reported.
 
-        True also in the first second after the first death if other ranks live, and do not wait for the dead ranks.
+        While ranks live, True only in the first second after the first death, if the dead ranks have returned 0 and no
+        rank waits for them in a collective.
 
         Args: unexplained: the dead ranks of `unexplained()`.
         """
@@ -431,9 +432,10 @@ def others_may_start(ranks: Collection[ObservedRank]) -> bool:
 def first_death(deaths: list[ObservedRank]) -> ObservedRank:
     """Return the rank whose death caused the other deaths: the launcher killed the other ranks then.
 
-    It is the first rank that no launcher has killed; without one, the first rank for which others waited in a
-    collective; without one, the first rank. The order is the order in which the ranks' files were closed, because a
-    dying process closes its files, and its connection to the launcher, a while before the kernel reports its death.
+    It is the first rank whose status is known and is neither SIGKILL nor SIGTERM, as launchers kill; without one, the
+    first rank for which others waited in a collective; without one, the first rank. The order is the order in which the
+    ranks' files were closed, because a dying process closes its files, and its connection to the launcher, a while
+    before the kernel reports its death.
 
     Args: deaths: the dead ranks, at least one, in the order in which the kernel reported them. This order counts if
         the files of a rank were not seen to close.
