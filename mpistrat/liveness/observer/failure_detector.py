@@ -169,7 +169,7 @@ class Wait:
 
     @property
     def slot(self) -> CommunicatorSlot:
-        """The slot of one waiting rank. The call's number and the communicator are the same in all slots of `inside`."""
+        """The slot of one waiting rank. Call number and communicator are the same in the slots of all waiting ranks."""
         return next(iter(self.inside.values()))
 
     @property

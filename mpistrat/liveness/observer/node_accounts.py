@@ -57,7 +57,7 @@ def leave_accounts(folder: str, accounts: list[Account]) -> None:
 
 
 def forget_accounts(folder: str) -> None:
-    """Remove the accounts that an earlier stall has left in the job's folder. Called by: the observer, before it asks."""
+    """Remove the accounts of an earlier stall from the job's folder. Called by: the observer, before it asks."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, _FILE))
 

@@ -39,7 +39,7 @@ main(sys.argv[1])
 
 @dataclass(frozen=True)
 class Observed:
-    """What makes this process observable, until it ends. Made by: `join`.
+    """The folder, record and FIFO by which other processes observe this process until it ends. Made by: `join`.
 
     Attributes:
         folder: the job's folder.
