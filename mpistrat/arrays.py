@@ -21,7 +21,7 @@ Array = Any  # np.ndarray | np.generic | torch.Tensor | cupy.ndarray
 
 
 class DeviceKind(Protocol):
-    """Copies tensors to and from a kind of device for which torch's own copies are not used, such as XLA devices."""
+    """Copies tensors to and from devices of one kind, such as XLA, in place of torch's own copies."""
 
     def put(self, tensors: Sequence[Any], device: Any) -> list[Any]:
         """Return copies on `device`, a device of this kind, of `tensors` in host memory."""
@@ -50,8 +50,8 @@ def default_device() -> AbstractContextManager[object]:
 
     This thread calls the function; a thread that loads examples for it enters the context.
 
-    Returns: the torch.device, which is such a context. A context without effect if torch is not loaded, or if the
-        default device is the CPU or an XLA device, because two threads would record into one XLA graph.
+    Returns: the torch.device, because it is such a context. A context without effect if torch is not loaded, or if the
+        default device is the CPU or an XLA device: two threads would record into one XLA graph.
     """
     device: Any = None
     with suppress(KeyError, AttributeError):  # torch 2.9: after set_default_device(None)
@@ -60,7 +60,7 @@ def default_device() -> AbstractContextManager[object]:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether `value` is a torch DTensor, of which each rank has one part."""
+    """Whether `value` is a torch DTensor: a tensor that is split over ranks."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -71,7 +71,7 @@ def is_cupy(value: object) -> bool:
 
 
 def is_on_gpu(array: Array) -> bool:
-    """Whether `array` is in the memory of an accelerator with streams: a CuPy array, or a tensor on no CPU and no XLA."""
+    """Whether `array` is in the memory of an accelerator with streams: CuPy's, or any device of torch except XLA's."""
     return is_on_accelerator(array) and not is_on_xla(array)
 
 
@@ -326,7 +326,7 @@ def sum_over(array: Array, axes: tuple[int, ...]) -> Array:
 def count_over(array: Array, axes: tuple[int, ...]) -> np.ndarray:
     """Return the number of elements that `sum_over(array, axes)` adds for one element of its result.
 
-    It is a NumPy array of int64 of shape [], because the ranks add these numbers for a mean.
+    Returns: an int64 array of NumPy of shape [], so that the ranks can add their numbers for a mean.
     """
     return np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64))
 
@@ -370,9 +370,10 @@ def true_divide(array: Array, divisor: Any) -> Array:
 
 
 def to_host(array: Array) -> Array:
-    """Return `array` as a C-contiguous tensor in host memory, or as such a NumPy array (of a NumPy or CuPy array).
+    """Return `array` in host memory, C-contiguous and detached from autograd: a tensor, else a NumPy array.
 
-    Returns: `array` itself if it is that already and, for a tensor, needs no gradient; else a copy, complete on return.
+    Returns: an array over the memory of `array` if that is in host memory and contiguous; else a copy, complete on
+        return.
     """
     if array.__class__ is np.ndarray:
         return np.asarray(array, order="C")
@@ -403,8 +404,7 @@ def to_numpy(array: Array) -> np.ndarray:
 def to_device_of(array: Array, like: Array) -> Array:
     """Return `array`, which is in host memory, on the device and in the library of `like`.
 
-    Returns: `array` itself if `like` is a NumPy array or a tensor in host memory; else a new array, to which the
-        current stream may still be copying.
+    Returns: `array` itself if `like` is in host memory; else a copy that the current stream may still be making.
     """
     if is_torch(like):
         return array.to(like.device, non_blocking=True)

@@ -163,7 +163,7 @@ USERS_CACHE = "XDG_CACHE_HOME"
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the absolute path of the folder that keeps measurements of MPI's speed from job to job. It need not exist.
+    """Return the absolute path of the folder that keeps measurements of transports for later jobs. It need not exist.
 
     Returns: None if MPISTRAT_CACHE is "off", or if the user has no home folder: then nothing is kept.
     """
@@ -203,7 +203,7 @@ _OF_THE_JOB = "HOSTNAME"
 def transport_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables in `environ` that choose how MPI moves bytes, from name to text, sorted by name.
 
-    Called by: the measurement of MPI's speed, because a stored result counts only for equal variables.
+    Called by: the measurement of transports, because a stored result counts only for equal variables.
     """
     return {
         name: environ[name]

@@ -26,9 +26,10 @@ from mpistrat.liveness.revocable_group import revocable_group_of
 
 
 class ExitGroup:
-    """The ranks of `comm`, of which none may end its program while another waits for it. Collective over `comm`.
+    """Lets the ranks of `comm` tell each other that they are stuck or that their programs have ended.
 
-    Made by: `JobEnd.watch`, for the first communicator over these ranks. It duplicates `comm`.
+    The constructor is collective over `comm`, and duplicates it. Made by: `JobEnd.watch`, for the first communicator
+    over these ranks.
 
     Args:
         who: a description of this rank for messages.

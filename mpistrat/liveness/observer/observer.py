@@ -222,7 +222,10 @@ class Observer:
         return asked > 0 and time.monotonic() - asked < deadlines.OBSERVER_REPORTS
 
     def _judge_waits(self) -> None:
-        """Report the first collective found that has lasted longer than its limit; print waits that reach their timeout.
+        """Report the longest wait in a collective that has lasted longer than its limit, and end the job or raise.
+
+        Also print a report of each wait that has reached its timeout.
+
 
         The node of the communicator's rank 0 reports first. Other nodes wait 4 s longer, so that only one node reports.
         """

@@ -189,7 +189,7 @@ def _ask_for_stacks(ranks: list[ObservedRank]) -> list[tuple[ObservedRank, Stack
 
 
 def _state(rank: ObservedRank, used: float, seconds: float) -> str:
-    """Return a text about the rank's process: how it died, "has come to the end", stopped, another program, busy or idle.
+    """Return a text about the rank's process: how it died, or whether it has ended, is stopped, busy or idle.
 
     Args: used: the CPU time in seconds that the process had used `seconds` ago.
     """
