@@ -1,4 +1,4 @@
-"""Finds the line of the user's program for messages: of a call of ours that runs, or of an error."""
+"""Finds the line of the user's program that a message names: where it calls this package, or where an error arose."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
-# The programs that start ranks: a launcher, with the job's exit code, or its daemon on a node. The kernel cuts names
-# to 15 characters.
+# The programs that start ranks: a launcher (its exit code is the job's), or the launcher's daemon on a node. The kernel
+# cuts names to 15 characters.
 _LAUNCHERS = re.compile(r"(mpiexec|mpirun|mpiexec\.\w+|prterun|orterun)$")
 _DAEMONS = re.compile(r"(hydra_pmi_proxy|hydra_bstrap_pr\w*|prted|orted|slurmstepd|flux-shell)$")
 _STARTS_RANKS = re.compile(f"{_LAUNCHERS.pattern}|{_DAEMONS.pattern}")

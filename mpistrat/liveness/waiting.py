@@ -65,7 +65,8 @@ def _raise_if_over(watch: CommunicatorWatch, waited: float, timeout: float, limi
             f"rank {record.rank} waited {waited:.1f} s for the other ranks, and the timeout of its group is "
             f"{timeout:g} s. Find out why the others do not come, or make the group with a longer timeout="
         )
-    # If the rank's record is a file, a rank of the node may still report in place of the observer: wait twice as long.
+    # If the rank's record is a file, a rank of the node may still report in place of the observer, so wait twice as
+    # long.
     patience = deadlines.RANK_WAITS_FOR_LOOK_OF_OBSERVER * (1 + (record.path is not None))
     unobserved = time.monotonic() - record.looked / 1e9
     if 0 < limit < min(waited, unobserved) - patience:

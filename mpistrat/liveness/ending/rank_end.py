@@ -181,7 +181,7 @@ class RankEnd:
             os._exit(code or 1)
         elif in_main_thread or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
             mpi.COMM_WORLD.Abort(code)
-            # MPI_Abort of MPICH returns once the launcher has been told.
+            # MPI_Abort of MPICH returns once it has told the launcher, before the launcher kills this process.
             time.sleep(deadlines.RANK_WAITS_FOR_LAUNCHER_TO_KILL)
         os._exit(code or 1)
 
@@ -259,8 +259,8 @@ def announce_exits() -> None:
     def exit_once_announced(status: int) -> NoReturn:
         try:
             if status == 0 and (observed := observation.announce_exit()):
-                # A launcher kills the other ranks as soon as one has ended without MPI_Finalize: so wait until the
-                # observer has seen that all ranks exit.
+                # A launcher kills the other ranks as soon as one has ended without MPI_Finalize. So this rank waits
+                # until the observer has seen that all ranks exit.
                 ranks = find_ranks(observed.folder.path)
                 soon(
                     lambda: all(r.record.exits == SEEN or r.is_gone for r in ranks),

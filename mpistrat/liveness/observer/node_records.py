@@ -46,7 +46,8 @@ class NodeRecords:
         self._join(node)
         record, first, peers = self.record, comm.bcast(MPI.COMM_WORLD.rank), None
         while (slot := record.new_slot(_hash(name), comm.size, first)) is None:
-            # The rank's record has no free slot: nobody observes `comm`.
+            # The rank's record has no free slot, so the slot is in a new record in this process's memory: nobody
+            # observes `comm`.
             record = _start(RankRecord(None))
         if node.size == comm.size and self.see_each_other(node, record):
             slots = node.allgather((record.path, slot))

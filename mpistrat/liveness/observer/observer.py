@@ -58,9 +58,9 @@ class Observer:
         # When a rank was first seen to end the job; infinite: not yet.
         self._ending_since = math.inf
         self._killed = False
-        # When ranks at their ends were first seen while others wait for all to start; infinite: not yet.
+        # When ended ranks were first seen while other ranks wait for all ranks to start; infinite: not yet.
         self._absent_since = math.inf
-        # When ranks were first seen to wait at their ends; infinite: not yet.
+        # When ranks were first seen to wait for the other ranks after their programs had ended; infinite: not yet.
         self._leaving_since = math.inf
         self._noticed_leaving = False
         self._has_noticed_wait = False
@@ -226,7 +226,6 @@ class Observer:
 
         Also print a report of each wait that has reached its timeout.
 
-
         The node of the communicator's rank 0 reports first. Other nodes wait 4 s longer, so that only one node reports.
         """
         ranks = self._detector.going_on
@@ -356,7 +355,8 @@ class Observer:
             self._ending_since = min(self._ending_since, now)
         ending = now - self._ending_since
         if ending > deadlines.OBSERVER_WAITS_FOR_LAUNCHER:
-            # Under a fault tolerant MPI, MPI_Abort ends only its own rank; before MPI_Init, an exit code ends no other.
+            # The other ranks may live: under a fault tolerant MPI, MPI_Abort ends only the rank that calls it. Before
+            # MPI_Init, a rank's exit code ends no other rank.
             for rank in self._detector.ranks.values():
                 if not rank.record.abort and rank.record.state != ENDING:
                     rank.record.code, rank.record.abort = 1, END
@@ -462,7 +462,8 @@ def main(path: str) -> None:
 
     It returns at once if the folder does not exist, or if another process observes it.
     """
-    # Signals to all processes of a job are for the ranks. The ranks may go on for a while, and so must the observer.
+    # Signals that are sent to all processes of a job are meant for the ranks. The ranks may go on for a while after a
+    # signal, and the observer must go on as long.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     import shutil  # noqa: F401 - removing the folder needs it, when a file system may hang

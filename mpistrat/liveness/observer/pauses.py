@@ -37,6 +37,6 @@ class Pauses:
         self._looked = time.monotonic()
 
     def seconds_since(self, moment: float) -> float:
-        """Return the seconds since `moment` (by `time.monotonic()`) without the pauses that ended later."""
+        """Return the seconds since `moment` (by `time.monotonic()`), less all pauses that ended after `moment`."""
         paused = sum(seconds for end, seconds in self._pauses if end > moment)
         return time.monotonic() - moment - paused

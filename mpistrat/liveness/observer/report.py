@@ -83,7 +83,7 @@ def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterabl
 
 
 def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
-    """Return the report of a death: how the rank `first` died, and the last collectives of all `ranks` of the node."""
+    """Return the report of a death: how the rank `first` died, and the last collectives of `ranks`, all of the node."""
     lines = [f"{first.who} {_how_it_died(first)}", f"  it {_last_words(first)}"]
     lines += _spoken_at_death(first)
     others = [rank for rank in ranks if rank is not first]
@@ -107,7 +107,7 @@ def _how_it_died(rank: ObservedRank) -> str:
 
 
 def absence_report(absent: list[ObservedRank], waiting: list[ObservedRank]) -> str:
-    """Return the report that ranks have come to their ends (`absent`) while others wait for all ranks to start."""
+    """Return the report that the programs of the ranks `absent` have ended while `waiting` wait for all to start."""
     first, *more = absent
     how = first.record.end or (describe_exit(first.status) if first.dead else "came to its end")
     so_did = f" (so did {_ranks(more)})" if more else ""

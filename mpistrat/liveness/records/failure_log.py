@@ -50,7 +50,10 @@ class NotedFailure:
 
 
 class Nodes(Protocol):
-    """The other nodes of the job."""
+    """The connection of this rank to the other nodes of the job. `OtherNodes` implements it.
+
+    Attributes: is_first_node: whether this rank is on the job's first node.
+    """
 
     is_first_node: bool
 
@@ -193,7 +196,7 @@ def as_of_any_rank(traceback: str, rank: int) -> str:
 
     text = re.sub(r"(?m)^\[rank\d+\]: ?", "", traceback)  # torch's prefix of each line
     lines = re.sub(r"\b0x[0-9a-f]+", "0x", text).splitlines()
-    # Lines of code are the same on all ranks: a number in them stays.
+    # Indented lines are code, the same on all ranks. A number in them stays.
     messages = [i for i, line in enumerate(lines) if not line[:1].isspace()]
     if {n for i in messages for _, n in _NUMBER_OF_RANK.findall(lines[i])} == {str(rank)}:
         for i in messages:

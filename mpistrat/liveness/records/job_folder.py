@@ -121,7 +121,10 @@ def _check(folder: str) -> None:
 
 
 def lock(file: Any) -> bool:
-    """Try to lock an open file exclusively, without waiting. Returns: whether it is locked now. Raises: OSError."""
+    """Try to lock an open file exclusively, without waiting. The lock lasts until the file is closed.
+
+    Returns: False if another process holds a lock on the file.   Raises: OSError if the file cannot be locked at all.
+    """
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
