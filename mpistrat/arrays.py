@@ -402,7 +402,7 @@ def to_numpy(array: Array) -> np.ndarray:
 
 
 def to_device_of(array: Array, like: Array) -> Array:
-    """Return `array`, which is in host memory, on the device and in the library of `like`.
+    """Return `array` on the device and in the library of `like`. `array` must be in host memory.
 
     Returns: `array` itself if `like` is in host memory; else a copy that the current stream may still be making.
     """

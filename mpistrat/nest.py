@@ -36,7 +36,7 @@ def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def rebuild(like: Any, children: list[Any]) -> Any:
-    """Return a structure of the type of `like` whose elements are `children`.
+    """Return a structure of the type of `like` with the elements `children`.
 
     For a mapping, `children` are in the order of insertion of the keys of `like`, not in sorted order. `children` are
     not flattened: each replaces one element of `like`.

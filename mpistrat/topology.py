@@ -156,7 +156,7 @@ class Topology:
     def from_lowest_ranks(
         cls, rank: int, leaders: Sequence[int], hosts_of_ranks: Sequence[str], launcher: str
     ) -> Topology:
-        """Return the topology of a job in which each rank knows the lowest rank of its node, as MPI tells it.
+        """Return the topology of a job, made from the lowest rank of each rank's node, as MPI tells it.
 
         Args:
             rank: this process's rank.

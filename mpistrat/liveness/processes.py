@@ -51,7 +51,7 @@ def began_at(pid: int) -> int:
 
 
 def signals_of(pid: int, *kinds: str) -> int:
-    """Return the process's signals of the given kinds as a mask, in which bit n-1 stands for signal n.
+    """Return the process's signals of the given kinds as a mask: bit n-1 stands for signal n.
 
     Args: kinds: line names of /proc/PID/status: "SigCgt" for signals that it catches, "SigIgn" for ignored signals.
     Returns: 0 if there are no such signals, or the process is gone.
@@ -162,8 +162,8 @@ def launcher_of(pid: int) -> int | None:
 def launched(pid: int) -> tuple[int, int]:
     """Return two pids: a script's, and the launcher's or its daemon's on this node.
 
-    The launcher or daemon is the nearest one among the ancestors of the process `pid`. The script is the launcher's
-    child from which the process descends.
+    The launcher or daemon is the nearest one among the ancestors of the process `pid`. The script is a child of the
+    launcher, and an ancestor of the process.
 
     Returns: (0, launcher) if the launcher started the process itself; (0, 0) without a launcher.
     """

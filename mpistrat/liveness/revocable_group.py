@@ -70,9 +70,9 @@ class RevocableGroup:
     def before_telling(self, action: Callable[[], None]) -> None:
         """Register `action` to be called once, on any thread, when a rank is lost, before `lost` becomes True.
 
-        If a rank is lost already, `action` is called at once. Called by: transports of GPUs. Their action aborts
-        kernels that wait for kernels of the lost rank, because MPI cannot end them. Errors of a registered action are
-        ignored.
+        If a rank is lost already, `action` is called at once. Errors of a registered action are ignored.
+        Called by: transports of GPUs. Their action aborts kernels that wait for kernels of the lost rank, because MPI
+        cannot end them.
         """
         with self._lock:
             if not self.lost:

@@ -26,7 +26,7 @@ def wait_until(
 
     Args:
         arrived: called again and again; it must not wait.
-        watch: shows in shared memory in which call of the communicator this rank waits, and has the timeout.
+        watch: this rank's calls on the communicator in shared memory, and its timeout.
         yields: False: sleep instead of yielding the core, because a rank that yields soon takes the core again.
     Raises: StallError if the observer has reported this wait as a stall and MPISTRAT_ON_STALL=raise; if the wait lasts
         longer than the watch's timeout, and the observer has reported the missing ranks; or if no observer runs on this

@@ -67,7 +67,7 @@ class AbortChannel:
     def settle(self, senders: Iterable[int]) -> None:
         """Receive the texts that are still under way, and forget all texts, so that the channel can be used again.
 
-        Collective. Called by: all ranks after the start of a GPU library, whose failures `send` has told.
+        Collective. Called by: all ranks after the start of a GPU library; ranks tell failures of the start by `send`.
 
         Args: senders: the ranks that have sent a text, the same on all ranks.
         """

@@ -45,7 +45,7 @@ def previous(number: int) -> Any:
 
 
 def heard(numbers: frozenset[int]) -> int:
-    """Return the greatest signal in `numbers` that has arrived since `keep`, and forget all of `numbers` that have.
+    """Return the greatest signal in `numbers` that has arrived since `keep`; forget all signals of `numbers`.
 
     Called by: a new PreemptionCheckpointHandler.   Returns: 0 if none has arrived.
     """

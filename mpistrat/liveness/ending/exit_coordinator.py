@@ -87,7 +87,7 @@ class ExitCoordinator:
     def verdict(self, now: float) -> tuple[str, int] | None:
         """Return why the job must end now (a text for people), and the exit code to end it with.
 
-        It must end if a rank whose program has ended is missing in another rank's collective, or if other ranks still
+        It must end if a rank has ended its program and is missing in another rank's collective, or if other ranks still
         work 1 s after a rank ended with an exit code other than 0. The exit code is the first such code; 1 if all
         missing ranks have ended with 0.
 

@@ -1,9 +1,9 @@
 """Ends the whole job when one of its ranks fails, or leaves while another rank waits for it.
 
-An uncaught exception calls MPI_Abort. A rank whose program ends tells the exit coordinator of each of its groups. It
-waits until the programs of all ranks of the groups have ended, before MPI_Finalize. While the program runs, a thread
-checks five times a second whether this rank is stuck in a collective, and tells the exit coordinator. Once the observer
-has reported a failure, the thread ends this rank. The thread needs MPI_THREAD_MULTIPLE.
+An uncaught exception calls MPI_Abort. At the end of its program, a rank tells the exit coordinator of each of its
+groups. Then it waits until the programs of all ranks of the groups have ended. MPI_Finalize follows. While the program
+runs, a thread checks five times a second whether this rank is stuck in a collective, and tells the exit coordinator.
+The thread ends this rank once the observer has reported a failure. It needs MPI_THREAD_MULTIPLE.
 
 This file imports mpi4py, so it is imported only on first use: `import mpistrat` starts no MPI.
 """
@@ -44,7 +44,9 @@ from mpistrat.liveness.revocable_group import means_rank_lost
 
 
 class JobEnd:
-    """Ends the job when this rank, or a rank that it works with, fails or leaves early. `job_end()` returns the object.
+    """Ends the job when this rank fails, or ends its program while another rank waits for it.
+
+    `job_end()` returns the process's only object.
 
     Attributes:
         end_job: `RankEnd.end_job`: prints a text and ends all processes of the job.
@@ -176,7 +178,7 @@ class JobEnd:
                 _end_job(f"was interrupted, but stays in a call at {site}", 130)
 
     def _end_if_stuck_in_mpi(self) -> None:
-        """End the job if the main thread is to raise StallError, but has stayed in a call of MPI for 2 s.
+        """End the job if the main thread is to raise StallError, but has not come back from MPI for 2 s.
 
         Called by: this object's thread, while the record's word ABORT is RAISE.
         """

@@ -37,7 +37,8 @@ class ObservedRank:
         dead: whether the detector has noticed that the rank's process has died.
         status: the wait status of the dead process; None while it lives, and if it is not known.
         lost: whether the rank is dead and the other ranks went on without it.
-        closed: 1 for the first rank of the node whose files were closed, 2 for the second, and so on; 0: they are open.
+        closed: 1 if the files of this rank were the first to be closed on the node, 2 for the second rank, and so on; 0
+            while they are open.
         closed_alive: whether the process lived on after its files were closed.
         became: the command of the program that the rank became by exec, if that closed the files; else "".
     """
@@ -85,7 +86,7 @@ class ObservedRank:
 
     @property
     def ended_well(self) -> bool:
-        """Whether the rank, which is dead, needs no report.
+        """Whether the death of the rank needs no report; asked only of a dead rank.
 
         True if its program had ended, if it was ending the job, or if it had no communicator and returned 0. But False
         if a signal killed it after its program had ended, unless its record has moved to another folder. For a rank
@@ -178,9 +179,9 @@ class Wait:
 
     @property
     def suspects(self) -> list[ObservedRank]:
-        """The ranks of this node for which the others may wait: the missing ranks.
+        """The ranks of this node that may hold the others up: the missing ranks.
 
-        If none is missing: waiting ranks whose processes are dead or stopped; [] without any.
+        If none is missing: waiting ranks that are dead or stopped; [] without any.
         """
         return self.missing or [rank for rank in self.waiting if rank.stands_still]
 
@@ -430,12 +431,12 @@ def others_may_start(ranks: Collection[ObservedRank]) -> bool:
 
 
 def first_death(deaths: list[ObservedRank]) -> ObservedRank:
-    """Return the rank whose death caused the other deaths: the launcher killed the other ranks then.
+    """Return the rank that died by itself, so that the launcher killed the other ranks.
 
-    It is the first rank whose status is known and is neither SIGKILL nor SIGTERM, as launchers kill; without one, the
-    first rank for which others waited in a collective; without one, the first rank. The order is the order in which the
-    ranks' files were closed, because a dying process closes its files, and its connection to the launcher, a while
-    before the kernel reports its death.
+    It is the first rank with a known status other than SIGKILL and SIGTERM, the signals of launchers; without one, the
+    first rank that others waited for in a collective; without one, the first rank. "First" means that its files were
+    closed first, because a dying process closes its files, and its connection to the launcher, a while before the
+    kernel reports its death.
 
     Args: deaths: the dead ranks, at least one, in the order in which the kernel reported them. This order counts if
         the files of a rank were not seen to close.

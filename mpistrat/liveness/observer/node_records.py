@@ -23,7 +23,7 @@ from mpistrat.settings import raises_on_stall, stall_seconds
 
 
 class NodeRecords:
-    """Makes the watches of this rank's communicators, in its record; maps the records of other ranks of its node.
+    """Makes the watch of each communicator (its slots in the ranks' records), and this rank's record for it.
 
     Attributes: record: this rank's record. Until the first `watch_of` no other process sees it; afterwards it is in the
         job's folder, if there is one.

@@ -167,7 +167,7 @@ def start_observer(folder: str) -> None:
 def say(text: str) -> bool:
     """Have the observer print `text` on the stderr of another rank or of the launcher.
 
-    Called by: a rank that is about to end, and whose stderr cannot be used.
+    Called by: a rank that is about to end and has no usable stderr.
     Returns: True if the observer has taken the text within 1.5 s; False if not, or if this process is not observed.
     """
     if current is None or os.getpid() != current.record.pid:

@@ -138,7 +138,7 @@ class Observer:
         self._promise_to_look(0.0)
 
     def _speakers(self) -> Iterator[int]:
-        """Yield the pids of the processes whose stderr the observer can use: the living ranks, then the launcher."""
+        """Yield the pids of processes that may lend their stderr to the observer: living ranks, then the launcher."""
         yield from (rank.pid for rank in self._detector.ranks.values() if not rank.dead)
         if self._launcher is not None:
             yield self._launcher
@@ -386,7 +386,7 @@ class Observer:
         return deadlines.OBSERVER_WAITS_FOR_ENDING_RANK
 
     def _tell_who_waits_at_the_end(self) -> None:
-        """Print a notice, once, if ranks whose programs have ended wait for the other ranks longer than the limit.
+        """Print a notice, once, if ranks have waited at the end of their programs for longer than the limit.
 
         That may be right. But if another rank waits for them in an MPI call of the user's program, the job hangs.
         """

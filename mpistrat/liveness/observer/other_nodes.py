@@ -48,7 +48,7 @@ class Raise:
 
     Attributes:
         report: the text of the error.
-        group: the hash of the name of the communicator on which ranks wait.
+        group: the hash of the communicator's name.
         call: the number of the collective that the sender has left with an error: a receiver that stays in it for 1 s
             raises. 0: an observer has found a stall; all receivers raise.
     """

@@ -20,7 +20,7 @@ _WITHOUT_OFFSET = ("pipe:", "/dev/")
 class StderrProxy:
     """Opens the stderr of one process at a time, and writes to it.
 
-    Attributes: owner: the pid of the process whose stderr was opened last; None before.
+    Attributes: owner: the pid of the process that owns the stderr opened last; None before the first.
     """
 
     def __init__(self) -> None:

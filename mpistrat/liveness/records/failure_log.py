@@ -187,7 +187,7 @@ def _write(file: Any, failure: NotedFailure) -> None:
 
 
 def as_of_any_rank(traceback: str, rank: int) -> str:
-    """Return a hash of the traceback in which memory addresses, and the number `rank` in messages, do not count.
+    """Return a hash of the traceback without its memory addresses, and without the number `rank` in its messages.
 
     So ranks get equal hashes if their messages differ only in each rank's own number. If the messages name another
     rank, too, all numbers count. For `rank` -1 all numbers count.

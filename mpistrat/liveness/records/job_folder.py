@@ -132,15 +132,15 @@ def lock(file: Any) -> bool:
 
 
 class JobFolder:
-    """The job's folder, on whose lock file this process holds a shared lock until `leave`, or until it ends.
+    """The job's folder. This process holds a shared lock on the folder's lock file until `leave`, or until it ends.
 
     No process removes a folder while another process holds such a lock.
     """
 
     def __init__(self, path: str) -> None:
-        """Lock the existing folder `path`, and wait for a process that holds it exclusively.
+        """Take a shared lock on the folder `path`; wait while another process locks it exclusively.
 
-        Raises: OSError if it has no lock file.
+        Raises: OSError if the folder has no lock file.
         """
         self.path = path
         self._lock = os.open(path + _LOCK, os.O_RDWR | os.O_NOFOLLOW)

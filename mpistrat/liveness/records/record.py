@@ -118,7 +118,7 @@ class RankRecord:
 
     Args:
         path: the record's file; None: memory that no other process sees.
-        create: make the file, which must not exist; else map a file that exists.
+        create: make the file; OSError if it exists. False: map a file that exists.
     Attributes:
         map: the mapped bytes.
         words: the same memory as unsigned 64-bit words.
@@ -236,7 +236,7 @@ class RankRecord:
         words[WAITED + bucket] += nanoseconds
 
     def seconds_waited(self, last: int = 60) -> float:
-        """Return the seconds in which this rank waited for other ranks to enter collectives, summed over all waits.
+        """Return the seconds that this rank waited for other ranks to enter collectives, summed over all waits.
 
         Args: last: count waits that ended in the last so many seconds, at most 63, and the longest wait that still
             lasts.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def has_not_come(made: int | None, call: int, *, is_member: bool = False) -> bool:
-    """Whether a rank has yet to enter collective number `call` of a communicator, in which other ranks wait.
+    """Whether a rank has yet to enter collective number `call` of a communicator, where other ranks wait for it.
 
     Args:
         made: number of collectives that the rank has entered on the communicator; None if the rank has not made the
@@ -30,7 +30,7 @@ def has_not_come(made: int | None, call: int, *, is_member: bool = False) -> boo
 class CommunicatorWatch:
     """The part of the ranks' records for one communicator: this rank's slot, and the slots of the other ranks.
 
-    A slot says in which call of the communicator its rank is, and since when. `wait_until` waits under a watch.
+    A slot has its rank's last call on the communicator, and since when the rank is in it. `wait_until` takes a watch.
     Made by: `NodeRecords`; without arguments, a watch that no other process sees.
 
     Attributes:
