@@ -182,7 +182,8 @@ class Observer:
     def _judge_starts(self) -> None:
         """End the job if ranks wait for all ranks to start, while a rank has ended and no later program can replace it.
 
-        This must last for 1 s, or a waiting rank must have died. Nothing happens if the end of the job is explained.
+        This must last for 1 s, or a waiting rank must have died. Nothing happens once a report was made, or while a
+        rank ends the job and so reports.
         """
         waiting = self._detector.starting
         absent = [rank for rank in self._detector.ranks.values() if rank.has_ended]
@@ -197,10 +198,11 @@ class Observer:
             self._report(functools.partial(report.absence_report, absent, waiting), END, 1)
 
     def _judge_deaths(self) -> None:
-        """Report the dead ranks that need a report, and end the job. Nothing happens if its end is explained already.
+        """Report the first death of a rank that needs a report, and end the job.
 
-        If all of them are expendable, and other ranks may go on, print for each that the others go on without it, and
-        do not end the job.
+        If all such ranks are expendable (`run_elastic`, parameter servers) and other ranks may go on, print for each
+        that the others go on without it, and do not end the job. Nothing happens once a report was made, while a rank
+        ends the job, or if another node reports.
         """
         detector = self._detector
         unexplained = detector.unexplained()
@@ -346,9 +348,10 @@ class Observer:
             self._promise_to_look(0.0)
 
     def _see_to_the_end(self) -> None:
-        """If the job ends, tell the ranks that were not told after 1 s; kill the ranks that have not ended, once.
+        """Make sure that the job ends, once a rank ends it or this observer has told the ranks to end.
 
-        They have 2 s after the observer told them to end; 10 s if a rank ends the job itself.
+        1 s after a rank began to end the job, tell the other ranks to end. Kill the ranks that live 2 s after the
+        observer's report, or 10 s after a rank began to end the job (3 s if that rank is dead). They are killed once.
         """
         now = time.monotonic()
         if self._detector.in_state(ENDING):

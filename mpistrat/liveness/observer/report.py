@@ -83,7 +83,7 @@ def _who_is_missing(wait: Wait, suspects: list[ObservedRank], elsewhere: Iterabl
 
 
 def death_report(ranks: list[ObservedRank], first: ObservedRank) -> str:
-    """Return the report of a death: how the rank `first` died, and the last collectives of `ranks`, all of the node."""
+    """Return the report of a death: how the rank `first` died, and the last collectives of the node's `ranks`."""
     lines = [f"{first.who} {_how_it_died(first)}", f"  it {_last_words(first)}"]
     lines += _spoken_at_death(first)
     others = [rank for rank in ranks if rank is not first]

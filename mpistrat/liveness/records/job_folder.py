@@ -200,9 +200,9 @@ class JobFolder:
             yield lock(file)
 
     def remember_mappings(self, rank: int) -> None:
-        """Write a list of MPI's files in /dev/shm that this process maps to the job's folder.
+        """Write to the job's folder a list of MPI's files in /dev/shm that this process maps.
 
-        If this process is killed, MPI does not remove the files; the last process of the job removes the listed files.
+        If this process is killed, MPI does not remove the files; `remove_if_last` does, or another job of this user.
 
         Args: rank: the process's rank, for the list's name.   Called by: each rank, once MPI has mapped its files.
         """

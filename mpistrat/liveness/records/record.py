@@ -114,7 +114,8 @@ class _HeaderText:
 class RankRecord:
     """A rank's record: its process, and the collectives that it is in, see the top of this file.
 
-    The rank itself writes the record; the observer and other ranks of the node map the same file, and read it.
+    The rank itself writes the record. The node's observer and other ranks map the same file, and read it. The observer
+    also writes its orders to the rank there: ABORT, ASK, CODE and others.
 
     Args:
         path: the record's file; None: memory that no other process sees.
